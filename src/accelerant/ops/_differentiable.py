@@ -65,7 +65,7 @@ _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types whose CPU tensors are passed on to torch's functions."""
 
 recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = []
-"""The last of these makes the calls of public functions, for who records torch's functions: kernels are none."""
+"""The last of these is passed each call of a public function: a recorder of torch's functions sees no kernels."""
 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
 

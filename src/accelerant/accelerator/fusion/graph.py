@@ -182,7 +182,7 @@ def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
 
 
 def power(x: Expr, n: int) -> Expr:
-    """Return x^n, rounded once but for -2 to 3, which are products as torch's."""
+    """Return x^n, rounded once; exponents from -2 to 3 are products, as in torch."""
     if n < 0 and n >= -2:
         return 1.0 / power(x, -n)
     if n == 0:
@@ -221,7 +221,7 @@ def _half_where_equal(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
 
 
 def _max_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
-    largest = args[0].equals(y).do("number")  # none of a row with NaN, whose gradient is NaN as torch's
+    largest = args[0].equals(y).do("number")  # no element of a row with NaN: its gradient is NaN, as torch's
     return ((dy * largest) / largest.over_row("sum"),)
 
 

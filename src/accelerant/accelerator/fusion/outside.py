@@ -1,9 +1,9 @@
-"""What a fused function reads besides its arrays: the record of a run serves while it has not changed.
+"""What a fused function reads besides its arrays. A recorded run is used again while that has not changed.
 
 A function's code names its globals, the cells of its closure, and their attributes. Numbers, strings, dtypes, lists and
 dicts of them, attributes of plain objects, functions of torch and NumPy, and functions of Python that read nothing else
-are compared at each call. Of all else (arrays, properties, random numbers) the code does not tell what it will read:
-such a function runs at each call, and its kernel is compiled again only where its record differs.
+are compared at each call. For anything else (arrays, properties, random numbers) the code does not show what it will
+read: such a function runs at each call, and its kernel is compiled again only where its record differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST = 256
 
 
 class _UnknownError(Exception):
-    """The function reads what may change without being seen."""
+    """The function reads something whose change cannot be seen."""
 
 
 class _Name(NamedTuple):
@@ -70,7 +70,7 @@ def reads_of(
 
 
 def unchanged(reads: Reads | None) -> bool:
-    """Return whether all that a call read is as it was."""
+    """Return whether nothing that a call read has changed."""
     if reads is None:
         return False
     try:

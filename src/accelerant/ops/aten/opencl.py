@@ -145,7 +145,7 @@ _LANES_COMBINED = """\
     }}
     if (get_local_id(0)) return;
     a = shared[0];"""
-"""The rest of a reduction whose lanes have values a."""
+"""Combines the values `a` of a block's lanes, by halves."""
 
 _TILED = """
     __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];

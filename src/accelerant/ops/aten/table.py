@@ -300,7 +300,7 @@ def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
 
 
 def _binary(names: Sequence[str], template: str, *, result: str = "promoted") -> None:
-    """Register a binary operation, whose result is "promoted", "bool", or of "bits", which floats have not."""
+    """Register a binary operation, whose result is "promoted", "bool", or "bits" (integers only)."""
 
     def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
         compute = promoted(a, b)

@@ -115,8 +115,8 @@ _ADD_TERM = """
 def verifier_contract(key: VerificationKey, name: str = "Groth16Verifier") -> str:
     """Return the source of a contract with verifyProof(uint256[2], uint256[2][2], uint256[2], uint256[nPublic]).
 
-    Its signature is that of snarkjs's contract. Without public inputs, of which Solidity has no array, the last
-    argument is absent.
+    Its signature is that of snarkjs's contract. For a circuit without public inputs the last argument is absent, since
+    Solidity has no arrays of length 0.
 
     Args:
         key: a verification key on BN254.

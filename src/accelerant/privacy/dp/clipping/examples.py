@@ -34,7 +34,7 @@ _CHECKPOINT = (
 
 
 class NotForEachExample(UnsupportedCase):
-    """A result that all examples share is used in a way that only a region serves.
+    """A result that all examples share is used in a way that is possible only in a region.
 
     Args:
         once: another batch may need none.
@@ -46,7 +46,7 @@ class NotForEachExample(UnsupportedCase):
 
 
 class Region:
-    """A running region.
+    """The scope of code that runs for each example by itself.
 
     Attributes:
         examples: B.

@@ -151,7 +151,7 @@ class OwnParametersRule(OwnParameters):
         return substitute
 
     def _not_here(self, what: str) -> UnsupportedCase:
-        """Return the error of a module whose result only the whole model in a region can use, or nobody."""
+        """Return the error for a result that only a model that runs in a region as a whole can use, or none."""
         message = (
             f"{type(self.module).__name__} has parameters of its own, and {what}: dimension 0 of its "
             "inputs and results must be that of the examples, or 1 for what all of them share, and it must not mix "
@@ -220,7 +220,7 @@ class WholeModel(OwnParametersRule):
 
     @property
     def runs_plain(self) -> bool:
-        """Whether a forward pass needed no region, and none did always."""
+        """Whether a forward pass has run without a region, and the model does not always need one."""
         return self._runs_plain and not self._by_itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def check_whole(name: str, value: object, least: int) -> int:
 
 
 def about(count: int) -> int:
-    """Return a number rounded down to two digits: what is said of the size of private data, which is not private."""
+    """Return a number rounded down to two digits, all that is published of the size of private data."""
     unit: int = 10 ** max(0, len(str(count)) - 2)
     return count // unit * unit
 

@@ -177,7 +177,7 @@ class LossCheck:
             )
 
 
-class _Unknown(Exception):  # noqa: N818  it is no error of the user's
+class _Unknown(Exception):  # noqa: N818  not an error of the user
     """The reason for which a loss cannot be repeated."""
 
 
@@ -233,7 +233,7 @@ _SCALING = {
 """Functions that a number from the batch may divide, or multiply, a loss by."""
 
 _FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor", "scalar_tensor"}
-"""Functions that make a tensor of what the host has."""
+"""Functions that make a tensor from numbers of the host."""
 
 _SIZING = {
     "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "pow", "__pow__", "__rpow__", "float_power", "clamp",
@@ -247,7 +247,7 @@ _READING = {
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
     *(f"__{name}__" for name in ("float", "int", "index", "bool", "complex", "array", "dlpack", "contains")),
 }  # fmt: skip
-"""Functions through which the host learns a tensor's values; of ragged ones it learns them from the shape, too."""
+"""Functions that give the host a tensor's values; a shape that depends on values gives them away, too."""
 
 _RAGGED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "where"}
 _MEANS = {"cross_entropy", "nll_loss", "linear_cross_entropy"}
@@ -280,9 +280,9 @@ class _Trace(TorchFunctionMode):
         self._calls: list[_Call] = []
         self._numbers: list[_Number] = []
         self._count = 0
-        self._follows: dict[int, int] = {}  # 1: the batch alone, as labels do; 2: the model's results
-        self._ragged = set[int]()  # what has a shape that may follow values
-        self._hosted: dict[int, str] = {}  # what may follow values that the host has read, and other doubts
+        self._follows: dict[int, int] = {}  # depends on 1: the batch alone, as labels do; 2: the model's results
+        self._ragged = set[int]()  # tensors whose shape may depend on values
+        self._hosted: dict[int, str] = {}  # why a tensor may depend on values that the host read, and other doubts
         self._read = 0  # the host has read values: 1 of results, 2 of the batch alone
         self._changes = False  # some call writes into a tensor
         self._quiet = set[int]()  # results of calls without gradients
@@ -482,7 +482,7 @@ class _Trace(TorchFunctionMode):
     # --- what the host makes of values -------------------------------------------------------------------------------
 
     def _is_hosted(self, name: str, given: Any, literals: Container[float]) -> bool:
-        """Return whether a call takes numbers, or a choice of tensors, that the host may have made of what it read.
+        """Return whether a call takes numbers, or a choice of tensors, that may come from what the host read.
 
         Of the model's results a loop reads losses and accuracies to show them: a short number is then its own.
         """
@@ -507,7 +507,7 @@ class _Trace(TorchFunctionMode):
         return numbers and any(map(unknown, pytree.tree_leaves((args, kwargs))))
 
     def _follow(self, name: str, args: Any, given: Any, result: Any, hosted: bool) -> None:
-        """Note what a call's results follow, and what the host learns by it."""
+        """Note what a call's results depend on, and what the host learns by it."""
         slots = [each.number for each in pytree.tree_leaves(given) if isinstance(each, _Slot)]
         follows = max((self._follows.get(number, 0) for number in slots), default=0)
         ragged = not self._ragged.isdisjoint(slots)
@@ -658,7 +658,7 @@ class _Trace(TorchFunctionMode):
 
 
 def _literals() -> frozenset[float]:
-    """Return the numbers that are written out in the code that called torch."""
+    """Return the literals in the code that called torch."""
     frame: Any = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "accelerant"):
         frame = frame.f_back
@@ -683,7 +683,7 @@ def _masked(index: Any) -> bool:
 
 
 def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> bool:
-    """Return whether the gradient of a row that was kept is another one."""
+    """Return whether the gradient of a row that was kept has changed."""
     for one, two in zip(before, after, strict=True):
         rows = kept.to(one.device)
         one, two = one[rows].float(), two[rows].float()

@@ -84,7 +84,7 @@ class PrivateTraining:
         self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
-        self._derived: float | None = None  # expected batch size from the number of units, which a state must not tell
+        self._derived: float | None = None  # expected batch size from the number of units, kept out of states
         self._samplers: weakref.WeakSet[PoissonSampler] = weakref.WeakSet()
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
