@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="JSON file to write")
     parser.add_argument("--python", help="the Python in which accelerant's tests run")
     options = parser.parse_args()
+    if options.sample < 1 or not options.minutes > 0:
+        parser.error(f"--sample and --minutes must be above 0, got {options.sample} and {options.minutes:g}")
     module = options.module.strip("/").removeprefix(f"{SOURCES}/")
     source = SOURCES / module
     source = source if (ROOT / source).exists() else source.with_suffix(".py")

@@ -280,8 +280,10 @@ def test_updates_that_differ_are_refused():
     with pytest.raises(ConfigError, match="in a call of their own"):
         mpc.secure_aggregate([{"w": one, "n": torch.tensor(2**40)}] * 2, 2)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))  # its layers are not clients
-    for single in (layers, {"a": one, "b": one}, 3.0):
-        with pytest.raises(ConfigError, match=r"a list of one update per client, got a (Sequential|dict|float)"):
+    for single in (layers, {"a": one, "b": one}, 3.0, torch.tensor(3.0)):
+        with pytest.raises(
+            ConfigError, match=r"a list of one update per client, got an? (Sequential|dict|float|array)"
+        ):
             mpc.secure_aggregate(single, 2)
 
 

@@ -283,8 +283,11 @@ def test_closed_read_and_copied_ledgers_record_nothing(path):
 
 
 def test_wrong_usage(tmp_path):
-    with pytest.raises(ConfigError, match="unit must name"):
-        Ledger(unit="")
+    for unit in ("", 3):
+        with pytest.raises(ConfigError, match=rf"unit must name .* got {unit!r}"):
+            Ledger(unit=unit)
+    with pytest.raises(ConfigError, match=r"budget must be a Budget, .* got 3"):
+        Ledger(budget=3)
     with pytest.raises(ConfigError, match="got 'like'"):
         Ledger(neighbouring="like")
     with pytest.raises(ConfigError, match="cannot write to the ledger"):

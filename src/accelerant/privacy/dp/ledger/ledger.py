@@ -150,8 +150,10 @@ class Ledger:
         self, path: str | Path | None = None, *, unit: str = "example", neighbouring: str = "add-or-remove-one",
         budget: Budget | None = None, dataset: str = "", any_dataset: bool = False, loosen_budget: bool = False,
     ) -> None:  # fmt: skip
-        if not unit:
-            raise ConfigError('unit must name whose privacy it is, "example" or "user"; got an empty string')
+        if not isinstance(unit, str) or not unit:
+            raise ConfigError(f'unit must name whose privacy it is, "example" or "user"; got {unit!r}')
+        if budget is not None and not isinstance(budget, Budget):
+            raise ConfigError(f"budget must be a Budget, as Budget(epsilon=3.0, delta=1e-5); got {budget!r}")
         self.path = None if path is None else Path(path)
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset

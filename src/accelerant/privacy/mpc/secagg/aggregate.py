@@ -75,6 +75,8 @@ def secure_aggregate(
     """
     if isinstance(client_updates, (nn.Module, Mapping)) or not isinstance(client_updates, Iterable):
         raise ConfigError(f"updates must be a list of one update per client, got a {type(client_updates).__name__}")
+    if getattr(client_updates, "ndim", 1) == 0:
+        raise ConfigError("updates must be a list of one update per client, got an array of no dimension")
     forms = [_listed(update) for update in client_updates]
     if len(forms) < 2:
         raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(forms)}")
