@@ -426,8 +426,14 @@ def test_batches():
     assert verify_many(key, [], [])
     assert verify_many(key, iter([public] * 2), (proof for _ in range(2)))
     assert verify_many(key, [iter(public)], [proof])
-    with pytest.raises(ConfigError, match="as many lists of public inputs as proofs, got 2 and 1"):
-        verify_many(key, [public] * 2, [proof])
+    for many, found in (
+        ([public] * 5, "5"),
+        (itertools.repeat(public), "at least 3"),
+        (iter([public]), "1"),
+        ([], "0"),
+    ):
+        with pytest.raises(ConfigError, match=f"as many lists of public inputs as proofs, got {found} and 2$"):
+            verify_many(key, many, [proof] * 2)
     bad = dataclasses.replace(proof, c=add(g1, proof.c, g1.generator))
     opposite = dataclasses.replace(proof, c=add(g1, proof.c, negate(g1, g1.generator)))
     for n in (1, 2, 5):

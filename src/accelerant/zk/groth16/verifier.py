@@ -11,9 +11,10 @@ Not constant-time: proofs and public inputs are public.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -291,16 +292,18 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
         ConfigError: the numbers of input lists and proofs differ, or two curves.
         UnsupportedDtype, FormatError: as verify; names the proof's index.
     """
-    public, proofs = _listed(public, "public", "lists of public inputs"), _listed(proofs, "proofs", "proofs")
+    proofs = _listed(proofs, "proofs", "proofs")
+    rows = _listed(public, "public", "lists of public inputs", len(proofs) + 1)
     key, family = verification_key, _common_family(verification_key, proofs)
-    if len(public) != len(proofs):
-        raise ConfigError(f"wanted as many lists of public inputs as proofs, got {len(public)} and {len(proofs)}")
+    if len(rows) != len(proofs):
+        found = len(public) if isinstance(public, Sized) else f"{'at least ' * (len(rows) > len(proofs))}{len(rows)}"
+        raise ConfigError(f"wanted as many lists of public inputs as proofs, got {found} and {len(proofs)}")
     if not proofs:
         return True
     group, r = curve_named(family.g1.name), family.r
     rho = [int.from_bytes(os.urandom(_COEFFICIENT_BYTES), "little") for _ in proofs]
-    rows = [_checked_inputs(key, family, row, f"public[{i}]") for i, row in enumerate(public)]
-    inputs = [sum(c * row[j] for c, row in zip(rho, rows, strict=True)) % r for j in range(key.n_public)]
+    checked = [_checked_inputs(key, family, row, f"public[{i}]") for i, row in enumerate(rows)]
+    inputs = [sum(c * row[j] for c, row in zip(rho, checked, strict=True)) % r for j in range(key.n_public)]
     total = sum(rho) % r
     a_names, b_names, c_names = ([f"proofs[{i}].{name}" for i in range(len(proofs))] for name in "abc")
     a = encoded_points(family.g1, [proof.a for proof in proofs], a_names)
@@ -317,10 +320,11 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
     return _is_one(family, first, second, g1_names, (*b_names, *_KEY_POINTS))
 
 
-def _listed(values: Any, name: str, what: str) -> list[Any]:
+def _listed(values: Any, name: str, what: str, most: int | None = None) -> list[Any]:
+    """Return a sequence or iterator as a list, of the first `most` values: itertools.repeat has no end."""
     if isinstance(values, str | bytes | Mapping | Set | Proof | VerificationKey) or not isinstance(values, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of {what}, got {type(values).__name__}")
-    return list(values)
+    return list(itertools.islice(values, most))
 
 
 def _common_family(key: VerificationKey, proofs: Sequence[Proof]) -> Family:
