@@ -282,6 +282,41 @@ def test_numbers_that_the_host_made_of_the_batch_are_named_as_unchecked(loss):
         total(loss, 24)
 
 
+@pytest.mark.parametrize("before", [
+    lambda x: x - x.mean(0), lambda x: x / x.abs().max(), lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
+    lambda x: x.clone().sub_(x.mean(0)), lambda x: (x - x.mean(0)).tanh() + 1,
+])  # fmt: skip
+def test_rows_that_are_mixed_before_the_model_are_refused(before):
+    with pytest.raises(UnsupportedCase, match="rows of the batch are mixed before the model"):
+        prepared(before)
+
+
+def test_what_the_host_made_of_a_batch_for_the_model_is_named_as_unchecked():
+    with pytest.warns(UserWarning, match="given what Python or NumPy may have made"):
+        prepared(lambda x: torch.from_numpy(x.numpy() - x.numpy().mean(0)))
+
+
+@pytest.mark.parametrize("before", [
+    lambda x: (x - 0.1) / 0.3, lambda x: x - x.mean(2, keepdim=True), lambda x: x.clone().mul_(2),
+    lambda x: x.double().float(),
+    lambda x: x + 0.1 * torch.randn_like(x), lambda x: F.dropout(x, 0.1), lambda x: x[:, : LENGTH - 1],
+    lambda x: torch.where(torch.rand(len(x), 1, 1) < 0.5, x.flip(1), x),
+])  # fmt: skip
+def test_rows_that_are_prepared_by_themselves_pass(before):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(loss|apart).*")
+        prepared(before)
+
+
+def prepared(before):
+    model = Tagger()
+    with private(model, 1.0, expected_batch_size=24) as training:
+        for batch in training.batches(rows()[:2], steps=1):
+            x, y = batch.tensors
+            F.cross_entropy(model(before(x))[:, 0], y[:, 0]).backward()
+            training.optimizer.step()
+
+
 def weighted(out, y, gradient, *, engine):
     """Call backward with a gradient, of each row's loss."""
     losses = each(out, y).mean(1)

@@ -68,6 +68,8 @@ _HOSTED = (
     "Python or NumPy read values of the batch before it, and its numbers, tensors or choices may depend on those values"
 )
 
+_GIVEN = "the model is given what Python or NumPy may have made of the batch's values"
+
 _ROWS = "Each example changes the share of all others, and one row could move the sum by many times max_grad_norm"
 
 
@@ -94,9 +96,11 @@ class LossCheck:
             self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=True)
             self._trace.resume()
 
-    def enter_model(self) -> None:
-        """Leave out what the model calls."""
+    def enter_model(self, inputs: Any, *, trial: bool) -> None:
+        """Leave out what the model calls, and note its inputs."""
         if torch._C._current_graph_task_id() == -1:  # else of a checkpoint
+            if self._trace is not None and not self._calls and not trial:
+                self._trace.add_inputs(pytree.tree_leaves(inputs))
             self._calls += 1
             _Trace.remove()
 
@@ -140,7 +144,7 @@ class LossCheck:
         if trace is None or rows < 2:
             return
         self._left -= self._left > 0
-        if not trace.results:  # the model returns the loss, and the check of its rows sees that
+        if not (trace.results or trace.inputs):  # the model returns the loss, and the check of its rows sees that
             return
         try:
             mixes = trace.mixes([trace.weighted(*each) for each in losses()], rows)
@@ -267,6 +271,7 @@ class _Trace(TorchFunctionMode):
         drawn: whether they are the whole batch: other tensors are then of no example.
 
     Attributes:
+        inputs: slots of what the model was given, where recorded calls made it of the batch.
         results: slots of the model's results.
         blame: what a known loss divides by, if rows have different shares.
     """
@@ -284,15 +289,18 @@ class _Trace(TorchFunctionMode):
         self._ragged = set[int]()  # tensors whose shape may depend on values
         self._hosted: dict[int, str] = {}  # why a tensor may depend on values that the host read, and other doubts
         self._read = 0  # the host has read values: 1 of results, 2 of the batch alone
+        self._rows: dict[int, int] = {}  # of the tensors of the batch
+        self._given = False  # the model is given what the host may have made of the batch
         self._changes = False  # some call writes into a tensor
         self._quiet = set[int]()  # results of calls without gradients
         self._opened = False  # some of them have gradients: those of a torch.autograd.Function's forward
         self._active = True
+        self.inputs: list[int] = []
         self.results: list[int] = []
         self.blame = ""
         for each in inputs:
             if isinstance(each, Tensor) and each.dim():
-                self._add_leaf(each, rows=True)
+                self._rows[self._add_leaf(each, rows=True)] = len(each)
 
     # --- the stack of modes ------------------------------------------------------------------------------------------
 
@@ -424,6 +432,19 @@ class _Trace(TorchFunctionMode):
             copied = target.detach().clone()
             self._leaves[number] = _Leaf(copied, copied._version, leaf.rows, leaf.result)
 
+    def add_inputs(self, inputs: Iterable[Any]) -> None:
+        """Take what the model is given."""
+        for each in inputs:
+            number = self._slots.get(each) if isinstance(each, Tensor) else None
+            if number is not None and number not in self._leaves and self._follows.get(number) == 1:
+                self.inputs.append(number)
+            if isinstance(each, Tensor):  # with as many rows, and made elsewhere
+                made = each.dim() and len(each) in self._rows.values() and number not in self._rows
+                known = not made or (number is not None and number not in self._leaves)
+            else:
+                known = isinstance(each, bool) or not isinstance(each, (int, float)) or each in (0, 1, -1)
+            self._given = self._given or (self._read == 2 and not known)
+
     def add_results(self, results: Iterable[Tensor]) -> None:
         """Take the model's results for what the loss depends on."""
         for each in results:
@@ -546,6 +567,14 @@ class _Trace(TorchFunctionMode):
 
         Raises _Unknown if the losses cannot be repeated.
         """
+        if self._mixes_inputs(rows):
+            self.blame = (
+                "rows of the batch are mixed before the model: with some replaced, its inputs for others changed. "
+                "Normalize by constants, or within a row, and combine no rows"
+            )
+            return True
+        if self._given:
+            raise _Unknown(_GIVEN)
         wanted = [self._slots.get(each) for each in losses]
         self._opened = self._opened or not self._quiet.isdisjoint(wanted)
         if None in wanted:
@@ -579,6 +608,29 @@ class _Trace(TorchFunctionMode):
                     return True
         for number in self._hosted.keys() & used:
             raise _Unknown(self._hosted[number])
+        return False
+
+    def _mixes_inputs(self, rows: int) -> bool:
+        """Return whether what the model is given for a row changes when others are replaced."""
+        calls = self._needed(self.inputs)
+        used = {slot.number for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot)}
+        used.update(self.inputs)
+        if not self.inputs or any(
+            self._leaves[each].tensor._version != self._leaves[each].version for each in used & self._leaves.keys()
+        ):
+            return False
+        _, before = self._repeat(calls, self.inputs, [], used, None, rows)
+        for row in self._unlike(used, rows):
+            for odd in (0, 1):
+                replaced = torch.arange(rows) % 2 == odd
+                index = torch.where(replaced, row, torch.arange(rows))
+                _, after = self._repeat(calls, self.inputs, [], used, index, rows)
+                for one, two in zip(before, after, strict=True):
+                    if one.shape == two.shape and one.dim() and len(one) % rows == 0:
+                        if _moved([one.reshape(rows, -1).double()], [two.reshape(rows, -1).double()], ~replaced):
+                            return True
+                    elif one.shape == two.shape and not torch.equal(one, two):
+                        self._given = True
         return False
 
     def _needed(self, wanted: Sequence[int | None]) -> list[_Call]:
@@ -630,8 +682,10 @@ class _Trace(TorchFunctionMode):
             for call in calls:
                 self._call(call, values, rows if index is None else None)
             losses = [values[number] for number in wanted if number is not None]
-            total = torch.stack([each.sum().double() for each in losses]).sum()
-            gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+            gradients: Sequence[Tensor | None] = ()
+            if inputs:
+                total = torch.stack([each.sum().double() for each in losses]).sum()
+                gradients = torch.autograd.grad(total, inputs, allow_unused=True)
         found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, gradients, strict=True)]
         return [each.reshape(rows, -1) for each in found], [each.detach() for each in losses]
 

@@ -95,7 +95,7 @@ class PrivateTraining:
             if private is not None and torch.is_grad_enabled():
                 _require_unwrapped(module)
             if private is not None and module is own():  # not a copy of it
-                private.losses.enter_model()
+                private.losses.enter_model((args, kwargs), trial=private.separation.running)
                 if torch.is_grad_enabled():
                     private.require_as_attached()
                 private.drop_released()
