@@ -81,7 +81,7 @@ class _Withheld(Tensor):
     """A `.grad` between backward and step: it holds no number, and a use of its values raises ConfigError."""
 
     _DESCRIPTION: ClassVar = frozenset([
-        Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
+        Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes", "dtype", "device", "layout")),
         *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_cuda", "requires_grad")), Tensor.element_size,
         # Module.to(), and its relatives, convert the gradients, too.
@@ -95,6 +95,9 @@ class _Withheld(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             number = torch.full((), torch.nan, dtype=param.dtype, device=param.device)
             return number.expand(param.shape).as_subclass(cls)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has options
+        return f"_Withheld({tuple(self.shape)}, until step() has added the noise)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -250,7 +250,8 @@ class SeparationCheck:
             raise UnsupportedCase(
                 f"the gradient of an example depends on the other rows of the batch in {names}: some rows were "
                 "replaced, and gradients of other rows changed. Each layer must get the examples in dimension 0, in "
-                "the order of the model's input, without a transposition or a permutation, and nothing may mix them. "
+                "the order of the model's input, without a transposition or a permutation, and nothing may mix them, "
+                "hooks neither. "
                 "An input that all examples share must have 1 in its first dimension"
                 + f"; one of shape ({rows}, {rows}) may be such an input, or a row for each example"
                 * bool(square)
