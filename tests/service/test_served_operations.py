@@ -103,6 +103,9 @@ def test_a_proof_from_uploaded_files_verifies(http):
     assert call(http, "groth16_verify", given)["valid"].tolist() == [True]
     other = json.dumps([str(int(value) + 1) for value in json.loads(found["public"])]).encode()
     assert call(http, "groth16_verify", given | {"public": other})["valid"].tolist() == [False]
+    answer = post(http, "groth16_verify", given | {"public": b" " * 2000 + other})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("public: a list of 2 public inputs has at most 1,536 bytes, got 2,0")
     answer = post(http, "groth16_prove", {"zkey": zkey[:-7], "witness": witness})
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("zkey: section 10")
