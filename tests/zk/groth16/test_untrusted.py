@@ -418,6 +418,16 @@ def test_a_batch_draws_coefficients_of_128_bits(monkeypatch):
     proof = proof_of("bn254")
     assert verify_many(key_of("bn254"), [proof.public] * 3, [proof] * 3)
     assert drawn == [16] * 3
+    # whoever knew the coefficients could make errors cancel: only so are all of their bits seen to be used
+    g1, known = family_of("bn254").g1, [2**127 + 3, 2**126 + 5]
+    errors = zip((1, -1), reversed(known), strict=True)
+    pair = [
+        dataclasses.replace(proof, c=add(g1, proof.c, multiply(g1, x * y % g1.order, g1.generator))) for x, y in errors
+    ]
+    assert not verify_many(key_of("bn254"), [proof.public] * 2, pair)
+    values = iter(known)
+    monkeypatch.setattr(os, "urandom", lambda size: next(values).to_bytes(size, "little"))
+    assert verify_many(key_of("bn254"), [proof.public] * 2, pair)
 
 
 def test_batches():
