@@ -565,14 +565,13 @@ class _Trace(TorchFunctionMode):
     def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
         """Return whether the gradient of a row changes when others are replaced.
 
-        Raises _Unknown if the losses cannot be repeated.
+        Raises _Unknown if the losses cannot be repeated, UnsupportedCase if rows were mixed before the model.
         """
         if self._mixes_inputs(rows):
-            self.blame = (
+            raise UnsupportedCase(
                 "rows of the batch are mixed before the model: with some replaced, its inputs for others changed. "
                 "Normalize by constants, or within a row, and combine no rows"
             )
-            return True
         if self._given:
             raise _Unknown(_GIVEN)
         wanted = [self._slots.get(each) for each in losses]
