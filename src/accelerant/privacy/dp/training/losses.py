@@ -624,7 +624,7 @@ class _Trace(TorchFunctionMode):
                 replaced = torch.arange(rows) % 2 == odd
                 index = torch.where(replaced, row, torch.arange(rows))
                 _, after = self._repeat(calls, self.inputs, [], used, index, rows)
-                for one, two in zip(before, after, strict=True):
+                for one, two in zip(map(_dense, before), map(_dense, after), strict=True):
                     if one.shape == two.shape and one.dim() and len(one) % rows == 0:
                         if _moved([one.reshape(rows, -1).double()], [two.reshape(rows, -1).double()], ~replaced):
                             return True
@@ -728,6 +728,11 @@ def _literals() -> frozenset[float]:
 def _short(number: float) -> bool:
     """Return whether a number has few digits, as settings have."""
     return math.isclose(number, float(f"{number:.6g}"), rel_tol=1e-12)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor, a sparse one with its zeros."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _masked(index: Any) -> bool:
