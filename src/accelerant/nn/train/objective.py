@@ -207,15 +207,20 @@ def evaluate(
     rows = 0
     processes = Processes()
 
+    def widened(value: Tensor | float) -> Tensor:
+        found = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        found = found if found.is_cuda else found.cpu()  # other devices may lack float64
+        return found.to(device if device.type == "cuda" else "cpu").double().reshape(())
+
     def measured_sums(batch: Batch) -> Tensor:
         moved = [tensor.to(device, non_blocking=True) for tensor in batch]
         with autocast(device, precision):
             loss, metrics = objective.measure(model, *moved)
         names[:] = metrics
         measured = [(loss, objective.kept(*moved)), *metrics.values()]
-        means = torch.stack([value.to(device).double().reshape(()) for value, _ in measured])
+        means = torch.stack([widened(value) for value, _ in measured])
         counts = [float(len(moved[0])) if kept is None else kept for _, kept in measured]
-        weight = torch.stack([torch.as_tensor(value, device=device).double() for value in counts])
+        weight = torch.stack([widened(value) for value in counts])
         sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over no targets is NaN
         return torch.stack((sums, weight))
 

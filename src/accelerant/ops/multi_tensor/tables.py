@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import FLOATING
@@ -168,8 +168,15 @@ def _columns(tensors: Tensors) -> tuple[Sequence[Tensor | None], ...]:
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     try:
         return list(map(_data_ptr, tensors))  # type: ignore[arg-type]
-    except TypeError:  # None among them
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    except (TypeError, RuntimeError):  # None among them, or memory that has no address here
+        return [_address(tensor) for tensor in tensors]
+
+
+def _address(tensor: Tensor | None) -> int:
+    try:
+        return 0 if tensor is None else tensor.data_ptr()
+    except UnsupportedCase:  # on OpenCL or WebGPU
+        return 0
 
 
 def _key(tensors: Tensors) -> tuple[tuple[int, ...], Any, tuple[torch.dtype, ...], Any, tuple[int, ...]]:
@@ -312,7 +319,7 @@ def _classify(tensors: Tensors, i: int) -> tuple[Any, ...]:
     if not same_layout(present) or (second is not None and second.dtype != state):  # no kernel for two state dtypes
         layout = "strided"
     else:
-        layout = "unaligned" if any(x.data_ptr() % 16 for x in present) else "aligned"
+        layout = "unaligned" if any(_address(x) % 16 for x in present) else "aligned"
     return None if param is None else param.dtype, tensors.grads[i].dtype, state, master is not None, layout
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from accelerant.errors import OutOfMemory
+from accelerant.errors import OutOfMemory, UnsupportedCase
 
 __all__ = [
     "CUDA_GRANULARITY", "LiveSet", "count", "has_fakes", "only_counts", "ordinary_tensors", "predicting", "predictions",
@@ -214,7 +214,7 @@ def _key(tensor: Tensor) -> int | None:
     """Return the identity of a tensor's storage while it lives; None for a tensor without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, UnsupportedCase):
         return None
 
 

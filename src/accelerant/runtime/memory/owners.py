@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.runtime.provider import Buffer, ComputeDevice
 from accelerant.runtime.registry import DeviceLike, find_device
 
@@ -82,7 +82,7 @@ def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | 
     try:
         storage = tensor.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
-    except (NotImplementedError, RuntimeError):  # no storage: sparse tensors, some subclasses
+    except (NotImplementedError, RuntimeError, UnsupportedCase):  # no storage: sparse tensors, some subclasses
         return None
 
 
