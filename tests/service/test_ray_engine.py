@@ -146,7 +146,9 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, application
     settings.write_text("drain_s = 30\n")
     environment = {"ACCELERANT_SERVE_STATE_URL": postgres_url, "RAY_USAGE_STATS_ENABLED": "0"}
     group = zk.curve("bn254_g1")
-    scalars = np.random.default_rng(7).integers(0, 2**60, (2, 60_000, 4), np.uint64)
+    scalars = np.random.default_rng(7).integers(
+        0, 2**60, (6, 60_000, 4), np.uint64
+    )  # for longer than a node takes to die
     few = group.mul(group.generator, list(range(1, 65)))
     points = np.ascontiguousarray(np.resize(few, (60_000, *few.shape[1:])))
     body = write_tensors(SAFETENSORS, {"scalars": scalars, "points": points})
