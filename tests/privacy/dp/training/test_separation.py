@@ -1,8 +1,10 @@
 """Models that mix examples behind equal shapes are refused; the check leaves no trace in a run."""
 
 import dataclasses
+import gc
 import random
 import warnings
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -728,3 +730,23 @@ def test_some_pass_replaces_one_row_of_two_and_keeps_the_other(rows):
     apart = (masks[:, :, None] & ~masks[:, None, :]).any(0)
     assert bool((apart | torch.eye(rows, dtype=torch.bool)).all())
     assert len(masks) <= 8
+
+
+def test_the_losses_of_a_running_pass_are_found_without_a_cycle():
+    """A cycle over the frames would keep the variables of the loop until the garbage collector runs."""
+    found = []
+
+    def loop():
+        activation = torch.ones(3)
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda _: found.extend(separation.running_losses()))
+        loss = x.sum()
+        loss.backward()
+        assert found.pop()[0] is loss
+        return weakref.ref(activation)
+
+    gc.disable()
+    try:
+        assert loop()() is None
+    finally:
+        gc.enable()

@@ -18,7 +18,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -597,14 +597,10 @@ class _Trace(TorchFunctionMode):
             low = torch.finfo(loss.dtype).eps
             if not torch.allclose(loss.detach().double(), again.double(), 100 * max(low, 1e-6), 1e-6, equal_nan=True):
                 raise _Unknown("repeated, it has another value")
-        names = self._unlike(used, rows)
-        for row in names:
-            for odd in (0, 1):
-                replaced = torch.arange(rows) % 2 == odd
-                index = torch.where(replaced, row, torch.arange(rows))
-                after, _ = self._repeat(calls, wanted, results, used, index, rows)
-                if _moved(before, after, ~replaced):
-                    return True
+        for index, kept in self._replacements(used, rows):
+            after, _ = self._repeat(calls, wanted, results, used, index, rows)
+            if _moved(before, after, kept):
+                return True
         for number in self._hosted.keys() & used:
             raise _Unknown(self._hosted[number])
         return False
@@ -619,17 +615,14 @@ class _Trace(TorchFunctionMode):
         ):
             return False
         _, before = self._repeat(calls, self.inputs, [], used, None, rows)
-        for row in self._unlike(used, rows):
-            for odd in (0, 1):
-                replaced = torch.arange(rows) % 2 == odd
-                index = torch.where(replaced, row, torch.arange(rows))
-                _, after = self._repeat(calls, self.inputs, [], used, index, rows)
-                for one, two in zip(map(_dense, before), map(_dense, after), strict=True):
-                    if one.shape == two.shape and one.dim() and len(one) % rows == 0:
-                        if _moved([one.reshape(rows, -1).double()], [two.reshape(rows, -1).double()], ~replaced):
-                            return True
-                    elif one.shape == two.shape and not torch.equal(one, two):
-                        self._given = True
+        for index, kept in self._replacements(used, rows):
+            _, after = self._repeat(calls, self.inputs, [], used, index, rows)
+            for one, two in zip(map(_dense, before), map(_dense, after), strict=True):
+                if one.shape == two.shape and one.dim() and len(one) % rows == 0:
+                    if _moved([one.reshape(rows, -1).double()], [two.reshape(rows, -1).double()], kept):
+                        return True
+                elif one.shape == two.shape and not torch.equal(one, two):
+                    self._given = True
         return False
 
     def _needed(self, wanted: Sequence[int | None]) -> list[_Call]:
@@ -642,6 +635,13 @@ class _Trace(TorchFunctionMode):
                 calls.append(call)
                 needed.update(slot.number for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
         return calls[::-1]
+
+    def _replacements(self, used: set[int], rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield indices in which every other row is one of two unlike rows, and which rows are kept."""
+        for row in self._unlike(used, rows):
+            for odd in (0, 1):
+                kept = torch.arange(rows) % 2 != odd
+                yield torch.where(kept, torch.arange(rows), row), kept
 
     def _unlike(self, used: set[int], rows: int) -> list[int]:
         """Return two rows whose labels, masks and inputs have different sums; any two if all have the same."""
