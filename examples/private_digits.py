@@ -1,6 +1,6 @@
 """Train a classifier of digits privately: accuracy at epsilon 1, 3 and 8, and without privacy.
 
-    python examples/private_digits.py                       the table of docs/differential-privacy.md; 1 to 2 minutes
+    python examples/private_digits.py                       the table of docs/privacy-accuracy.md; 1 to 2 minutes
     python examples/private_digits.py --epsilons 3 --seeds 1
 
 Data: scikit-learn's digits, 1,797 images of 8 x 8; 1,437 to learn from, 360 to test. The unit of privacy is one image.

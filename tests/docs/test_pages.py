@@ -41,7 +41,10 @@ def test_every_public_name_stands_in_a_page(module):
     assert not [name for name in names if name not in words]
 
 
-LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md", "zk.md", "manager.md", "models.md")
+LONG_PAGES = (
+    "differential-privacy.md", "privacy-accuracy.md", "privacy-ledger.md", "private-queries.md", "fit.md", "ntt.md",
+    "zk.md", "manager.md", "models.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md", "zk.md", "mana
 @pytest.mark.usefixtures("registries")
 def test_every_line_of_the_page_is_true(page):
     result = doctest.testfile(str(DOCS / page), module_relative=False)
-    assert result.attempted > 10
+    assert result.attempted == len(re.findall(r"^>>> ", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)) > 2
     assert result.failed == 0
 
 

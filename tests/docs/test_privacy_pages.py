@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/from-opacus.md").read_text(), re.DOTALL | re.MULTILINE)
 TABLE = re.findall(
     r"^\| ([\d.]+|none) \| ([\d.]+|-) \| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+)% \|$",
-    (ROOT / "docs/differential-privacy.md").read_text(),
+    (ROOT / "docs/privacy-accuracy.md").read_text(),
     re.MULTILINE,
 )
 
