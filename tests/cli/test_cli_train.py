@@ -83,7 +83,7 @@ def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
     assert config["run"]["data"] == [str(text), str(more)]
     assert config["run"]["seed"] == 9
     assert config["corpus"]["train_bytes"] + config["corpus"]["held_out_bytes"] == len(
-        text.read_bytes() + b"\n" + more.read_bytes()
+        text.read_bytes() + more.read_bytes()
     )
 
 

@@ -73,6 +73,7 @@ def prepare(
             vocab_size=50257 if vocab_size is None else vocab_size,
             text_field=field,
             watch=show,
+            note=lambda text: print(f"accelerant: {text}", file=sys.stderr),
         )
     _print(out, info, json_output)
 

@@ -24,7 +24,7 @@ SUMMARY = {
 }
 CONFIG = {
     "run": {"recipe": {"name": "tiny", "tokenizer": "bytes"}, "seed": 0, "deterministic": True},
-    "corpus": {"source": EVIL, "train_bytes": 1234567},
+    "corpus": {"source": EVIL, "train_bytes": 1234567, "skipped": ["a.pdf (PDF)", "b (empty)"], "converted": []},
     "versions": {"torch": "2.13.0"},
 }
 LEDGER = {
@@ -90,9 +90,21 @@ class Tags(HTMLParser):
 def test_the_page_is_well_formed_and_says_what_was_measured():
     tags = Tags(page())
     assert tags.open == []
-    for text in ("1.610", "2.400", "31,234", "3.0 GiB", "layer_norm", "12,345", "5.0 MiB", "7T", "def f():"):
+    for text in (
+        "1.610",
+        "2.400",
+        "31,234",
+        "3.0 GiB",
+        "layer_norm",
+        "12,345",
+        "5.0 MiB",
+        "7T",
+        "def f():",
+        "a.pdf (PDF); b (empty)",
+    ):
         assert text in tags.text
     assert tags.seen.count("svg") == 2
+    assert "converted" not in tags.text
 
 
 def test_the_page_needs_nothing_from_outside():

@@ -187,12 +187,18 @@ def test_bytes_of_text_files_in_order_with_a_line_between(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["all.tokens"]
 
 
-def test_bytes_that_are_not_utf8_stay_as_they_are(tmp_path):
-    content = "café naïve\n".encode("latin-1") * 40 + bytes(range(1, 256))
-    (tmp_path / "a.txt").write_bytes(content)
-    info = prepare_tokens([tmp_path / "a.txt"], tmp_path / "a.tokens", tokenizer="bytes")
-    assert TokenFile(tmp_path / "a.tokens").tokens.astype(np.uint8).tobytes() == content + b"\n"
-    assert info.text_bytes == len(content)
+def test_texts_in_other_encodings_become_utf8_and_what_is_no_text_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("caf\u00e9 na\u00efve\n".encode("latin-1") * 40)
+    (tmp_path / "b.txt").write_text("sch\u00f6n\n" * 3, encoding="utf-16")
+    (tmp_path / "c.jsonl").write_text('{"text": "tw\u00f6"}\n{"text": "d\u2028ei"}\n', encoding="utf-16")
+    (tmp_path / "d.txt").write_bytes(bytes(range(1, 256)))
+    notes = []
+    info = prepare_tokens([tmp_path], tmp_path / "a.tokens", tokenizer="bytes", note=notes.append)
+    expected = "caf\u00e9 na\u00efve\n" * 40 + "\n" + "sch\u00f6n\n" * 3 + "\ntw\u00f6\nd\u2028ei\n"
+    assert TokenFile(tmp_path / "a.tokens").tokens.astype(np.uint8).tobytes() == expected.encode()
+    assert info.text_bytes == len(expected.encode()) - 4  # without the line ends between documents
+    assert notes[0].endswith("left out d.txt (binary)")
+    assert notes[1] == "read a.txt (as Windows-1252); b.txt, c.jsonl (as UTF-16)"
 
 
 def test_json_lines_are_a_document_each(tmp_path):

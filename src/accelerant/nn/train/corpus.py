@@ -1,27 +1,29 @@
 """Text to train on: its files, the part that is held out, and its tokens, in memory or in a token file.
 
-Files are read in the order of their names, so that one machine always reads the same corpus. Whole files are held out
-if there are enough of them, otherwise the end of the text.
+Files are read in the order of their names, so that one machine always reads the same corpus. Blocks of all documents
+are held out: both parts have text of every large document.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import io
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.config import STDLIB, RunConfig
-from accelerant.nn.train.data import require_windows
+from accelerant.nn.train.config import STDLIB, RunConfig, TrainConfig
+from accelerant.nn.train.data import permutation, require_windows
+from accelerant.nn.train.documents import Document, Reading
 from accelerant.nn.train.tokenfile import BYTES, TokenFile, TokenFileInfo, Tokens, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import (
     BPETokenizer,
@@ -32,35 +34,31 @@ from accelerant.nn.train.tokenizer import (
     train_bpe,
     train_bpe_on,
 )
-from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, write_atomic
+from accelerant.runtime.files import decode_json, escaped, open_regular, write_atomic
 
 __all__ = [
     "Corpus", "Document", "TokenizedText", "Watcher", "load_corpus", "ngram_baselines", "prepare_tokens",
-    "text_files", "tokenize", "tokenizer_hash", "tokenizer_path",
+    "tokenize", "tokenizer_hash", "tokenizer_path",
 ]  # fmt: skip
 
-_HELD_OUT = 0.05  # of the bytes, when whole files are held out
-_HELD_OUT_TAIL = 0.10  # of the text, when its end is
-_MIN_FILES = 20  # for holding out whole files
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text: its name, with forward slashes, and its bytes."""
-
-    name: str
-    data: bytes
+_HELD_OUT = 0.05  # of the text; of a short one, which has few windows, the second
+_HELD_OUT_OF_LITTLE, _LITTLE = 0.1, 1 << 20
+_BLOCKS, _LONGEST_BLOCK = 16, 1 << 16  # held-out blocks at least, where the windows allow it, and their bytes at most
+_HELD_OUT_DRAW = (1 << 64) - 1  # the number of the draw, beside those of the epochs
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text in two disjoint parts, with its origin, for people, and the SHA-256 of all names and contents."""
+    """A text in two disjoint parts, with its origin, for people, and the SHA-256 of all names and contents.
+
+    The documents of the parts are blocks of those that `reading` lists.
+    """
 
     source: str
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     sha256: str
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def train_bytes(self) -> int:
@@ -73,107 +71,86 @@ class Corpus:
         return sum(len(document.data) for document in self.held_out)
 
 
-def load_corpus(data: Sequence[str]) -> Corpus:
-    """Read a corpus.
+def load_corpus(data: Sequence[str], *, seed: int = 0, window_bytes: int = 1024, fixed: bool = False) -> Corpus:
+    """Read a corpus and hold out blocks of it.
 
     Args:
         data: ("stdlib",) for the source code of the running Python's standard library, or paths. A folder means the
-            text files in it, except hidden ones. A file that is named twice is read once: otherwise its end could not
-            be held out.
+            text files in it, except hidden ones. A file that is named twice, or has the text of another, is read once:
+            otherwise its held-out blocks would be trained on. What is no text is left out.
+        seed: of the held-out blocks.
+        window_bytes: about the length of a window; a block has at least two.
+        fixed: whether the sizes of the documents alone decide what is held out, as private training needs it: then
+            blocks may end inside a character, and files with the same text are kept.
 
     Raises:
         ConfigError: a path does not exist or cannot be read, or there is no text.
     """
+    reading = Reading()
     if list(data) == [STDLIB]:
         root = Path(sysconfig.get_paths()["stdlib"])
-        documents = [_read(path, path.relative_to(root).as_posix()) for path in _files(root) if path.suffix == ".py"]
+        documents = reading.documents([str(root)], distinct=not fixed, suffix=".py")
+        reading.skipped, reading.converted = [], []
         source = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
         if not all(data):
             raise ConfigError("--data names an empty path: give stdlib, files or folders")
-        documents = [_read(path, name) for path, name in _named_files(data)]
+        documents = reading.documents(data, distinct=not fixed)
         source = escaped(", ".join(dict.fromkeys(data)))
-    documents = [document for document in documents if document.data]
-    if not documents:
-        raise ConfigError(f"no text in {source}: give --data a file or folder with text")
-    digest = hashlib.sha256()
+    reading.require_text(source)
+    digest = hashlib.sha256(b"blocks ")  # runs of an earlier version held out other parts
     for document in documents:
         digest.update(f"{len(document.name)} {document.name} {len(document.data)} ".encode("utf-8", "surrogateescape"))
         digest.update(document.data)
-    train, held_out = _split(documents)
-    return Corpus(source, tuple(train), tuple(held_out), digest.hexdigest())
+    train, held_out = _split(documents, seed, window_bytes, fixed)
+    return Corpus(source, tuple(train), tuple(held_out), digest.hexdigest(), reading)
 
 
-def text_files(data: Sequence[str]) -> list[Path]:
-    """Return the given files and the text files of folders, each once; raise ConfigError if one cannot be read."""
-    return [path for path, _ in _named_files(data)]
+def _split(
+    documents: Sequence[Document], seed: int, window_bytes: int, fixed: bool
+) -> tuple[list[Document], list[Document]]:
+    """Cut the documents into blocks, and hold out one of each run of about 10 or 20, drawn by the seed.
 
-
-def _named_files(data: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Iterate the files that paths name, each once, with the names of their documents."""
-    seen: set[str] = set()
-    for name in data:
-        path = Path(name)
-        if not path.exists():
-            raise ConfigError(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
-        if is_virtual(path):
-            raise ConfigError(
-                f"cannot read {path}: it is made by the system and not stored; copy its contents to a file"
-            )
-        for file in _files(path) if path.is_dir() else [path]:
-            real = os.path.realpath(file)
-            if real not in seen and (file == path or not _is_binary(file)):
-                seen.add(real)
-                yield file, path.name if file == path else file.relative_to(path).as_posix()
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """Iterate the regular files below a folder in the order of their names; links to folders are not followed."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file() and not is_virtual(path):
-                yield path
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with open(open_regular(path), "rb") as file:
-            yield file
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def _is_binary(path: Path) -> bool:
-    with _opened(path) as file:
-        return b"\0" in file.read(8192)
-
-
-def _read(path: Path, name: str) -> Document:
-    with _opened(path) as file:
-        return Document(name, file.read())
-
-
-def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Hold out files in the order of their names' hashes, up to 5% of the bytes; or the last tenth of the text."""
+    Blocks of one document that follow each other stay together.
+    """
     total = sum(len(document.data) for document in documents)
-    if len(documents) >= _MIN_FILES:
-        ranks = [hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest() for document in documents]
-        chosen, size = set(), 0
-        for index in sorted(range(len(documents)), key=lambda i: (ranks[i], i)):
-            if size + len(documents[index].data) <= _HELD_OUT * total:
-                chosen.add(index)
-                size += len(documents[index].data)
-        if size >= _HELD_OUT * total / 2:
-            train = [document for i, document in enumerate(documents) if i not in chosen]
-            return train, [documents[i] for i in sorted(chosen)]
-    text = b"\n".join(document.data for document in documents)
-    cut = int(len(text) * (1 - _HELD_OUT_TAIL))
-    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
-        cut += 1
-    return [Document("beginning", text[:cut])], [Document("end", text[cut:])]
+    share = _HELD_OUT if total > _LITTLE else _HELD_OUT_OF_LITTLE
+    size = max(2 * window_bytes, min(_LONGEST_BLOCK, int(share * total) // _BLOCKS))
+    edges = [_edges(document.data, max(1, round(len(document.data) / size)), fixed) for document in documents]
+    sizes = np.concatenate([np.diff(each) for each in edges])
+    chosen, order = _drawn(len(sizes), round(share * len(sizes)), seed)
+    held, rest = sizes[sorted(chosen)].sum(), iter(order)
+    while held < window_bytes and 2 * held < total and (block := next(rest, None)) is not None:  # documents are short
+        held += 0 if block in chosen else sizes[block]
+        chosen.add(block)
+    parts: tuple[list[Document], list[Document]] = ([], [])
+    number = 0
+    for document, cuts in zip(documents, edges, strict=True):
+        begin, last = 0, len(cuts) - 2
+        for k in range(last + 1):
+            out = number in chosen
+            number += 1
+            if k == last or (number in chosen) != out:
+                parts[out].append(Document(document.name, document.data[cuts[begin] : cuts[k + 1]]))
+                begin = k + 1
+    return parts
+
+
+def _drawn(count: int, groups: int, seed: int) -> tuple[set[int], list[int]]:
+    """Return a drawn block of each of so many runs of consecutive ones, and all blocks in the order of the draw."""
+    order = permutation(seed, _HELD_OUT_DRAW, count)
+    place = np.argsort(order)
+    runs = np.array_split(np.arange(count), max(1, groups))
+    return {int(run[place[run].argmin()]) for run in runs}, order.tolist()
+
+
+def _edges(data: bytes, count: int, fixed: bool) -> list[int]:
+    """Return where `count` blocks of about the same size begin, and the end; between characters unless `fixed`."""
+    edges = [len(data) * k // count for k in range(count + 1)]
+    for k in range(1, 0 if fixed else count):
+        while edges[k] < len(data) and data[edges[k]] & 0xC0 == 0x80:  # inside a UTF-8 character
+            edges[k] += 1
+    return edges
 
 
 def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> tuple[float, float]:
@@ -198,7 +175,7 @@ def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> 
 
 # --- tokens to train on ----------------------------------------------------------------------------------------------
 
-_HELD_OUT_TOKENS = 20, 1 << 24  # of a token file: one token in 20, from its end, and at most so many
+_HELD_OUT_TOKENS = 1 << 24  # of a token file, at most: they are read into memory
 _BASELINE_TOKENS = 1 << 22  # of a token file: n-grams of more bytes hardly change
 
 
@@ -218,7 +195,8 @@ class TokenizedText:
 
     Attributes:
         sha256: of the text or the token file.
-        description: for config.json: source, hash, sizes.
+        description: for config.json: source, hash, sizes, files.
+        notes: on files that were left out, converted, or outweigh the others.
         baselines: returns the held-out loss of a unigram and a bigram model of bytes, in nats per byte.
     """
 
@@ -228,15 +206,17 @@ class TokenizedText:
     sha256: str
     description: dict[str, Any]
     baselines: Callable[[], tuple[float, float]]
+    notes: Sequence[str] = ()
 
 
-def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None) -> TokenizedText:
+def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, fixed: bool = False) -> TokenizedText:
     """Read a run's text and tokenize it, or map its token file.
 
     Args:
         run: names the data and the tokenizer.
         watcher: receives the progress.
         tokenizer_from: a tokenizer.json to use instead of training one.
+        fixed: as for `load_corpus`.
 
     Raises:
         ConfigError: the data cannot be read, or are too short.
@@ -248,16 +228,20 @@ def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None) -
     if token_files:
         if len(paths) > 1:
             raise ConfigError(f"{token_files[0]} is a token file: name it alone")
-        text = _mapped(token_files[0], tokenizer_from)
+        text = _mapped(token_files[0], tokenizer_from, run.training)
     else:
-        text = _encoded(run, watcher, tokenizer_from)
+        text = _encoded(run, watcher, tokenizer_from, fixed)
     require_windows(text.train, run.training.context, "training")
     require_windows(text.held_out, run.training.context, "held-out")
     return text
 
 
-def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> TokenizedText:
-    corpus = load_corpus(run.data)
+_TOKEN_BYTES = {"bytes": 1, "bpe": 5}  # about
+
+
+def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None, fixed: bool) -> TokenizedText:
+    window = (run.training.context + 1) * _TOKEN_BYTES[run.tokenizer]
+    corpus = load_corpus(run.data, seed=run.training.seed, window_bytes=window, fixed=fixed)
     tokenizer: Tokenizer
     if run.tokenizer == "bytes":
         tokenizer = ByteTokenizer()
@@ -265,20 +249,46 @@ def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> T
         tokenizer = load_bpe(tokenizer_from)
     else:
         tokenizer = train_bpe(corpus, run.vocab_size, phase=watcher.phase, watch=watcher.advance)
-    watcher.phase("encoding the text")
+    watcher.phase(f"encoding the text: {corpus.reading.title}")
     held_out = tokenizer.encode(corpus.held_out)
     train = tokenizer.encode(corpus.train, watcher.advance)
     description = {
-        "source": corpus.source, "sha256": corpus.sha256,
-        "train_documents": len(corpus.train), "train_bytes": corpus.train_bytes, "train_tokens": len(train),
-        "held_out_documents": len(corpus.held_out), "held_out_bytes": corpus.held_out_bytes,
-        "held_out_tokens": len(held_out),
+        "source": corpus.source, "sha256": corpus.sha256, "train_bytes": corpus.train_bytes,
+        "train_tokens": len(train), "held_out_blocks": len(corpus.held_out),
+        "held_out_bytes": corpus.held_out_bytes, "held_out_tokens": len(held_out), **corpus.reading.to_dict(),
     }  # fmt: skip
     baselines = partial(ngram_baselines, corpus.train, corpus.held_out)
-    return TokenizedText(tokenizer, train, held_out, corpus.sha256, description, baselines)
+    return TokenizedText(tokenizer, train, held_out, corpus.sha256, description, baselines, corpus.reading.notes())
 
 
-def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
+class _Remaining:
+    """The tokens of a file without blocks of `size` that begin at `starts`, in order; indexed like an array."""
+
+    def __init__(self, tokens: Tokens, starts: np.ndarray[Any, np.dtype[np.int64]], size: int) -> None:
+        self._tokens, self._size, self._removed = tokens, size, size * len(starts)
+        self._before = starts - size * np.arange(len(starts))
+
+    def __len__(self) -> int:
+        return len(self._tokens) - self._removed
+
+    def __getitem__(self, index: Any) -> Tokens:
+        numbers = np.arange(len(self))[index] if isinstance(index, slice) else index
+        return cast("Tokens", self._tokens[numbers + self._size * np.searchsorted(self._before, numbers, side="right")])
+
+
+def _blocks_held_out(tokens: Tokens, training: TrainConfig) -> tuple[Tokens, Tokens]:
+    """Return the training tokens and the held-out ones, blocks of about one token in 20, drawn by the seed."""
+    total = min(int(_HELD_OUT * len(tokens)), _HELD_OUT_TOKENS)
+    size = max(2 * (training.context + 1), min(_LONGEST_BLOCK, total // _BLOCKS))
+    count = len(tokens) // size
+    if count < 2:  # too few tokens: the caller says so
+        return tokens, tokens[:0]
+    starts = size * np.array(sorted(_drawn(count, round(total / size), training.seed)[0]))
+    held_out = np.concatenate([tokens[start : start + size] for start in starts])
+    return cast("Tokens", _Remaining(tokens, starts, size)), held_out
+
+
+def _mapped(path: Path, tokenizer_from: Path | None, training: TrainConfig) -> TokenizedText:
     file = TokenFile(path)
     tokenizer: Tokenizer = ByteTokenizer()
     if file.info.tokenizer != BYTES:
@@ -289,8 +299,7 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
     if file.info.vocab_size != tokenizer.vocab_size:
         sizes = f"{file.info.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise FormatError(f"token file {path} has a vocabulary of {sizes}: prepare it again")
-    count = min(len(file) // _HELD_OUT_TOKENS[0], _HELD_OUT_TOKENS[1])
-    train, held_out = file.tokens[: len(file) - count], file.tokens[len(file) - count :]
+    train, held_out = _blocks_held_out(file.tokens, training)
     info = file.info
     description = {
         "source": escaped(f"{path.name} ({info.source})"), "sha256": info.sha256, "documents": info.documents,
@@ -305,7 +314,8 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
     def baselines() -> tuple[float, float]:
         return ngram_baselines([decoded(train[:_BASELINE_TOKENS])], [decoded(held_out[:_BASELINE_TOKENS])])
 
-    return TokenizedText(tokenizer, train, held_out, file.info.sha256, description, baselines)
+    fingerprint = hashlib.sha256(f"blocks {info.sha256}".encode()).hexdigest()
+    return TokenizedText(tokenizer, train, held_out, fingerprint, description, baselines)
 
 
 def tokenizer_path(tokens: Path) -> Path:
@@ -353,8 +363,9 @@ class _ReadCount:
 def prepare_tokens(
     data: Sequence[str | Path], out: str | Path, *, tokenizer: str = "bpe", vocab_size: int = 50257,
     text_field: str = "text", watch: Watch = lambda _phase, _share: None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> TokenFileInfo:  # fmt: skip
-    """Write a token file of texts, in one pass and in memory that does not grow with them.
+    """Write a token file of texts, in memory that does not grow with them.
 
     A file is read in parts that end where the tokenizer would end a word anyway: the tokens are those of the whole
     text. The token file gets its name when it is complete.
@@ -368,6 +379,7 @@ def prepare_tokens(
         vocab_size: maximum number of tokens of a trained BPE.
         text_field: field of a JSONL object that contains the text.
         watch: receives the progress.
+        note: receives remarks on files that were left out, converted, or outweigh the others.
 
     Returns:
         The description in the file's header.
@@ -376,20 +388,19 @@ def prepare_tokens(
         ConfigError: a path does not exist, there is no text, or out cannot be written, or is one of the texts.
         FormatError: a line of a JSONL file has no text in that field; an unusable tokenizer.
     """
-    out = Path(out)
-    files = text_files([str(name) for name in data])
+    out, reading = Path(out), Reading()
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name the token file to write")
-    real = os.path.realpath(out)
-    if not is_token_file(out) and real in map(os.path.realpath, files):
+    for name in data:
+        if is_token_file(Path(name)) and os.path.realpath(name) != os.path.realpath(out):
+            raise ConfigError(f"{name} is a token file already: name the texts")
+    files = reading.text_files([str(name) for name in data])
+    if not is_token_file(out) and os.path.realpath(out) in (os.path.realpath(path) for path, _ in files):
         raise ConfigError(f"{out} is one of the texts: name another file to write")
-    files = [file for file in files if os.path.realpath(file) != real]  # an earlier result, in a folder of texts
-    for file in files:
-        if is_token_file(file):
-            raise ConfigError(f"{file} is a token file already: name the texts")
-    size = sum(file.stat().st_size for file in files)
-    if not size:
-        raise ConfigError(f"no text in {', '.join(map(str, data))}")
+    reading.require_text(", ".join(map(str, data)))
+    for text in reading.notes():
+        note(text)
+    size = sum(size for _, size in reading.read)
     chosen = _tokenizer(tokenizer, vocab_size, files, size, text_field, watch)
     count = _ReadCount(size, watch, "encoding the text")
 
@@ -404,8 +415,7 @@ def prepare_tokens(
     with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=source) as writer:
         batch: list[tuple[str, bool]] = []  # enough parts at a time to keep the tokenizer's threads busy
         length = 0
-        errors = "surrogateescape" if isinstance(chosen, ByteTokenizer) else "replace"  # each byte is a token
-        for part in _parts(files, text_field, count, errors):
+        for part in _parts(files, text_field, count):
             batch.append(part)
             length += len(part[0])
             if length >= _READ:
@@ -417,7 +427,7 @@ def prepare_tokens(
 
 
 def _tokenizer(
-    name: str, vocab_size: int, files: Sequence[Path], size: int, text_field: str, watch: Watch
+    name: str, vocab_size: int, files: Sequence[tuple[Path, str]], size: int, text_field: str, watch: Watch
 ) -> ByteTokenizer | BPETokenizer:
     if name == "bytes":
         return ByteTokenizer()
@@ -430,27 +440,34 @@ def _tokenizer(
     return train_bpe_on((part for number, (part, _) in parts if not number % stride), vocab_size)
 
 
-def _parts(
-    files: Sequence[Path], text_field: str, count: _ReadCount, errors: str = "replace"
-) -> Iterator[tuple[str, bool]]:
+def _parts(files: Sequence[tuple[Path, str]], text_field: str, count: _ReadCount) -> Iterator[tuple[str, bool]]:
     """Iterate the parts of all documents, each with whether it is its document's last."""
-    for path in files:
+    for path, codec in files:
         lines = path.suffix.lower() in _JSON_LINES
-        documents = _json_texts(path, text_field, count) if lines else iter([_text_parts(path, count, errors)])
+        documents = _json_texts(path, codec, text_field, count) if lines else iter([_text_parts(path, codec, count)])
         for document in documents:
             count.documents += 1
             part = next(document, "")
             for following in document:
-                count.text_bytes += len(part.encode(errors=errors))
+                count.text_bytes += len(part.encode())
                 yield part, False
                 part = following
-            count.text_bytes += len(part.encode(errors=errors))
+            count.text_bytes += len(part.encode())
             yield part, True
 
 
-def _text_parts(path: Path, count: _ReadCount, errors: str) -> Iterator[str]:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open(open_regular(path), "rb") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _text_parts(path: Path, codec: str, count: _ReadCount) -> Iterator[str]:
     """Iterate a text file in parts that end between words."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    decoder = codecs.getincrementaldecoder(codec)("replace")
     text, searched = "", 0
     with _opened(path) as file:
         while data := file.read(_READ):
@@ -464,10 +481,10 @@ def _text_parts(path: Path, count: _ReadCount, errors: str) -> Iterator[str]:
     yield text + decoder.decode(b"", True)
 
 
-def _json_texts(path: Path, text_field: str, count: _ReadCount) -> Iterator[Iterator[str]]:
+def _json_texts(path: Path, codec: str, text_field: str, count: _ReadCount) -> Iterator[Iterator[str]]:
     """Iterate the texts of a JSONL file, each in one part."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
+    with _opened(path) as file, io.TextIOWrapper(file, codec, "replace", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
             count.add(len(line))
             if not line.strip():
                 continue

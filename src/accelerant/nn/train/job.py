@@ -204,7 +204,9 @@ def _tokenized(
     for turn in (True, False) if processes.size > 1 else (True,):
         with processes.agreed(same, _HIDDEN):
             if processes.first == turn:
-                text = tokenize(run, progress, tokenizer_from=tokenizer_from)
+                text = tokenize(run, progress, tokenizer_from=tokenizer_from, fixed=extension.name != Extension.name)
+                for note in text.notes:
+                    progress.note(note)
             if not turn:
                 same |= {"the text": text.sha256, "its tokenizer": tokenizer_hash(text.tokenizer)}
     name, description = extension.named(text.sha256, text.description)

@@ -182,5 +182,6 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 def _data(config: Mapping[str, Any]) -> list[tuple[str, object]]:
     corpus = config["corpus"]
-    rows = [(name.replace("_", " "), value) for name, value in corpus.items()]
-    return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows]
+    rows = [(name.replace("_", " "), value) for name, value in corpus.items() if value != []]
+    shown = [(name, "; ".join(value) if isinstance(value, list) else value) for name, value in rows]
+    return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in shown]

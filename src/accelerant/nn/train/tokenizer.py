@@ -25,7 +25,8 @@ from accelerant.nn.train.tokenfile import token_dtype
 from accelerant.runtime.files import clipped, decode_json, read_regular, typed, write_atomic
 
 if TYPE_CHECKING:
-    from accelerant.nn.train.corpus import Corpus, Document
+    from accelerant.nn.train.corpus import Corpus
+    from accelerant.nn.train.documents import Document
 
 __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "last_cut", "load_bpe", "train_bpe", "train_bpe_on"]
 
@@ -70,7 +71,7 @@ class ByteTokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
         """Return the tokens of consecutive parts of documents, each with whether it is its document's last."""
         text = "".join(piece + "\n" * last for piece, last in pieces)
-        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
