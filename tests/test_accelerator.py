@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import accelerant
-from accelerant import Accelerator, AcceleratorConfig, ops
+from accelerant import Accelerator, AcceleratorConfig, ComputeBackend, ops
 from accelerant.accelerator import facade, methods
 from accelerant.accelerator.methods import METHODS, sizes_of
 from accelerant.algebra.field.parameters import field_of
@@ -612,6 +612,42 @@ def test_an_absent_backend_raises_or_falls_back_with_a_warning():
         acc = Accelerator(name, config=AcceleratorConfig(fallback="warn"))
     assert acc.backend == registry.choose("auto").backend
     assert any(entry["wanted"] == name for entry in accelerant.ledger().to_dict()["fallbacks"])
+
+
+@pytest.mark.parametrize("index", [[0, 1], True, 0.0, "0"])
+def test_a_device_is_one_number(index):
+    for name in ("cpu", absent_backend()):
+        with pytest.raises(ConfigError, match=r"device must be a number of the backend, such as 0; got"):
+            Accelerator(name, device=index)
+
+
+def test_backends_are_members_of_an_enumeration():
+    assert tuple(ComputeBackend) == registry.BACKENDS
+    assert Accelerator(ComputeBackend.CPU).backend == ComputeBackend.CPU
+    assert registry.backend_named(ComputeBackend.METAL) == "apple"
+    if registry.reason_absent("cuda"):
+        with pytest.raises(BackendUnavailable, match="backend 'cuda' is not available"):
+            Accelerator(ComputeBackend.CUDA, fallback=False)
+
+
+def test_use_gpu_chooses_between_the_gpu_and_the_cpu():
+    off, on = AcceleratorConfig(use_gpu=False), AcceleratorConfig(use_gpu=True, fallback=False)
+    with override(backend="cuda"):
+        assert Accelerator(config=off).backend == Accelerator("cpu", config=off).backend == "cpu"
+    for setting in ("auto", "cpu"):
+        with override(backend=setting):
+            if registry.reason_absent(registry.backend_named("gpu")):
+                with pytest.raises(BackendUnavailable, match="backend 'cuda' is not available"):
+                    Accelerator(config=on)
+                with pytest.warns(FallbackWarning, match="is not used, cpu is"):
+                    assert Accelerator(config=AcceleratorConfig(use_gpu=True, fallback="warn")).backend == "cpu"
+            else:
+                assert Accelerator(config=on).backend != "cpu"
+    for backend, config in (("cpu:0", on), ("cuda", off)):
+        with pytest.raises(ConfigError, match=f"use_gpu={config.use_gpu} and backend '{backend}' contradict"):
+            Accelerator(backend, config=config)
+    with pytest.raises(ConfigError, match="use_gpu must be True, False or None, got 'yes'"):
+        AcceleratorConfig(use_gpu="yes")
 
 
 def test_backend_by_environment_and_bad_names():

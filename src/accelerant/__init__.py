@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
+    from accelerant.runtime.math_mode import configure_math
     from accelerant.runtime.memory.batch_size import optimal_batch_size
     from accelerant.runtime.memory.peak import predict_peak
     from accelerant.runtime.monitoring.events import watch_devices
     from accelerant.runtime.monitoring.monitor import measure
+    from accelerant.runtime.provider import ComputeBackend
     from accelerant.runtime.registry import devices
     from accelerant.runtime.user_kernel import kernel
 
 __all__ = [
-    "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "distributed",
-    "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "optimize",
-    "predict_peak", "privacy", "to", "watch_devices", "zk",
+    "Accelerator", "AcceleratorConfig", "CompileOptions", "ComputeBackend", "__version__", "algebra", "configure_math",
+    "devices", "distributed", "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops",
+    "optimal_batch_size", "optimize", "predict_peak", "privacy", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
 _NAMES = {
@@ -45,10 +47,12 @@ _NAMES = {
     "runtime.compilation.options": ("CompileOptions",),
     "runtime.dispatch": ("explain",),
     "runtime.ledger": ("ledger",),
+    "runtime.math_mode": ("configure_math",),
     "runtime.memory.batch_size": ("optimal_batch_size",),
     "runtime.memory.peak": ("predict_peak",),
     "runtime.monitoring.events": ("watch_devices",),
     "runtime.monitoring.monitor": ("measure",),
+    "runtime.provider": ("ComputeBackend",),
     "runtime.registry": ("devices",),
     "runtime.user_kernel": ("kernel",),
 }

@@ -10,6 +10,7 @@ import torch
 
 from accelerant.runtime import registry
 from accelerant.runtime.monitoring.nvidia import (
+    capability_problem,
     cuda_dtypes,
     driver_problem,
     driver_version,
@@ -71,6 +72,11 @@ def test_the_probe_reports_an_old_driver_and_hidden_devices(monkeypatch):
     monkeypatch.setattr(cuda, "_PROBE", "import sys; sys.exit('the NVIDIA driver shows no device')")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     assert "CUDA_VISIBLE_DEVICES=MIG-1,MIG-2 a process computes on one MIG slice" in cuda.CudaProvider.probe()
+
+
+def test_a_gpu_that_is_too_old_for_kernels():
+    assert capability_problem(7, 0) == "its compute capability is 7.0, and kernels are compiled for 7.5 and newer"
+    assert capability_problem(7, 5) == capability_problem(12, 0) == ""
 
 
 def test_dtypes_by_compute_capability():

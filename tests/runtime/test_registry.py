@@ -311,6 +311,33 @@ def test_an_op_on_such_a_device_is_in_the_ledger_with_the_reason(monkeypatch):
     assert dict(decision.refused)["own"].startswith("Accelerant has no kernels for cpu")
 
 
+def lines_about_the_gpu(setting):
+    with override(backend=setting):
+        return str(explain_quietly(accelerant.ops.gelu, torch.ones(3))).splitlines()[1:-1]
+
+
+def test_explain_says_why_no_gpu_computed():
+    reason = registry.reason_absent("cuda")
+    assert lines_about_the_gpu("auto")[-1].startswith(f"no GPU: {reason}" if reason else "not on cuda:0 (")
+    assert "GPU" not in "".join(lines_about_the_gpu("cpu"))
+    warning, why = lines_about_the_gpu("cuda")[-2:]
+    assert warning.startswith("warning: the setting backend (ACCELERANT_BACKEND) is 'cuda', which moves no arrays")
+    assert "nothing was copied" in warning
+    assert why.startswith(f"no GPU: backend 'cuda' is not available: {reason}" if reason else "not on cuda:0 (")
+    assert "unknown backend 'rtx'" in lines_about_the_gpu("rtx")[-1]
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_explain_says_how_arrays_reach_a_device_that_is_there():
+    registry.register(Registered)
+    warning, why = lines_about_the_gpu("registered")[-2:]
+    assert "'registered', which moves no arrays" in warning
+    assert why.startswith("not on registered:0 (fake device 0), since the arrays are on the CPU: accelerant.to(x, ")
+    with override(backend="registered"), accelerant.Accelerator(fallback=False) as acc:
+        acc.field_add([1], [2])  # which copies
+        assert acc.provider.counts["copy_to_device"] == 2
+
+
 def test_such_a_provider_holds_memory_and_refuses_kernels():
     provider = HostAsAnother()
     assert [device.torch_device for device in provider.devices()] == ["cpu"]

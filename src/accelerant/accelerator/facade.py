@@ -87,6 +87,8 @@ class AcceleratorConfig:
             the same raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take
             together: it runs in parts. No limit by default.
         fallback: "allow" (True), "warn" or "forbid" (False); the Accelerator's argument by default.
+        use_gpu: True asks for a GPU where the backend is "auto", False for the CPU; either outranks ACCELERANT_BACKEND.
+            An Accelerator whose backend contradicts it raises ConfigError. None by default: as the backend says.
         devices: GPUs of this host that may share one large call, the Accelerator's included; "all" for all of its
             backend. A call is divided where that is estimated to be faster; the ledger has a row for each GPU.
     """
@@ -95,6 +97,7 @@ class AcceleratorConfig:
     timeout_s: float | None = None
     memory_limit_bytes: int | None = None
     fallback: FallbackPolicy | bool | None = None
+    use_gpu: bool | None = None
     devices: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class AcceleratorConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(f"{name} must be above 0, got {clipped(value)}")
+        if self.use_gpu is not None and not isinstance(self.use_gpu, bool):
+            raise ConfigError(f"use_gpu must be True, False or None, got {clipped(self.use_gpu)}")
         if self.devices != "all" and (type(self.devices) is not int or self.devices < 1):
             raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {clipped(self.devices)}")
         if self.fallback is not None:
@@ -192,7 +197,7 @@ class Accelerator(Operations):
         self._metrics = OperationMetrics(METHODS)
         self._closed = False
         self._submitted: set[Future[Any]] = set()
-        self.device = self._choose(backend, device)
+        self.device = self._choose(self._wanted(backend), device)
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
         self._devices = self._shared_devices()
@@ -213,6 +218,21 @@ class Accelerator(Operations):
         if self.config.devices > 1 + len(others):
             raise ConfigError(f"devices must be at most {1 + len(others)} here, got {self.config.devices}")
         return [self._torch_device, *others[: self.config.devices - 1]]
+
+    def _wanted(self, backend: str | torch.device) -> str | torch.device:
+        """Return the backend that `use_gpu` leaves."""
+        use_gpu = self.config.use_gpu
+        if use_gpu is None:
+            return backend
+        name = registry.backend_named(str(backend).partition(":")[0])
+        if name == "auto" and not use_gpu:
+            return "cpu"
+        if name == "auto":
+            setting = settings().backend
+            return "gpu" if registry.backend_named(setting) in ("auto", "cpu") else setting
+        if use_gpu == (name == "cpu"):
+            raise ConfigError(f"use_gpu={use_gpu} and backend {str(backend)!r} contradict each other: give one of them")
+        return backend
 
     def _choose(self, backend: str | torch.device, index: int) -> ComputeDevice:
         try:

@@ -36,6 +36,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -62,8 +63,22 @@ __all__ = [
     "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "lacks_host_memory", "noted", "self_test_source",
 ]  # fmt: skip
 
-ComputeBackend = str
-"""The name of a backend: one of registry.backends()."""
+
+class ComputeBackend(StrEnum):
+    """Accelerant's backends, the preferred first; each is its name, so `ComputeBackend.CUDA == "cuda"`.
+
+    MPS and METAL are Apple's, VULKAN is WebGPU's. Backends of other packages have names alone: see registry.backends().
+    """
+
+    CUDA = "cuda"
+    ROCM = "rocm"
+    APPLE = "apple"
+    OPENCL = "opencl"
+    WEBGPU = "webgpu"
+    CPU = "cpu"
+    MPS = METAL = "apple"
+    VULKAN = "webgpu"
+
 
 Pointer = Any
 """A pointer argument: a Buffer, or anything with `data_ptr()` on the device (a torch tensor)."""
@@ -95,7 +110,7 @@ class ComputeDevice(JsonRecord):
         torch_type: type of torch device that its tensors have; empty where torch has no tensors on it.
     """
 
-    backend: ComputeBackend
+    backend: str
     index: int
     name: str
     available: bool = True
@@ -235,7 +250,7 @@ class ComputeProvider(ABC):
         automatic_kinds: values of a device's property "kind" that the automatic choice takes; empty for any.
     """
 
-    name: ClassVar[ComputeBackend]
+    name: ClassVar[str]
     dialects: ClassVar[tuple[str, ...]] = ()
     torch_type: ClassVar[str] = ""
     automatic: ClassVar[bool] = False

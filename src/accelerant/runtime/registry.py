@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -28,18 +29,32 @@ from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.html_page import table, text_table
-from accelerant.runtime.provider import ComputeDevice, ComputeProvider
+from accelerant.runtime.provider import ComputeBackend, ComputeDevice, ComputeProvider
 
 if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS", "PROVIDERS", "DeviceLike", "Devices", "automatic_backends", "backend_named", "backends", "choose",
-    "create", "devices", "find_device", "provider_of", "reason_absent", "reason_without_kernels", "register",
+    "BACKENDS",
+    "PROVIDERS",
+    "DeviceLike",
+    "Devices",
+    "automatic_backends",
+    "backend_named",
+    "backends",
+    "choose",
+    "create",
+    "devices",
+    "find_device",
+    "provider_of",
+    "reason_absent",
+    "reason_without_gpu",
+    "reason_without_kernels",
+    "register",
     "unregister",
 ]  # fmt: skip
 
-BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
+BACKENDS = tuple(backend.value for backend in ComputeBackend)
 """Every backend of the design, the preferred first; `backends()` adds those of other packages."""
 
 PROVIDERS: dict[str, tuple[str, str]] = {
@@ -210,6 +225,17 @@ def reason_absent(name: str) -> str:
         return _reasons[name]
 
 
+def reason_without_gpu() -> str:
+    """Return why the automatic choice is the CPU: the reason of the backend that torch is built for; else empty."""
+    if _automatic_choice().backend != "cpu":
+        return ""
+    if aside := [f"{device.label} ({device.name}) is set aside: {why}" for device, why in _tested.items() if why]:
+        return "; ".join(aside)
+    import torch
+
+    return reason_absent("rocm" if torch.version.hip else "apple" if sys.platform == "darwin" else "cuda")
+
+
 def automatic_backends() -> list[str]:
     """Return the backends that the automatic choice considers, the preferred first."""
     usable = (name for name in backends() if name in BACKENDS or not reason_absent(name))
@@ -300,6 +326,9 @@ def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensor
     `torch_tensors` that choice passes over devices on which torch has no tensors (ComputeDevice.torch_device).
     """
     name, number = _parsed(backend)
+    if isinstance(index, bool) or not isinstance(index, int):
+        several = "; to share calls among several: AcceleratorConfig(devices=2)" * isinstance(index, list | tuple)
+        raise ConfigError(f"device must be a number of the backend, such as 0; got {clipped(index)}{several}")
     if number is not None:
         if index not in (0, number):
             raise ConfigError(f"device {str(backend)!r} and index {index} are not the same device")

@@ -6,10 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import torch
 
+from accelerant.config import settings
+from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime import registry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.html_page import table
 from accelerant.runtime.ledger import Decision, OpRecord, observers
@@ -106,10 +110,34 @@ class Explanation:
 
     def __str__(self) -> str:
         body = [str(decision) for decision in self.decisions] or ["no op of Accelerant ran"]
-        return "\n".join([*body, f"{self.total_ms:.3f} ms in all"])
+        return "\n".join([*body, *self.why_not_gpu(), f"{self.total_ms:.3f} ms in all"])
 
     def __repr__(self) -> str:
         return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)" if self.printed else str(self)
+
+    def why_not_gpu(self) -> list[str]:
+        """Return the lines that say why ops ran on the CPU: the reason why no GPU is there, or where their arrays are.
+
+        Empty if none ran there, or if a setting asks for the CPU.
+        """
+        if all(decision.device.partition(":")[0] != "cpu" for decision in self.decisions):
+            return []
+        wanted = settings().backend
+        lines: list[str] = []
+        try:
+            if (name := registry.backend_named(wanted)) == "cpu":
+                return []
+            if name != "auto":
+                setting = f"the setting backend (ACCELERANT_BACKEND) is {wanted!r}, which moves no arrays"
+                lines = [f"warning: {setting}: ops run where theirs are, here on the CPU; nothing was copied"]
+            device = registry.choose()
+            reason = registry.reason_without_gpu() if device.backend == "cpu" else ""
+        except (BackendUnavailable, ConfigError) as error:
+            return [*lines, f"no GPU: {error}"]
+        if device.backend == "cpu":
+            return [f"no GPU: {reason}"]
+        how = f'accelerant.to(x, "{device.label}"), or an Accelerator("{device.label}"), which copies'
+        return [*lines, f"not on {device.label} ({device.name}), since the arrays are on the CPU: {how}"]
 
     def _repr_html_(self) -> str | None:
         if self.printed:
@@ -119,7 +147,13 @@ class Explanation:
             refused = "; ".join(f"{name}: {reason}" for name, reason in one.refused)
             cells = (one.op, one.case, one.device, one.implementation, one.reason, refused)
             rows.append([("", cell) for cell in cells])
-        return table(("op", "case", "device", "chosen", "because", "refused"), rows) + f"{self.total_ms:.3f} ms in all"
+        return "".join(
+            [
+                table(("op", "case", "device", "chosen", "because", "refused"), rows),
+                *(f"{escape(line)}<br>" for line in self.why_not_gpu()),
+                f"{self.total_ms:.3f} ms in all",
+            ]
+        )
 
 
 _observers_lock = fork_safe(threading.Lock())
@@ -143,6 +177,9 @@ def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explan
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call fn and print, for each op in it, which implementation ran, why, and which were refused, with the reason.
+
+    If an op ran on the CPU, a line says why: what makes the GPU absent, as `devices` has it, or that the arrays are on
+    the CPU. A warning says if ACCELERANT_BACKEND names a GPU all the same, since ops run where their arrays are.
 
     Backward passes that run inside fn count too, and so do calls of other threads in the meantime. The result has the
     same as an object; its `.result` is what fn returned.

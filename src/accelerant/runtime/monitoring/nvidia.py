@@ -15,8 +15,8 @@ from typing import Any
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "MINIMUM_DRIVERS", "cuda_dtypes", "driver_problem", "driver_version", "hidden_slices", "matrix_dtypes",
-    "minimum_driver", "profile_of", "slow_down_reasons", "visible_devices_problem",
+    "MINIMUM_DRIVERS", "OLDEST_CAPABILITY", "capability_problem", "cuda_dtypes", "driver_problem", "driver_version",
+    "hidden_slices", "matrix_dtypes", "minimum_driver", "profile_of", "slow_down_reasons", "visible_devices_problem",
 ]  # fmt: skip
 
 MINIMUM_DRIVERS = {13: "580.65.06", 12: "525.60.13"}
@@ -64,6 +64,18 @@ def driver_problem(driver_cuda: int, torch_cuda: str, bindings: str) -> str:
 
 
 # --- compute capabilities --------------------------------------------------------------------------------------------
+
+
+OLDEST_CAPABILITY = (7, 5)
+"""The first compute capability for which NVRTC 13 and Triton compile."""
+
+
+def capability_problem(major: int, minor: int) -> str:
+    """Return why kernels cannot run on a device of a compute capability; empty if they can."""
+    if (major, minor) >= OLDEST_CAPABILITY:
+        return ""
+    oldest = ".".join(map(str, OLDEST_CAPABILITY))
+    return f"its compute capability is {major}.{minor}, and kernels are compiled for {oldest} and newer"
 
 
 def cuda_dtypes(major: int, minor: int) -> list[str]:

@@ -25,6 +25,7 @@ from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.monitoring.nvidia import (
+    capability_problem,
     cuda_dtypes,
     driver_problem,
     driver_version,
@@ -129,6 +130,11 @@ class CudaProvider(TorchProvider):
     def hidden_devices(self) -> list[ComputeDevice]:
         """Return the MIG slices that this process does not see; needs nvidia-ml-py."""
         return hidden_slices({_specification(index)["uuid"].partition("-")[2] for index in range(self._count)})
+
+    def self_test(self, device: int = 0) -> str | None:
+        """As the base class, unless the GPU is too old for any kernel."""
+        info = torch.cuda.get_device_properties(device)
+        return capability_problem(info.major, info.minor) or super().self_test(device)
 
     def free_fraction(self, device: ComputeDevice) -> float:
         """As the base class; reads NVML if it can, since CUDA itself would make a context on each device."""
