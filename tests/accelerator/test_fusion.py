@@ -695,10 +695,13 @@ def test_kernels_compile(target, names):
 def test_kernels_on_a_gpu(name, dtype):
     for shape in ((5, 7), (300, 1024), (3, 40000)):
         args = arguments(name, *shape, dtype=dtype, device="cuda")
-        results = tupled(acl.fuse(CASES[name])(*args))
-        for y, wanted in zip(results, tupled(CASES[name](*(x.double() for x in args))), strict=True):
+        wide = [x.detach().double().requires_grad_() for x in args]
+        results, expected = tupled(acl.fuse(CASES[name])(*args)), tupled(CASES[name](*wide))
+        for y, wanted in zip(results, expected, strict=True):
             rtol, atol = TOLERANCES[dtype]
             torch.testing.assert_close(y.double(), wanted, rtol=10 * rtol, atol=10 * atol)
         sum(y.float().sum() for y in results).backward()
-        assert all(x.grad is not None and x.grad.isfinite().all() for x in args)
+        sum(y.sum() for y in expected).backward()
+        for x, wanted in zip(args, wide, strict=True):  # torch's slope of abs(x)**0.5 at 0 is no number either
+            assert torch.equal(x.grad.isfinite(), wanted.grad.isfinite())
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}

@@ -40,8 +40,8 @@ __all__ = ["LossCheck"]
 _FIRST = 10
 """Backward passes whose loss is repeated."""
 
-_SHARE = 1 / 256
-"""Of the later passes: repeating a loss takes about as long as five losses."""
+_SHARE = 1 / 512
+"""Of the later passes: repeating a loss takes about as long as five losses, 1.5 steps where the vocabulary is large."""
 
 _TOLERANCE = 1e-4
 """Largest change of a row's gradient that counts as none, relative to the largest."""
