@@ -1,5 +1,6 @@
 """Every command's output under every encoding and width, on terminals and in pipes: no traceback, nothing cut."""
 
+import inspect
 import io
 import itertools
 import json
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -101,6 +103,11 @@ def check_help(run, encoding, width, environment, names=()):
         for param in command.get_params(context):
             for option in getattr(param, "opts", ()) if param.param_type_name == "option" else ():
                 assert option in shown or f"[no-]{option[2:]}" in output, (words, option)
+        text = " ".join(word for line in output.splitlines() for word in line.strip("│|").split())
+        declarations = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
+        for name, declared in declarations.items():
+            for info in get_args(declared.annotation)[1:]:  # typer's versions differ in what they make of it
+                assert " ".join(info.help.split()) in text, (words, name)
         examples = output.partition("Examples:\n")[2].split("\n")
         assert all(line.startswith(("  ", "")) for line in examples)
         assert [line.strip() for line in examples if line] == (command.epilog or "").splitlines(), words

@@ -1,17 +1,18 @@
 """The pages of --help: usage, description, arguments, options and commands by group, and one example a line.
 
 Nothing is cut: where the terminal is narrow, an option's text is below its name. A command's `epilog` has its examples,
-and `rich_help_panel` names the group of an option or command.
+and `rich_help_panel` names the group of an option or command. Kinds, defaults and bounds are read from the parameters
+of a command's function: how typer represents and writes them differs between its versions.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -31,8 +32,7 @@ _NAME_COLUMNS = 30
 _NARROW = 64
 """Columns below which panels have no borders, and all texts are below the names."""
 
-_TYPES = {"str": "TEXT", "int": "N", "int range": "N", "float": "X", "float range": "X", "path": "PATH", "file": "FILE"}
-_CLICK_TYPES = {"INTEGER": "N", "FLOAT": "X", "INTEGER RANGE": "N", "FLOAT RANGE": "X"}
+_KINDS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
 _MAY_BE_EMPTY = ("prompt", "arguments")
 """Parameters of which the empty text is a value: the prompt of a sample, and the arguments of a profiled script."""
@@ -70,9 +70,9 @@ class HelpCommand(_Page, TyperCommand):
             if "" in (values if isinstance(values, (list, tuple)) else [values]) and param.name not in _MAY_BE_EMPTY:
                 name = _argument(param).rstrip(".") if param.param_type_name == "argument" else param.opts[0]
                 raise ConfigError(f"{name} must not be empty")
-        for option in self.get_params(ctx):
-            if option.type.name == "float range" and (value := ctx.params[option.name]) is not None and value != value:
-                raise typer.BadParameter("nan is no number", ctx=ctx, param=option)
+        for param, _, _, info in _declared(self, ctx):
+            if getattr(info, "min", None) is not None and (value := ctx.params[param.name]) != value:
+                raise typer.BadParameter("nan is no number", ctx=ctx, param=param)
         return rest
 
 
@@ -103,10 +103,10 @@ def _print_page(command: Any, ctx: Any) -> None:
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         shown.print(Text("\n" + textwrap.fill(paragraph, width, break_long_words=False)), soft_wrap=True)
     panels: dict[str, list[tuple[str, str]]] = {}
-    params = [one for one in command.get_params(ctx) if not getattr(one, "hidden", False)]
-    for param in sorted(params, key=lambda one: one.param_type_name == "option"):
+    parameters = [one for one in _declared(command, ctx) if not getattr(one[0], "hidden", False)]
+    for param, *declared in sorted(parameters, key=lambda one: one[0].param_type_name == "option"):
         default = "Arguments" if param.param_type_name == "argument" else "Options"
-        panels.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(_entry(param, ctx))
+        panels.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(_entry(param, *declared))
     for name in command.list_commands(ctx) if isinstance(command, TyperGroup) else ():
         if (one := command.get_command(ctx, name)) is not None and not one.hidden:
             text = " ".join(inspect.cleandoc(one.help or "").split("\n\n")[0].split())
@@ -119,17 +119,45 @@ def _print_page(command: Any, ctx: Any) -> None:
             shown.print(Text(f"  {line}"), soft_wrap=True)
 
 
-def _entry(param: Any, ctx: Any) -> tuple[str, str]:
+def _declared(command: Any, ctx: Any) -> list[tuple[Any, Any, Any, Any]]:
+    """Return the parameters of a command, each with type, default and typer.Option or Argument of its declaration.
+
+    --version, --help and the options of completion are flags without `Annotated`.
+    """
+    declared = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
+    found = []
+    for param in command.get_params(ctx):
+        one = declared.get(param.name)
+        if one is not None and get_origin(one.annotation) is Annotated:
+            found.append((param, _kind(one.annotation), one.default, one.annotation.__metadata__[0]))
+        else:
+            found.append((param, bool, None, param))
+    return found
+
+
+def _entry(param: Any, kind: Any, default: Any, info: Any) -> tuple[str, str]:
     """Return a parameter's name, with the kind of its value, and its text."""
-    names, text = param.get_help_record(ctx)
-    text = text.replace("\\[", "[")  # typer has escaped it for rich's markup
-    text = re.sub(r"(-?[\d.]+)<=x<=(-?[\d.]+)", r"\1 to \2", text)
-    text = text.replace("x>=", "at least ").replace("x<=", "at most ").replace("  [", " [")
-    if param.param_type_name == "argument":
-        return _argument(param), text
-    names = re.sub(r"<(?:list\[)?([^\]>]*)\]?>", lambda kind: _TYPES.get(kind[1], kind[1].upper()), names)
-    names = re.sub(r" (INTEGER|FLOAT)( RANGE)?$", lambda kind: " " + _CLICK_TYPES[kind[0].strip()], names)
-    return re.sub(r"--(\S+) / --no-\1", r"--[no-]\1", names), text
+    name = ", ".join(sorted(param.opts, key=lambda option: option.startswith("--")))
+    if param.secondary_opts:
+        name = name.replace("--", "--[no-]", 1)
+    if kind is not bool:
+        name += f" {param.metavar or _KINDS[kind]}"
+    elif default is not None:
+        default = (param.opts if default else param.secondary_opts)[0].lstrip("-") if param.secondary_opts else None
+    notes = ["required"] * param.required
+    if kind is not bool and info.min is not None:
+        notes.insert(0, f"at least {info.min}" if info.max is None else f"{info.min} to {info.max}")
+    if default not in (None, "") and not param.required:
+        notes.insert(0, f"default: {default}")
+    name = _argument(param) if param.param_type_name == "argument" else name
+    # The help of an argument is lost between typer 0.20 and click 8.5, that of the declaration is not.
+    return name, " ".join(filter(None, (info.help, f"[{'; '.join(notes)}]" * bool(notes))))
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of a value of X, X | None, list[X] or Annotated[X, ...]."""
+    inner = [one for one in get_args(hint) if one is not type(None)]
+    return _kind(inner[0]) if inner else hint
 
 
 def _argument(param: Any) -> str:
