@@ -4,12 +4,15 @@ quantize(model) replaces each linear layer by a LinearInt8. A layer then takes h
 product with few rows, as in decoding for one user, reads half the bytes, which bound its time. mode="dynamic" rounds
 the inputs too and multiplies integers, for products with many rows.
 
-Quantised layers are not trained, but gradients pass through them, so adapters can be.
+Quantised layers are not trained, but gradients pass through them, so adapters can be: quantize leaves those of peft as
+they are, and peft takes a LinearInt8 for the torch.nn.Linear that it derives from.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,61 +34,142 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
 
-class LinearInt8(nn.Module):
-    """A linear layer with integer weights, y = (x @ weight^T) * scale + bias; see `from_linear`.
+class LinearInt8(nn.Linear):
+    """A linear layer with integer weights, y = x @ weight^T + bias; see `from_linear`.
+
+    A state_dict has the buffers below. A layer also loads one of a torch.nn.Linear, whose weight it quantises.
 
     Attributes:
-        weight: (out_features, in_features), int8; a buffer, like the others.
-        scale: (out_features,), float32 even when the module is moved to another dtype.
-        bias: (out_features,), or None.
+        weight_int8: (out_features, in_features), int8; a buffer.
+        scale: (out_features,), float32 even when the module is moved to another dtype; a buffer.
+        bias: (out_features,), the parameter of the layer that it was made of, or None.
         dynamic: whether x is also rounded to integers, row by row.
     """
 
-    weight: Tensor
+    weight_int8: Tensor
     scale: Tensor
-    bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, dynamic: bool = False) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if in_features < 1 or out_features < 1:
             raise ConfigError(f"LinearInt8 needs at least one input and output, got {in_features} and {out_features}")
         self.in_features, self.out_features, self.dynamic = in_features, out_features, dynamic
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
+        self._dtype = torch.get_default_dtype()
+        self.register_buffer("weight_int8", torch.zeros(out_features, in_features, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32))
-        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
+
+    @property
+    def weight(self) -> Tensor:
+        """weight_int8 * scale, (out_features, in_features), in the dtype of the original layer; computed at each read.
+
+        What is written to it, or to its `data`, is rounded to new integers, as when peft merges an adapter.
+        """
+        weight = self._floats()
+        if torch.compiler.is_compiling():  # cannot trace the subclass
+            return weight
+        weight = weight.as_subclass(_Weight)
+        weight.layer = self
+        return weight
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        self.weight_int8, self.scale = _quantised(weight)
+
+    def _floats(self) -> Tensor:
+        return (self.weight_int8 * self.scale[:, None]).to(self._dtype)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Quantise a new weight that is assigned as a parameter, as those of torch.nn.Linear are."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear, *, dynamic: bool = False) -> LinearInt8:
         """Quantise a layer, scaling each output's weights by their largest; raise ConfigError if one is not finite."""
-        weight, scale = ops.quantize_int8(linear.weight.detach())
-        if not scale.is_meta and not bool(scale.isfinite().all()):
-            output = int((~scale.isfinite()).nonzero()[0])
-            raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantised")
+        quantised = _quantised(linear.weight)
         with torch.device("meta"):  # its buffers are replaced below
             layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, dynamic=dynamic)
-        layer.weight, layer.scale = weight, scale
-        layer.bias = None if linear.bias is None else linear.bias.detach().clone()
+        layer.weight_int8, layer.scale = quantised
+        layer._dtype = linear.weight.dtype
+        layer._parameters["bias"] = linear.bias
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to x (..., in_features); result and errors as in Linear."""
         require_width(x, self.in_features, "LinearInt8")
         dtype = compute_dtype(x)
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None and bias.dtype not in (torch.float32, dtype):
             bias = bias.to(dtype)
-        return ops.linear_int8(x.to(dtype), self.weight, self.scale, bias, dynamic=self.dynamic)
+        return ops.linear_int8(x.to(dtype), self.weight_int8, self.scale, bias, dynamic=self.dynamic)
 
     def extra_repr(self) -> str:
         """Describe the module for `print(model)`."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dynamic={self.dynamic}"
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            del state_dict[prefix + "weight"]
+            quantised = _quantised(weight)
+            state_dict |= {prefix + "weight_int8": quantised[0], prefix + "scale": quantised[1]}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LinearInt8:
         before = self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=before.device)).dtype
         if self.scale.dtype != torch.float32:
             self.scale = before.to(self.scale.device)
         return self
+
+
+class _Weight(Tensor):
+    """The weight of a LinearInt8 in floating point. The layer is quantised again from what is written to it."""
+
+    layer: LinearInt8
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if func == _GET_DATA:
+            result = result.as_subclass(cls)
+            result.layer = args[0].layer
+        elif func == _SET_DATA or name == "__setitem__" or (name.endswith("_") and name[:1] != "_"):
+            written = args[0] if args else None
+            if isinstance(written, cls) and name != "requires_grad_":
+                written.layer.weight = written.as_subclass(Tensor)
+        elif isinstance(written := (kwargs or {}).get("out"), cls):
+            written.layer.weight = written.as_subclass(Tensor)
+        return result
+
+
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the integers and scales of a weight; raise ConfigError if one is not finite."""
+    q, scale = ops.quantize_int8(weight.detach())
+    if not scale.is_meta and not bool(scale.isfinite().all()):
+        output = int((~scale.isfinite()).nonzero()[0])
+        raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantised")
+    return q, scale
+
+
+def float_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state_dict in which the weights of LinearInt8 are floating point, as a model without loads."""
+    state: dict[str, Any] = model.state_dict()
+    for name, module in model.named_modules(remove_duplicate=False):
+        path = f"{name}." if name else ""
+        if isinstance(module, LinearInt8) and path + "weight_int8" in state:
+            del state[path + "weight_int8"], state[path + "scale"]
+            state[path + "weight"] = module._floats()
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +204,12 @@ def quantize(
     """Replace a model's linear layers by LinearInt8.
 
     Replaces torch.nn.Linear and accelerant.nn.Linear. Subclasses, which may compute something else, layers whose weight
-    another module shares, and layers with hooks are left. A layer that occurs twice is replaced at both occurrences.
+    another module shares, and layers with hooks are left. So are adapters: those of peft, and layers that are trained
+    in a model with frozen ones. A layer that occurs twice is replaced at both occurrences.
+
+    A state_dict has the integers, under names that no other layer loads: it is for models that are quantised in the
+    same way. `save_pretrained` of a transformers model or one of accelerant.nn writes the rounded weights in the
+    model's dtype instead: every library loads them, and quantize(loaded_model) restores the integers.
 
     Args:
         model: a model that contains linear layers, not itself one.
@@ -150,11 +239,13 @@ def quantize(
     for module in model.modules():
         for parameter in module._parameters.values():
             owners[id(parameter)].add(module)
+    adapters = _adapters(model)
+    frozen = any(not layer.weight.requires_grad for *_, layer in occurrences if not isinstance(layer, LinearInt8))
     skipped: dict[str, str] = {}
     quantised: dict[nn.Module, LinearInt8] = {}
     changes: list[tuple[str, nn.Module, str, nn.Module]] = []
     for name, parent, key, layer in occurrences:
-        reason = _reason_against(name, layer, skip, owners)
+        reason = _reason_against(name, layer, skip, owners, frozen) if layer not in adapters else "it is an adapter"
         if reason is not None:
             skipped[name] = reason
             continue
@@ -171,6 +262,10 @@ def quantize(
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, LinearInt8) for m in module.modules()):
             module.use_nested_tensor = False
+    PreTrainedModel: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(isinstance(m, LinearInt8) for m in module.modules()):
+            importlib.import_module("accelerant.nn._hugging_face_quantizer").attach(module)
     return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
 
 
@@ -184,7 +279,29 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
                 yield (f"{path}.{key}" if path else key), parent, key, child
 
 
-def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.Module]]) -> str | None:
+def _adapters(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that peft added to a model; each of its layers wraps one of the model's, its base_layer."""
+    layers: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+    wrappers: Any = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", ())
+    models: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", ())
+    added: set[nn.Module] = set()
+    for module in model.modules():
+        for name, child in module.named_children():
+            if (
+                (isinstance(module, layers) and name != "base_layer")
+                or isinstance(module, wrappers)
+                or (isinstance(module, models) and name == "prompt_encoder")
+            ):
+                added |= set(child.modules())
+    return added
+
+
+def _reason_against(
+    name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.Module]], some_frozen: bool
+) -> str | None:
+    name = name.removesuffix(".base_layer")  # of one that peft has wrapped
+    if isinstance(layer, LinearInt8):
+        return "it is quantised already"
     if callable(skip):
         if skip(name, layer):
             return "left by the function given as skip"
@@ -194,6 +311,8 @@ def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.
         return f"{type(layer).__name__} is derived from Linear and may compute something else"
     if layer.weight.dtype not in _DTYPES:
         return f"its weight is {layer.weight.dtype}"
+    if some_frozen and layer.weight.requires_grad:
+        return "it is trained, and others are frozen (after model.requires_grad_(False) it is quantised)"
     if len(owners[id(layer.weight)]) > 1:
         others = sorted(type(owner).__name__ for owner in owners[id(layer.weight)] if owner is not layer)
         return f"its weight is also that of {', '.join(others)}"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.quantization import float_state_dict
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
 __all__ = ["Fields", "Layout", "Part", "load", "read_object", "save"]
@@ -327,10 +328,13 @@ def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layo
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     parts = layout.parts(config)
-    state: dict[str, Tensor] = model.state_dict()
+    state: dict[str, Tensor] = float_state_dict(model)
     if state.keys() != parts.keys():
         differing = sorted(state.keys() ^ parts.keys())
-        raise UnsupportedCase(f"{layout.architecture} cannot represent {_quoted(differing)} of this model")
+        raise UnsupportedCase(
+            f"{layout.architecture} cannot represent {_quoted(differing)} of this model: layers were replaced, or have "
+            "other biases; torch.save(model.state_dict(), path) keeps what it has"
+        )
     fields = {name: getattr(config, ours) for ours, (name, _) in layout.fields.items()}
     fields |= layout.more_fields(config) | {
         "model_type": layout.model_type,

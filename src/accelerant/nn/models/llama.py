@@ -258,7 +258,7 @@ class Llama(LanguageModel):
         self._require_targets(idx, targets)
         rows = self.hidden(idx).flatten(0, 1)
         head: nn.Module = self._head()
-        if isinstance(head, LinearInt8):  # its weight is an integer matrix
+        if isinstance(head, LinearInt8):  # whose weight is not kept in floating point
             return ops.cross_entropy(self._logits(rows), targets.flatten().long())
         return ops.linear_cross_entropy(rows, self._output_weight().to(rows.dtype), targets.flatten().long())
 
@@ -367,13 +367,14 @@ def decode_linear(
 
     One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias.
     """
-    weight, scale = getattr(layer, "weight", None), None
+    int8: Any = layer if isinstance(layer, LinearInt8) else None
+    weight, scale = getattr(layer, "weight", None) if int8 is None else int8.weight_int8, None
     forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
     fused = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
     fused = fused and getattr(layer, "bias", None) is None
-    if isinstance(layer, LinearInt8):
-        fused = fused and not layer.dynamic
-        scale = layer.scale
+    if int8 is not None:
+        fused = fused and not int8.dynamic
+        scale = int8.scale
     elif isinstance(weight, Tensor):
         weight = weight.to(x.dtype)
     if fused and isinstance(weight, Tensor):
