@@ -362,7 +362,8 @@ def test_the_verdict_is_a_success_or_the_command_that_leads_there():
     command = "accelerant train --resume 'a b' --steps"
     assert verdict(summary) == f"not beaten yet; about 1,500 steps more:  {command} 1600"
     assert verdict({**summary, "private": {}, "steps_to_bigram": None}).endswith(f"{command} 2400")
-    assert verdict({**summary, "private": {"unit": "window"}}) == "not beaten yet; about 1,500 steps more"
+    assert verdict({**summary, "private": {"target_epsilon": None}}).endswith(f"{command} 1600")
+    assert "start a new run" in verdict({**summary, "private": {"target_epsilon": 8.0}})  # --resume would refuse
     assert "no longer falls" in verdict({**summary, "steps": 2400, "steps_to_bigram": None})
 
 

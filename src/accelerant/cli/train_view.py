@@ -80,6 +80,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
         f"peak memory      {memory}",
         f"report           {summary['report']}",
     ]
+    if rising := summary.get("held_out"):
+        lines.append(f"held-out loss    {rising}")
     if private := summary.get("private"):
         whose = private["unit"] + ("" if private["secure"] else ", noise NOT secure")
         epsilon = plain(float(private["epsilon"]), up=True)
@@ -113,6 +115,8 @@ def verdict(summary: dict[str, Any]) -> str:
         return "the unigram model has less loss than both: train on, or on more text"
     if loss < bigram:
         return f"beaten: {1 - loss / bigram:.1%} less loss"
+    if (summary.get("private") or {}).get("target_epsilon") is not None:  # its noise is for its steps
+        return "not beaten: for more, start a new run with more --steps or a larger --batch-size, into another --out"
     more, steps, known = summary.get("steps_to_bigram"), summary["steps"], PRESETS.get(summary["preset"])
     if more is not None:
         text, steps = f"not beaten yet; about {more:,} steps more", steps + more
@@ -120,8 +124,6 @@ def verdict(summary: dict[str, Any]) -> str:
         text, steps = "not beaten yet; train on", known.training.steps
     else:
         return "not beaten; the loss no longer falls with the steps: more text, or another preset"
-    if summary.get("private"):
-        return text
     return f"{text}:  accelerant train --resume {shlex.quote(summary['out'])} --steps {steps}"
 
 
@@ -132,10 +134,12 @@ _FIELDS: dict[str, Any] = {
     "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None,
     "expected_peak_bytes": int | None, "tokens": int,
     "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None,
-    "profile": list[str] | None, "steps_to_bigram": int | None, "out": str, "prompt": str | None, "sample": str | None,
+    "profile": list[str] | None, "steps_to_bigram": int | None, "held_out": str | None, "out": str,
+    "prompt": str | None, "sample": str | None,
 }  # fmt: skip
 _PRIVATE: dict[str, Any] = {
-    "unit": str, "secure": bool, "epsilon": float | str, "delta": float, "statement": str,
+    "unit": str, "secure": bool, "target_epsilon": float | None, "epsilon": float | str, "delta": float,
+    "statement": str,
 }  # fmt: skip
 
 

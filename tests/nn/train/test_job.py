@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -27,8 +28,9 @@ from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.corpus import load_corpus
 from accelerant.nn.train.folder import RunFolder, RunLock
-from accelerant.nn.train.history import MetricsFile, read_metrics
+from accelerant.nn.train.history import History, MetricsFile, read_metrics
 from accelerant.nn.train.job import cpu_flops_per_s, duration_note, prompt_of, steps_until, windows_at_once
+from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import AtomicFile
 
 NO_CALLS = {"ops": [], "fallbacks": []}
@@ -264,11 +266,17 @@ def test_a_finished_run_is_extended_exactly(train, watcher, cpu):
         return resume_training(folder, cpu, progress=watch, ledger=lambda: NO_CALLS, steps=steps)
 
     watch = watcher()
-    assert resume(out, watch, 9).summary["steps"] == 9
+    first = json.loads((out / "summary.json").read_text())
+    summary = resume(out, watch, 9).summary
+    assert summary["steps"] == 9
+    assert summary["seconds"] > first["seconds"]
     assert watch.notes == ["a run of 9 steps instead of 5: the learning rate follows the new number"]
     assert len(losses(out)) == 9
     assert resume(out, watcher()).already_finished
     with pytest.raises(ConfigError, match="has done 9 steps: give more, got 8"):
+        resume(out, watcher(), 8)
+    (out / "summary.json").unlink()  # as if it were interrupted after its last step
+    with pytest.raises(ConfigError, match="has done 9 steps: give more than that, or none to go on to 9; got 8"):
         resume(out, watcher(), 8)
 
     config, checkpoint = (again / name for name in ("config.json", "checkpoint.safetensors"))
@@ -846,3 +854,33 @@ def test_results_that_find_no_room_are_written_by_a_resumption(straight, train, 
     out = tmp_path / "run"
     assert resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS).summary["status"] == "done"
     assert (out / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+
+
+def test_the_time_of_a_resumed_run_counts_its_earlier_parts(interrupted_once, tmp_path, cpu, watcher):
+    out = shutil.copytree(interrupted_once, tmp_path / "run")
+    tensors, document = load_checkpoint(out / "checkpoint.safetensors")
+    assert 0 < document["seconds"] < 60
+    save_checkpoint(out / "checkpoint.safetensors", tensors, {**document, "seconds": 1000.0})
+    summary = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS).summary
+    assert 1000 < summary["seconds"] < 1060
+    assert "1,00" in (out / "report.html").read_text()
+
+
+def test_a_rising_held_out_loss_is_pointed_out_in_log_summary_and_report(train, watcher, text):
+    text.write_text("".join(random.Random(0).choices("abcdefgh ", k=150)))  # nothing to learn but by heart
+    watch = watcher()
+    outcome, out = train("run", watch=watch, steps=80, width=32, batch_size=8, micro_batch=8, validations=4)
+    assert outcome.summary["held_out"].startswith("the held-out loss rises: ")
+    assert [note for note in watch.notes if "the held-out loss rises: " in note][1:] == []  # once
+    assert any("train on more data, a smaller model, or for about" in note for note in watch.notes)
+    assert "The held-out loss rises: " in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("curve", "rises"),
+    [([3.0, 2.0, 1.9], False), ([2.0, 2.03, 2.05], False), ([2.0, 1.5, 1.6], True), ([2.0, 2.5], True),
+     ([2.0, 2.5, 1.9], False), ([0.001, 0.009], False), ([math.nan, 2.0, 3.0], True), ([2.0], False), ([], False)],
+)  # fmt: skip
+def test_a_held_out_loss_rises_when_it_is_clearly_above_its_best(curve, rises):
+    history = History(evaluations=[Evaluation(10 * k, loss, 5) for k, loss in enumerate(curve)])
+    assert bool(history.rising) == rises == ("learns its training data by heart" in str(history))

@@ -318,7 +318,7 @@ def interrupted(tmp_path):
         ({"batch_size": 4}, ConfigError, "was trained with batch_size=8, got 4"),
         ({"learning_rate": 0.1}, ConfigError, "was trained with learning_rate=0.01, got 0.1"),
         ({"seed": 1}, ConfigError, "was trained with seed=0, got 1"),
-        ({"steps": 3}, FormatError, r"is of step \d+, of 3"),
+        ({"steps": 3}, ConfigError, r"has done \d+ steps: give more than that, or none to go on to \d+; got 3"),
     ],
 )
 def test_another_training_is_refused(interrupted, changes, error, message):

@@ -143,7 +143,7 @@ _DOCUMENT: dict[str, Any] = {
     "step": int, "total_steps": int, "data": str, "corpus_sha256": str, "position": dict[str, int],
     "config": dict[str, Any], "best": dict[str, float | None], "evaluations": list[Evaluation],
     "callbacks": list[tuple[str, dict[str, Any]]], "optimizer": dict[str, _SCALAR], "optimizer_class": str,
-    "random": dict[str, list[float | None]],
+    "random": dict[str, list[float | None]], "seconds": float,
 }  # fmt: skip
 
 

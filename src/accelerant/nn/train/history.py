@@ -300,6 +300,7 @@ def kernel_table(rows: list[KernelTime], limit: int = 40) -> str:
 
 # --- the history of a run --------------------------------------------------------------------------------------------
 
+_RISE, _LEAST_RISE = 0.03, 0.01  # of the best held-out loss: evaluations read different shares of the data
 Status = Literal["done", "stopped", "interrupted"]
 
 
@@ -315,7 +316,7 @@ class History:
         status: "done"; "stopped" early; "interrupted" by a signal.
         reason: why it was stopped.
         signal: number of the signal that interrupted it, or None.
-        seconds: duration of this process's part.
+        seconds: duration, with the parts before a resumption.
         predicted_peak_bytes: predicted peak memory of a step; None without a prediction.
         expected_peak_bytes: the same and what was in use before, so comparable to `peak_memory_bytes`.
         peak_memory_bytes: measured peak: allocated on a GPU; resident, of the whole process, on the CPU.
@@ -360,6 +361,18 @@ class History:
         return min(comparable, key=lambda evaluation: evaluation.loss, default=None)
 
     @property
+    def rising(self) -> str:
+        """Sentence that says that the held-out loss rises since its best evaluation, and what to do; else empty."""
+        best, last = self.best, self.evaluations[-1] if self.evaluations else None
+        if best is None or last is None or not last.loss > best.loss + max(_RISE * abs(best.loss), _LEAST_RISE):
+            return ""
+        return (
+            f"the held-out loss rises: {best.loss:.3f} after step {best.step:,}, {last.loss:.3f} after step "
+            f"{last.step:,}. The model learns its training data by heart: train on more data, a smaller model, or for "
+            f"about {max(1, best.step):,} steps"
+        )
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """The loss and the metrics of the last evaluation; empty without one."""
         return {"loss": self.evaluations[-1].loss, **self.evaluations[-1].metrics} if self.evaluations else {}
@@ -392,6 +405,8 @@ class History:
         if self.best is not None:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
             rows.append(("held out", f"{parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}"))
+        if self.rising:
+            rows.append(("", self.rising))
         return [*rows, ("peak memory", f"{size_text(self.peak_memory_bytes)}, {self._prediction()}")]
 
     def _prediction(self) -> str:

@@ -45,7 +45,7 @@ from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import History, StepRecord
-from accelerant.nn.train.objective import autocast
+from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
@@ -255,6 +255,8 @@ def resume_training(
             if (finished := _finished(folder, steps)) is not None:  # by another process before the lock was taken
                 return finished
             values = folder.read_config()
+            spent = folder.read_summary().get("seconds") if folder.finished else None
+            earlier_s = float(spent) if isinstance(spent, int | float) else 0.0
             if values.get("extension", Extension.name) != chosen.name:
                 raise ConfigError(f"the run in {out} is one of {values['extension']}: continue it with --resume")
             run = RunConfig.from_dict(values.get("run", {}))
@@ -278,7 +280,9 @@ def resume_training(
                 require_space(out, run.parameter_count(text.tokenizer.vocab_size))
         stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
         with processes.agreed({}):
-            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source, shape=shape)
+            session = _TextRun(
+                run, config, folder, text, progress, ledger, chosen, source, shape=shape, earlier_s=earlier_s
+            )
         return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
 
 
@@ -450,6 +454,7 @@ class _ProgressCallback(Callback):
     def __init__(self, progress: Progress, device: str) -> None:
         self._progress = progress
         self._device = device
+        self._rising = False
         self.begun: Callable[[], None] = lambda: None
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
@@ -459,6 +464,11 @@ class _ProgressCallback(Callback):
 
     def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
         self._progress.records(records)
+
+    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if trainer.history.rising and not self._rising:
+            self._rising = True
+            self._progress.note(trainer.history.rising)
 
     def advance(self, trainer: Trainer, share: float, text: str) -> None:
         self._progress.advance(share, text)
@@ -477,9 +487,10 @@ class _TextRun:
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
         ledger: Callable[[], Mapping[str, Any]], extension: Extension, source: Source | None,
-        model: LanguageModel | None = None, shape: GPTConfig | CharRNNConfig | None = None,
+        model: LanguageModel | None = None, shape: GPTConfig | CharRNNConfig | None = None, earlier_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._run, self._folder, self._text = run, folder, text
+        self._began, self._earlier_s = time.monotonic(), earlier_s
         self._progress, self._ledger, self._extension = progress, ledger, extension
         self._device = device = torch.device(config.device)
         self._backend = device.type
@@ -538,8 +549,9 @@ class _TextRun:
         """
         if config is not None and self._processes.first:
             self._events.begun = partial(self._folder.reopen, config)
-        began, run, steps = time.monotonic(), self._run, self._run.training.steps
+        run, steps = self._run, self._run.training.steps
         self._progress.phase("looking at the model")
+        self._began = time.monotonic()
         try:
             held_out = self._source(self._text.held_out, "held-out", run.validation_sizes[0])
             at = {round(steps * k / (run.validations + 1)) for k in range(1, run.validations + 1)}
@@ -560,7 +572,7 @@ class _TextRun:
         if history.signal is not None:
             return self._interrupted(history.steps, history.signal)
         try:
-            return Outcome(self._finish(history, began))
+            return Outcome(self._finish(history))
         except KeyboardInterrupt:  # the last step has a checkpoint: resuming returns here
             return self._interrupted(history.steps, signal.SIGINT)
 
@@ -577,9 +589,10 @@ class _TextRun:
         }  # fmt: skip
         return Outcome(summary, signal=number)
 
-    def _finish(self, history: History, began: float) -> dict[str, Any]:
+    def _finish(self, history: History) -> dict[str, Any]:
         """Evaluate, write a sample and all result files; return the summary."""
         run, folder, tokenizer, records = self._run, self._folder, self._text.tokenizer, history.records
+        ended = time.monotonic()
         self._progress.phase("measuring the held-out loss")
         source = self._source(self._text.held_out, "held-out", run.validation_sizes[1])
         validation = self._trainer.measure(source, step=run.training.steps)
@@ -589,6 +602,7 @@ class _TextRun:
         targets = (targets for _, targets in source.in_order(self._trainer.config.micro_batch))
         text_bytes = sum(int(tokenizer.byte_lengths[part.numpy()].sum()) for part in targets)
         unigram, bigram = self._text.baselines()
+        rising = dataclasses.replace(history, evaluations=[*history.evaluations, validation]).rising
         nats_per_byte = validation.loss * tokens / max(1, text_bytes)
         curve = [(evaluation.step, evaluation.loss) for evaluation in history.evaluations]
         curve = [
@@ -610,7 +624,10 @@ class _TextRun:
             "tokens_per_s": round(float(np.median([r.tokens_per_s or 0.0 for r in records])), 1) if records else None,
             "peak_memory_bytes": history.peak_memory_bytes, "reserved_memory_bytes": history.reserved_memory_bytes,
             "predicted_peak_bytes": history.predicted_peak_bytes,
-            "expected_peak_bytes": history.expected_peak_bytes, "seconds": round(time.monotonic() - began, 2),
+            "expected_peak_bytes": history.expected_peak_bytes,
+            "seconds": round(
+                max(history.seconds - ended, self._earlier_s - self._began) + time.monotonic(), 2
+            ),
             "out": str(folder.path), "report": str(folder.report), "prompt": prompt, "sample": sample,
         }  # fmt: skip
         more = self._extension.results()
@@ -620,11 +637,14 @@ class _TextRun:
             summary["loss_scale"] = history.loss_scale
         if history.reason:
             summary["stopped"] = history.reason
+        if rising:
+            summary["held_out"] = rising
         if self._trainer.profile:
             summary["profile"] = [str(folder.path / name) for name in ("kernels.txt", "trace.json")]
         html = build_report(
             summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
-            curves=self._extension.curves(), remarks=self._extension.remarks(),
+            curves=self._extension.curves(),
+            remarks=[*([f"{rising[0].upper()}{rising[1:]}."] if rising else []), *self._extension.remarks()],
         )  # fmt: skip
 
         def write() -> None:

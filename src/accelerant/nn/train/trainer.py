@@ -375,10 +375,11 @@ class _Run:
         self._saving: int | None = None  # of the one that is being written
         self._flushed_at = time.monotonic()
         self._peak = -math.inf, 0  # when it was read, and the bytes
+        self._began, self._earlier_s = time.monotonic(), 0.0  # of this process, and what earlier ones took
 
     def execute(self, *, resume: bool) -> None:
         """Train, from the newest intact checkpoint if `resume` is set; raise as `Trainer.fit`."""
-        began, history, trainer, config = time.monotonic(), self.history, self._trainer, self._trainer.config
+        history, trainer, config = self.history, self._trainer, self._trainer.config
         self._agree(resume)
         document: dict[str, Any] = {}
         if self._checkpoints is not None:
@@ -410,9 +411,13 @@ class _Run:
         if config.keep_best and history.status != "interrupted":
             self._best.load_into(trainer.model, self._folder)
             start_equal(trainer.model, self._processes)  # rank 0 has it in a file
-        history.seconds = time.monotonic() - began
+        history.seconds = self._seconds
         history.peak_memory_bytes = peak_memory_bytes(trainer.device)
         history.reserved_memory_bytes = reserved_memory_bytes(trainer.device)
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier_s + time.monotonic() - self._began
 
     # --- several processes -------------------------------------------------------------------------------------------
 
@@ -634,6 +639,7 @@ class _Run:
         states = [(type(callback).__name__, dict(callback.state())) for callback in trainer.callbacks]
         document = {
             **values, "step": step, "total_steps": history.total_steps, "data": self._fingerprint,
+            "seconds": round(self._seconds, 3),
             "position": self._source.position(), "config": trainer.config.to_dict(), "best": self._best.state(),
             "evaluations": [asdict(evaluation) for evaluation in history.evaluations],
             "callbacks": [(name, state) for name, state in states if state],
@@ -663,9 +669,15 @@ class _Run:
             advice = "restore them, or start a new run"
             raise FormatError(f"the data of {path.parent} changed since its checkpoint: {advice}")
         require_same_config(path, document.get("config", {}), trainer.config)
-        before, total = document.get("total_steps", history.total_steps), history.total_steps
-        if document["step"] > total:
-            raise FormatError(f"checkpoint {path} is of step {document['step']}, of {total}")
+        before, total, done = document.get("total_steps", history.total_steps), history.total_steps, document["step"]
+        if done > before:
+            raise FormatError(f"checkpoint {path} is of step {done}, of {before}")
+        if done > total:
+            raise ConfigError(
+                f"the training in {path.parent} has done {done:,} steps: give more than that, or none to go on to "
+                f"{before:,}; got {total:,}"
+            )
+        self._earlier_s = document.get("seconds", 0.0)
         restored(path, tensors, document, trainer.model, trainer.optimizer, trainer.device, trainer.loss_scale)
         self._best.restore(document.get("best", {}))
         remaining = list(trainer.callbacks)  # states of one class are restored in the order of its callbacks

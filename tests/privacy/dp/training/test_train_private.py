@@ -86,9 +86,11 @@ def train(run, out, watcher=None, **changes):
     return run_training(run, out, CPU, progress=watcher or Watcher(), ledger=dict, extension=extension)
 
 
-def resume(out, watcher=None):
+def resume(out, watcher=None, **options):
     described = json.loads((out / "config.json").read_text())["private"]
-    return resume_training(out, CPU, progress=watcher or Watcher(), ledger=dict, extension=PrivateRun.of(described))
+    return resume_training(
+        out, CPU, progress=watcher or Watcher(), ledger=dict, extension=PrivateRun.of(described), **options
+    )
 
 
 def interrupt():
@@ -462,3 +464,19 @@ def test_options_are_checked(accelerant, monkeypatch, options, message):
     status, _, errors = accelerant("train", *options)
     assert status == 2
     assert message in errors
+
+
+def test_a_run_without_a_target_is_extended_for_more_epsilon_and_one_with_a_target_is_not(finished):
+    before = json.loads((finished / "summary.json").read_text())["private"]["epsilon"]
+    summary = resume(finished, steps=6).summary
+    assert summary["steps"] == 6
+    ledger = dp.Ledger.read(finished / "privacy-ledger.jsonl")
+    assert sum(event.count for event in ledger.events) == 6
+    assert before < summary["private"]["epsilon"] == pytest.approx(ledger.epsilon(1e-5))
+    config = json.loads((finished / "config.json").read_text())
+    config["private"]["settings"]["target_epsilon"] = 8.0
+    (finished / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match="its steps spend epsilon 8: for more steps start a new run into another --out"
+    ):
+        resume(finished, steps=7)

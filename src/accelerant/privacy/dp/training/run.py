@@ -143,9 +143,12 @@ class PrivateRun(Extension):
         return "", {"source": "a private text"}
 
     def require_extensible(self) -> None:
-        raise ConfigError(
-            "the noise of a private run is for its number of steps: start a new run, with --ledger to add to this one's"
-        )
+        """Raise ConfigError for a run with a target, whose noise is for its number of steps."""
+        if (target := self.settings.target_epsilon) is not None:
+            raise ConfigError(
+                f"the noise of this run is such that its steps spend epsilon {target:g}: for more steps start a new "
+                "run into another --out; with --ledger the two add up"
+            )
 
     def configured(self, config: TrainConfig) -> TrainConfig:
         """Turn off clipping of the mean, graphs, and the memory prediction, which is of an ordinary step."""
@@ -295,6 +298,7 @@ class PrivateRun(Extension):
         write_atomic(path, (json.dumps(json.loads(statement.to_json()), indent=2) + "\n").encode())
         return {
             "epsilon": "inf" if math.isinf(statement.epsilon) else statement.epsilon,
+            "target_epsilon": settings.target_epsilon,
             "delta": settings.delta,
             "noise_multiplier": private.noise_multiplier,
             "max_grad_norm": settings.max_grad_norm,
