@@ -1,6 +1,7 @@
 """`accelerant tune`: what it finds is kept, listed, and written as a table."""
 
 import json
+import re
 
 import pytest
 
@@ -35,6 +36,11 @@ def test_what_is_known_is_written_as_a_table(cache, capsys):
     body = json.loads(path.read_text())
     assert body["serves"][-1] == "Another CPU"
     assert body["entries"] == {}
+
+
+def test_no_results_are_said_to_be_none_and_how_to_make_them(cache, capsys):
+    assert status("--list") == 0
+    assert re.fullmatch(r"no results for .+: `accelerant tune` measures them\n", capsys.readouterr().out)
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(cache, capsys, monkeypatch):

@@ -100,6 +100,8 @@ def tune(
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
+        if not entries:
+            print(f"no results for {escaped(chosen.name)}: `accelerant tune` measures them")
         for key, entry in sorted(entries.items()):
             times = ", ".join(
                 f"{name} {plain(ms)} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1])
