@@ -1,7 +1,7 @@
 """Change a module in a sample of its places, one at a time, and run its tests, which should fail: mutation testing.
 
 usage: scripts/mutants.py MODULE [--sample N] [--seed S] [--minutes M] [--tests "PATHS"] [--record FILE]
-    [--python PYTHON]
+    [--jobs N] [--python PYTHON]
 
 The mutants are those of Cosmic Ray, in whose environment this runs (`make mutants`). They are made in a copy of the
 tracked files in a temporary folder, so that the working tree stays as it is, however this ends. Of the places in the
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -102,42 +103,57 @@ def described(mutation: MutationSpec, diff: str) -> dict[str, str]:
     return {"file": path, "line": str(mutation.start_pos[0]), "old": old, "new": new}
 
 
-def tried(options: argparse.Namespace, source: Path, tests: list[str], folder: Path) -> dict[str, object]:
-    """Test mutants in a copy of the tree until the time is over; return the numbers, and those that no test noticed."""
+def tried(options: argparse.Namespace, source: Path, tests: list[str], parent: Path) -> dict[str, object]:
+    """Test mutants in copies of the tree until the time is over; return the numbers, and those that no test noticed."""
     python = str(Path(sys.executable if options.python is None else options.python).absolute())
+    ray = str(Path(sys.executable).with_name("cosmic-ray"))
     quick = ["-m", "not slow and not gpu", "-x", "-q", "-p", "no:cacheprovider"]
-    environment = ["env", f"PYTHONPATH={folder / 'src'}", "OMP_NUM_THREADS=1", f"TMPDIR={folder / 'tmp'}"]
-    command = [*environment, python, "-m", "pytest", *quick, *tests]
-    folder.chmod(0o755)  # PostgreSQL, which tests start, runs as another user
-    (folder / "tmp").mkdir()
-    began = time.monotonic()
-    if subprocess.run(command, cwd=folder).returncode:
-        raise SystemExit("mutants: the tests fail without a mutant")
-    limit_s = 30.0 + 3.0 * (time.monotonic() - began)
-    (folder / "mutants.toml").write_text(
-        f"[cosmic-ray]\nmodule-path = {json.dumps(str(source))}\ntimeout = {limit_s:.1f}\nexcluded-modules = []\n"
-        f"test-command = {json.dumps(shlex.join(command))}\n[cosmic-ray.distributor]\nname = 'local'\n"
-    )
-    ray, session = str(Path(sys.executable).with_name("cosmic-ray")), str(folder / "mutants.sqlite")
-    subprocess.run([ray, "init", "mutants.toml", session], cwd=folder, check=True)
-    with use_db(session, WorkDB.Mode.open) as db:
-        drawn, places, mutants = draw(db, folder, options.sample, options.seed)
+    folders = [parent / str(number) for number in range(options.jobs)]
+    limit_s = 0.0
+    parent.chmod(0o755)  # PostgreSQL, which tests start, runs as another user
+    for folder in folders:
+        copy_tree(folder)
+        (folder / "tmp").mkdir()
+        environment = ["env", f"PYTHONPATH={folder / 'src'}", "OMP_NUM_THREADS=1", f"TMPDIR={folder / 'tmp'}"]
+        command = [*environment, python, "-m", "pytest", *quick, *tests]
+        if folder == folders[0]:
+            began = time.monotonic()
+            if subprocess.run(command, cwd=folder).returncode:
+                raise SystemExit("mutants: the tests fail without a mutant")
+            limit_s = 30.0 + 3.0 * (time.monotonic() - began)
+        (folder / "mutants.toml").write_text(
+            f"[cosmic-ray]\nmodule-path = {json.dumps(str(source))}\ntimeout = {limit_s:.1f}\nexcluded-modules = []\n"
+            f"test-command = {json.dumps(shlex.join(command))}\n[cosmic-ray.distributor]\nname = 'local'\n"
+        )
+    sessions = [str(folder / "mutants.sqlite") for folder in folders]
+    subprocess.run([ray, "init", "mutants.toml", sessions[0]], cwd=folders[0], check=True)
+    with use_db(sessions[0], WorkDB.Mode.open) as db:
+        drawn, places, mutants = draw(db, folders[0], options.sample, options.seed)
         db.clear()
+    for session in sessions[1:]:
+        shutil.copy2(sessions[0], session)
     print(f"{source}: {len(drawn)} of {mutants:,} mutants in {places:,} places", flush=True)
     until = time.monotonic() + 60 * options.minutes
-    for first in range(0, len(drawn), 4):  # the order is random: those until the end of the time are a sample, too
-        if time.monotonic() < until:
+    left = iter(drawn)  # the order is random: those until the end of the time are a sample, too
+
+    def work(folder: Path, session: str) -> None:
+        while time.monotonic() < until and (item := next(left, None)) is not None:
             with use_db(session, WorkDB.Mode.open) as db:
-                db.add_work_items(drawn[first : first + 4])
+                db.add_work_items([item])
             subprocess.run([ray, "exec", "mutants.toml", session], cwd=folder, check=True)
-    return {"places": places, "mutants": mutants} | judged(session)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(work, folders, sessions))
+    return {"places": places, "mutants": mutants} | judged(sessions)
 
 
-def judged(session: str) -> dict[str, object]:
-    """Return the numbers of the mutants that a session has tested, and those that no test noticed."""
-    with use_db(session, WorkDB.Mode.open) as db:
-        where = {item.job_id: item.mutations[0] for item in db.work_items}
-        results = [(where[job], result) for job, result in db.results]
+def judged(sessions: list[str]) -> dict[str, object]:
+    """Return the numbers of the mutants that sessions have tested, and those that no test noticed."""
+    results = []
+    for session in sessions:
+        with use_db(session, WorkDB.Mode.open) as db:
+            where = {item.job_id: item.mutations[0] for item in db.work_items}
+            results += [(where[job], result) for job, result in db.results]
     known = tomllib.loads((ROOT / RESULTS / "equivalent.toml").read_text(encoding="utf-8")).get("mutant", [])
     reasons = {(each["file"], each["old"], each["new"]): each["why"] for each in known}
     alive = [described(at, each.diff or "") for at, each in results if each.test_outcome != TestOutcome.KILLED]
@@ -157,13 +173,14 @@ def main() -> None:
     parser.add_argument("module", help="a file or folder of src/accelerant, as service/jobs")
     parser.add_argument("--sample", type=int, default=100, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at a time, each in a copy of the tree")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no more mutants are begun")
     parser.add_argument("--tests", help="test files and folders; default: those of TESTS in this file")
     parser.add_argument("--record", type=Path, help="JSON file to write")
     parser.add_argument("--python", help="the Python in which accelerant's tests run")
     options = parser.parse_args()
-    if options.sample < 1 or not options.minutes > 0:
-        parser.error(f"--sample and --minutes must be above 0, got {options.sample} and {options.minutes:g}")
+    if min(options.sample, options.jobs) < 1 or not options.minutes > 0:
+        parser.error(f"--sample, --jobs and --minutes must be above 0, got {options}")
     module = options.module.strip("/").removeprefix(f"{SOURCES}/")
     source = SOURCES / module
     source = source if (ROOT / source).exists() else source.with_suffix(".py")
@@ -172,7 +189,6 @@ def main() -> None:
     tests = options.tests.split() if options.tests else tests_of(module)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the copy is removed
     with tempfile.TemporaryDirectory(prefix="accelerant-mutants-", ignore_cleanup_errors=True) as folder:
-        copy_tree(Path(folder))
         found = tried(options, source, tests, Path(folder).resolve())
     for each in found["survivors"]:
         print(f"\n{each['file']}:{each['line']}\n-   {each['old']}\n+   {each['new']}")
