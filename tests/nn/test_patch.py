@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import activations
 
 import accelerant as acl
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn._patch import blocks, fingerprints
+from accelerant.nn._patch import api, blocks, fingerprints, rules
 from accelerant.nn._patch.loss import _OUTPUTS, CrossEntropyLoss, causal_loss, masked_loss
 from requirements import require_module
 
@@ -397,12 +398,30 @@ def test_patching_twice_changes_nothing_more():
     assert len(report.changed) == count
 
 
+COUNTS = {
+    "gpt2": {"loss": 1, "embedding": 2, "norm": 5, "residual": 2, "attention": 2, "mlp": 2, "activation": 2},
+    "llama": {
+        "loss": 1, "embedding": 1, "norm": 5, "residual": 2, "attention": 2, "rope": 2, "mlp": 2, "activation": 2,
+    },
+    "qwen3": {
+        "loss": 1, "embedding": 1, "norm": 9, "residual": 2, "attention": 2, "rope": 2, "mlp": 2, "activation": 2,
+    },
+    "bert": {
+        "loss": 1, "embedding": 3, "norm": 6, "residual": 4, "block": 2, "attention": 2, "mlp": 2, "activation": 3,
+    },
+    "vit": {"norm": 5, "residual": 2, "attention": 2, "mlp": 2, "activation": 2},
+}  # fmt: skip
+"""Of two layers, in every version of transformers."""
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_replacement_was_written_for_this_version(family):
     model = make(family)
     report = acl.nn.patch(model)
     assert not [each for each in report.left if "5.17" in each.reason or "subclass" in each.reason]
+    assert not [note for note in report.notes if "5.17" in note]
+    assert report.counts == COUNTS.get(family, COUNTS["llama"])
     forms = {fingerprints.form_of(type(each).forward) for each in model.modules()}
     block = {"gpt2": "gpt2_block", "bert": "bert_layer", "vit": "vit_layer"}.get(family, "decoder_layer")
     head = {"gpt2": {"causal_lm_gpt2"}, "bert": {"masked_lm_bert"}, "vit": set()}.get(family, {"causal_lm"})
@@ -410,6 +429,9 @@ def test_every_replacement_was_written_for_this_version(family):
 
 
 # --- what is left alone ----------------------------------------------------------------------------------------------
+
+
+UNKNOWN = "its forward is none of those, from transformers 5.17 to 5.24, that a replacement was written for"
 
 
 def left(report, kind):
@@ -527,10 +549,51 @@ def test_a_class_whose_forward_another_library_replaced(monkeypatch):
     before = outcome(model, inputs)
     report = acl.nn.patch(model)
     assert "norm" not in report.counts
-    assert left(report, "LlamaRMSNorm") == {
-        "its forward is none of those, from transformers 5.17 to 5.23, that a replacement was written for"
-    }
+    assert left(report, "LlamaRMSNorm") == {UNKNOWN}
     assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.parametrize("changed", ["LlamaRotaryEmbedding", "LlamaDecoderLayer", "LlamaForCausalLM", "LlamaAttention"])
+def test_a_class_that_a_later_version_writes_differently_is_reported(monkeypatch, changed):
+    """A fusion that is lost is never lost without a word."""
+    kind = getattr(transformers.models.llama.modeling_llama, changed)
+
+    def forward(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    original = kind.forward
+    if changed != "LlamaAttention":
+        monkeypatch.setattr(kind, "forward", forward)
+    else:  # without its rotation, which the interface does not have
+        module = transformers.models.llama.modeling_llama
+        apply = module.apply_rotary_pos_emb
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda *args, **kwargs: apply(*args, **kwargs))
+    model, inputs = make("llama"), batch("llama")
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    rotary = left(report, "LlamaRotaryEmbedding")
+    if changed in ("LlamaRotaryEmbedding", "LlamaAttention"):
+        assert "rope" not in report.counts
+        assert all("the model applies them itself" in reason for reason in rotary)
+    else:
+        assert rotary == {"computes its tables once a forward pass; ops.rope uses them"}
+    if changed == "LlamaDecoderLayer":
+        assert left(report, changed) == {f"{UNKNOWN}: its residual sums are not fused with norms"}
+    if changed == "LlamaForCausalLM":
+        assert left(report, changed) == {f"{UNKNOWN}: its loss is not ours"}
+
+
+@pytest.mark.parametrize(("tested", "word"), [(((5, 0), (5, 16)), "newer"), (((6, 0), (6, 1)), "older")])
+def test_a_version_that_was_not_tested_is_a_note_and_one_warning(monkeypatch, tested, word):
+    monkeypatch.setattr(rules, "TESTED", tested)
+    monkeypatch.setattr(api, "_WARNED", set())
+    note = f"transformers {transformers.__version__} is {word} than the versions that patch was written for"
+    with pytest.warns(UserWarning, match=re.escape(note)) as caught:
+        reports = [acl.nn.patch(make("llama", num_hidden_layers=1)) for _ in range(2)]
+    assert len(caught) == 1
+    assert all(note in str(report) for report in reports)
+    assert not acl.nn.patch(nn.Sequential(nn.Linear(2, 2), nn.GELU())).notes
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -21,6 +21,9 @@ _PADDING = ("exact", "skip")
 _REPLICATE = "_replicate_for_data_parallel"
 """The method that nn.DataParallel calls to copy a module: the copy's forward would be bound to the original."""
 
+_WARNED: set[str] = set()
+"""Notes on the version of transformers that this process was warned with."""
+
 
 def patch(
     model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True,
@@ -38,7 +41,7 @@ def patch(
     Methods are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the
     state_dict stay. A module is left alone, as the report says, if its forward has another form or was replaced, or if
     it has adapters; one of torch.nn's also if it is a subclass, or has hooks or parametrizations. Warns if no module
-    changed.
+    changed, and once of a version of transformers that is not among those whose forms are known (5.17 to 5.24).
 
     Args:
         model: any module (before DDP, fully_shard and torch.compile). A patched model is not changed again, whatever
@@ -91,6 +94,11 @@ def patch(
             report.changed += [Changed(name, kind, *change) for change in plan.changes]
             report.notes += [note for note in plan.notes if note not in report.notes]
             planned.append((module, plan))
+    if rules is not None and (note := rules.version_note()) is not None:
+        report.notes.append(note)
+        if note not in _WARNED:
+            _WARNED.add(note)
+            warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
     if not report.changed:
         warnings.warn(_why_nothing(report), UserWarning, stacklevel=2)
     if rules is not None:

@@ -34,6 +34,8 @@ _OPTIONS = frozenset(("dropout", "scaling", "is_causal", "position_bias", "kwarg
 _NEW_OPTIONS = frozenset(list(inspect.signature(sdpa_attention_forward).parameters)[5:]) - _OPTIONS
 """Options of transformers' function that ours does not know; it is transformers' that has to serve them."""
 
+_REFUSES_CAPS = "softcap" in sdpa_attention_forward.__code__.co_consts  # from 5.21 on; before, it ignores them
+
 
 @dataclass(eq=False)
 class Pattern:
@@ -226,6 +228,8 @@ def _refuses(
         return "a bias of the scores by position"
     if kwargs.get("output_attentions"):
         return "output_attentions (only attn_implementation='eager' gives the weights)"
+    if _REFUSES_CAPS and kwargs.get("softcap") is not None:
+        return "a soft cap of the scores"
     if any(option in _NEW_OPTIONS for option in kwargs):  # torch.compile cannot trace an intersection of keys
         return "an option that this version of transformers added"
     groups = max(1, getattr(module, "num_key_value_groups", 1))

@@ -13,6 +13,7 @@ torch does: products and attention of cast weights in the low dtype, norms and t
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.generic import can_return_tuple
 
 from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
-from accelerant.nn._patch.plain import gelu_forward, is_small, keeps_dtype, layer_norm_forward, leaves, silu_forward
+from accelerant.nn._patch.plain import (
+    ModulePlan,
+    gelu_forward,
+    is_small,
+    keeps_dtype,
+    layer_norm_forward,
+    leaves,
+    silu_forward,
+)
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
@@ -32,10 +40,10 @@ from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 from accelerant.runtime.streams.graphs import ahead_of_capture
 
 __all__ = [
-    "bert_layer_forward", "bert_output_forward", "checkpointed", "checkpoints", "clip_layer_forward",
-    "decoder_layer_forward", "gated_mlp_forward", "gelu_mlp_forward", "gpt2_block_forward",
-    "keyword_decoder_layer_forward", "layer_norm_scale_forward", "offset_rms_norm_forward", "packed_gated_mlp_forward",
-    "rebound", "rms_norm_forward", "rotary", "vit_layer_forward",
+    "bert_layer_forward", "bert_output_forward", "clip_layer_forward", "decoder_layer_forward", "gated_mlp_forward",
+    "gelu_mlp_forward", "gpt2_block_forward",
+    "is_plain_forward", "keyword_decoder_layer_forward", "layer_norm_scale_forward", "layer_plan",
+    "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound", "rms_norm_forward", "rotary", "vit_layer_forward",
 ]  # fmt: skip
 
 _HALF_TABLES = "_accelerant_half_tables"
@@ -142,11 +150,15 @@ def rebound(function: Any, name: str, value: Any) -> Any:
 
     Its other globals are those of now.
     """
-    if hasattr(function, "__wrapped__"):
-        inner = function.__wrapped__
-        if function.__code__.co_qualname != "can_return_tuple.<locals>.wrapper" or hasattr(inner, "__wrapped__"):
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:
+        ours = rebound(inner, name, value) if function.__code__.co_qualname in (_TUPLES, _RENAMING) else None
+        if ours is None:
             return None
-        return can_return_tuple(rebound(inner, name, value))
+        cells = [types.CellType(ours) if cell.cell_contents is inner else cell for cell in function.__closure__]
+        copied = types.FunctionType(function.__code__, function.__globals__, closure=tuple(cells))
+        functools.update_wrapper(copied, ours)
+        return copied
     # torch.compile looks globals up in the module that __name__ names, which are the original's; without it, in these.
     names = {key: each for key, each in function.__globals__.items() if key != "__name__"} | {name: value}
     copied = types.FunctionType(
@@ -202,25 +214,39 @@ def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return tables
 
 
-# --- layers under gradient checkpointing -----------------------------------------------------------------------------
+# --- decorators of transformers --------------------------------------------------------------------------------------
 
-_CHECKPOINTING = "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_with_checkpointing"
+_TUPLES = "can_return_tuple.<locals>.wrapper"
+_RENAMING = "deprecate_kwarg.<locals>.wrapper.<locals>.wrapped_func"  # of past_key_values to cache, from 5.24 on
+_CHECKPOINTING = "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_with_checkpointing"  # from 5.23 on
 
 
-def checkpoints(forward: Any) -> bool:
-    """Return whether a class's forward is decorated by gradient checkpointing alone (transformers 5.23).
+def _decorators(forward: Any) -> set[str]:
+    names = set()
+    while hasattr(forward, "__wrapped__"):
+        names.add(forward.__code__.co_qualname)
+        forward = forward.__wrapped__
+    return names
 
-    Earlier versions checkpoint where the module is called, so that a replaced forward is checkpointed as well.
+
+def is_plain_forward(forward: Any) -> bool:
+    """Return whether a layer's forward has no decorators but gradient checkpointing and a renaming of arguments."""
+    return _decorators(forward) <= {_RENAMING, _CHECKPOINTING}
+
+
+def layer_plan(module: Any, forward: Forward, changes: list[tuple[str, str]], **options: Any) -> ModulePlan:
+    """Return the plan of a layer that may be checkpointed, and hands on a cache by the name that its class has for it.
+
+    transformers before 5.23 checkpoints where the module is called, so that a replaced forward is checkpointed as well.
     """
-    return (
-        hasattr(forward, "__wrapped__")
-        and forward.__code__.co_qualname == _CHECKPOINTING
-        and (not hasattr(forward.__wrapped__, "__wrapped__") or checkpoints(forward.__wrapped__))
-    )
+    original = type(module).forward
+    options["cache"] = "cache" if "cache" in inspect.signature(original).parameters else "past_key_values"
+    ours = _checkpointed(forward) if _CHECKPOINTING in _decorators(original) else forward
+    return ModulePlan(changes, ours, options=options)
 
 
 @functools.cache
-def checkpointed(forward: Forward) -> Forward:
+def _checkpointed(forward: Forward) -> Forward:
     """Return a layer's forward that leaves steps under gradient checkpointing to its class."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,6 +255,10 @@ def checkpointed(forward: Forward) -> Forward:
         return forward(self, *args, **kwargs)
 
     return run
+
+
+def _named(self: Any, cache: Any) -> dict[str, Any]:
+    return {getattr(self, MARK).options["cache"]: cache}
 
 
 # --- whole blocks ----------------------------------------------------------------------------------------------------
@@ -240,18 +270,18 @@ def gpt2_block_forward(
     use_cache: bool | None = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run GPT2Block."""
+    cache = kwargs.pop("cache", past_key_values)
     if encoder_hidden_states is not None:
         return type(self).forward(
-            self, hidden_states, past_key_values, attention_mask, encoder_hidden_states, encoder_attention_mask,
-            use_cache, **kwargs,
+            self, hidden_states, cache, attention_mask, encoder_hidden_states, encoder_attention_mask, use_cache,
+            **kwargs,
         )  # fmt: skip
-    if past_key_values is None:
+    if cache is None:
         y = _fused_block(self, _gpt2_parts, hidden_states, attention_mask, kwargs)
         if y is not None:
             return y
     attended, _ = self.attn(
-        self.ln_1(hidden_states), past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache,
-        **kwargs,
+        self.ln_1(hidden_states), attention_mask=attention_mask, use_cache=use_cache, **_named(self, cache), **kwargs
     )  # fmt: skip
     normed, residual = _add_norm(attended, hidden_states, self.ln_2)
     return residual + self.mlp(normed)
@@ -290,15 +320,15 @@ def bert_layer_forward(
     encoder_attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run BertLayer."""
+    cache = kwargs.pop("cache", past_key_values)
     whole = not self.chunk_size_feed_forward and "feed_forward_chunk" not in self.__dict__
-    if whole and encoder_hidden_states is None and past_key_values is None and not is_small(hidden_states):
+    if whole and encoder_hidden_states is None and cache is None and not is_small(hidden_states):
         y = _fused_block(self, _bert_parts, hidden_states, attention_mask, kwargs, post_norm=True)
         if y is not None:
             return y
     return type(self).forward(
-        self, hidden_states, attention_mask=attention_mask, encoder_hidden_states=encoder_hidden_states,
-        encoder_attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs,
-    )  # fmt: skip
+        self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, cache, **kwargs
+    )
 
 
 def _bert_parts(self: Any) -> tuple[Any, ...] | None:
@@ -437,7 +467,7 @@ def decoder_layer_forward(
 ) -> Tensor:  # fmt: skip
     """Run the decoder layer of Llama, Qwen, Mistral, Phi-3 and others."""
     return _decoder_layer(
-        self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        self, hidden_states, past_key_values, attention_mask=attention_mask, position_ids=position_ids,
         use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
 
@@ -449,17 +479,18 @@ def keyword_decoder_layer_forward(
 ) -> Tensor:  # fmt: skip
     """Run the decoder layer of Mixtral, Gemma 2 and Gemma 3, whose arguments have another order."""
     return _decoder_layer(
-        self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        self, hidden_states, past_key_values, attention_mask=attention_mask, position_ids=position_ids,
         position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
 
 
-def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
+def _decoder_layer(self: Any, hidden_states: Tensor, past_key_values: Any, **arguments: Any) -> Tensor:
+    cache = arguments.pop("cache", past_key_values)
     options = getattr(self, MARK).options
     norm, after = options["norm"], options["after"]
 
     def by_modules(x: Tensor) -> Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **arguments)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **arguments, **_named(self, cache))
         if after:
             attended = getattr(self, after[0])(attended)
         normed, residual = _add_norm(attended, x, getattr(self, norm))
@@ -469,7 +500,7 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor
         total: Tensor = residual + y
         return total
 
-    if arguments["past_key_values"] is None and arguments["position_embeddings"] is not None and not after:
+    if cache is None and arguments["position_embeddings"] is not None and not after:
         y = _fused_decoder_layer(self, hidden_states, arguments, by_modules)
         if y is not None:
             return y

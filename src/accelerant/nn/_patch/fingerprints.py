@@ -12,11 +12,15 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FORMS", "differs", "fingerprint", "form_of", "unknown"]
+__all__ = ["FORMS", "TESTED", "differs", "fingerprint", "form_of", "unknown"]
+
+TESTED = ((5, 17), (5, 24))
+"""The oldest and the newest transformers whose functions were compared with these forms."""
 
 FORMS: dict[str, tuple[str, ...]] = {
     # activations and layers
@@ -74,19 +78,32 @@ FORMS: dict[str, tuple[str, ...]] = {
     "masked_loss": ("9fa8833cdc284b0d",),
     "fixed_cross_entropy": ("7c2fdd59ca33bb6a",),
     "causal_lm": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
+    "causal_lm_experts": ("432df7c168e39470", "0c17611377d78868"),
     "causal_lm_gpt2": ("7485893d9d1fa433", "6b811332f7acd907"),
-    "decoder": ("dd47fc6dd6ed820a", "a4e04405d94dd416", "a20c59e141641c74", "a8edc21bde744549"),
+    "decoder": (
+        "dd47fc6dd6ed820a", "a4e04405d94dd416", "a20c59e141641c74", "a8edc21bde744549", "ce4bfe471b568905",
+        "444574907a9896e3",
+    ),
     "masked_lm_bert": ("9b5ba72bf54eebe4",),
     "masked_lm_bert.head": ("90de951299e89740",),
     "masked_lm_bert.predictions": ("0fbe9980deb512b0",),
 }  # fmt: skip
-"""Form -> digests of the statements with this effect, in transformers 5.17.0 to 5.23.0.
+"""Form -> digests of the statements with this effect, in the versions of TESTED.
 
 There are several if models or versions write it differently: rotary tables changed in 5.18 (mps) and 5.19 (broadcast
-products in place of a matmul), the causal models in 5.21 (`logits_to_keep` is sliced by a function, which takes masks
-too). Norms, MLPs, activations and losses of transformers 4.57 are the same. A dotted name is a part of the form before
-the dot.
+products in place of a matmul), mixtures of experts in 5.19 (outputs with router logits), the causal models in 5.21
+(`logits_to_keep` is sliced by a function, which takes masks too). Norms, MLPs, activations and losses of transformers
+4.57 are the same. A dotted name is a part of the form before the dot.
 """
+
+_RENAMED = (
+    (re.compile(r"\b(curr(?:ent)?_)?cache\b"), r"\1past_key_values"),  # arguments and fields, in 5.24
+    (
+        re.compile(r"(\.update\([^()]*), kwargs=kwargs\)"),
+        r"\1)",
+    ),  # the same: read by paged caches, which we leave alone
+)
+"""What later versions write in another way without another effect: pattern, and the text of before."""
 
 _FORM_OF = {digest: form for form, digests in FORMS.items() for digest in digests}
 
@@ -94,6 +111,8 @@ _FORM_OF = {digest: form for form, digests in FORMS.items() for digest in digest
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
     """Return a digest of a function's statements without decorators, annotations, docstring, comments and f-strings.
+
+    Names are those that transformers had before it renamed them.
 
     Raises:
         OSError: its source is not available.
@@ -110,7 +129,10 @@ def fingerprint(function: Callable[..., Any]) -> str:
             node.annotation = None
         elif isinstance(node, ast.JoinedStr):  # unparsed differently by versions of Python
             node.values = []
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+    text = ast.unparse(tree)
+    for pattern, before in _RENAMED:
+        text = pattern.sub(before, text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def form_of(function: Any) -> str | None:

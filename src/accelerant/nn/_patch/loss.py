@@ -30,6 +30,8 @@ COMPILED = 2**28
 they save. Above, their memory counts for more.
 """
 
+_CACHES = ("cache", "past_key_values")  # the argument's names, from transformers 5.24 and before
+
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
 
 
@@ -64,13 +66,13 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = base.last_hidden_state
         compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
-        output = _training_output(options["output"], loss, _other_outputs(base), head, hidden)
+        output = _training_output(options["output"], loss, _other_outputs(options["output"], base), head, hidden)
     else:
         output = type(self).forward(self, **kwargs, return_dict=True)
         logits = output.logits
         compute = functools.partial(_cross_entropy, logits)
         loss = _causal_loss(compute, logits.dtype, logits.device, labels, **extra)
-        output = options["output"](loss=loss, logits=logits, **_other_outputs(output))
+        output = options["output"](loss=loss, logits=logits, **_other_outputs(options["output"], output))
     return output if as_dict else output.to_tuple()
 
 
@@ -80,7 +82,7 @@ def _needs_no_cache(kwargs: dict[str, Any]) -> bool:
     Without one, transformers looks for packed sequences in position_ids (if there is no mask), and assumes that a mask
     is as long as the keys.
     """
-    if kwargs.get("past_key_values") is not None:
+    if any(kwargs.get(name) is not None for name in _CACHES):
         return False
     mask = kwargs.get("attention_mask")
     if mask is None:
@@ -96,7 +98,7 @@ def _needs_own_mask(config: Any, kwargs: dict[str, Any]) -> bool:
         return True
     if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
         return True
-    if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values")):
+    if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *_CACHES)):
         return True
     inputs = [x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
     return len(inputs) != 1 or inputs[0].dim() < 2 or not 1 < inputs[0].shape[1] <= _LONGEST_MASK
@@ -119,12 +121,12 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
         bias = F.pad(decoder.bias[:, None], (0, _BIAS_COLUMNS - 1))
         loss = ops.linear_cross_entropy(torch.cat((hidden, ones), -1), torch.cat((decoder.weight, bias), 1), labels)
-        parts = {name: base[name] for name in ("hidden_states", "attentions") if name in base}
-        output = _training_output(options["output"], loss, parts, decoder, hidden)
+        output = _training_output(options["output"], loss, _other_outputs(options["output"], base), decoder, hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
         loss = _cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
-        output = options["output"](loss=loss, logits=output.logits, **_other_outputs(output))
+        others = _other_outputs(options["output"], output)
+        output = options["output"](loss=loss, logits=output.logits, **others)
     return output if as_dict else output.to_tuple()
 
 
@@ -196,9 +198,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return super().forward(input, target)
 
 
-def _other_outputs(output: Any) -> dict[str, Any]:
-    names = ("past_key_values", "hidden_states", "attentions", "cross_attentions")
-    return {name: output[name] for name in names if name in output}
+def _other_outputs(kind: Any, output: Any) -> dict[str, Any]:
+    names = kind.__dataclass_fields__.keys() - {"loss", "logits"}
+    return {name: value for name, value in output.items() if name in names}
 
 
 # --- logits computed when they are read ------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel, activations, modeling_outputs
+from transformers import __version__ as VERSION
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from accelerant.nn._patch import blocks, loss
 from accelerant.nn._patch.attention import register as register_attention
-from accelerant.nn._patch.fingerprints import differs, form_of
+from accelerant.nn._patch.fingerprints import TESTED, differs, form_of
 from accelerant.nn._patch.plain import (
     LEAVES,
     ModulePlan,
@@ -36,7 +37,7 @@ from accelerant.nn._patch.plain import (
 )
 from accelerant.nn._patch.record import MARK, Forward
 
-__all__ = ["RULES", "Rule", "plan_module", "register_attention"]
+__all__ = ["RULES", "Rule", "plan_module", "register_attention", "version_note"]
 
 
 Planner = Callable[[Any, Any, Options], ModulePlan | str]
@@ -55,7 +56,20 @@ class Rule:
     parts: dict[str, str] = field(default_factory=dict)
 
 
-_UNKNOWN = "its forward is none of those, from transformers 5.17 to 5.23, that a replacement was written for"
+_VERSIONS = "{}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
+_KNOWN = f"from transformers {_VERSIONS}, that"
+_UNKNOWN = f"its forward is none of those, {_KNOWN} a replacement was written for"
+
+
+def version_note() -> str | None:
+    """Return what the report says of a version of transformers outside of TESTED; None for one within."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", VERSION)[:2])
+    if TESTED[0] <= numbers <= TESTED[1]:
+        return None
+    return (
+        f"transformers {VERSION} is {'newer' if numbers > TESTED[1] else 'older'} than the versions that patch was "
+        f"written for ({_VERSIONS}): what changed in it is left alone, and may be slower"
+    )
 
 
 def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan | str | None:
@@ -67,7 +81,7 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan |
     kind: Any = type(module)
     rule = _rule_of(kind, kind.forward)
     if rule is None:
-        return _why_unchanged(module)
+        return _why_unchanged(module, model)
     if MARK in module.__dict__:
         return "is patched already"
     if "forward" in module.__dict__:
@@ -87,16 +101,11 @@ def _rule_of(kind: Any, forward: Any) -> Rule | None:
         return None
     form = form_of(forward)
     is_model = issubclass(kind, PreTrainedModel)
-    if form in RULES and (_only_decorated_by_transformers(forward) if is_model else _is_plain(forward)):
+    if form in RULES and (_only_decorated_by_transformers(forward) if is_model else blocks.is_plain_forward(forward)):
         return RULES[form]
     if is_model:
         return _LOSS if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
     return _ATTENTION if _calls_interface(forward) else None
-
-
-def _is_plain(forward: Any) -> bool:
-    """Return whether a layer's forward has no decorators but gradient checkpointing, which its replacement keeps."""
-    return not hasattr(forward, "__wrapped__") or blocks.checkpoints(forward)
 
 
 def _only_decorated_by_transformers(forward: Any) -> bool:
@@ -108,7 +117,7 @@ def _only_decorated_by_transformers(forward: Any) -> bool:
     return True
 
 
-def _why_unchanged(module: nn.Module) -> str | None:
+def _why_unchanged(module: nn.Module, model: Any) -> str | None:
     """Return why a module without a rule is left alone; None for a container that needs no reason."""
     bases: tuple[Any, ...] = type(module).__mro__[1:]
     children = list(module.children())
@@ -117,10 +126,16 @@ def _why_unchanged(module: nn.Module) -> str | None:
             return f"is a subclass of {base.__name__}, whose forward may be another"
     name = type(module).__name__
     if name.endswith("RotaryEmbedding"):
-        return "computes its tables once a forward pass; ops.rope uses them"
+        used = any(_rotated(type(each).forward, model) for each in model.modules())
+        return f"computes its tables once a forward pass; {'ops.rope uses them' if used else _NO_ROPE}"
     layers = any(isinstance(child, (nn.Linear, Conv1D)) for child in children)
+    norms = any(isinstance(child, nn.LayerNorm) or type(child).__name__.endswith("Norm") for child in children)
     if name.endswith("RMSNorm") or (layers and name.endswith(("Attention", "MLP"))):
         return _UNKNOWN
+    if norms and name.endswith(("Layer", "Block")):
+        return f"{_UNKNOWN}: its residual sums are not fused with norms"
+    if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
+        return f"{_UNKNOWN}: its loss is not ours"
     return None if children else LEAVES.get(name, "there is no replacement for it")
 
 
@@ -212,15 +227,17 @@ def _gated_mlp(forward: Forward, activation: str) -> Rule:
     return Rule(plan)
 
 
+_NO_ROPE = f"the model applies them itself, by code that is none of that, {_KNOWN} ops.rope was written for"
 _WHOLE = "; in plain training the block is one autograd function"
+_WHOLE_ATTENTION = ("attention_llama", "attention_qk_norm", "attention_gpt2", "attention_vit")
 
 
-def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole: bool = False) -> Rule:
+def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole: str = "") -> Rule:
     """Return the rule of a layer that adds to the residual stream before its module `norm`.
 
     Args:
         after: modules that are called on the results of attention and of the MLP before they are added.
-        whole: whether the layer can be one autograd function.
+        whole: path of the attention for which the layer can be one autograd function, if that has a known form.
     """
 
     def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
@@ -228,9 +245,9 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         rms = form_of(kind.forward) in ("rms_norm", "rms_norm_offset")
         if not rms and kind is not nn.LayerNorm:
             return f"its {norm} is a {kind.__name__}"
-        op = f"ops.add_{'rms' if rms else 'layer'}_norm" + _WHOLE * whole
-        ours = blocks.checkpointed(forward) if blocks.checkpoints(type(module).forward) else forward
-        return ModulePlan([("residual", op)], ours, options={"norm": norm, "after": after})
+        known = bool(whole) and form_of(type(getattr(module, whole)).forward) in _WHOLE_ATTENTION
+        op = f"ops.add_{'rms' if rms else 'layer'}_norm" + _WHOLE * known
+        return blocks.layer_plan(module, forward, [("residual", op)], norm=norm, after=after)
 
     return Rule(plan)
 
@@ -240,9 +257,7 @@ def _bert_layer(module: Any, model: Any, options: Options) -> ModulePlan | str:
     if differs(kind.forward, "bert_attention"):
         return f"its attention is a {kind.__name__}"
     changes = [("block", "in plain training one autograd function")]
-    forward: Forward = blocks.bert_layer_forward
-    ours = blocks.checkpointed(forward) if blocks.checkpoints(type(module).forward) else forward
-    return ModulePlan(changes, ours, options={"attention": kind})
+    return blocks.layer_plan(module, blocks.bert_layer_forward, changes, attention=kind)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -259,7 +274,7 @@ def _attention(module: Any, model: Any, options: Options) -> ModulePlan | str:
     rotated = _rotated(forward, model)
     settings = {"form": form_of(forward), "forward": rotated}
     plan = ModulePlan([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
-    reason = _keeps_attention(module)
+    reason = _keeps_attention(module, model)
     if reason is None:
         plan.changes.append(("attention", "ops.attention"))
         plan.attention = True
@@ -270,11 +285,13 @@ def _attention(module: Any, model: Any, options: Options) -> ModulePlan | str:
     return plan
 
 
-def _keeps_attention(module: Any) -> str | None:
+def _keeps_attention(module: Any, model: Any) -> str | None:
     """Return why a module keeps its attention function; None if ours can take its place."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name not in ("sdpa", "accelerant"):
         why = "the only one that returns its weights" if name == "eager" else "requested by name"
+        if name == "eager" and not getattr(model, "_supports_sdpa", True):
+            why = "and transformers has no 'sdpa' for this model"
         return f"attn_implementation is {name!r}, {why}"
     if _names_sdpa(type(module).__module__):
         return "its model computes something else where attn_implementation is 'sdpa'"
@@ -296,9 +313,9 @@ def _rotated(forward: Any, model: Any) -> Forward | None:
 
     All of a model's rotary tables must be of the kind whose halves are equal.
     """
-    if "apply_rotary_pos_emb" not in _names(forward) or hasattr(forward, "__wrapped__"):
+    if "apply_rotary_pos_emb" not in _names(forward):
         return None
-    apply = forward.__globals__.get("apply_rotary_pos_emb")
+    apply = inspect.unwrap(forward).__globals__.get("apply_rotary_pos_emb")
     form = form_of(apply)
     if form not in ("rotary", "rotary_partial"):
         return None
@@ -318,7 +335,10 @@ _LAZY = (
     "in training with labels, the logits never exist whole: output.logits makes them when it is read, and is None "
     "under torch.compile; patch(model, loss=False) makes them always"
 )
-_CACHE = "with labels in training mode, past_key_values are made only where use_cache=True is passed"
+_CACHE = "with labels in training mode, a cache (past_key_values) is made only where use_cache=True is passed"
+_ALL_LOGITS = (
+    f"all logits are computed: the model's forward is none of those, {_KNOWN} a loss without them was written for"
+)
 
 
 def _loss_of(module: Any) -> tuple[Any, str | None]:
@@ -369,16 +389,19 @@ def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
     """Plan our cross entropy for a model that computes its logits itself."""
     changes = [("loss", "ops.cross_entropy")]
     forward = type(module).forward
+    notes = (_ALL_LOGITS,) if options.loss and module.get_output_embeddings() is not None else ()
     if "loss_function" in _names(forward):
         function, form = _loss_of(module)
         if form is None:
             return f"its loss is {getattr(function, '__name__', function)}"
         ours = loss.causal_loss if form == "causal_loss" else loss.masked_loss
-        return ModulePlan(changes, loss_function=ours)
+        return ModulePlan(changes, loss_function=ours, notes=notes)
     if inspect.unwrap(forward).__globals__.get("CrossEntropyLoss") is not nn.CrossEntropyLoss:
         return "its CrossEntropyLoss is not torch's"
     rebound = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
-    return ModulePlan(changes, rebound) if rebound else "its forward has decorators that patch does not know"
+    return (
+        ModulePlan(changes, rebound, notes=notes) if rebound else "its forward has decorators that patch does not know"
+    )
 
 
 # --- all rules -------------------------------------------------------------------------------------------------------
@@ -413,8 +436,10 @@ RULES: dict[str, Rule] = {
     ),
     "gated_mlp": _gated_mlp(blocks.gated_mlp_forward, "act_fn"),
     "packed_gated_mlp": _gated_mlp(blocks.packed_gated_mlp_forward, "activation_fn"),
-    "decoder_layer": _residual(blocks.decoder_layer_forward, "post_attention_layernorm", whole=True),
-    "keyword_decoder_layer": _residual(blocks.keyword_decoder_layer_forward, "post_attention_layernorm", whole=True),
+    "decoder_layer": _residual(blocks.decoder_layer_forward, "post_attention_layernorm", whole="self_attn"),
+    "keyword_decoder_layer": _residual(
+        blocks.keyword_decoder_layer_forward, "post_attention_layernorm", whole="self_attn"
+    ),
     "dropout_decoder_layer": _residual(
         blocks.decoder_layer_forward, "post_attention_layernorm", ("resid_attn_dropout", "resid_mlp_dropout")
     ),
@@ -423,11 +448,12 @@ RULES: dict[str, Rule] = {
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     "clip_layer": _residual(blocks.clip_layer_forward, "layer_norm2"),
-    "gpt2_block": _residual(blocks.gpt2_block_forward, "ln_2", whole=True),
-    "vit_layer": _residual(blocks.vit_layer_forward, "layernorm_after", whole=True),
+    "gpt2_block": _residual(blocks.gpt2_block_forward, "ln_2", whole="attn"),
+    "vit_layer": _residual(blocks.vit_layer_forward, "layernorm_after", whole="attention"),
     "bert_layer": Rule(_bert_layer, {"feed_forward_chunk": "bert_layer.feed_forward_chunk"}),
     "bert_output": _residual(blocks.bert_output_forward, "LayerNorm"),
     "causal_lm": _causal_lm("model", modeling_outputs.CausalLMOutputWithPast),
+    "causal_lm_experts": _causal_lm("model", modeling_outputs.MoeCausalLMOutputWithPast),
     "causal_lm_gpt2": _causal_lm("transformer", modeling_outputs.CausalLMOutputWithCrossAttentions),
     "masked_lm_bert": Rule(_masked_lm),
 }  # fmt: skip
