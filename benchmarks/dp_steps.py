@@ -304,7 +304,7 @@ def _opacus(name: str) -> Any:
 # --- running steps ---------------------------------------------------------------------------------------------------
 
 _TOGETHER = 5
-"""Steps between two synchronisations with a GPU: the host runs ahead, as in a loop that seldom reads a loss."""
+"""Steps between two synchronizations with a GPU: the host runs ahead, as in a loop that seldom reads a loss."""
 
 
 @dataclass(slots=True)

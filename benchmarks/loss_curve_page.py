@@ -49,7 +49,7 @@ _PAGE_STYLE = "table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; }"
 
 _LIGHT = ("#3b6fe0", "#d9631e", "#0f9d76", "#8a5bd6", "#8a96a8", "#647084")
 _DARK = ("#7aa5ff", "#ff9a57", "#3fd2a4", "#b794f6", "#7c899d", "#94a1b5")
-"""Colours of the lines s0 to s5, as on HTML pages, whose style sheet an image does not have."""
+"""Colors of the lines s0 to s5, as on HTML pages, whose style sheet an image does not have."""
 
 _SVG_STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #647084; } .grid { stroke: #d5dbe4; } .axis { stroke: #647084; }
@@ -278,7 +278,7 @@ def picture(record: CurveRecord) -> str:
         )
         legend.append(f'<text x="{x + 25}" y="{y}">{escape(curve.name)}</text>')
     total = base + 10 + 20 * -(-len(record.curves) // 2)
-    rules = f"{_SVG_STYLE}{_coloured(_LIGHT)}\n@media (prefers-color-scheme: dark) {{ {_SVG_DARK} {_coloured(_DARK)} }}"
+    rules = f"{_SVG_STYLE}{_colored(_LIGHT)}\n@media (prefers-color-scheme: dark) {{ {_SVG_DARK} {_colored(_DARK)} }}"
     body = "\n".join([*inner, *legend])
     title = "Loss curves and their differences"
     return (
@@ -287,9 +287,9 @@ def picture(record: CurveRecord) -> str:
     )
 
 
-def _coloured(colours: Sequence[str]) -> str:
+def _colored(colors: Sequence[str]) -> str:
     return " ".join(
-        f".line.s{i} {{ stroke: {colour}; }} .dot.s{i} {{ fill: {colour}; }}" for i, colour in enumerate(colours)
+        f".line.s{i} {{ stroke: {color}; }} .dot.s{i} {{ fill: {color}; }}" for i, color in enumerate(colors)
     )
 
 

@@ -153,14 +153,14 @@ def panels() -> list[Panel]:
     ]
 
 
-def draw(shown: Sequence[Panel], colours: Mapping[str, str], columns: int) -> str:
+def draw(shown: Sequence[Panel], colors: Mapping[str, str], columns: int) -> str:
     """Return the chart as SVG, with so many panels in a row."""
     rows = [shown[i : i + columns] for i in range(0, len(shown), columns)]
     heights = [_HEAD + _ROW * max(len(panel.bars) for panel in row) + 8 for row in rows]
     width, height = columns * (_WIDTH + 12) - 12, _TOP + sum(heights) + 12 * (len(heights) - 1)
     style = _STYLE
-    for name, colour in colours.items():
-        style = style.replace(f"${name}", colour)
+    for name, color in colors.items():
+        style = style.replace(f"${name}", color)
     box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{escape(alt_text(shown))}">',
@@ -202,8 +202,8 @@ def files() -> dict[Path, str]:
     shown = panels()
     pictures = ROOT / "docs" / "pictures"
     made = {
-        pictures / f"chart-{shape}-{name}.svg": draw(shown, colours, columns)
-        for name, colours in (("light", _LIGHT), ("dark", _DARK))
+        pictures / f"chart-{shape}-{name}.svg": draw(shown, colors, columns)
+        for name, colors in (("light", _LIGHT), ("dark", _DARK))
         for shape, columns in (("wide", 2), ("narrow", 1))
     }
     made |= {pictures / f"badge-{name}.svg": text for name, text in badges().items()}
@@ -284,10 +284,10 @@ def _rate(row: Row, name: str, tokens: int) -> Bar:
 def _readme_section(shown: Sequence[Panel]) -> str:
     alt = escape(alt_text(shown))
     sources = "\n".join(
-        f'  <source media="{"(max-width: 600px) and " * (shape == "narrow")}(prefers-color-scheme: {colour})" '
-        f'srcset="docs/pictures/chart-{shape}-{colour}.svg">'
+        f'  <source media="{"(max-width: 600px) and " * (shape == "narrow")}(prefers-color-scheme: {color})" '
+        f'srcset="docs/pictures/chart-{shape}-{color}.svg">'
         for shape in ("narrow", "wide")
-        for colour in ("dark", "light")
+        for color in ("dark", "light")
     )
     return (
         f'<picture>\n{sources}\n  <img alt="{alt}" src="docs/pictures/chart-wide-light.svg" width="100%">\n</picture>'

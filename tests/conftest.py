@@ -23,12 +23,12 @@ pytest_plugins = ["soak"]
 HAS_GPU = torch.cuda.is_available()
 
 # A run has a cache of its own, which its workers share (they inherit the variable), so that no test sees another run's
-# kernels or tokenisers and a kernel is compiled once.
+# kernels or tokenizers and a kernel is compiled once.
 _CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="accelerant-test-")
 if _CACHE:
     os.environ["ACCELERANT_CACHE_DIR"] = _CACHE
 
-# PoCL compiles without its optimiser, in a third to a tenth of the time; the soak has it.
+# PoCL compiles without its optimizer, in a third to a tenth of the time; the soak has it.
 if "SOAK_MINUTES" not in os.environ:
     os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"
 

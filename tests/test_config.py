@@ -97,7 +97,7 @@ def test_values_without_meaning_are_refused(environ, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour = 1", "unknown setting 'colour'; known are backend"),
+        ("color = 1", "unknown setting 'color'; known are backend"),
         ("race_ = 1", "did you mean 'race'"),
         ("a = [", "not TOML"),
         (f"a = {'[' * 100_000}", "not TOML: maximum recursion depth"),

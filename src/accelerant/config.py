@@ -6,7 +6,7 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     fallback = "allow"        # ACCELERANT_FALLBACK    a failing device or implementation is replaced by another: allow
                               #                        or true (warn once, count), warn (each time), forbid or false
                               #                        (raise)
-    cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
+    cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenizers
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process; "auto":
                               #                        95 % of what other processes leave when the backend starts
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error

@@ -227,9 +227,9 @@ def test_an_unwritable_folder_is_refused(accelerant, text, tmp_path):
 
 
 def test_unknown_options_are_wrong_usage(accelerant):
-    status, _, errors = accelerant("train", "--colour", "red")
+    status, _, errors = accelerant("train", "--color", "red")
     assert status == 2
-    assert "--colour" in errors
+    assert "--color" in errors
 
 
 @pytest.mark.slow

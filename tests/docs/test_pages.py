@@ -76,6 +76,21 @@ def test_every_link_of_a_page_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+BRITISH = re.compile(
+    r"\b(?!utilisation_)(?:re|un|de)?(?:initial|material|maxim|minim|normal|optim|organ|parametr|quant|random|recogn|serial|special|"
+    r"summar|synchron|token|util|vector)is(?:e[drs]?|ers|ing|ations?)\b|\b(?:behaviou|colou|favou)rs?\b", re.IGNORECASE,
+)  # fmt: skip
+"""Spellings that torch does not have: optimizer, tokenizer. The metric `utilisation_percent` is an older name."""
+
+
+def test_names_and_text_have_one_spelling():
+    repository = DOCS.parent
+    pages = (README, *DOCS.glob("*.md"), *(repository / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG")))
+    for path in (*pages, *repository.glob("src/**/*.py"), *repository.glob("examples/*.py")):
+        found = BRITISH.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.relative_to(repository)}: {found[0]}"
+
+
 def test_every_page_is_in_the_index():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):

@@ -419,7 +419,7 @@ def test_rejects_what_does_not_fit():
 
 
 def follow(ours, theirs, changes):
-    """Steps of two optimisers side by side, a change before each; the parameters stay the same."""
+    """Steps of two optimizers side by side, a change before each; the parameters stay the same."""
     for step, change in enumerate(changes):
         for optimizer in (ours, theirs):
             change(optimizer)

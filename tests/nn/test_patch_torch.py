@@ -151,7 +151,7 @@ def test_hooks_parametrizations_and_subclasses_are_left_and_named():
     left = {each.name: each.reason for each in acl.nn.patch(model).left}
     wanted = {
         "0": "has hooks", "1": "is a subclass of LayerNorm", "2": "vendor library", "3": "was replaced by another",
-        "4": "has parametrizations", "5": "writes over its input", "6": "normalises over (3, 8)", "7": "has no dim",
+        "4": "has parametrizations", "5": "writes over its input", "6": "normalizes over (3, 8)", "7": "has no dim",
         "8": "has max_norm=1.0", "9": "another width", "10": "weights of classes", "11": "writes over its input",
     }  # fmt: skip
     assert all(text in left[name] for name, text in wanted.items())

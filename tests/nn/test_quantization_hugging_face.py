@@ -1,4 +1,4 @@
-"""Quantised models of transformers: saved, loaded, and with the adapters of peft."""
+"""Quantized models of transformers: saved, loaded, and with the adapters of peft."""
 
 import copy
 
@@ -172,7 +172,7 @@ def test_layers_that_are_trained_beside_frozen_ones_are_left():
     report = ann.quantize(model)
     assert report.replaced == ("0",)
     assert report.skipped["1"].startswith("it is trained, and others are frozen")
-    assert ann.quantize(model.requires_grad_(False)).skipped == {"0": "it is quantised already"}
+    assert ann.quantize(model.requires_grad_(False)).skipped == {"0": "it is quantized already"}
 
 
 def test_trainer_refuses_a_model_without_adapters_and_saves_adapters(tmp_path):

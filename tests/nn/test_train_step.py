@@ -47,7 +47,7 @@ def plain(count, accumulate, clip):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("own", [True, False], ids=["our optimiser", "torch's"])
+@pytest.mark.parametrize("own", [True, False], ids=["our optimizer", "torch's"])
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (1, 0.5), (3, 0.5)])
 def test_a_step_is_plain_pytorchs(own, accumulate, clip, fused):
     one = model()
@@ -74,7 +74,7 @@ def test_an_optimizer_that_clips_by_itself_is_left_to_it():
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("own", [True, False], ids=["our optimiser", "torch's"])
+@pytest.mark.parametrize("own", [True, False], ids=["our optimizer", "torch's"])
 def test_losses_fall_in_float16_with_a_scale_that_starts_too_high(own, fused):
     one = model()
     optimizer = optim.AdamW(one.parameters()) if own else torch.optim.AdamW(one.parameters(), fused=True)

@@ -2,7 +2,7 @@
 
 A separate process, since Triton's functions are decorated either for the compiler or for the interpreter.
 Usage: python compile_kernels.py; reads lines "folder every|first target..." and answers each with a line of JSON: every
-specialisation of a kernel, or only its first one.
+specialization of a kernel, or only its first one.
 """
 
 import importlib

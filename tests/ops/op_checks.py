@@ -27,7 +27,7 @@ def cases_of(folder):
 
     It has SAMPLES and the rest for the op of the folder's name, or FAMILY, which has them for each op of a family.
     KIND: "differentiable" (the default); "plain", no gradients; "mutating", no functions of a public name either.
-    ELEMENT_LOADS: words of the specialisations' names that cannot read 16 bytes at a time.
+    ELEMENT_LOADS: words of the specializations' names that cannot read 16 bytes at a time.
     RUNS: what the ledger may show beside our kernel, for an op that leaves a part of its work to a library.
     """
     return importlib.import_module(f"{ADDED if folder == ADDED else f'accelerant.ops.{folder}'}.cases")

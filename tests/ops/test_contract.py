@@ -48,8 +48,8 @@ from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.ledger import ledger
 
 OTHER_TARGETS = [target for target in CUDA_TARGETS[1:] if target != "sm_90"]
-"""Targets for which one specialisation of each kernel is compiled: the oldest and another vendor's in the slow tests,
-the rest under `make soak`, as is every specialisation for sm_90, which the tests on a GPU compile too."""
+"""Targets for which one specialization of each kernel is compiled: the oldest and another vendor's in the slow tests,
+the rest under `make soak`, as is every specialization for sm_90, which the tests on a GPU compile too."""
 
 SOAK = [pytest.mark.slow, pytest.mark.soak]
 

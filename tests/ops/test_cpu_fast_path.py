@@ -711,7 +711,7 @@ def calls_of(run):
 
 @pytest.mark.parametrize(("name", "most"), [("relu", 2), ("gelu", 3), ("add", 4), ("softmax", 3), ("layer_norm", 3)])
 def test_a_small_call_enters_few_functions(name, most):
-    """What an eager call costs beside torch's own is what Python does; a call like the one before is recognised."""
+    """What an eager call costs beside torch's own is what Python does; a call like the one before is recognized."""
     x, w = tensors()
     for _ in range(5):
         AUTOGRAD_CALLS[name](x, w)  # the first to fourth calls are timed

@@ -1,4 +1,4 @@
-"""The kernels and torch's updates against the reference, in float64; the optimisers are tested in tests/nn."""
+"""The kernels and torch's updates against the reference, in float64; the optimizers are tested in tests/nn."""
 
 import numpy as np
 import pytest

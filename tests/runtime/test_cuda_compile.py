@@ -75,7 +75,7 @@ def test_the_preferred_dialect_is_cuda():
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 PLAIN = KernelSource("k", {"cuda": "text"}, {"k": ("*f32",)})
-SPECIAL = triton.Specialisation("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), ((0, 16),), 4, 3)
+SPECIAL = triton.Specialization("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), ((0, 16),), 4, 3)
 
 
 @pytest.mark.parametrize(

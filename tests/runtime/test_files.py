@@ -116,7 +116,7 @@ def test_values_of_a_type_come_back():
         ({"weight": 10**400}, "weight must be a number or null, got 0xda763fc8cb9ff9e5"),
         ({"named": []}, r"named must be an object, got \[\]"),
         ({"named": {"a" * 500: [1]}}, r"named\['a+'\.\.\.\]\[0\] must be true or false, got 1"),
-        ({"colour": 1}, "the shape has an unknown field 'colour'"),
+        ({"color": 1}, "the shape has an unknown field 'color'"),
     ],
 )
 def test_values_of_another_type_are_refused_by_name(changes, message):

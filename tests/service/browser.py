@@ -60,7 +60,7 @@ class Page:
         return value
 
     def look(self, width, height, scheme="light"):
-        """Set the size of the window and the system's colours."""
+        """Set the size of the window and the system's colors."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [
             {"name": "prefers-color-scheme", "value": scheme},

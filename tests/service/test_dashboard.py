@@ -168,13 +168,13 @@ def test_it_fits_and_is_legible(page, width, scheme):
     assert page.problems == []
 
 
-def test_the_choice_of_colours_is_kept(page):
+def test_the_choice_of_colors_is_kept(page):
     page.look(1440, 900, "light")
     ground = "getComputedStyle(document.body).backgroundColor"
     system = page.evaluate(ground)
     for _ in range(2):
         page.evaluate("document.getElementById('theme').click()")
-    assert page.evaluate("document.getElementById('theme').getAttribute('aria-label')") == "Colours: dark"
+    assert page.evaluate("document.getElementById('theme').getAttribute('aria-label')") == "Colors: dark"
     assert page.evaluate(ground) != system
     page.call("Page.reload")
     page.wait(READY)

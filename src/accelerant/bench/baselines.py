@@ -53,8 +53,8 @@ def _log_softmax(xp: Any, x: Any, dim: int = -1) -> Any:
 
 
 def _layer_norm(xp: Any, x: Any, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> Any:
-    centred = x - xp.mean(x, **_LAST)
-    return centred / xp.sqrt(xp.mean(centred * centred, **_LAST) + eps) * weight + bias
+    centered = x - xp.mean(x, **_LAST)
+    return centered / xp.sqrt(xp.mean(centered * centered, **_LAST) + eps) * weight + bias
 
 
 def _rms_norm(xp: Any, x: Any, weight: Any = 1.0, eps: float = 1e-6) -> Any:

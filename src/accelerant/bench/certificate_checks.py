@@ -121,7 +121,7 @@ def _tensor_checks(quick: bool) -> Iterator[Check]:
             }
             name = str(dtype).removeprefix("torch.")
             yield Check(op.name, name, runs, tolerance, library[dtype], len(cases.SAMPLES) - len(samples))
-    yield from _optimiser_checks(quick)
+    yield from _optimizer_checks(quick)
 
 
 def _dtypes(tolerances: Mapping[torch.dtype, Tolerance], quick: bool) -> list[tuple[torch.dtype, Tolerance]]:
@@ -181,7 +181,7 @@ def _tuple(y: Any) -> tuple[Tensor, ...]:
 _ADAMW: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 
 
-def _optimiser_checks(quick: bool) -> Iterator[Check]:
+def _optimizer_checks(quick: bool) -> Iterator[Check]:
     from accelerant.ops.multi_tensor import cases
 
     samples = _quick(cases.SAMPLES) if quick else cases.SAMPLES
@@ -215,7 +215,7 @@ def _run_adamw(sample: Sample, dtype: torch.dtype, device: ComputeDevice) -> Ite
 
 def _present(x: Tensor | None) -> Tensor:
     if x is None:
-        raise AssertionError("the samples of optimisers have no absent tensor")
+        raise AssertionError("the samples of optimizers have no absent tensor")
     return x
 
 

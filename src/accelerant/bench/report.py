@@ -152,7 +152,7 @@ def _losses(cases: Cases) -> str:
 
 def _key() -> str:
     names = (("--one", "Accelerant, at least as fast or level"), ("--two", "Accelerant, slower"), ("--peer", "peers"))
-    items = "".join(f'<span><i style="background:var({colour})"></i>{name}</span>' for colour, name in names)
+    items = "".join(f'<span><i style="background:var({color})"></i>{name}</span>' for color, name in names)
     return f'<div class="keys">{items}</div>'
 
 

@@ -22,7 +22,7 @@ accelerant doctor
 accelerant doctor --json > report.json
 accelerant doctor --certify --out certificate"""
 
-_COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
+_COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +68,7 @@ def doctor(
         if not json_output:
             show("")
             _print(check)
-    counts = {status: sum(check.status == status for check in results) for status in _COLOURS}
+    counts = {status: sum(check.status == status for check in results) for status in _COLORS}
     if json_output:
         print(json.dumps({"counts": counts, "checks": [check.to_dict() for check in results]}, indent=1))
     else:
@@ -80,7 +80,7 @@ def doctor(
 def _print(check: Check) -> None:
     from rich.text import Text
 
-    line = Text(f"{check.status:<8}", style=_COLOURS[check.status])
+    line = Text(f"{check.status:<8}", style=_COLORS[check.status])
     line.append(f"{check.name:<20} ", style="bold")
     line.append(check.found, style="default")
     shown = console()

@@ -441,7 +441,7 @@ def _observed(
             break
     memory = _memory_seen(before, seen, sum(buffer.size_bytes for buffer in launch.buffers))
     if seen.utilisation_percent is None:
-        return Check(label, "warning", f"{memory}; utilisation: {seen.reasons['utilisation_percent']}")
+        return Check(label, "warning", f"{memory}; utilization: {seen.reasons['utilisation_percent']}")
     found = f"{peak:.0f} % busy, {memory}"
     if seen.power_w is not None and seen.temperature_c is not None:
         found += f", {seen.power_w:.0f} W, {seen.temperature_c:.0f} C"

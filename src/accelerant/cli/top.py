@@ -44,7 +44,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two readings, 0.1 to 3600.")] = 1.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and exit.")] = False,
 ) -> None:
-    """Show utilisation, memory, power, temperature, clocks and processes of every device; q or Ctrl-C ends it.
+    """Show utilization, memory, power, temperature, clocks and processes of every device; q or Ctrl-C ends it.
 
     The keys m, p and n sort the processes by memory, pid or name. If the output is not a terminal, one sample is
     printed.
@@ -73,7 +73,7 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
     from accelerant.runtime.monitoring.monitor import sample
 
     ended: list[int] = []
-    # a KeyboardInterrupt raised in a finaliser would be lost; a flag is not
+    # a KeyboardInterrupt raised in a finalizer would be lost; a flag is not
     usual = {one: signal.signal(one, lambda number, _: ended.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
     sort = "memory"
     try:

@@ -59,7 +59,7 @@ def train(
     preset: Annotated[str | None, _option("tiny, small, gpt2 or rnn (an LSTM). Default: tiny.")] = None,
     data: Annotated[list[str] | None, _results("Text to train on. Default: stdlib.", metavar="stdlib|PATH...")] = None,
     steps: Annotated[
-        int | None, _option("Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
+        int | None, _option("Optimizer steps. Default: the preset's. With --resume: steps in all, to train on.")
     ] = None,
     epochs: Annotated[
         float | None, _option("Passes over the text, instead of --steps. With --resume: passes in all.")

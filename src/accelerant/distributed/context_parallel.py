@@ -222,7 +222,7 @@ def context_parallel_attention(
     Raises:
         ShapeError: incompatible shapes, an empty part, or an odd S with `causal`.
         UnsupportedDtype: a dtype not listed above, or several.
-        ConfigError: torch.distributed is not initialised, or a mesh of several dimensions.
+        ConfigError: torch.distributed is not initialized, or a mesh of several dimensions.
 
     Source: see the module.
     """
@@ -333,7 +333,7 @@ def context_parallel(model: M, mesh: DeviceMesh, *, average_gradients: bool = Tr
 
     Raises:
         UnsupportedCase: another model, dropout, or one that is split already; from then on, in `generate`.
-        ConfigError: torch.distributed is not initialised, or a mesh of several dimensions.
+        ConfigError: torch.distributed is not initialized, or a mesh of several dimensions.
     """
     group = group_of(mesh)
     kind, changed = type(model), cast(Any, model)

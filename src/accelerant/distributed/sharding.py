@@ -1,9 +1,9 @@
-"""Fully sharded models: each of N processes keeps 1/N of every parameter, gradient and optimiser state.
+"""Fully sharded models: each of N processes keeps 1/N of every parameter, gradient and optimizer state.
 
 A block's parameters are gathered before its forward and its backward pass and freed afterwards, its gradients reduced
 and scattered: torch's FSDP2. While a block computes, its parameters are plain tensors, so the fused blocks of
 accelerant.nn and of patched models run as they do in one process. Between steps parameters are DTensors, which the
-optimisers of accelerant.nn update by their local parts, and whose norm they take over all processes.
+optimizers of accelerant.nn update by their local parts, and whose norm they take over all processes.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
 """
@@ -28,16 +28,16 @@ M = TypeVar("M", bound=nn.Module)
 def group_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the processes of a group or of a mesh of one dimension; None for all.
 
-    Raises ConfigError if torch.distributed is not initialised, or for a mesh of several dimensions.
+    Raises ConfigError if torch.distributed is not initialized, or for a mesh of several dimensions.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError("torch.distributed is not initialised: start with torchrun and call init_process_group")
+        raise ConfigError("torch.distributed is not initialized: start with torchrun and call init_process_group")
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ConfigError(f"expected a mesh of one dimension, got {mesh.mesh_dim_names}: pass one, as mesh['name']")
         return mesh.get_group()
     if mesh is None:
-        return dist.group.WORLD  # type: ignore[return-value]  # initialised, as checked above
+        return dist.group.WORLD  # type: ignore[return-value]  # initialized, as checked above
     return mesh
 
 
@@ -63,7 +63,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
         the model.
 
     Raises:
-        ConfigError: torch.distributed is not initialised; a precision or number of dimensions not listed above.
+        ConfigError: torch.distributed is not initialized; a precision or number of dimensions not listed above.
         UnsupportedCase: the model is sharded already, or has no blocks.
     """
     group_of(None)  # raises without processes

@@ -7,7 +7,7 @@
 A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
 a training step, 2 in a decoding step, each of which is one kernel between the GPUs of a host (runtime/peers.py). Norms
 and the residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so
-the same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimisers of accelerant.nn understand.
+the same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimizers of accelerant.nn understand.
 
 The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
 
@@ -72,14 +72,14 @@ def vocabulary_parallel_cross_entropy(hidden: Tensor, weight: Tensor, targets: T
 
     Returns:
         a scalar, float32 (float64 for float64), the same in each process. Raises as linear_cross_entropy, which finds
-        L_r without materialised logits. 2 M numbers are summed over the processes, and M maximised.
+        L_r without materialized logits. 2 M numbers are summed over the processes, and M maximized.
     """
     group = group_of(mesh)
     check_loss("vocabulary_parallel_cross_entropy", targets, hidden.shape[:-1], 0.0, "mean")
     check_targets(targets, weight.shape[0] * dist.get_world_size(group), -100)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     hidden = _enter(hidden, mesh)
-    # With label smoothing 1 the loss is L_r - mean x_j, without a target: our op gives L_r without materialised logits.
+    # With label smoothing 1 the loss is L_r - mean x_j, without a target: our op gives L_r without materialized logits.
     anything = torch.zeros_like(targets)
     spread = ops.linear_cross_entropy(hidden, weight, anything, label_smoothing=1.0, reduction="none")
     mine = spread.to(wide) + (hidden.to(wide) * weight.mean(0, dtype=wide)).sum(-1)

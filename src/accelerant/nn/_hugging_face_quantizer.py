@@ -25,6 +25,6 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers does not ty
 
 
 def attach(model: Any) -> None:
-    """Make a transformers model with LinearInt8 layers known as quantised."""
+    """Make a transformers model with LinearInt8 layers known as quantized."""
     model.hf_quantizer = _Quantizer(QuantizationConfigMixin("accelerant_int8"))
     model.is_quantized = True

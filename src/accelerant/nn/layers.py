@@ -129,7 +129,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: (out_features, in_features), drawn from N(0, 0.02).
-        bias: (out_features,), initialised to zero, or None.
+        bias: (out_features,), initialized to zero, or None.
     """
 
     bias: nn.Parameter | None
@@ -178,11 +178,11 @@ class Linear(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Centre each row, scale it to unit variance, then scale by `weight` and shift by `bias`.
+    """Center each row, scale it to unit variance, then scale by `weight` and shift by `bias`.
 
     Attributes:
-        weight: (width,), initialised to one.
-        bias: (width,), initialised to zero, or None.
+        weight: (width,), initialized to one.
+        bias: (width,), initialized to zero, or None.
     """
 
     bias: nn.Parameter | None
@@ -195,7 +195,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width), in its dtype or the autocast dtype; raise ShapeError for another width."""
+        """Normalize x (..., width), in its dtype or the autocast dtype; raise ShapeError for another width."""
         require_width(x, self.width, "LayerNorm")
         return ops.layer_norm(x.to(compute_dtype(x)), self.weight, self.bias, eps=self.eps)
 
@@ -216,7 +216,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; arguments, result and errors as in LayerNorm."""
+        """Normalize the last dimension; arguments, result and errors as in LayerNorm."""
         require_width(x, self.width, "RMSNorm")
         return ops.rms_norm(x.to(compute_dtype(x)), self.weight, eps=self.eps)
 

@@ -4,7 +4,7 @@ They are used as torch's are, and state dictionaries are interchangeable with to
 
     optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
     loss.backward()
-    optimizer.step()            # norm, clipping and update, without synchronising with the device
+    optimizer.step()            # norm, clipping and update, without synchronizing with the device
     optimizer.grad_norm         # norm before clipping, on the device
 
 Under CUDA graph capture, run at least one step before the capture so that the state exists. Each replay then counts a
@@ -160,7 +160,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         for i, param in enumerate(group["params"]):
             if param.dtype not in DTYPES:
                 supported = ", ".join(map(name_of, DTYPES))
-                raise UnsupportedDtype(f"optimisers take {supported}; parameter {i} is {name_of(param.dtype)}")
+                raise UnsupportedDtype(f"optimizers take {supported}; parameter {i} is {name_of(param.dtype)}")
 
     def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup | SGDGroup:
         raise NotImplementedError
@@ -302,7 +302,7 @@ class AdamW(MultiTensorOptimizer):
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the square root of the second moment.
         weight_decay: multiplied by lr and subtracted from the parameter.
-        maximize: maximise the objective instead of minimising it.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: clip all gradients together to this norm, as clip_grad_norm_ does, without another pass over
             them and without modifying them.
         master_weights: keep a float32 copy of each float16 or bfloat16 parameter (state["master"]) and update that.
@@ -460,11 +460,11 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or several; those without a gradient are skipped.
         max_norm: at least 0.
-        error_if_nonfinite: raise if the norm is not finite; synchronises with the device.
+        error_if_nonfinite: raise if the norm is not finite; synchronizes with the device.
 
     Returns:
         the norm before clipping, a float32 scalar on the first gradient's device (float64 for float64); 0 on the CPU if
-        there are no gradients. Does not synchronise with the device. A NaN norm makes every gradient NaN; an infinite
+        there are no gradients. Does not synchronize with the device. A NaN norm makes every gradient NaN; an infinite
         one makes finite entries 0 and infinite ones NaN.
 
     Raises:

@@ -4,7 +4,7 @@ quantize(model) replaces each linear layer by a LinearInt8. A layer then takes h
 product with few rows, as in decoding for one user, reads half the bytes, which bound its time. mode="dynamic" rounds
 the inputs too and multiplies integers, for products with many rows.
 
-Quantised layers are not trained, but gradients pass through them, so adapters can be: quantize leaves those of peft as
+Quantized layers are not trained, but gradients pass through them, so adapters can be: quantize leaves those of peft as
 they are, and peft takes a LinearInt8 for the torch.nn.Linear that it derives from.
 """
 
@@ -37,7 +37,7 @@ Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 class LinearInt8(nn.Linear):
     """A linear layer with integer weights, y = x @ weight^T + bias; see `from_linear`.
 
-    A state_dict has the buffers below. A layer also loads one of a torch.nn.Linear, whose weight it quantises.
+    A state_dict has the buffers below. A layer also loads one of a torch.nn.Linear, whose weight it quantizes.
 
     Attributes:
         weight_int8: (out_features, in_features), int8; a buffer.
@@ -74,13 +74,13 @@ class LinearInt8(nn.Linear):
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
-        self.weight_int8, self.scale = _quantised(weight)
+        self.weight_int8, self.scale = _quantized(weight)
 
     def _floats(self) -> Tensor:
         return (self.weight_int8 * self.scale[:, None]).to(self._dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Quantise a new weight that is assigned as a parameter, as those of torch.nn.Linear are."""
+        """Quantize a new weight that is assigned as a parameter, as those of torch.nn.Linear are."""
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
@@ -88,11 +88,11 @@ class LinearInt8(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear, *, dynamic: bool = False) -> LinearInt8:
-        """Quantise a layer, scaling each output's weights by their largest; raise ConfigError if one is not finite."""
-        quantised = _quantised(linear.weight)
+        """Quantize a layer, scaling each output's weights by their largest; raise ConfigError if one is not finite."""
+        quantized = _quantized(linear.weight)
         with torch.device("meta"):  # its buffers are replaced below
             layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, dynamic=dynamic)
-        layer.weight_int8, layer.scale = quantised
+        layer.weight_int8, layer.scale = quantized
         layer._dtype = linear.weight.dtype
         layer._parameters["bias"] = linear.bias
         return layer.train(linear.training)
@@ -114,8 +114,8 @@ class LinearInt8(nn.Linear):
         weight = state_dict.get(prefix + "weight")
         if isinstance(weight, Tensor) and weight.is_floating_point():
             del state_dict[prefix + "weight"]
-            quantised = _quantised(weight)
-            state_dict |= {prefix + "weight_int8": quantised[0], prefix + "scale": quantised[1]}
+            quantized = _quantized(weight)
+            state_dict |= {prefix + "weight_int8": quantized[0], prefix + "scale": quantized[1]}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LinearInt8:
@@ -128,7 +128,7 @@ class LinearInt8(nn.Linear):
 
 
 class _Weight(Tensor):
-    """The weight of a LinearInt8 in floating point. The layer is quantised again from what is written to it."""
+    """The weight of a LinearInt8 in floating point. The layer is quantized again from what is written to it."""
 
     layer: LinearInt8
 
@@ -152,12 +152,12 @@ class _Weight(Tensor):
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the integers and scales of a weight; raise ConfigError if one is not finite."""
     q, scale = ops.quantize_int8(weight.detach())
     if not scale.is_meta and not bool(scale.isfinite().all()):
         output = int((~scale.isfinite()).nonzero()[0])
-        raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantised")
+        raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantized")
     return q, scale
 
 
@@ -177,7 +177,7 @@ class QuantizationReport:
     """The changes that quantize made.
 
     Attributes:
-        model: the quantised model: the argument if changed in place, else a copy.
+        model: the quantized model: the argument if changed in place, else a copy.
         replaced: names of the replaced layers.
         skipped: name -> reason for each linear layer that was not replaced.
         bytes_before, bytes_after: size of all parameters and buffers, shared ones counted once.
@@ -207,7 +207,7 @@ def quantize(
     another module shares, and layers with hooks are left. So are adapters: those of peft, and layers that are trained
     in a model with frozen ones. A layer that occurs twice is replaced at both occurrences.
 
-    A state_dict has the integers, under names that no other layer loads: it is for models that are quantised in the
+    A state_dict has the integers, under names that no other layer loads: it is for models that are quantized in the
     same way. `save_pretrained` of a transformers model or one of accelerant.nn writes the rounded weights in the
     model's dtype instead: every library loads them, and quantize(loaded_model) restores the integers.
 
@@ -230,7 +230,7 @@ def quantize(
         raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
     occurrences = list(_linear_layers(model))
     if not occurrences:
-        raise ConfigError(f"{type(model).__name__} has no linear layer: there is nothing to quantise")
+        raise ConfigError(f"{type(model).__name__} has no linear layer: there is nothing to quantize")
     before = _size_bytes(model)
     if not inplace:
         model = copy.deepcopy(model)
@@ -242,19 +242,19 @@ def quantize(
     adapters = _adapters(model)
     frozen = any(not layer.weight.requires_grad for *_, layer in occurrences if not isinstance(layer, LinearInt8))
     skipped: dict[str, str] = {}
-    quantised: dict[nn.Module, LinearInt8] = {}
+    quantized: dict[nn.Module, LinearInt8] = {}
     changes: list[tuple[str, nn.Module, str, nn.Module]] = []
     for name, parent, key, layer in occurrences:
         reason = _reason_against(name, layer, skip, owners, frozen) if layer not in adapters else "it is an adapter"
         if reason is not None:
             skipped[name] = reason
             continue
-        if layer not in quantised:
+        if layer not in quantized:
             try:
-                quantised[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
+                quantized[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
-        changes.append((name, parent, key, quantised[layer]))
+        changes.append((name, parent, key, quantized[layer]))
     for _, parent, key, new in changes:
         parent._modules[key] = new  # like add_module, but for containers whose keys are not attribute names
     for module in model.modules():  # torch's fused inference reads the weights of these layers itself
@@ -301,7 +301,7 @@ def _reason_against(
 ) -> str | None:
     name = name.removesuffix(".base_layer")  # of one that peft has wrapped
     if isinstance(layer, LinearInt8):
-        return "it is quantised already"
+        return "it is quantized already"
     if callable(skip):
         if skip(name, layer):
             return "left by the function given as skip"
@@ -312,7 +312,7 @@ def _reason_against(
     if layer.weight.dtype not in _DTYPES:
         return f"its weight is {layer.weight.dtype}"
     if some_frozen and layer.weight.requires_grad:
-        return "it is trained, and others are frozen (after model.requires_grad_(False) it is quantised)"
+        return "it is trained, and others are frozen (after model.requires_grad_(False) it is quantized)"
     if len(owners[id(layer.weight)]) > 1:
         others = sorted(type(owner).__name__ for owner in owners[id(layer.weight)] if owner is not layer)
         return f"its weight is also that of {', '.join(others)}"

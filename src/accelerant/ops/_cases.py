@@ -13,7 +13,7 @@ from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
     "Benchmark", "Compilation", "Fractions", "Indices", "OpCases", "Sample", "Stated", "Subject", "Tolerance", "draw",
-    "size_name", "specialised", "tolerances",
+    "size_name", "specialized", "tolerances",
 ]  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def size_name(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """A tensor argument of integers in [low, high): classes, rows of a table, quantised numbers."""
+    """A tensor argument of integers in [low, high): classes, rows of a table, quantized numbers."""
 
     shape: tuple[int, ...]
     high: int
@@ -105,7 +105,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """One specialisation of a kernel, to compile for each target.
+    """One specialization of a kernel, to compile for each target.
 
     Attributes:
         kernel: what to compile.
@@ -130,7 +130,7 @@ class Compilation:
 
     @property
     def name(self) -> str:
-        """The kernel and what distinguishes this specialisation."""
+        """The kernel and what distinguishes this specialization."""
         kinds = sorted({kind for kind in self.argument_types().values() if kind.startswith("*")})
         widths = [f"widths of {self.multiple}"] if self.multiple != 16 else []
         fixed = (f"{key}={value}" for key, value in self.constants.items())
@@ -144,7 +144,7 @@ class Compilation:
         )  # fmt: skip
 
 
-def specialised(
+def specialized(
     kernel: TritonKernel, types: Mapping[str, str | None], constants: Mapping[str, Any], num_warps: int,
     num_stages: int = 3,
 ) -> Compilation:  # fmt: skip

@@ -102,7 +102,7 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Recent(NamedTuple):
-    """A kind of call to recognise: its leading tensors, and the other arguments, which must be the same objects."""
+    """A kind of call to recognize: its leading tensors, and the other arguments, which must be the same objects."""
 
     check: Callable[..., bool]
     tensors: int
@@ -120,7 +120,7 @@ class _Recent(NamedTuple):
         cls, args: tuple[Any, ...], options: Mapping[str, Any], grad: bool, few: bool, record: Any,
         apply: Callable[..., Any] | None = None,
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """Return what recognises the next call of a kind; None where other arguments precede a tensor.
+        """Return what recognizes the next call of a kind; None where other arguments precede a tensor.
 
         A plain tuple is unpacked in a fifth of the time.
         """
@@ -134,7 +134,7 @@ class _Recent(NamedTuple):
 
 @dataclass(slots=True)
 class _Kind:
-    """A kind of call that torch's function serves: the ledger's record, and how to recognise it at once."""
+    """A kind of call that torch's function serves: the ledger's record, and how to recognize it at once."""
 
     record: Any
     recent: tuple[Any, ...] | None = None
@@ -144,7 +144,7 @@ _RECENT = object()
 """Key of the _Recent of the latest call."""
 
 _NONE = tuple(_Recent(lambda: False, tensors=0, length=-1, names=(), others=(), grad=False, few=False, record=None))
-"""What recognises no call."""
+"""What recognizes no call."""
 
 
 class _Taken(threading.local):
@@ -173,8 +173,8 @@ class CpuFastPath:
     device, tensors that are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a
     choice depends on, `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words.
 
-    With `pure`, a call that reaches the op's own autograd function is recognised, too, and its arguments are not
-    checked again. Kinds are learned at the 1st, 2nd, 4th, 8th, ... call that is not recognised, so that calls of
+    With `pure`, a call that reaches the op's own autograd function is recognized, too, and its arguments are not
+    checked again. Kinds are learned at the 1st, 2nd, 4th, 8th, ... call that is not recognized, so that calls of
     alternating kinds do not pay for it.
 
     Both give the same bits in the same layout, and save the same for the gradient: torch's checkpoint compares what two
@@ -338,7 +338,7 @@ class CpuFastPath:
         return y
 
     def _watched(self, public: Callable[..., Any], args: Any, options: Any, grad: bool) -> Any:
-        """Call the public function, and now and then recognise the next call that runs an autograd function like it.
+        """Call the public function, and now and then recognize the next call that runs an autograd function like it.
 
         The function must get the tensors as they were given, and the public result must be its own, or its first.
         """

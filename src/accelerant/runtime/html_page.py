@@ -312,9 +312,9 @@ def line_chart(
     parts += [_drawn(line, [at(x, y) for x, y in line.points]) for line in shown]
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text class="name" x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    centre = (_TOP + base) / 2
-    turned = f'transform="rotate(-90 14 {centre})"'
-    parts.append(f'<text class="name" x="14" y="{centre}" {turned} text-anchor="middle">{escape(y_label)}</text>')
+    center = (_TOP + base) / 2
+    turned = f'transform="rotate(-90 14 {center})"'
+    parts.append(f'<text class="name" x="14" y="{center}" {turned} text-anchor="middle">{escape(y_label)}</text>')
     parts.append("</svg>")
     items = "".join(f'<li><i class="{line.style}"></i>{escape(line.label)}</li>' for line in shown)
     return "".join(parts) + f'<ul class="legend">{items}</ul>'

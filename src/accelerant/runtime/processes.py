@@ -29,7 +29,7 @@ _LONGEST: Final = 500  # characters of an error that another process repeats
 
 
 class Processes:
-    """The processes that train together; one if torch.distributed is not initialised."""
+    """The processes that train together; one if torch.distributed is not initialized."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1

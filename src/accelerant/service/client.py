@@ -198,7 +198,7 @@ class _Calls:
 
     @_Call
     def layer_norm(self, x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Steps[Array]:
-        """Normalise rows."""
+        """Normalize rows."""
         given = {"x": x, "weight": weight, "bias": bias}
         inputs = {name: value for name, value in given.items() if value is not None}
         return (yield from self._array("y", "layer_norm", inputs, {"eps": eps}))

@@ -426,7 +426,7 @@ _NEURAL = (
     _neural("gelu", "Gaussian error linear unit", ("x",), GeluParameters, _no_check, elementwise=True),
     _neural("softmax", "Softmax along an axis", ("x",), SoftmaxParameters, _check_softmax),
     _neural(
-        "layer_norm", "Layer normalisation of rows", ("x", "weight", "bias"), NormParameters, _check_norm,
+        "layer_norm", "Layer normalization of rows", ("x", "weight", "bias"), NormParameters, _check_norm,
         optional=("weight", "bias"),
     ),
     _neural(

@@ -222,7 +222,7 @@ def test_points_out_of_the_subgroup(name, form):
 
 @functools.cache
 def built(name, form, cpu):
-    """Optimised IR and machine code of curve_mul for an x86 processor, by the options of the CPU's provider."""
+    """Optimized IR and machine code of curve_mul for an x86 processor, by the options of the CPU's provider."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine(

@@ -50,7 +50,7 @@ def test_western_european_text_is_windows_1252(codec):
     ],
 )
 def test_an_encoding_that_is_not_recognised_is_named(text, codec):
-    with pytest.raises(NotTextError, match="in an encoding that is not recognised: convert it to UTF-8"):
+    with pytest.raises(NotTextError, match="in an encoding that is not recognized: convert it to UTF-8"):
         encoding_of([text.encode(codec, "ignore")])
 
 
@@ -117,7 +117,7 @@ def test_binary_content_is_named_and_never_read(tmp_path, kind):
     assert corpus.reading.notes()[0].startswith(f"read 1 file, 2.0 KiB; left out file.txt ({reason}")
 
 
-def test_logs_with_colours_and_form_feeds_are_text():
+def test_logs_with_colors_and_form_feeds_are_text():
     assert encoding_of([b"\x1b[31merror\x1b[0m: \x0c\x08\x07 done\r\n" * 99]) == ("utf-8", "")
 
 

@@ -122,7 +122,7 @@ def test_state_comes_back_and_the_next_step_is_the_same(model, name):
 
 
 def test_a_state_of_torchs_adamw_is_one_of_ours(model):
-    """As checkpoints hold it that were written before our optimiser was the one."""
+    """As checkpoints hold it that were written before our optimizer was the one."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step(model, optimizer)
     tensors, numbers = optimizer_state(model, optimizer)

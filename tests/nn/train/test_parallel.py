@@ -48,7 +48,7 @@ def every(rank, folder):
         "seen": seen(rank),
         "diverged": diverged(rank),
         "tied": tied(rank),
-        "penalised": penalised(rank),
+        "penalized": penalised(rank),
         "hooked": hooked(rank),
         "interrupted": interrupted(rank),
     }
@@ -267,7 +267,7 @@ def test_a_tied_table_is_summed_in_two_parts(both):
 @two
 def test_other_uses_of_a_tied_table(both):
     for each in both:
-        *always, later = each["penalised"]
+        *always, later = each["penalized"]
         for losses, whole in always:
             assert whole
             assert losses[-1] < losses[0]

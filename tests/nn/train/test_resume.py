@@ -159,7 +159,7 @@ def test_a_resumed_run_is_the_straight_run_bit_for_bit(tmp_path, case, at):
     assert history.losses == straight.losses
     assert history.evaluations == straight.evaluations
     a, b = (load_checkpoint(tmp_path / name / "checkpoint.safetensors") for name in ("run", "straight"))
-    assert same(a[0], b[0])  # model, optimiser, all random states
+    assert same(a[0], b[0])  # model, optimizer, all random states
     assert (a[1]["random"], a[1]["best"]) == (b[1]["random"], b[1]["best"])
     if "keep_best" in options.get("changes", {}):
         best, _ = load_checkpoint(tmp_path / "straight" / "best.safetensors")

@@ -156,7 +156,7 @@ def test_depth_ends_with_an_error(small):
 
 @pytest.mark.parametrize("signs", [None, (1, 1, 1, 1), (1, -1, -1, 1), (1, 0, 0, -1)])
 def test_products_as_integers(small, signs):
-    """Each product is what integers give: t (c d) / Q rounded, before relinearisation, by Python's polynomials.
+    """Each product is what integers give: t (c d) / Q rounded, before relinearization, by Python's polynomials.
 
     Also of the largest coefficients that a stranger can send: the sums of n products are then the largest, too.
     """

@@ -588,7 +588,7 @@ def test_messages_come_back(keys, tmp_path):
     assert torch.equal(private.decrypt(d), torch.tensor([[1.5, -2.5]]))
     result = 3 * c
     pickled = pickle.loads(pickle.dumps(result))
-    assert pickled.residues.ints() != result.residues.ints()  # rerandomised as it leaves
+    assert pickled.residues.ints() != result.residues.ints()  # rerandomized as it leaves
     assert torch.equal(private.decrypt(pickled), torch.tensor([[4.5, -7.5]]))
 
 

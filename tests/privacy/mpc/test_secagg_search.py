@@ -246,7 +246,7 @@ def bits(views):
 
 
 def accuracy(first, second):
-    """Accuracy of a logistic regression on the second half of two labelled sets, and the number of cases there."""
+    """Accuracy of a logistic regression on the second half of two labeled sets, and the number of cases there."""
     x = torch.from_numpy(np.concatenate([first, second]).astype(np.float32)) - 0.5
     y = torch.cat([torch.zeros(len(first)), torch.ones(len(second))])
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

@@ -460,7 +460,7 @@ def test_results_of_verifiable_shares_are_verifiable():
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def serialised():
+def serialized():
     yield from shamir.split(torch.tensor([[1.5, -2.0, 3.0]]), threshold=2, count=3, field="mersenne61")
     yield shamir.split(b"some bytes", threshold=3, count=300)[299]
     yield shamir.split(torch.zeros(0, 4), threshold=1, count=1, field="bn254_fr")[0]
@@ -468,7 +468,7 @@ def serialised():
 
 
 def test_shares_come_back_from_bytes():
-    for share in serialised():
+    for share in serialized():
         back = shamir.Share.from_bytes(share.to_bytes())
         assert back.sharing == share.sharing
         assert back.index == share.index
@@ -481,7 +481,7 @@ def test_shares_come_back_from_bytes():
 
 def test_the_layout_of_a_share():
     """Version 1: magic, nine 16-bit numbers, the split's id, axes, words; little-endian."""
-    share = next(serialised())
+    share = next(serialized())
     data = share.to_bytes()
     assert data[:8] == b"ACSHARE\0"
     assert np.frombuffer(data[8:26], "<u2").tolist() == [1, 1, 8, 0, 2, 3, 1, 24, 2]
@@ -490,7 +490,7 @@ def test_the_layout_of_a_share():
 
 
 def test_bytes_that_are_no_share_are_refused():
-    data, verifiable = next(serialised()).to_bytes(), [*serialised()][-1].to_bytes()
+    data, verifiable = next(serialized()).to_bytes(), [*serialized()][-1].to_bytes()
 
     def patched(at, value, size=2, of=data):
         return of[:at] + value.to_bytes(size, "little") + of[at + size :]
@@ -533,8 +533,8 @@ def test_bytes_that_are_no_share_are_refused():
 
 @pytest.mark.search(1)
 def test_shares_of_strangers(rng, record_property):
-    """A damaged share is FormatError, or a share that serialises to the same bytes; no element is in the message."""
-    seeds = [share.to_bytes() for share in serialised()]
+    """A damaged share is FormatError, or a share that serializes to the same bytes; no element is in the message."""
+    seeds = [share.to_bytes() for share in serialized()]
     refused = 0
     for _ in range(60):
         data = rng.choice(seeds)

@@ -1,6 +1,6 @@
 """Proofs on devices are those of the CPU, exactly: on PoCL, on NVIDIA where there is a GPU.
 
-PoCL takes half a minute to compile a family's programs, even without its optimiser five seconds, so what makes proofs
+PoCL takes half a minute to compile a family's programs, even without its optimizer five seconds, so what makes proofs
 there is slow.
 """
 

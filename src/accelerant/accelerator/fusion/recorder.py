@@ -466,9 +466,9 @@ def _rowwise(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
     return function
 
 
-def _normalised(x: Traced, size: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Traced:
+def _normalized(x: Traced, size: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Traced:
     if len(tuple(size)) != 1 or x.dropped:
-        raise TypeError("normalisation over more than the last dimension")
+        raise TypeError("normalization over more than the last dimension")
     a = x.expr - _mean(x.expr) if centred else x.expr
     y = a * (_mean(a * a) + eps).do("rsqrt")
     y = y if weight is None else y * _operand(weight)
@@ -478,12 +478,12 @@ def _normalised(x: Traced, size: Any, weight: Any, bias: Any, eps: float, centre
 def _layer_norm(
     x: Traced, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
 ) -> Traced:
-    return _normalised(x, normalized_shape, weight, bias, eps, centred=True)
+    return _normalized(x, normalized_shape, weight, bias, eps, centred=True)
 
 
 def _rms_norm(x: Traced, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Traced:
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps  # as torch does
-    return _normalised(x, normalized_shape, weight, None, eps, centred=False)
+    return _normalized(x, normalized_shape, weight, None, eps, centred=False)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def prefixed(curve: Curve[Any], text: str) -> str:
 
 
 def coordinate(curve: Curve[Any], value: Any) -> str:
-    """Return a coordinate's initialiser in C, in Montgomery form."""
+    """Return a coordinate's initializer in C, in Montgomery form."""
     base = curve.coordinates.base
     parts = []
     for part in curve.coordinates.parts(value):

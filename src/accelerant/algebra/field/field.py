@@ -1,4 +1,4 @@
-"""Prime fields for users: vectorised arithmetic on NumPy arrays and torch tensors, and arrays that stay on a device.
+"""Prime fields for users: vectorized arithmetic on NumPy arrays and torch tensors, and arrays that stay on a device.
 
 Arrays hold canonical words (words.py): (..., limbs) of uint64, the least significant first; one-limb fields have no
 axis of limbs, and BabyBear's words are uint32. Python integers, also in lists, represent elements. Arrays decide where

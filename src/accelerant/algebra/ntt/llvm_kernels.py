@@ -99,7 +99,7 @@ def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
 
 
 def radix_log(packed: PackedField) -> int:
-    """Return the levels of a step: so many that its packs stay in registers; for words, as many as LLVM vectorises."""
+    """Return the levels of a step: so many that its packs stay in registers; for words, as many as LLVM vectorizes."""
     return 3 if packed.field.limbs == 1 else 2
 
 

@@ -2,7 +2,7 @@
 
 Paillier's values are int64, a ciphertext each, never packed; rows are of 1000 values, scaled from other numbers of
 them. Sums on a GPU are of 2^18 ciphertexts that are there. phe uses gmpy2 where it is installed, on one core. BFV's
-rows are of one ciphertext, on a GPU one of 64 in a call; products are relinearised. Every result is decrypted and
+rows are of one ciphertext, on a GPU one of 64 in a call; products are relinearized. Every result is decrypted and
 compared before it is timed.
 """
 

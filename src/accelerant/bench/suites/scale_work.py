@@ -1,6 +1,6 @@
 """The processes of the suite scale: each measures its part of a case; rank 0 appends the results to a file.
 
-Steps without communication are built before torch.distributed is initialised, so that nothing reduces their gradients,
+Steps without communication are built before torch.distributed is initialized, so that nothing reduces their gradients,
 and run at the same time on all devices. Every result is compared with that of one process, or with plain PyTorch's,
 before its time counts.
 """
@@ -108,7 +108,7 @@ class _Process:
         self.precision = torch.bfloat16 if self.gpu else None
 
     def meet(self) -> None:
-        """Initialise torch.distributed."""
+        """Initialize torch.distributed."""
         backend = {"backend": "cpu:gloo,cuda:nccl", "device_id": self.where} if self.gpu else {"backend": "gloo"}
         dist.init_process_group(**backend, timeout=timedelta(seconds=_PATIENCE_S))
 

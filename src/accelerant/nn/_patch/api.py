@@ -46,7 +46,7 @@ def patch(
     Args:
         model: any module (before DDP, fully_shard and torch.compile). A patched model is not changed again, whatever
             the options.
-        loss: in training with labels, compute a language model's loss without materialising its logits; reading
+        loss: in training with labels, compute a language model's loss without materializing its logits; reading
             output.logits computes them. False: always compute all logits, and leave torch.nn's losses.
         padding: "exact": masks with padding go to torch's attention, and results equal the unpatched model's at all
             positions. "skip": they stay on our kernels; tokens do not attend to padding, and results at padded

@@ -59,7 +59,7 @@ class Pattern:
     def boundaries(self) -> Tensor | None:
         """Return the boundaries of runs in the concatenated sequences, 3B + 1 int32.
 
-        A sequence consists of padding, tokens and padding, each possibly empty; None if one does not. Synchronises with
+        A sequence consists of padding, tokens and padding, each possibly empty; None if one does not. Synchronizes with
         the device once a mask.
         """
         assert self.padding is not None  # for the type checker: called only with padding
@@ -107,7 +107,7 @@ def causal_mask(S: int, device: torch.device) -> Tensor:
     """Return the causal mask of S consecutive tokens, (1, 1, S, S), which transformers accepts as it is.
 
     To build the mask itself, transformers reads on the host whether positions restart (packed sequences), which
-    synchronises with the device once a forward pass. Under torch.compile it builds one in any case, and no attributes
+    synchronizes with the device once a forward pass. Under torch.compile it builds one in any case, and no attributes
     can be attached: an empty mask then stands for the causal one.
     """
     if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
 """The rules and forward methods of torch.nn's own layers, outside of transformers' models; transformers is not needed.
 
-A layer is recognised by its class, exactly: a subclass may have another forward. A container whose layers are fused
+A layer is recognized by its class, exactly: a subclass may have another forward. A container whose layers are fused
 (Sequential, TransformerEncoderLayer) looks at each of them when it runs, and calls those that have hooks, adapters or
 another class. Each forward falls back to its class's own for arguments that our op does not take.
 """
@@ -373,13 +373,13 @@ _Rule = Callable[[Any, Options], ModulePlan | str]
 def plan_layer_norm(module: Any, options: Options) -> ModulePlan | str:
     """Return the plan of an nn.LayerNorm."""
     if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
+        return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
     return ModulePlan([("norm", "ops.layer_norm")], layer_norm_forward)
 
 
 def _rms_norm(module: Any, options: Options) -> ModulePlan | str:
     if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
+        return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
     return ModulePlan([("norm", "ops.rms_norm")], _rms_norm_forward)
 
 

@@ -313,7 +313,7 @@ def _is_capture(hook: Any) -> bool:
 def is_bare(module: nn.Module, kind: type[nn.Module], forward: Forward | None = None) -> bool:
     """Return whether a module may be bypassed by using its weights directly.
 
-    It may not if it has hooks (FSDP, offloading), another class (LoRA, quantised, parametrised) or a forward other than
+    It may not if it has hooks (FSDP, offloading), another class (LoRA, quantized, parametrized) or a forward other than
     `forward` (None: its class's).
     """
     if type(module) is not kind or has_hooks(module):

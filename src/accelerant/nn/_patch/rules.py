@@ -1,6 +1,6 @@
 """The replacement of each form of module, and the conditions for it.
 
-Modules are recognised by what they are, not by the model that they are in: a class of torch, the form of a class's
+Modules are recognized by what they are, not by the model that they are in: a class of torch, the form of a class's
 forward (see fingerprints), a forward that calls transformers' attention interface, or a model whose loss is one that
 our cross entropy computes.
 """
@@ -300,7 +300,7 @@ def _keeps_attention(module: Any, model: Any) -> str | None:
 
 @functools.cache
 def _names_sdpa(module: str) -> bool:
-    """Return whether a modelling module compares the attention that a config names with "sdpa"."""
+    """Return whether a modeling module compares the attention that a config names with "sdpa"."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):

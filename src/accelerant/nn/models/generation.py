@@ -3,7 +3,7 @@
 A model implements Decodable: `prefill` reads a prompt, `decode` one more token of each sequence, and `cache_shape`
 gives the dimensions of the cache. All state that changes from token to token is on the device: positions, drawn tokens,
 which sequences have ended. One decoding step, sampling included, is therefore captured as a CUDA graph and replayed,
-without synchronisation until the end.
+without synchronization until the end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 STOP_INTERVAL = 16
-"""Tokens between two checks whether every sequence has ended: a check synchronises with the device."""
+"""Tokens between two checks whether every sequence has ended: a check synchronizes with the device."""
 
 _LENGTH_MULTIPLE = 64  # capacities and prompts in tokens are rounded up to it, so that kernels see few sizes
-_EAGER_STEPS = 2  # before the capture: kernels are compiled and libraries initialised
+_EAGER_STEPS = 2  # before the capture: kernels are compiled and libraries initialized
 _MIN_CAPTURED_TOKENS = 8
 _ARGMAX_BLOCK = 256  # logits of a row that the first of two argmax stages reduces
 
@@ -200,7 +200,7 @@ class Decoding:
         self.end += 1
 
     def has_ended(self) -> bool:
-        """Return whether every sequence has produced a stop token; synchronises with the device."""
+        """Return whether every sequence has produced a stop token; synchronizes with the device."""
         return self._stop is not None and bool(self._done.all())
 
     def _decode(self) -> None:

@@ -3,7 +3,7 @@
 
 logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T if untied)
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; initialisation as in its
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; initialization as in its
 section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
 """
 

@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
+        """Return the final normalized features, (B, T, width), of tokens (B, T)."""
         raise NotImplementedError
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -300,7 +300,7 @@ def encoding_of(blocks: Iterable[bytes]) -> tuple[str, str]:
         blocks: the bytes, in parts of any size; the first is at least 64 KiB, or all.
 
     Raises:
-        NotTextError: they are empty, binary, or in an encoding that is not recognised.
+        NotTextError: they are empty, binary, or in an encoding that is not recognized.
     """
     stream = iter(blocks)
     first = next(stream, b"")
@@ -342,7 +342,7 @@ def encoding_of(blocks: Iterable[bytes]) -> tuple[str, str]:
     if good > bad:
         return "utf-8", f"with {bad:,} replaced characters: they are not UTF-8"
     if no_1252 or high > _MOST_HIGH * size:
-        raise NotTextError("in an encoding that is not recognised: convert it to UTF-8" if kind == "binary" else kind)
+        raise NotTextError("in an encoding that is not recognized: convert it to UTF-8" if kind == "binary" else kind)
     return "cp1252", "as Windows-1252"
 
 

@@ -518,7 +518,7 @@ class _TextRun:
         if shape is None:
             shape = CharRNNConfig(**sizes) if run.model == "rnn" else GPTConfig(**sizes, heads=run.heads)
         self._shape = shape
-        self._model = model or _built(shape)  # initialised on the host: the same weights for every device
+        self._model = model or _built(shape)  # initialized on the host: the same weights for every device
         if model is None and isinstance(self._model, GPT):
             # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
             self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))

@@ -1,4 +1,4 @@
-"""The loss that a training minimises, and evaluation with metrics, for any module.
+"""The loss that a training minimizes, and evaluation with metrics, for any module.
 
 A batch is a tuple of tensors. The loss of a module with a method `loss` is `model.loss(*batch)`. For any other module
 the last tensor is the targets and the others the inputs: `loss(model(*inputs), targets)`.

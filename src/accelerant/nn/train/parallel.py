@@ -40,7 +40,7 @@ GPT 124M, 32 x 1024: NCCL on two H200 takes 54.4 ms a step, with 25 MiB 56.8, wi
 H100 take 57.6 (4 x 1024: 10.5), with 100 MiB 57.9 (10.7).
 """
 _FIRST_BYTES = 1 << 20  # a small first bucket: the network is busy from the first gradients on
-_ALIGNED = 64  # elements: gradients begin at multiples of 128 bytes or more, for vectorised kernels
+_ALIGNED = 64  # elements: gradients begin at multiples of 128 bytes or more, for vectorized kernels
 
 
 def share_of(rows: int, processes: Processes) -> slice:

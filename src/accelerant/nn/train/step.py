@@ -1,4 +1,4 @@
-"""One optimiser step as one call: forward, backward, clipping and update; on a GPU as one CUDA graph.
+"""One optimizer step as one call: forward, backward, clipping and update; on a GPU as one CUDA graph.
 
     step = TrainStep(model, optimizer, model.loss, max_grad_norm=1.0, precision=torch.bfloat16)
     for number, batch in enumerate(batches):
@@ -6,7 +6,7 @@
     float(result.loss)                               # waits for the device
 
 A step of a small model launches hundreds of kernels, each shorter than its launch takes on the host. With a graph the
-device launches them. The first steps run eagerly, because they compile kernels and create optimiser state; the next one
+device launches them. The first steps run eagerly, because they compile kernels and create optimizer state; the next one
 is captured, and all later ones are replays over the same memory.
 """
 
@@ -252,7 +252,7 @@ def require_scalar(loss: Any) -> Tensor:
 class TrainStep(GraphedStep):
     """Forward, backward, clipping and update of a model.
 
-    If torch.distributed is initialised with several processes, they do each step together: parameters and buffers begin
+    If torch.distributed is initialized with several processes, they do each step together: parameters and buffers begin
     as rank 0's, and the gradient is that of the mean over the batches of all, summed in buckets while the backward pass
     runs. The gradients of a DistributedDataParallel, and of parameters that FSDP2 shards, are left to these.
 
@@ -535,7 +535,7 @@ class TrainStep(GraphedStep):
         def capture() -> None:
             self._output = graph.capture(self._run, self._inputs, warm_up=0)
 
-        # A failed capture leaves gradients in uninitialised memory.
+        # A failed capture leaves gradients in uninitialized memory.
         recorded = self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True))
         if any(self._processes.largest([not recorded])):  # some processes cannot replay while others exchange flags
             self.optimizer.zero_grad(set_to_none=True)

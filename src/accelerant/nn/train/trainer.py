@@ -269,7 +269,7 @@ class Trainer:
         return self.measure(make_source(data, targets, self.config), step=0)
 
     def measure(self, source: Source, *, step: int) -> Evaluation:
-        """Return the loss and the metrics on all rows of a source, labelled with the number of completed steps."""
+        """Return the loss and the metrics on all rows of a source, labeled with the number of completed steps."""
         total, processes = source.rows(), Processes()
         if processes.size > 1:  # those of a batch norm, for example
             processes.from_first_([buffer.detach() for buffer in self.model.buffers()])

@@ -1,4 +1,4 @@
-"""The kernels of the aten table in OpenCL C: five templates, specialised by expression, dtypes and layout.
+"""The kernels of the aten table in OpenCL C: five templates, specialized by expression, dtypes and layout.
 
 A kernel is compiled once for each expression, combination of dtypes and number of dimensions that remain after those
 that lie together in memory are merged. Sizes, strides and scalars are arguments. The innermost stride of an operand is

@@ -1,4 +1,4 @@
-"""The kernels of the aten table in WGSL: five templates, specialised by expression, dtypes and number of dimensions.
+"""The kernels of the aten table in WGSL: five templates, specialized by expression, dtypes and number of dimensions.
 
 A kernel is compiled once for each expression and layout; sizes, strides and scalars are arguments. Expressions are
 evaluated in f32, in i32, or for int64, which WGSL lacks, in pairs of u32 (int64.wgsl), with functions for operators.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialized, tolerances
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
 
@@ -104,14 +104,14 @@ def compilation(
     kernel: str, kind: str, width: int, capability: tuple[int, int], *, causal: bool = True, window: int = -1,
     packed: bool = False, mask: str | None = None, split: bool = False,
 ) -> Compilation:  # fmt: skip
-    """Return a kernel's specialisation as a device of this compute capability launches it."""
+    """Return a kernel's specialization as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     plan = plan_for(kernel, width, dtype, capability, split, mask is not None)
     types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
     upcast, precision = dtype == torch.bfloat16 and capability < (8, 0), "fp16x3" if split else "ieee"
     fixed = constants(plan, width, causal, window, upcast=upcast, precision=precision)
-    return specialised(_KERNELS[kernel], {**types, **cu, "mask_ptr": mask}, fixed, plan.num_warps, plan.num_stages)
+    return specialized(_KERNELS[kernel], {**types, **cu, "mask_ptr": mask}, fixed, plan.num_warps, plan.num_stages)
 
 
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.

@@ -1,6 +1,6 @@
 """Attention by torch's own functions, on any device: the fallback of the kernels and libraries.
 
-On the CPU these are torch's fused functions, forward and backward; elsewhere the score matrix is materialised.
+On the CPU these are torch's fused functions, forward and backward; elsewhere the score matrix is materialized.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, seen: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute attention with a materialised score matrix, by functions that torch differentiates any number of times.
+    """Compute attention with a materialized score matrix, by functions that torch differentiates any number of times.
 
     Args:
         q: (B, Hq, S, D).
@@ -214,7 +214,7 @@ def dense_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return dq, dk and dv by the formulas of triton_kernels.py, with a materialised score matrix."""
+    """Return dq, dk and dv by the formulas of triton_kernels.py, with a materialized score matrix."""
     wide = lse.dtype
     split = (k.shape[1], q.shape[1] // k.shape[1])
     dos, qs, os = (x.to(wide).unflatten(1, split) for x in (do, q, o))

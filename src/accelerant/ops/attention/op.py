@@ -242,7 +242,7 @@ def attention(
         o, (B, Hq, S, D), dtype of q, in q's layout; accumulated in float32 from products in q's dtype. A query that
         sees no key, whatever hides them, gives zeros and zero gradients. With return_lse (o, lse): lse[i] = log sum_j
         exp(s[i, j]), natural logarithm, (B, Hq, S), float32 (float64 for float64), -inf without a visible key; it
-        carries no gradient. Memory is linear in S and Skv. Differentiable twice (the second time with a materialised
+        carries no gradient. Memory is linear in S and Skv. Differentiable twice (the second time with a materialized
         score matrix). Under torch.autocast q, k and v are cast to the autocast dtype.
 
     Raises:
@@ -251,7 +251,7 @@ def attention(
         ConfigError: a negative window, or causal is not a bool.
 
     The kernels take D up to 256; torch's functions serve wider heads. With a mask our Triton kernels run on a GPU. A
-    mask of numbers that requires a gradient gets it from torch's functions, with a materialised score matrix: the
+    mask of numbers that requires a gradient gets it from torch's functions, with a materialized score matrix: the
     ledger has the call as attention_mask_gradient. Under forward-mode differentiation and the transforms of torch.func
     (grad, jvp, vmap, ...) torch's own functions run, which the ledger does not count.
 

@@ -14,7 +14,7 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
     return_lse: bool = False, mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return softmax(scale q k^T + mask) v over the keys that each query sees, with a materialised score matrix."""
+    """Return softmax(scale q k^T + mask) v over the keys that each query sees, with a materialized score matrix."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     S, Skv, D = q.shape[2], k.shape[2], q.shape[3]

@@ -1,4 +1,4 @@
-"""Attention without materialising the score matrix.
+"""Attention without materializing the score matrix.
 
     s[i, j] = scale q[i] . k[j] where query i sees key j, else -inf
     lse[i] = log sum_j exp s[i, j]        o[i] = sum_j exp(s[i, j] - lse[i]) v[j]

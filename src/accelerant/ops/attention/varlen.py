@@ -43,7 +43,7 @@ def _torch_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute one sequence at a time; synchronises with the device to read the offsets."""
+    """Compute one sequence at a time; synchronizes with the device to read the offsets."""
     bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide)
@@ -131,7 +131,7 @@ def attention_varlen(
         ConfigError: a negative window or length.
 
     Under forward-mode differentiation and the transforms of torch.func torch's own functions run, with the score matrix
-    of all sequences materialised; the ledger does not count them.
+    of all sequences materialized; the ledger does not count them.
 
     Source: as attention; Dao 2023, arXiv:2307.08691 for the packed form.
     """

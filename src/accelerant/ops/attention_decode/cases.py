@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, specialized, tolerances
 from accelerant.ops.attention_decode.op import KERNELS as _KERNELS
 from accelerant.ops.attention_decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 
@@ -38,12 +38,12 @@ TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4
 def compilation(
     kind: str, width: int, capability: tuple[int, int], rows: int = 4, *, split: bool = True
 ) -> Compilation:
-    """Return the specialisation of fwd that a device of this compute capability launches."""
+    """Return the specialization of fwd that a device of this compute capability launches."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types = {"*": kind, "lengths_ptr": "*i32", "scale": "fp32", "o_ptr": "*fp32" if split else kind}
     optional = {"lse_ptr": "*fp32" if split else None}
     fixed = constants(rows, width, dtype, capability)
-    return specialised(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
+    return specialized(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
 
 
 KERNELS = (

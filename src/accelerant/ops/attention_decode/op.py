@@ -102,7 +102,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Compute one sequence at a time; synchronises with the device to read the lengths."""
+    """Compute one sequence at a time; synchronizes with the device to read the lengths."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.no_grad():
         for b, length in enumerate(lengths.tolist()):

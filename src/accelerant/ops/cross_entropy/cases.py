@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialized, tolerances
 from accelerant.ops._launch import next_power_of_2
 from accelerant.ops.cross_entropy.launch import (
     COUNTS,
@@ -60,7 +60,7 @@ _TYPES = {
 
 def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **constants: Any) -> Compilation:
     types = {"*": kind, **_TYPES, "dx_ptr": kind if gradient else None, "dy_ptr": None}
-    return specialised(_KERNELS[name], types, {"SMOOTH": False, "COUNTS": COUNTS, **constants}, num_warps)
+    return specialized(_KERNELS[name], types, {"SMOOTH": False, "COUNTS": COUNTS, **constants}, num_warps)
 
 
 def _narrow(kind: str, N: int) -> Compilation:
@@ -72,7 +72,7 @@ def _narrow(kind: str, N: int) -> Compilation:
 def _few(kind: str, N: int, *, smooth: bool) -> Compilation:
     block_n = next_power_of_2(N)
     fixed = {"MEAN": True, "SMOOTH": smooth, "ROWS": FEW_ROWS // block_n, "BLOCK_N": block_n, "BLOCK": 1024}
-    compilation = specialised(_KERNELS["few"], {"*": kind, **_TYPES}, fixed, FEW_WARPS)
+    compilation = specialized(_KERNELS["few"], {"*": kind, **_TYPES}, fixed, FEW_WARPS)
     return replace(compilation, multiple=math.gcd(N, 16))
 
 

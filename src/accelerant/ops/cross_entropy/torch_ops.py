@@ -96,7 +96,7 @@ def _chunk(x: Tensor, at: Tensor, smoothing: float, out: Tensor, c: Tensor | Non
         losses = more - p.log()
         if not bool((p >= _TINY).all()):  # or NaN
             losses = _from_logarithms(torch.log_softmax(x.to(out.dtype), 1), at, smoothing)
-    else:  # without the check of p, which would synchronise with the device
+    else:  # without the check of p, which would synchronize with the device
         losses = _from_logarithms(torch.log_softmax(wide, 1, out=out), at, smoothing)
         out.exp_()
     out.mul_(c)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation, specialised
+from accelerant.ops._cases import Compilation, specialized
 from accelerant.ops.decode.launch import KERNELS as _KERNELS
 from accelerant.ops.decode.launch import WORDS_PLANS, DecodePlan, usual_plan
 
@@ -19,25 +19,25 @@ def _linear(
         "*": kind, "weight_ptr": "*i8" if integers else kind, "scale_ptr": "*fp32" if integers else None, "eps": "fp32",
         "norm_ptr": kind if norm else None, "residual_ptr": kind if residual else None,
     }  # fmt: skip
-    return specialised(_KERNELS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
+    return specialized(_KERNELS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
 
 
 def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
     types = {"*": "*fp32", "planes_ptr": "*i32", "weight_ptr": "*i32", "y_ptr": "*bf16"}
     optional = {"residual_ptr": "*bf16" if residual else None}
-    return specialised(_KERNELS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
+    return specialized(_KERNELS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
 
 
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
-    return specialised(_KERNELS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
+    return specialized(_KERNELS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
 
 
 def _rope(kind: str, *, turned: bool = True) -> Compilation:
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
     types = {"*": kind, "positions_ptr": "*i32", **tables}
-    return specialised(_KERNELS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
+    return specialized(_KERNELS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)

@@ -219,7 +219,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
         ConfigError: padding_idx is out of range; or, on a CPU, an index is.
         TypeError: an argument is not a tensor.
 
-    On a GPU indices are not checked, which would synchronise: one outside [0, V) reads no memory, gives a row of NaN
+    On a GPU indices are not checked, which would synchronize: one outside [0, V) reads no memory, gives a row of NaN
     and contributes no gradient. (torch's own function, if dispatch chooses it, asserts on the device.)
 
     The backward pass sorts the indices and adds in a fixed order. With races enabled atomic additions may be chosen,

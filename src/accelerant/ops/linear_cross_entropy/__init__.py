@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's result, without materialising it."""
+"""Cross entropy of a linear layer's result, without materializing it."""
 
 from accelerant.ops.linear_cross_entropy.op import linear_cross_entropy
 

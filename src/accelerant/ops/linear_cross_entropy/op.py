@@ -33,7 +33,7 @@ def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy of all logits, materialised."""
+    """Return the cross entropy of all logits, materialized."""
     return cross_entropy_reference(
         hidden @ weight.T, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
@@ -174,7 +174,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy of the logits hidden W^T without materialising all logits.
+    """Return the cross entropy of the logits hidden W^T without materializing all logits.
 
     loss = (1 - s) (L - x_t) + s (L - mean x), with x = W h, L = log sum exp x, t the class, s the label smoothing
 
@@ -201,7 +201,7 @@ def linear_cross_entropy(
     gradients of hidden, and of weight in float32, if needed. They are computed with the loss ("none": in the backward
     pass, from recomputed logits). On devices other than the CPU a target out of range makes the loss NaN. Under
     forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's own linear and
-    cross_entropy run, with all logits materialised, which the ledger does not count.
+    cross_entropy run, with all logits materialized, which the ledger does not count.
 
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2.
     """
@@ -248,7 +248,7 @@ def _case(hidden: Tensor, weight: Tensor, dtype: str, needs: Sequence[bool], *op
 
 
 def _cpu_case(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
-    """Return None for more logits than should be materialised."""
+    """Return None for more logits than should be materialized."""
     few = hidden.shape[0] * weight.shape[0] <= _WHOLE
     return _case(hidden, weight, args[4], args[-2:]) if few else None
 

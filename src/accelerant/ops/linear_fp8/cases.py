@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation, specialised
+from accelerant.ops._cases import Compilation, specialized
 from accelerant.ops.linear_fp8.launch import KERNELS as _KERNELS
 from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, row_plan
 
@@ -20,7 +20,7 @@ WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
 def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
     plan = row_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", "factor_ptr": "*fp32" if factor else None}
-    return specialised(_KERNELS["rows"], types, constants(plan, N), plan.num_warps)
+    return specialized(_KERNELS["rows"], types, constants(plan, N), plan.num_warps)
 
 
 def _gelu(N: int) -> Compilation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Sample, specialized, tolerances
 from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
 from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
 
@@ -45,12 +45,12 @@ def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep
     types = {"*": kind, "z_ptr": kind if keep else None}
     kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
     fixed = plan.constants(plan.block_k, tanh=tanh, upcast=False)
-    return specialised(kernel, types, fixed, plan.num_warps, plan.stages)
+    return specialized(kernel, types, fixed, plan.num_warps, plan.stages)
 
 
 def _backward(*, tanh: bool, kind: str = "*bf16", activation: bool = False) -> Compilation:
     types = {"*": kind, "partial_ptr": "*fp32", "a_ptr": kind if activation else None}
-    return specialised(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
+    return specialized(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
 
 
 def _join(rows: int, columns: int, kind: str = "*fp32") -> Compilation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialized, tolerances
 from accelerant.ops.linear_int8 import launch
 from accelerant.ops.linear_int8.launch import Int8TilePlan, StripPlan
 
@@ -45,14 +45,14 @@ TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4
 
 def _row(plan: StripPlan, kind: str = "*bf16", *, bias: bool = False) -> Compilation:
     types = {"*": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": kind if bias else None}
-    return specialised(launch.KERNELS["row"], types, plan.constants, plan.num_warps)
+    return specialized(launch.KERNELS["row"], types, plan.constants, plan.num_warps)
 
 
 def _fwd(plan: Int8TilePlan, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
     optional = {"scale_ptr": "*fp32", "bias_ptr": kind} if scaled else {"scale_ptr": None, "bias_ptr": None}
     types = {"*": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **optional}
     constants = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
-    return specialised(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
+    return specialized(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
 
 
 def _dynamic(plan: Int8TilePlan, *, integers: bool = True) -> Compilation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Fractions, OpCases, Sample, size_name, specialised, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Fractions, OpCases, Sample, size_name, specialized, tolerances
 from accelerant.ops._launch import STREAM
 from accelerant.ops.losses.op import KERNELS as _KERNELS
 from accelerant.ops.losses.op import PARTS
@@ -54,7 +54,7 @@ def _compilation(way: str, name: str, kind: str, *, weighted: bool, **constants:
     if constants.get("SUM"):
         types["y_ptr"] = "*fp32"
     fixed = {"KIND": name, **constants, "BLOCK": STREAM.block}
-    return specialised(_KERNELS[way], types, fixed, STREAM.num_warps)
+    return specialized(_KERNELS[way], types, fixed, STREAM.num_warps)
 
 
 KERNELS = (

@@ -2,7 +2,7 @@
 
 A table holds addresses, not tensors, so that gradients can be freed. Tables are kept and found by the addresses: while
 gradients return to the same memory, a step copies nothing to the device. A new table is copied from pinned memory
-without synchronising. Under CUDA graph capture the copy becomes part of the graph, from pinned memory that was reserved
+without synchronizing. Under CUDA graph capture the copy becomes part of the graph, from pinned memory that was reserved
 before the capture and is never reused.
 """
 
@@ -304,7 +304,7 @@ def check(tensors: Tensors) -> None:
         for name, tensor in (("parameter", param), ("gradient", grad)):
             if tensor.dtype not in DTYPES:
                 allowed = ", ".join(map(name_of, DTYPES))
-                raise UnsupportedDtype(f"optimisers take {allowed}; {name} {i} is {name_of(tensor.dtype)}")
+                raise UnsupportedDtype(f"optimizers take {allowed}; {name} {i} is {name_of(tensor.dtype)}")
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

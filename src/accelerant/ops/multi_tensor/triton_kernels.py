@@ -6,7 +6,7 @@ Layout: a table of int64 with eight columns per tensor: addresses of parameter, 
         row of the group's values. A group's row is seven float64 (as bits) and the address of a learning rate on the
         device, or 0 if the first of the seven is the learning rate. The small _prepare kernels compute a row of sixteen
         float32 coefficients per tensor, so that powers, quotients and the clipping coefficient are computed once per
-        tensor, in float64 (1 - beta^step cancels), without synchronising with the host.
+        tensor, in float64 (1 - beta^step cancels), without synchronizing with the host.
         A map of int64, one per chunk: tensor * 2^32 + chunk of that tensor.
 Grid:   one program per chunk of CHUNK elements, in steps of BLOCK; _total and _prepare: one program. Whole chunks take
         a path without masks, with 16-byte accesses if all addresses are multiples of 16.

@@ -186,7 +186,7 @@ def launch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowPlan | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Normalise rows.
+    """Normalize rows.
 
     Returns:
         y, contiguous, in `dtype` or that of x; with a residual s = x + residual, contiguous, in the residual's dtype;

@@ -31,7 +31,7 @@ __all__ = [
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalise rows to mean 0 and variance 1, scale by weight, shift by bias."""
+    """Normalize rows to mean 0 and variance 1, scale by weight, shift by bias."""
     centred = x - x.mean(-1, keepdim=True)
     y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -40,7 +40,7 @@ def layer_norm_reference(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Normalise rows to mean square 1, scale by weight."""
+    """Normalize rows to mean square 1, scale by weight."""
     y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
 
@@ -165,7 +165,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, and normalise the sum as layer_norm does, in one pass over memory.
+    """Add x to the residual stream, and normalize the sum as layer_norm does, in one pass over memory.
 
     s = x + residual        y = layer_norm(s, weight, bias)
 
@@ -193,7 +193,7 @@ def add_layer_norm(
 
 @_add_rms_norm_cpu
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, and normalise the sum as rms_norm does, in one pass over memory.
+    """Add x to the residual stream, and normalize the sum as rms_norm does, in one pass over memory.
 
     s = x + residual        y = rms_norm(s, weight)
 

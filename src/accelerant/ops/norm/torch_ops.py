@@ -14,7 +14,7 @@ def torch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Normalise as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
+    """Normalize as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
 
     Without them, everything that runs on a CPU is torch's own and differentiable, as it is on a GPU for one dtype.
     """

@@ -44,7 +44,7 @@ def norm_fwd(
         if residual_ptr is not None:
             residual_at = rows[:, None] * residual_stride + at
             residual = tl.load(residual_ptr + residual_at, mask=inside, other=0.0, eviction_policy=EVICTION)
-            # Rounded before it is normalised: what the backward pass reads again, and what torch does unfused.
+            # Rounded before it is normalized: what the backward pass reads again, and what torch does unfused.
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + rows[:, None] * N + at, x, mask=inside)
         xs = xs + (x.to(tl.float32),)  # noqa: RUF005 - Triton has no starred tuples

@@ -68,10 +68,10 @@ class DecoderLayer(torch.autograd.Function):
         )
         saved_heads: tuple[Tensor | None, ...] = (None, None, None, None)
         if nq is not None:
-            unnormalised = q, k
+            unnormalized = q, k
             q, statistics_q = _rms_norm.forward(q, nq, None, spec.eps[0])
             k, statistics_k = _rms_norm.forward(k, nk, None, spec.eps[0])
-            saved_heads = (*unnormalised, statistics_q, statistics_k)
+            saved_heads = (*unnormalized, statistics_q, statistics_k)
         q = _rope.forward(q.transpose(1, 2), cos, sin, False)
         k = _rope.forward(k.transpose(1, 2), cos, sin, False)
         v = v.transpose(1, 2)

@@ -147,7 +147,7 @@ _COIN_BITS = 21
 
 
 def error_polynomials(stream: SecureStream, *shape: int) -> Integers:
-    """Draw from the centred binomial distribution of 2 x 21 bits, standard deviation 3.24; in constant time.
+    """Draw from the centered binomial distribution of 2 x 21 bits, standard deviation 3.24; in constant time.
 
     The standard's tables are for a discrete Gaussian of standard deviation 8 / sqrt(2 pi) = 3.19. Microsoft SEAL takes
     this distribution for it, too.
@@ -278,7 +278,7 @@ class Scheme:
         return z
 
     def multiply(self, x: Any, y: Any, key: Any) -> Any:
-        """Return the products of ciphertexts, relinearised by the key for s^2."""
+        """Return the products of ciphertexts, relinearized by the key for s^2."""
         factors = (x,) if x is y else (x, y)
         return self._in_turn("bfv_multiply", self._multiply, key, *factors)
 

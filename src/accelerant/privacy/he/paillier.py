@@ -518,7 +518,7 @@ class EncryptedTensor:
         return self.origin.dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a message, which rerandomises; it is read to the CPU."""
+        """Pickle as a message, which rerandomizes; it is read to the CPU."""
         return EncryptedTensor.from_bytes, (self.to_bytes(), self.public)
 
     def __copy__(self) -> EncryptedTensor:

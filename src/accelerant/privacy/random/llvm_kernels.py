@@ -157,7 +157,7 @@ class VectorKernel(ABC):
     """
 
     vectors: Vectors | None = field(default=None, kw_only=True)
-    written_out = True  # everything is vectors already: no optimisation but inlining helps
+    written_out = True  # everything is vectors already: no optimization but inlining helps
 
     @property
     def key(self) -> str:

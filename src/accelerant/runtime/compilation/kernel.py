@@ -4,7 +4,7 @@ A source holds the same algorithm in one or more *dialects*; a provider compiles
 
     portable   C with the macro header portable.h: CUDA, HIP, OpenCL and the CPU from one text
     cuda       CUDA C++
-    triton     a Triton function with its specialisation (made by triton.py)
+    triton     a Triton function with its specialization (made by triton.py)
     llvm       a builder of LLVM IR for the CPU
 
 A dialect's value is the program's text, or a Builder that makes the program for each target.

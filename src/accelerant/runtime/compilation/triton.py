@@ -1,10 +1,10 @@
-"""Triton as a compiler: a Triton function and its specialisation become a KernelSource.
+"""Triton as a compiler: a Triton function and its specialization become a KernelSource.
 
 Triton makes the machine code; the provider keeps it in its disk cache, loads it and launches it as any other kernel. A
 warm start therefore imports no Triton and needs no C compiler, and a launch costs as much as a CUDA launch. Under
 TRITON_INTERPRET=1 the function runs on CPU tensors instead; tests use this without a GPU.
 
-A specialisation consists of the element types of the pointers, whether each pointer and integer is a multiple of 16
+A specialization consists of the element types of the pointers, whether each pointer and integer is a multiple of 16
 (wider loads; for row lengths and strides also 8, 4 or 2), and the compile-time constants.
 """
 
@@ -88,7 +88,7 @@ def _sources_hash() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Specialisation:
+class Specialization:
     """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
 
     `kinds` has Triton's type of each argument in order ("*bf16", "i32"), "constexpr" for constants, which have their
@@ -304,7 +304,7 @@ class TritonKernel:
         self, kinds: tuple[str, ...], constants: tuple[tuple[str | int, Any], ...],
         multiples: tuple[tuple[int, int], ...], num_warps: int, num_stages: int,
     ) -> KernelSource:  # fmt: skip
-        special = Specialisation(
+        special = Specialization(
             self.module, self.name, kinds, constants, multiples, num_warps, num_stages, self.contracts
         )
         types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")

@@ -99,7 +99,7 @@ def _ignore(_ms: float) -> None: ...
 class Explanation:
     """The result of a function, and the decisions within its call, one for each dispatch, in order.
 
-    `total_ms` is the wall time of the call with the device synchronised, with compilation if it is a first call. At the
+    `total_ms` is the wall time of the call with the device synchronized, with compilation if it is a first call. At the
     prompt it shows the decisions, or one line if `explain` has just printed them (`printed`).
     """
 

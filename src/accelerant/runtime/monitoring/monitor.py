@@ -321,7 +321,7 @@ def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: b
     ...     step()
     >>> print(measured)
 
-    The device is synchronised at both ends. Energy is the difference of the device's own counter (NVML: since Volta;
+    The device is synchronized at both ends. Energy is the difference of the device's own counter (NVML: since Volta;
     CPU: powercap, if readable), which includes other processes. NVML's counter is updated about ten times a second, so
     a region should last a second or more; if it did not change, or there is none, power is integrated over the readings
     by the trapezoidal rule.

@@ -177,6 +177,6 @@ hardware slowdown, software and hardware thermal slowdown, external power brake.
 def slow_down_reasons(bits: int) -> tuple[str, ...]:
     """Return why a device lowers its clocks ("thermal", "power", ...), from NVML's mask of reasons, sorted.
 
-    Idleness, set application clocks and synchronised boards are no reasons.
+    Idleness, set application clocks and synchronized boards are no reasons.
     """
     return tuple(sorted({name for bit, name in _SLOW_DOWNS.items() if bits & bit}))

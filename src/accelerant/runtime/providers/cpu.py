@@ -65,7 +65,7 @@ __all__ = ["CpuProvider"]
 _ALIGNMENT = 256
 _LEVEL = 3
 _PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")
-"""LLVM's options for a kernel whose vectorisation and unrolling are left to it; part of the cache's key."""
+"""LLVM's options for a kernel whose vectorization and unrolling are left to it; part of the cache's key."""
 
 _FEW_PASSES = (
     "always_inliner", "global_dead_code_eliminate", "sroa", "simplify_cfg", "new_gvn", "aggressive_dce", "simplify_cfg",

@@ -125,7 +125,7 @@ class Graph:
         """Capture the device work of fn, and return its result, in memory that each replay overwrites.
 
         fn is first called warm_up times (0 if it is known to be ready) on a stream of its own, so that compilation,
-        races and lazy initialisation, none of which may happen in a capture, are over. Its arguments are in memory that
+        races and lazy initialization, none of which may happen in a capture, are over. Its arguments are in memory that
         stays, and it may not wait for the device or read from it. `pool` is that of a graph which is always replayed
         before this one, and whose memory this one may use. `on` is a stream whose device and priority the work gets;
         by default one of device 0. A second capture raises LaunchError.

@@ -85,7 +85,7 @@ def _telemetry(request: Request) -> Telemetry:
 
 @router.get("/devices", summary="Devices of the service, with their latest figures")
 async def devices(request: Request) -> dict[str, Any]:
-    """Return utilisation, memory, power, temperature and clocks of each device; an absent figure has a reason."""
+    """Return utilization, memory, power, temperature and clocks of each device; an absent figure has a reason."""
     authorize(request, "monitor")
     return {"devices": _telemetry(request).devices()}
 

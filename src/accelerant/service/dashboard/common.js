@@ -1,4 +1,4 @@
-// What the pages share: elements, requests with the API key, the choice of colours.
+// What the pages share: elements, requests with the API key, the choice of colors.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -44,8 +44,8 @@ const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   show(byId("theme"), THEMES[theme][0]);
-  byId("theme").setAttribute("aria-label", `Colours: ${THEMES[theme][1]}`);
-  byId("theme").title = `Colours: ${THEMES[theme][1]}`;
+  byId("theme").setAttribute("aria-label", `Colors: ${THEMES[theme][1]}`);
+  byId("theme").title = `Colors: ${THEMES[theme][1]}`;
 }
 
 byId("theme").onclick = () => {

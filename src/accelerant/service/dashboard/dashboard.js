@@ -190,7 +190,7 @@ function drawLine([below, line], values, most, width, height, room = 2 * MINUTE)
 
 const cards = new Map();
 const NAMES = {
-  utilisation_percent: "utilisation", memory_used_bytes: "memory in use", power_w: "power", temperature_c: "temperature",
+  utilisation_percent: "utilization", memory_used_bytes: "memory in use", power_w: "power", temperature_c: "temperature",
   clock_mhz: "clock",
 };
 
@@ -206,7 +206,7 @@ function deviceCard(device) {
   const card = make("article", { class: "card device" },
     make("header", {}, make("h3", {}, device.name, make("code", {}, device.device)), state),
     part("div", "body",
-      make("div", {}, make("p", { class: "percent" }, load, make("span", {}, "utilisation, two minutes")), part("div", "load", chart)),
+      make("div", {}, make("p", { class: "percent" }, load, make("span", {}, "utilization, two minutes")), part("div", "load", chart)),
       make("div", {}, part("div", "row", make("span", {}, "Memory"), memory), meter,
         make("dl", { class: "facts" }, ...Object.entries(facts).map(([name, value]) => make("div", {}, make("dt", {}, name), value))))),
     foot);
@@ -231,7 +231,7 @@ function showDevice(parts, device, workers) {
   if (percent !== null) parts.values = [...parts.values, percent].slice(-2 * MINUTE);
   show(parts.load, percent === null ? "–" : `${Math.round(percent)} %`);
   drawLine(parts.lines, parts.values, 100, 240, 72);
-  const summary = percent === null ? "Utilisation is not reported" : `Utilisation ${Math.round(percent)} %, at most ${Math.round(Math.max(...parts.values))} % in two minutes`;
+  const summary = percent === null ? "Utilization is not reported" : `Utilization ${Math.round(percent)} %, at most ${Math.round(Math.max(...parts.values))} % in two minutes`;
   parts.chart.setAttribute("aria-label", summary);
   const used = device.memory_used_bytes, size = device.memory_total_bytes;
   show(parts.memory, size === null ? "–" : used === null ? bytes(size) : `${bytes(used)} of ${bytes(size)}`);

@@ -141,7 +141,7 @@ class JobStore:
                 parsed = parsed.set(drivername=f"postgresql+{driver}")
             if self._sqlite:
                 self.engine = sa.create_engine(parsed, connect_args={"timeout": 30.0})
-                _serialise(self.engine)
+                _serialize(self.engine)
             else:
                 limits = _TIME_LIMITS.get(parsed.get_driver_name(), {})
                 self.engine = sa.create_engine(parsed, pool_pre_ping=True, pool_size=8, connect_args=limits)
@@ -512,7 +512,7 @@ def _job(row: Mapping[Any, Any]) -> Job:
     return Job(**{**values, "state": JobState(values["state"])})
 
 
-def _serialise(engine: sa.Engine) -> None:
+def _serialize(engine: sa.Engine) -> None:
     """Make transactions on SQLite that write begin as writers, one at a time, in the write-ahead log.
 
     One that reads first and then writes would fail if another wrote in between. Those that only read wait for none.

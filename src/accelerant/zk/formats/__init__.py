@@ -9,7 +9,7 @@
 ...     key.family, key.n_public, witness.n_values
 
 Files are memory-mapped. open() reads the parts whose size does not depend on the circuit and validates the size of
-every section; check() validates the rest. describe(path) summarises a file of any of these formats. Invalid files raise
+every section; check() validates the rest. describe(path) summarizes a file of any of these formats. Invalid files raise
 FormatError, which names the file, the section and the offset. torch is not imported.
 """
 

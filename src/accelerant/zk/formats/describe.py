@@ -32,7 +32,7 @@ def open_file(path: FilePath) -> MappedFile:
 
 
 def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
-    """Summarise a file of any supported format; the values of a witness are not included.
+    """Summarize a file of any supported format; the values of a witness are not included.
 
     Args:
         path: file to read; all of it is read.

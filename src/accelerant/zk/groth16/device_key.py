@@ -395,7 +395,7 @@ class DeviceKey:
 
 
 def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
-    """Return uninitialised words, in pinned memory if all devices are CUDA's."""
+    """Return uninitialized words, in pinned memory if all devices are CUDA's."""
     if any(space.backend != "cuda" for space in spaces):
         return np.empty(shape, np.uint64)
     import torch

@@ -180,7 +180,7 @@ MIXING = {
     "balanced pos_weight": balanced,
     "contrastive": contrastive,
     "written in place": written,
-    "centred": lambda out, y, mask, n: (out - out.mean(0)).square().mean(),
+    "centered": lambda out, y, mask, n: (out - out.mean(0)).square().mean(),
     "targets over their spread": lambda out, y, mask, n: (
         ((out.mean((1, 2)) - n) / n.float().std()).square().mean()
     ),

@@ -37,7 +37,7 @@ def drawn_steps(training, data, loss, **options):
 def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one(microbatch):
     data, model = points(), mlp()
     plain = copy.deepcopy(model)
-    expected = 7.5  # which no realised size is
+    expected = 7.5  # which no realized size is
     with private(model, 0.2, lr=0.3, expected_batch_size=expected) as training:
         draws = drawn_steps(training, data, classify, microbatch=microbatch, steps=4)
     for rows in draws:

@@ -345,7 +345,7 @@ class _Norm(torch.autograd.Function):
 
 
 _norm: Callable[..., Tensor] = _Norm.apply
-"""x (examples, ..., *shape), weight, bias, shape, eps, op, sink, examples -> x normalised over `shape`.
+"""x (examples, ..., *shape), weight, bias, shape, eps, op, sink, examples -> x normalized over `shape`.
 
 op: layer_norm or rms_norm of accelerant.ops; None for torch's layer_norm. Weight and bias may be None."""
 

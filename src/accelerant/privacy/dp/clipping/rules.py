@@ -329,7 +329,7 @@ def watch_frozen(name: str, module: nn.Module, undo: ExitStack) -> None:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Return whether a BatchNorm in eval mode normalises by numbers that no batch determines."""
+    """Return whether a BatchNorm in eval mode normalizes by numbers that no batch determines."""
     plain = type(module).forward in _BATCH_NORM_FORWARDS and "forward" not in module.__dict__
     return plain and module.running_mean is not None
 

@@ -1,6 +1,6 @@
 """From events to epsilon and back, by the package dp-accounting: privacy loss distributions, and Renyi divergence.
 
-Both give upper bounds. Privacy loss distributions (PLD) are tight up to their discretisation, "connect the dots" of
+Both give upper bounds. Privacy loss distributions (PLD) are tight up to their discretization, "connect the dots" of
 Doroshenko et al. 2022, arXiv:2207.04380; Renyi divergence (RDP), Mironov 2017, arXiv:1702.07476, and of the sampled
 Gaussian Mironov et al. 2019, arXiv:1908.10530, is faster, looser and independent of it: the cross-check.
 
@@ -366,7 +366,7 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
     if pure is not None and pure > 500:  # exp overflows; the divergence is never above the pure epsilon
         values = np.full(len(orders), pure)
     elif pure is not None:
-        # Among mechanisms of pure epsilon, randomised response has the largest divergence.
+        # Among mechanisms of pure epsilon, randomized response has the largest divergence.
         flip = 2 / (1 + math.exp(pure))
         accountant = rdp.RdpAccountant(orders, relation.REPLACE_ONE)
         values = accountant.compose(events.RandomizedResponseDpEvent(flip, 2)).rdp

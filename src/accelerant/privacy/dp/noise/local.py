@@ -31,7 +31,7 @@ _MOST_CHOICES = 1 << 20
 
 
 class RandomizedResponse:
-    """k-ary randomised response: the truth with probability p, else one of the other answers, uniformly.
+    """k-ary randomized response: the truth with probability p, else one of the other answers, uniformly.
 
     p = exp(epsilon) / (exp(epsilon) + k - 1), lowered by the rounding of 53-bit random numbers.
 

@@ -4,7 +4,7 @@
 
 m is the expected batch size. Andrew, Thakkar, McMahan and Ramaswamy 2021, arXiv:1905.03871, algorithm 1 with the
 geometric update. Sum and count together are one Gaussian mechanism: with the multiplier z of the whole, the gradients
-get z_delta = (z^-2 - (2 count_std)^-2)^(-1/2) (theorem 1 there; one example moves the centred count by 1/2).
+get z_delta = (z^-2 - (2 count_std)^-2)^(-1/2) (theorem 1 there; one example moves the centered count by 1/2).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def secure_aggregate(
     Raises:
         ConfigError: an invalid setting; one update, not a list of them.
         ShapeError: updates of different names or shapes, or some of integers and others of floats.
-        UnsupportedDtype: an update is not of real numbers (complex, quantised, strings).
+        UnsupportedDtype: an update is not of real numbers (complex, quantized, strings).
         UnsupportedCase: a sparse tensor, or one without values.
         ProtocolError: fewer clients than the threshold stayed.
         BudgetExceeded: the ledger's budget does not allow the noisy sum.

@@ -124,7 +124,7 @@ class Encoding:
 def real_tensor(value: Any, name: str) -> Tensor:
     """Return a tensor, array, number or nested list of numbers as a tensor of integers, booleans or floats.
 
-    Raises UnsupportedDtype for complex and quantised numbers, strings, objects and containers of arrays, ShapeError for
+    Raises UnsupportedDtype for complex and quantized numbers, strings, objects and containers of arrays, ShapeError for
     lists of unequal length, UnsupportedCase for a sparse tensor or one without values; names `name`, never a value.
     """
     refuse_masked(value, name)
