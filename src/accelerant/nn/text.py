@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.models.hugging_face import read_object
+from accelerant.nn.models.hugging_face import is_run, read_object
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_text_model(folder: Path, device: torch.device) -> TextModel:
     if not (folder / "config.json").is_file():
         raise FormatError(f"{folder} holds no model: there is no config.json")
     config = read_object(folder / "config.json")
-    if "format" in config:
+    if is_run(folder):
         from accelerant.nn.train import load_run
         from accelerant.nn.train.config import RunConfig
 

@@ -97,10 +97,18 @@ def interrupted_once(tmp_path_factory):
     return _trained(tmp_path_factory.mktemp("interrupted"), watch)
 
 
-def _trained(folder, watch):
+@pytest.fixture(scope="session")
+def of_words(tmp_path_factory):
+    """The folder of a run whose tokens are a BPE's, which no test changes."""
+    text = "".join(f"le {n}\u1d49 café, süß und groß\n" for n in range(200))
+    folder = tmp_path_factory.mktemp("words")
+    return _trained(folder, Watcher(), text, tokenizer="bpe", vocab_size=300, steps=2)
+
+
+def _trained(folder, watch, text=TEXT, **changes):
     path = folder / "text.txt"
-    path.write_text(TEXT)
-    run = MICRO.replaced(data=(str(path),), seed=3)
+    path.write_text(text)
+    run = MICRO.replaced(data=(str(path),), seed=3, **changes)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each test: the sums' order follows
     run_training(run, folder / "run", torch.device("cpu"), progress=watch, ledger=lambda: {"ops": [], "fallbacks": []})

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 
 from accelerant.config import override
 from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency, UnsupportedCase
-from accelerant.nn import GPT, CharRNN, GPTConfig
+from accelerant.nn import GPT, CharRNN, GPTConfig, Llama
+from accelerant.nn.text import load_text_model
 from accelerant.nn.train import (
     RunConfig,
+    export_run,
     load_checkpoint,
     load_run,
     resume_training,
@@ -884,3 +886,40 @@ def test_a_rising_held_out_loss_is_pointed_out_in_log_summary_and_report(train, 
 def test_a_held_out_loss_rises_when_it_is_clearly_above_its_best(curve, rises):
     history = History(evaluations=[Evaluation(10 * k, loss, 5) for k, loss in enumerate(curve)])
     assert bool(history.rising) == rises == ("learns its training data by heart" in str(history))
+
+
+@pytest.mark.parametrize("which", ["straight", "of_words"])
+def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_tokens(which, request, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    out = request.getfixturevalue(which)
+    model, tokenizer = load_run(out)
+    opened = GPT.from_pretrained(out, dtype=torch.float64)
+    assert all(torch.equal(value.double(), opened.state_dict()[name]) for name, value in model.state_dict().items())
+    with pytest.raises(UnsupportedCase, match=r"is a run of a GPT: GPT\.from_pretrained opens it"):
+        Llama.from_pretrained(out)
+    export_run(out, tmp_path / "export")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    for text in ("le 3\u1d49 café\n\n süß", "the 9th line  of\tsome \U0001f600", "日本", ""):
+        tokens = tokenizer.encode_text(text)
+        assert theirs(text, add_special_tokens=False).input_ids == tokens
+        assert theirs.decode(tokens) == text == tokenizer.decode(tokens)
+    assert theirs.eos_token_id == tokenizer.end
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    tokens = torch.tensor([tokenizer.encode_text("the line")])
+    assert torch.allclose(again(tokens).logits, model(tokens), atol=1e-4)
+    assert again.generation_config.eos_token_id == tokenizer.end
+    text = load_text_model(tmp_path / "export", torch.device("cpu"))
+    assert text.prompt("the line") == tokens[0].tolist()
+    assert text.stops == (() if tokenizer.end is None else (tokenizer.end,))
+    with pytest.raises(ConfigError, match="is the folder of a run: export into another one"):
+        export_run(out, out)
+
+
+def test_a_recurrent_run_opens_but_has_no_form_in_transformers(train, tmp_path):
+    _, out = train("run", **RNN, steps=1)
+    assert type(CharRNN.from_pretrained(out)) is CharRNN
+    with pytest.raises(UnsupportedCase, match=r"is a run of a CharRNN: CharRNN\.from_pretrained opens it"):
+        GPT.from_pretrained(out)
+    with pytest.raises(UnsupportedCase, match="CharRNN has no format of Hugging Face's"):
+        export_run(out, tmp_path / "export")
+    assert not (tmp_path / "export").exists()

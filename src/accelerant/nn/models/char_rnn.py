@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, has_hooks
 from accelerant.nn.models.generation import Cache, require_tokens
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
@@ -63,13 +63,6 @@ class CharRNN(LanguageModel):
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.rnn = _CELLS[config.cell](config.width, config.width, config.layers)
         self.head = Linear(config.width, config.vocab_size)
-
-    @classmethod
-    def from_pretrained(cls, *_: object, **__: object) -> CharRNN:
-        raise UnsupportedCase(_NO_LAYOUT)
-
-    def save_pretrained(self, *_: object, **__: object) -> None:
-        raise UnsupportedCase(_NO_LAYOUT)
 
     def hidden(self, idx: Tensor) -> Tensor:
         require_tokens(idx, self.config.context)
@@ -126,6 +119,3 @@ class CharRNN(LanguageModel):
     def _next_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)
         return logits.float()
-
-
-_NO_LAYOUT = "CharRNN has no format of Hugging Face's: save its state_dict() and its config"

@@ -87,11 +87,15 @@ def _from_fields(fields: Fields, values: dict[str, Any]) -> GPTConfig:
     return GPTConfig(**values)  # dropout rates are ignored
 
 
+_GPT2_END = 50256  # GPT-2's token at the end of a text, the default of its config
+
+
 def _more_fields(config: GPTConfig) -> dict[str, Any]:
     if not config.bias:
         raise UnsupportedCase("GPT2LMHeadModel always has biases, this model has none (bias=False)")
+    own = {} if config.vocab_size > _GPT2_END else {"bos_token_id": None, "eos_token_id": None}
     return {
-        "n_ctx": config.context, "n_inner": None, "activation_function": "gelu_new",
+        **own, "n_ctx": config.context, "n_inner": None, "activation_function": "gelu_new",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     }  # fmt: skip

@@ -28,7 +28,7 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn.quantization import float_state_dict
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
-__all__ = ["Fields", "Layout", "Part", "load", "read_object", "save"]
+__all__ = ["Fields", "Layout", "Part", "is_run", "load", "read_object", "save"]
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _LONGEST_NAME = 255  # bytes, on Linux, macOS and Windows
@@ -222,6 +222,12 @@ def load(
         model = build(config)
     model.load_state_dict(state, assign=True)
     return model
+
+
+def is_run(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is one of a run of `accelerant train`, whose config.json names its format."""
+    path = Path(folder) / _CONFIG
+    return path.is_file() and "format" in read_object(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

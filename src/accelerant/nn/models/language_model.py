@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from accelerant.errors import ConfigError, ShapeError
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import STOP_INTERVAL, Decodable, Decoding, Sampling, require_tokens
+from accelerant.nn.models.hugging_face import is_run
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.ledger import ledger
 
@@ -164,7 +165,8 @@ class LanguageModel(nn.Module):
 
         Args:
             source: a folder with config.json and model.safetensors, or shards with their index, as written by
-                transformers' save_pretrained (transformers itself is not needed); or a transformers model.
+                transformers' save_pretrained (transformers itself is not needed); the folder of a run of
+                `accelerant train`; or a transformers model.
             dtype: dtype of the parameters; None: that of the embedding.
             device: device of the parameters; None: the CPU for a folder, the model's device for a model.
 
@@ -177,7 +179,25 @@ class LanguageModel(nn.Module):
                 of another shape or dtype. Names the file or tensor.
             UnsupportedCase: a field of the configuration, which is named, asks for a feature that this model lacks.
         """
-        return hugging_face.load(cls, source, cls._layout, dtype, device)
+        if not isinstance(source, nn.Module) and is_run(source):
+            from accelerant.nn.train.job import load_run  # which imports the models
+
+            model = load_run(source, device)[0]
+            if not isinstance(model, cls):
+                kind = type(model).__name__
+                raise UnsupportedCase(f"{source} is a run of a {kind}: {kind}.from_pretrained opens it")
+            return model if dtype is None else model.to(dtype)
+        return hugging_face.load(cls, source, cls._known_layout(), dtype, device)
+
+    @classmethod
+    def _known_layout(cls) -> hugging_face.Layout[Any]:
+        """Return the checkpoint format; raise UnsupportedCase for a model that has none."""
+        layout: hugging_face.Layout[Any] | None = getattr(cls, "_layout", None)
+        if layout is None:
+            raise UnsupportedCase(
+                f"{cls.__name__} has no format of Hugging Face's: save its state_dict() and its config"
+            )
+        return layout
 
     def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write config.json and safetensors that transformers can load.
@@ -192,4 +212,4 @@ class LanguageModel(nn.Module):
                 then.
             OSError: the folder cannot be written.
         """
-        hugging_face.save(self, self.config, path, self._layout, max_shard_bytes=max_shard_bytes)
+        hugging_face.save(self, self.config, path, self._known_layout(), max_shard_bytes=max_shard_bytes)

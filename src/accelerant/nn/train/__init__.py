@@ -8,7 +8,7 @@ from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
 from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import Corpus, Document, load_corpus, prepare_tokens
 from accelerant.nn.train.history import History, StepRecord
-from accelerant.nn.train.job import Outcome, Progress, load_run, resume_training, run_training
+from accelerant.nn.train.job import Outcome, Progress, export_run, load_run, resume_training, run_training
 from accelerant.nn.train.objective import Evaluation, accuracy
 from accelerant.nn.train.step import StepResult, TrainStep
 from accelerant.nn.train.tokenfile import TokenFile
@@ -17,6 +17,6 @@ from accelerant.nn.train.trainer import Trainer, fit
 __all__ = [
     "PRESETS", "Callback", "Corpus", "Document", "Evaluation", "History", "Outcome", "PrintProgress", "Progress",
     "RunConfig", "StepRecord", "StepResult", "TensorBoard", "TokenFile", "TrainConfig", "TrainStep", "Trainer",
-    "accuracy", "fit", "load_checkpoint", "load_corpus", "load_run", "prepare_tokens", "preset", "resume_training",
-    "run_training", "save_checkpoint",
+    "accuracy", "export_run", "fit", "load_checkpoint", "load_corpus", "load_run", "prepare_tokens", "preset",
+    "resume_training", "run_training", "save_checkpoint",
 ]  # fmt: skip

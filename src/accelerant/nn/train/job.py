@@ -58,7 +58,7 @@ from accelerant.runtime.host import host_memory
 from accelerant.runtime.processes import Processes
 
 __all__ = [
-    "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "load_run", "prompt_of", "resume_training",
+    "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "export_run", "load_run", "prompt_of", "resume_training",
     "run_training", "steps_until", "windows_at_once",
 ]  # fmt: skip
 
@@ -327,6 +327,27 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     require_same_shapes(path, tensors, model.state_dict())
     model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
+
+
+def export_run(run: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Write a run's model and tokenizer in the format of transformers, which gives the same tokens and logits.
+
+    Args:
+        run: the run's folder.
+        folder: created if absent; a model in it is replaced.
+
+    Raises:
+        FormatError: as `load_run`.
+        UnsupportedCase: the model is a CharRNN, which transformers does not have.
+        OSError: the folder cannot be written.
+    """
+    if hugging_face.is_run(folder):
+        raise ConfigError(f"{folder} is the folder of a run: export into another one")
+    model, tokenizer = load_run(run)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if (end := tokenizer.end) is not None:
+        RunFolder.write_json(Path(folder) / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
 
 
 def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> GPTConfig | CharRNNConfig:

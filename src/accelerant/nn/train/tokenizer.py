@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import json
 import os
 import re
 import unicodedata
@@ -85,6 +86,16 @@ class ByteTokenizer:
         """Return the content of tokenizer.json, or None if there is nothing to save."""
         return None
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files from which transformers' AutoTokenizer makes a tokenizer with the same tokens."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
+
+        tokenizer: Any = Library(models.BPE(_byte_vocabulary(), []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        _save_pretrained(Path(folder), tokenizer.to_str(pretty=True), None)
+
 
 class BPETokenizer:
     """A byte-level BPE; `<|endoftext|>` follows each document."""
@@ -148,8 +159,27 @@ class BPETokenizer:
     def to_json(self) -> str | None:
         return str(self._inner.to_str(pretty=True))
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        _save_pretrained(Path(folder), self.to_json() or "", END_OF_TEXT)
+
 
 Tokenizer = ByteTokenizer | BPETokenizer
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Return the bytes by the character with which byte-level BPE writes them: itself if printable, else above 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted({*range(256)} - {*printable})
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _save_pretrained(folder: Path, tokenizer: str, end: str | None) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        **({} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}),
+    }  # fmt: skip
+    write_atomic(folder / "tokenizer.json", tokenizer.encode())
+    write_atomic(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 _PROBE = "a word, 2 Words\n" + "".join(
