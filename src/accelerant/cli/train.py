@@ -49,10 +49,11 @@ def _option(text: str, *flags: str, panel: str | None = None, metavar: str | Non
 _results = partial(_option, panel="Text and results")
 _speed = partial(_option, panel="Speed and memory")
 _privacy = partial(_option, panel="Private training")
+_shape = partial(_option, panel="The model")
 
 
 def train(
-    context: typer.Context,
+    call: typer.Context,
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
     ] = None,
@@ -82,7 +83,11 @@ def train(
     overwrite: Annotated[
         bool, _results("Remove an earlier run in the folder. Default: move it to a subfolder.", "--overwrite")
     ] = False,
-    seed: Annotated[int | None, _option("Seed of the weights, batches and sample. Default: 0.")] = None,
+    seed: Annotated[int | None, _option("Seed of the weights, batches, held-out text and sample. Default: 0.")] = None,
+    context: Annotated[int | None, _shape("Tokens in a window. Default: the preset's.")] = None,
+    layers: Annotated[int | None, _shape("Number of layers. Default: the preset's.")] = None,
+    width: Annotated[int | None, _shape("Features of a token, a multiple of the heads. Default: the preset's.")] = None,
+    heads: Annotated[int | None, _shape("Attention heads of a layer. Default: the preset's.")] = None,
     batch_size: Annotated[
         int | None, _speed("Windows per step; with --private on average. Default: the preset's.")
     ] = None,
@@ -167,7 +172,9 @@ def train(
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """
     sources = [*(data or ()), *(paths or ())]
+    sizes = {"context": context, "layers": layers, "width": width, "heads": heads}
     chosen = {
+        **{f"--{name}": value for name, value in sizes.items()},
         "--preset": preset, "--data": sources or None, "--out": out, "--overwrite": overwrite or None, "--seed": seed,
         "--batch-size": batch_size, "--micro-batch": micro_batch, "--threads": threads,
         "--deterministic": deterministic, "--recompute": recompute or None, "--profile": profile or None,
@@ -203,7 +210,7 @@ def train(
             raise ConfigError(f"steps must be above 0, got {steps}")
         again = _resumed(Path(resume))
         _run(
-            Path(resume), None, device, json_output, extension=again, gpus=gpus, arguments=context.obj, steps=steps,
+            Path(resume), None, device, json_output, extension=again, gpus=gpus, arguments=call.obj, steps=steps,
             epochs=epochs,
         )  # fmt: skip
         return
@@ -216,10 +223,14 @@ def train(
         raise ConfigError(f"threads must be above 0, got {threads}")
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         threads = torch.get_num_threads()
+    if init_from is not None and (given := [name for name, value in sizes.items() if name != "context" and value]):
+        raise ConfigError(f"--init-from gives the model its shape: leave out --{given[0]}")
+    if run.model == "rnn" and heads is not None:
+        raise ConfigError(f"--heads is for a GPT, and {run.name} is a recurrent model: leave it out")
     if init_from is not None and learning_rate is None:
         learning_rate = run.training.learning_rate / 10
     changes = {
-        "steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads,
+        **sizes, "steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads,
         "reduce_dtype": reduce_dtype,
         "learning_rate": learning_rate, "init_from": init_from and os.path.abspath(os.path.expanduser(init_from)),
     }  # fmt: skip
@@ -232,7 +243,7 @@ def train(
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
     _run(
-        folder, run, device, json_output, deterministic, extension, gpus, context.obj, overwrite=overwrite,
+        folder, run, device, json_output, deterministic, extension, gpus, call.obj, overwrite=overwrite,
         epochs=epochs,
     )  # fmt: skip
 

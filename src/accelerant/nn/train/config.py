@@ -238,6 +238,8 @@ class RunConfig:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        if self.model == "gpt" and self.width % self.heads:
+            raise ConfigError(f"width must be a multiple of heads, got width {self.width} and {self.heads} heads")
         if self.training.steps < 1:
             raise ConfigError(f"steps must be above 0, got {self.training.steps}")
         if self.training.steps > _MOST_STEPS:
@@ -340,9 +342,12 @@ class RunConfig:
         words = ["accelerant", "train", "--preset", self.name, "--data", *self.data, "--device", backend]
         if self.init_from:
             words += ["--init-from", self.init_from]
-        for name in ("steps", "batch_size", "micro_batch", "learning_rate"):
+        for name in ("steps", "batch_size", "micro_batch", "learning_rate", "context"):
             if getattr(training, name) != getattr(known, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
+        for name in () if self.init_from else ("layers", "width", "heads"):
+            if getattr(self, name) != getattr(PRESETS[self.name], name):
+                words += [f"--{name}", str(getattr(self, name))]
         if self.cpu_threads != PRESETS[self.name].cpu_threads:
             words += ["--threads", str(self.cpu_threads)]
         if training.seed:

@@ -131,12 +131,7 @@ def run_training(
             if epochs is not None:
                 run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
             share_of(run.training.batch_size, processes)
-            size = 8 * (run.training.context + 1) * run.training.batch_size // processes.size
-            if size > (free := host_memory().get("MemAvailable", size)):
-                raise ConfigError(
-                    f"--batch-size {run.training.batch_size} has {size >> 30:,} GiB of tokens a step, "
-                    f"and {free >> 30:,} GiB of memory are free: give a smaller one"
-                )
+            _require_memory(run, device, processes)
             if run.init_from:
                 run, initial, tokenizer = _initial(run, out)
             if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
@@ -182,6 +177,23 @@ def run_training(
                 if tokenizer_json is not None:
                     write_atomic(folder.tokenizer, tokenizer_json.encode())
         return session.execute(resume=False)
+
+
+def _require_memory(run: RunConfig, device: torch.device, processes: Processes) -> None:
+    """Raise ConfigError unless the host has memory for the tokens of a step, and for the model."""
+    count, rows = run.parameter_count(0), run.training.batch_size
+    needs = {
+        f"--batch-size {rows} has {{}} GiB of tokens a step in windows of {run.training.context:,}": (
+            8 * (run.training.context + 1) * rows // processes.size
+        ),
+        # On the CPU with gradients and two moments; other devices get the weights from the host.
+        f"a model of {count:,} parameters takes {{}} GiB with its optimizer": (16 if device.type == "cpu" else 4)
+        * count,
+    }
+    for what, size in needs.items():
+        if size > (free := host_memory().get("MemAvailable", size)):
+            advice = "give a smaller one" if what.startswith("--") else "give fewer --layers, or a smaller --width"
+            raise ConfigError(f"{what.format(f'{size >> 30:,}')}, and {free >> 30:,} GiB of memory are free: {advice}")
 
 
 _HIDDEN = {"the text": "the text must be the same in each process: give each the same --data"}
