@@ -170,7 +170,10 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
-        (["--batch-size", "9" * 20], rf"--batch-size {'9' * 20} has .* GiB of tokens a step in windows of 64, and .* are free"),
+        (
+            ["--batch-size", "9" * 20],
+            rf"--batch-size {'9' * 20} has .* GiB of tokens a step in windows of 64, and .* are free",
+        ),
         (["--resume", "absent", "--batch-size", "8"], "leave out --batch-size"),
         (["--device", "abacus"], "--device must be auto, cuda, opencl, webgpu or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),

@@ -33,6 +33,7 @@ __all__ = ["GROUPS", "InvalidProofError", "build_app", "exit_status", "main", "w
 GROUPS = (
     "train",
     "sample",
+    "runs",
     "data",
     "privacy",
     "zk",

@@ -1,0 +1,190 @@
+"""`accelerant runs`: the runs of `accelerant train`, compared, and exported to transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accelerant.errors import ConfigError
+from accelerant.runtime.files import clipped, escaped, plain, write_atomic
+from accelerant.runtime.html_page import Line, card, document, line_chart, smoothed, table, text_table
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.history import StepRecord
+
+__all__ = ["register", "runs"]
+
+_EXAMPLES = """\
+accelerant runs
+accelerant runs runs/a runs/b
+accelerant runs runs/a runs/b --report compared.html
+accelerant runs runs/a --export ./my-model"""
+
+_MOST = 6  # colours of a chart
+_FIGURES = {
+    "steps": "steps done", "tokens": "tokens", "seconds": "time, s", "train_loss": "training loss, nats a token",
+    "validation_loss": "held-out loss, nats a token", "validation_nats_per_byte": "held-out loss, nats a byte",
+    "bigram_nats_per_byte": "bigram model, nats a byte", "parameters": "parameters", "tokens_per_s": "tokens a second",
+    "peak_memory_bytes": "peak memory, bytes", "device": "device",
+}  # fmt: skip
+"""Fields of summary.json, and their names for people."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("runs", epilog=_EXAMPLES, rich_help_panel="Training")(runs)
+
+
+def runs(
+    folders: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs. Default: those in runs.")
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with the curves of the losses in one plot there.")
+    ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write the run's model and tokenizer there, in the format of transformers."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List runs of accelerant train, or compare two or more: the settings that differ, and the figures."""
+    if export is not None:
+        if folders is None or len(folders) != 1:
+            raise ConfigError(f"--export takes one run, got {len(folders or ())}")
+        from accelerant.nn.train.job import export_run
+
+        export_run(Path(folders[0]).expanduser(), Path(export).expanduser())
+        print(json.dumps({"out": export}) if json_output else f"model and tokenizer  {escaped(export)}")
+        return
+    named = folders or sorted(str(path.parent) for path in Path("runs").glob("*/config.json"))
+    shown = [_Run.read(Path(name).expanduser()) for name in named]
+    if not shown and not json_output:
+        print("no runs in the folder runs: `accelerant train` makes one; or name the folders of runs")
+    differing, note = _differing(shown), _not_comparable(shown)
+    if report is not None:
+        if not 0 < len(shown) <= _MOST:
+            raise ConfigError(f"--report draws 1 to {_MOST} runs, got {len(shown)}")
+        write_atomic(Path(report).expanduser(), _page(shown, differing, note).encode())
+    if json_output:
+        values = {run.name: {"status": run.status, "settings": run.settings, "figures": run.figures} for run in shown}
+        print(json.dumps({"runs": values, "differing": differing, "note": note}))
+        return
+    if not folders:
+        rows = [(run.name, run.status, _text(run.figures.get("validation_nats_per_byte"))) for run in shown]
+        shown_rows = text_table([("run", "status", "held-out loss, nats a byte"), *rows] if rows else [])
+    else:
+        shown_rows = text_table(_rows(shown, differing))
+    print("\n".join(map(escaped, [*shown_rows, *([note] if note and folders else [])])))
+    if report is not None:
+        print(f"report  {escaped(report)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run's settings, figures and records."""
+
+    name: str
+    status: str
+    settings: dict[str, Any]
+    figures: dict[str, Any]
+    records: Sequence[StepRecord]
+
+    @classmethod
+    def read(cls, path: Path) -> _Run:
+        """Read a run's folder; raise FormatError if it is none."""
+        from accelerant.nn.train.config import RunConfig
+        from accelerant.nn.train.folder import RunFolder
+        from accelerant.nn.train.history import read_metrics
+
+        folder = RunFolder(path)
+        config = folder.read_config()
+        run = RunConfig.from_dict(config.get("run", {})).to_dict()  # checks every value
+        recipe = run.pop("recipe")
+        settings = {**recipe, **run, "data": ", ".join(run["data"])}
+        for name in ("private", "corpus", "versions"):
+            more = config.get(name)
+            if isinstance(more, dict):
+                flat = {**more, **more.pop("settings", {})} if isinstance(more.get("settings", {}), dict) else more
+                settings |= {
+                    f"{name} {key}": value for key, value in flat.items() if isinstance(value, str | int | float)
+                }
+        records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+        done = records[-1].step if records else 0
+        figures: dict[str, Any] = {"steps": done}
+        held = [record.validation_loss for record in records if record.validation_loss is not None]
+        if held:
+            figures["validation_loss"] = held[-1]
+        if folder.finished:
+            summary = folder.read_summary()
+            figures |= {name: summary[name] for name in _FIGURES if isinstance(summary.get(name), str | int | float)}
+            private = summary.get("private")
+            if isinstance(private, dict):
+                figures |= {name: private.get(name) for name in ("epsilon", "delta")}
+        status = "finished" if folder.finished else f"step {done:,} of {recipe['steps']:,}"
+        return cls(str(path), status, settings, figures, records)
+
+
+def _differing(shown: Sequence[_Run]) -> dict[str, list[Any]]:
+    """Return the settings in which the runs differ, and each one's value; None where a run does not have it."""
+    names = dict.fromkeys(name for run in shown for name in run.settings)
+    values = {name: [run.settings.get(name) for run in shown] for name in names}
+    return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _not_comparable(shown: Sequence[_Run]) -> str:
+    """Return why losses do not compare, or an empty text."""
+    texts = {(run.settings.get("corpus sha256"), run.settings["seed"], run.settings["context"]) for run in shown}
+    if len({run.settings["tokenizer"] for run in shown}) > 1:
+        return "The tokenizers differ: compare losses a byte, not a token."
+    return "The held-out texts differ, by data, seed or context: so do losses by chance." if len(texts) > 1 else ""
+
+
+def _rows(shown: Sequence[_Run], differing: dict[str, list[Any]]) -> list[tuple[str, ...]]:
+    """Return a table: a column for each run, a row for each setting that differs and each figure."""
+    labels = {**_FIGURES, "epsilon": "epsilon", "delta": "delta"}
+    figures = [name for name in labels if any(name in run.figures for run in shown)]
+    return [
+        ("", *(run.name for run in shown)),
+        ("status", *(run.status for run in shown)),
+        *((name.replace("_", " "), *map(_text, values)) for name, values in differing.items()),
+        *((labels[name], *(_text(run.figures.get(name)) for run in shown)) for name in figures),
+    ]
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return plain(value) if isinstance(value, float) else clipped(value).strip("'\"")
+
+
+def _page(shown: Sequence[_Run], differing: dict[str, list[Any]], note: str) -> str:
+    """Return the HTML page of a comparison."""
+    training, held = [], []
+    for number, run in enumerate(shown):
+        losses = [(float(record.step), record.loss) for record in run.records]
+        training.append(Line(run.name, smoothed(losses, max(1, len(losses) // 40)), f"s{number}"))
+        points = [(float(r.step), r.validation_loss) for r in run.records if r.validation_loss is not None]
+        if isinstance(last := run.figures.get("validation_loss"), float) and run.status == "finished":
+            points.append((float(run.figures["steps"]), last))
+        held.append(Line(run.name, points, f"s{number}", dots=True))
+    charts = "".join(
+        card(title, line_chart(lines, x_label="step", y_label="nats a token"))
+        for title, lines in (("Training loss, smoothed", training), ("Held-out loss", held))
+    )
+    head, *rows = _rows(shown, differing)
+    cells = [[("soft", first), *(("wrap", text) for text in rest)] for first, *rest in rows]
+    body = [
+        "<h1>Runs compared</h1>",
+        card("Note", f"<p>{note}</p>") if note else "",
+        f'<div class="row">{charts}</div>',
+    ]
+    style = "table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }"
+    return document("Runs compared", style, [*body, card("Settings that differ, and figures", table(head, cells))])
