@@ -6,14 +6,19 @@ import gzip
 import io
 import json
 import logging
+import re
 import socket
+import ssl
 import struct
+import subprocess
 import time
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
@@ -24,6 +29,7 @@ from accelerant.service.guard import (
     RequestRecord,
     _Formatter,
     _OneWrite,
+    guarded_protocol,
     read_body,
 )
 from accelerant.service.infer import Answer, Inference, answer_format
@@ -69,12 +75,35 @@ def raw(server):
         yield connection
 
 
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """The PEM files of a certificate of localhost, and of its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    files = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    return files
+
+
 def alive(http):
     return http.get("/v2/health/ready").status_code == 200
 
 
 def test_headers_that_do_not_end_close_the_connection(raw, http):
     raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
+    assert raw.answer().startswith("HTTP/1.1 408")
     assert raw.closed_after() < 8
     assert alive(http)
 
@@ -321,6 +350,204 @@ def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(http):
         assert http.get("/v2", headers={header: "10.0.0.1"}).status_code == 403
     same = http.get("/v2", headers={"origin": f"http://127.0.0.1:{port}", "host": f"127.0.0.1:{port}"})
     assert (same.status_code, same.headers["cache-control"]) == (200, "no-store")
+
+
+HOST = b"Host: localhost\r\n"
+VALUES = json.dumps(
+    {"inputs": [{"name": name, "shape": [1], "datatype": "UINT64", "data": [3]} for name in "xy"]}
+).encode()
+LENGTH = b"Content-Length: %d\r\n" % len(VALUES)
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(VALUES), VALUES)
+
+
+def get(target=b"/v2", lines=HOST, version=b"1.1", method=b"GET"):
+    return b"%s %s HTTP/%s\r\n%s\r\n" % (method, target, version, lines)
+
+
+def post(lines, body=VALUES, version=b"1.1"):
+    return get(MUL.encode(), HOST + lines, version, b"POST") + body
+
+
+REQUESTS = {
+    "head": (get(b"/", method=b"HEAD"), [200]),
+    "head of a stream": (get(b"/events", method=b"HEAD") + get(method=b"HEAD"), [200, 200]),
+    "head of health": (get(b"/v2/health/live", method=b"HEAD"), [200]),
+    "head of post": (get(MUL.encode(), method=b"HEAD"), [405]),
+    "options": (get(MUL.encode(), method=b"OPTIONS"), [204]),
+    "options of all": (get(b"*", method=b"OPTIONS"), [204]),
+    "trace": (get(method=b"TRACE"), [405]),
+    "longest target": (get(b"/v2?" + b"a" * 8188), [200]),
+    "long target": (get(b"/v2?" + b"a" * 8189), [414]),
+    "very long target": (get(b"/v2?" + b"a" * 50_000), [414]),
+    "long path": (get(b"/" + b"a" * 50_000), [414]),
+    "target without end": (b"GET /" + b"a" * 9000, [414]),
+    "two hosts": (get(lines=b"Host: evil.example\r\n" + HOST), [400]),
+    "one host twice": (get(lines=HOST + HOST), [400]),
+    "no host": (get(lines=b""), [400]),
+    "host with a space": (get(lines=b"Host: localhost x\r\n"), [400]),
+    "host with a path": (get(lines=b"Host: localhost/x\r\n"), [400]),
+    "http/1.0": (get(version=b"1.0"), [200]),
+    "http/1.2": (get(version=b"1.2"), [400]),
+    "absolute target": (get(b"http://localhost/v2", b"Host: evil.example\r\n"), [200]),
+    "absolute target of another host": (get(b"http://evil.example/v2"), [403]),
+    "absolute target without a path": (get(b"http://localhost"), [200]),
+    "absolute target, two hosts": (get(b"http://localhost/v2", HOST + HOST), [400]),
+    "target of another scheme": (get(b"ftp://localhost/v2"), [400]),
+    "target with a user": (get(b"http://a@localhost/v2"), [400]),
+    "target without a slash": (get(b"v2"), [400]),
+    "percent": (get(b"/%762"), [200]),
+    "percent and no digits": (get(b"/v2/%zz"), [400]),
+    "percent at the end": (get(b"/v2%"), [400]),
+    "line feeds": (b"GET /v2 HTTP/1.1\nHost: localhost\n\n", [400]),
+    "carriage return": (get(lines=b"Host: localhost\rX: y\r\n"), [400]),
+    "folded header": (get(lines=HOST + b"X: a\r\n b\r\n"), [400]),
+    "space before the colon": (get(lines=b"Host : localhost\r\n"), [400]),
+    "empty lines before": (b"\r\n\r\n" + get(), [200]),
+    "connection: Close": (get(lines=HOST + b"Connection: Close\r\n"), [200]),
+    "length": (post(LENGTH), [200]),
+    "length twice": (post(LENGTH + LENGTH), [400]),
+    "two lengths": (post(LENGTH + b"Content-Length: 5\r\n"), [400]),
+    "length with a sign": (post(LENGTH.replace(b": ", b": +")), [400]),
+    "length and chunks": (post(LENGTH + b"Transfer-Encoding: chunked\r\n", CHUNKS), [400]),
+    "chunks": (post(b"Transfer-Encoding: Chunked\r\n", CHUNKS), [200]),
+    "chunks twice": (post(b"Transfer-Encoding: chunked\r\n" * 2, CHUNKS), [400]),
+    "chunks of gzip": (post(b"Transfer-Encoding: gzip, chunked\r\n", CHUNKS), [501]),
+    "chunks without a size": (post(b"Transfer-Encoding: chunked\r\n", b"zz\r\n"), [400]),
+    "identity": (post(LENGTH + b"Content-Encoding: Identity\r\n"), [200]),
+    "gzip": (post(LENGTH + b"Content-Encoding: GZIP\r\n"), [415]),
+    "gzip and identity": (post(LENGTH + b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n"), [415]),
+    "expect": (post(LENGTH + b"Expect: 100-continue\r\n"), [100, 200]),
+    "expect of http/1.0": (post(LENGTH + b"Expect: 100-continue\r\n", version=b"1.0"), [200]),
+    "expect what is refused": (get(b"/x", HOST + LENGTH + b"Expect: 100-continue\r\n", method=b"POST"), [404]),
+    "offer of http/2": (post(LENGTH + b"Connection: Upgrade\r\nUpgrade: h2c\r\n") + get(), [200, 200]),
+    "offer of http/2, chunks": (
+        post(b"Transfer-Encoding: chunked\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n", CHUNKS), [200]
+    ),
+    "17 requests": (get() * 17, [200] * 17),
+    "18 requests": (get() * 18, [200] * 17 + [503]),
+    "many requests": (get() * 500, [200] * 17 + [503]),
+    "no request after one": (get() + b"JUNK\r\n\r\n", [200, 400]),
+    "no chunk after a request": (get() + post(b"Transfer-Encoding: chunked\r\n", b"zz\r\n"), [200, 400]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_request_has_its_answer(raw, name):
+    """As RFC 9112 has it, in order, and with a status; what proxies may read in two ways is refused."""
+    request, statuses = REQUESTS[name]
+    raw.send(request)
+    raw.socket.shutdown(socket.SHUT_WR)  # who has asked may end their side
+    received = b""
+    while part := raw.socket.recv(65536):
+        received += part
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)] == statuses
+    refused = {"413", "414", "431", "408", "501", "503"}
+    assert not refused & {str(statuses[-1])} or b'"type": ' in received
+
+
+def test_a_path_says_which_methods_it_has(http):
+    answers = [http.request(method, path) for method in ("OPTIONS", "PUT") for path in ("/v2", MUL, "/jobs/a")]
+    allowed = ["GET, HEAD, OPTIONS", "OPTIONS, POST", "DELETE, GET, HEAD, OPTIONS"]
+    assert [answer.headers["allow"] for answer in answers] == allowed * 2
+    for path in ("/", "/v2/health/ready", "/metrics", "/v2/nothing"):
+        whole, head = http.get(path), http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"")
+        if path != "/metrics":
+            assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+@contextlib.asynccontextmanager
+async def listening(tmp_path, app=None, **changes):
+    """Serve by the guard and its protocol in this process; yields the port and the protocol."""
+    settings = ServiceSettings(directory=tmp_path, **changes)
+    guard = Guard(app or empty, settings=settings, keys=KeyStore(tmp_path / "keys.json"), observers=[])
+    protocol = guarded_protocol(settings)
+    certificate, key = settings.tls_certificate or None, settings.tls_key or None
+    config = uvicorn.Config(guard, http=protocol, log_config=None, ssl_certfile=certificate, ssl_keyfile=key)
+    config.load()
+    protocol.tls = config.ssl
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], protocol
+
+
+async def status(port, path="/v2/health/live", tls=None, **options):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls, **options)
+    writer.write(b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode())
+    answer = await reader.read()
+    writer.close()
+    return answer[9:12].decode()
+
+
+START = {
+    "silent": b"",
+    "headers": b"GET /v2/hea",
+    "public": get(b"/"),
+    "body": get(MUL.encode(), HOST + b"Content-Length: 100\r\n", method=b"POST") + b"{",
+}
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("addresses", [1, 50])
+@pytest.mark.parametrize("sent", START)
+def test_strangers_cannot_take_all_connections(tmp_path, sent, addresses, tls, certificate):
+    """They come again whenever a connection of theirs ends."""
+    KeyStore(tmp_path / "keys.json").create("a", ["field"])
+    attackers, came = set(), 0
+
+    async def stranger(port, number):
+        nonlocal came
+        while True:
+            with contextlib.suppress(OSError):
+                local = f"127.0.0.{number % addresses + 1}", 0
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=local)
+                came += 1
+                writer.write(START[sent])
+                await reader.read()
+                while await reader.read(1000):
+                    pass
+                writer.close()
+
+    async def attack():
+        files = {"tls_certificate": str(certificate[0]), "tls_key": str(certificate[1])} if tls else {}
+        async with listening(tmp_path, connections=20, connections_per_address=15, **files) as (port, protocol):
+            attackers.update(asyncio.create_task(stranger(port, number)) for number in range(30))
+            while came < 30:
+                await asyncio.sleep(0.005)
+            context = ssl.create_default_context(cafile=certificate[0]) if tls else None
+            names = {"server_hostname": "localhost"} if tls else {}
+            found = [await status(port, tls=context, **names) for _ in range(10)]
+            assert len(protocol.open) <= 20 + protocol.open.reserve
+            for attacker in attackers:
+                attacker.cancel()
+            await asyncio.gather(*attackers, return_exceptions=True)
+            return found
+
+    assert asyncio.run(attack()) == ["200"] * 10
+
+
+def test_beyond_the_connections_strangers_get_health_and_keys_get_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerant.service.guard._SETTLED_S", 1000.0)
+    _, token = KeyStore(tmp_path / "keys.json").create("a", ["field"])
+
+    async def ask():
+        async with listening(tmp_path, connections=4) as (port, protocol):
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            found = [await status(port, path) for path in ("/", "/v2/health/live", "/v2/health/ready")]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(get(lines=HOST + b"X-Api-Key: %s\r\n" % token.encode()))
+            found.append((await reader.readuntil(b"\r\n"))[9:12].decode())
+            monkeypatch.setattr("accelerant.service.guard._SETTLED_S", 0.0)
+            found.append(await status(port))  # for which the first of the silent ones goes
+            assert await others[0][0].read() == b""
+            for _, other in (*others, (reader, writer)):
+                other.close()
+            while len(protocol.open):
+                await asyncio.sleep(0.001)
+            return found
+
+    assert asyncio.run(ask()) == ["503", "200", "200", "200", "200"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from accelerant._version import __version__
 from accelerant.service import dashboard
@@ -200,8 +202,23 @@ async def _on_error(request: Request, error: Exception) -> Response:
     refused = refusal_of(error)
     if isinstance(error, HTTPException):
         refused = Refused(error.status_code, "HttpError", str(error.detail))
+        if error.status_code == 405:
+            known = (error.headers or {}).get("Allow", "GET")  # of one route of the path
+            allowed = {"Allow": ", ".join(_methods_of(request, known.split(", ")))}
+            if request.method == "OPTIONS":
+                return Response(None, 204, allowed)
+            error.headers = allowed
     body = error_body(refused.kind, str(refused), request.scope["state"]["record"].request_id)
     return Response(body, refused.status, getattr(error, "headers", None), JSON)
+
+
+def _methods_of(request: Request, known: list[str]) -> list[str]:
+    """Return the methods of all routes of a path."""
+    found, asked = {*known, "OPTIONS"}, {**request.scope, "method": ""}
+    for route in (*_router.routes, *dashboard.router.routes):
+        if isinstance(route, APIRoute) and route.matches(asked)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:

@@ -1,6 +1,7 @@
 """The layer between the network and the routes: limits, keys, request ids, logs, spans.
 
-`GuardedProtocol` bounds connections, and the time and bytes of headers. `Guard` is ASGI middleware: it identifies each
+`Connections` bounds the open connections, so that strangers cannot take all of them. `GuardedProtocol` bounds the time
+and bytes of handshakes and headers, and answers what is not HTTP. `Guard` is ASGI middleware: it identifies each
 request, checks its key and its origin, bounds the requests in progress, and makes a span where OpenTelemetry is set
 up. `read_body` reads a body within its limits.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
 import itertools
 import json
 import logging
@@ -16,13 +18,18 @@ import math
 import re
 import secrets
 import socket
+import ssl
+import sys
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
 from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -32,6 +39,7 @@ from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
 
 __all__ = [
+    "Connections",
     "Guard",
     "GuardedProtocol",
     "RequestRecord",
@@ -46,11 +54,22 @@ __all__ = [
 _LOG = logging.getLogger("accelerant.service")
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HOST = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
+_NOT_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
 _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 """Paths that are served under overload: a supervisor would end a server that does not answer them."""
 _FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 _PIPELINED_MOST = 16
+"""Requests that may wait on a connection behind the one in progress."""
+_TARGET_BYTES = 8192
+"""Longest path and query: parameters of a query are short, and other servers and proxies take no more."""
+_SETTLED_S, _UNREAD_S = 1.0, 0.05
+"""Age from which a stranger's connection may give way to a new one; the same of a silent one where no room is left."""
+_LOOKED_AT = 32
+"""Connections, and addresses, among which the one that gives way is looked for."""
+_LINGER_S, _LINGER_BYTES = 1.0, 1 << 20
+"""How long, and of how much, a connection is read after its last answer, which a reset would overtake."""
 _PART_BYTES = 1 << 20
 """Longer answers are sent in parts, each after the one before: uvicorn takes all of a part into memory."""
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -115,6 +134,8 @@ class Guard:
         start = time.perf_counter()
         headers = scope["headers"]
         fields = dict(headers)
+        if len(fields) < len(headers):
+            fields = _joined(headers)
         given = fields.get(b"x-request-id")
         request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else f"{_PROCESS}{next(_NUMBERS):08x}"
         record = RequestRecord(request_id, scope["method"], scope["path"])
@@ -129,6 +150,8 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
+                if state.get("arrived") is False and (b"transfer-encoding" in fields or b"content-length" in fields):
+                    message["headers"].append((b"connection", b"close"))  # the rest of the body is not waited for
                 if not any(name.lower() == b"cache-control" for name, _ in message["headers"]):
                     message["headers"].append((b"cache-control", b"no-store"))  # X-Api-Key says nothing to caches
             body = message.get("body", b"")
@@ -144,8 +167,12 @@ class Guard:
                 try:
                     state["key"] = self._admitted(scope, headers, fields)
                     record.key_id = state["key"].id
+                    if record.key_id and "known" in state:
+                        state["known"]()
                     name = _inferred(scope)
-                    if name is None:
+                    if name is None and scope["method"] == "HEAD":
+                        await self._head(scope, receive, answer)
+                    elif name is None:
                         await self.app(scope, receive, answer)
                     else:
                         record.route = "/v2/models/{name}/infer"
@@ -176,6 +203,19 @@ class Guard:
             for observer in self.observers:
                 observer(record)
 
+    async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as to GET, without the body, which may have no end."""
+
+        async def start(message: MutableMapping[str, Any]) -> None:
+            await send(message)
+            await send({"type": "http.response.body"})
+            raise _HeadIsSent
+
+        inner = {**scope, "method": "GET"}
+        with suppress(_HeadIsSent):
+            await self.app(inner, receive, start)
+        scope["route"] = inner.get("route")
+
     async def _send_parts(self, send: Send, message: Mapping[str, Any], body: bytes) -> None:
         """Send a long body at the pace at which the client reads it; Refused if that is too slow."""
         settings, whole = self.settings, memoryview(body)
@@ -194,6 +234,7 @@ class Guard:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
         if sum([len(key) + len(value) for key, value in headers]) > self.settings.header_bytes:
             raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
+        _require_one_meaning(scope, headers)
         origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
         if origin is not None and _netloc(origin.decode("latin-1")) != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
@@ -206,6 +247,8 @@ class Guard:
             return ANONYMOUS
         path = scope["path"]
         if token is None and (path in _PUBLIC or path.startswith("/dashboard/")) and scope["method"] in ("GET", "HEAD"):
+            if path not in _ALWAYS and scope["state"].get("crowded"):
+                raise Refused(503, "Busy", "the connections left are for keys and for health", retry_after_s=1)
             return Key("")
         key = self.keys.verify(token) if token is not None else None
         if key is None:
@@ -214,6 +257,31 @@ class Guard:
         if wait_s:
             raise Refused(429, "RateLimited", f"the key allows {key.rate:g} requests a second", retry_after_s=wait_s)
         return key
+
+
+class _HeadIsSent(Exception):  # noqa: N818 - no error
+    """Ends the work on a request of HEAD."""
+
+
+def _joined(headers: Headers) -> dict[bytes, bytes]:
+    """Return headers by name; those that occur more than once as one list, which is what they mean."""
+    fields: dict[bytes, bytes] = {}
+    for name, value in headers:
+        fields[name] = b"%s, %s" % (fields[name], value) if name in fields else value
+    return fields
+
+
+def _require_one_meaning(scope: Scope, headers: Headers) -> None:
+    """Raise Refused for a request that a proxy may read otherwise than this server (RFC 9110 and 9112)."""
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and scope.get("http_version") == "1.1"):
+        raise Refused(400, "BadRequest", f"a request has one Host header, got {len(hosts)}")
+    if hosts and not _HOST.fullmatch(hosts[0].decode("latin-1")):
+        raise Refused(400, "BadRequest", f"Host is no host and port: {hosts[0][:80].decode('latin-1')!r}")
+    target = scope.get("raw_path") or b""
+    if b"%" in target and (wrong := _NOT_PERCENT.search(target)):
+        found = target[wrong.start() : wrong.start() + 3].decode("latin-1")
+        raise Refused(400, "BadRequest", f"in a path % is followed by two hexadecimal digits, got {found!r}")
 
 
 def _netloc(origin: str) -> str | None:
@@ -278,7 +346,7 @@ async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings, h
     """
     state = scope["state"]
     fields, record = state["fields"], state["record"]
-    if fields.get(b"content-encoding") not in (None, b"identity"):
+    if fields.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise Refused(415, "UnsupportedMediaType", "compressed bodies are not read: send it as it is")
     most = settings.body_bytes
     declared = fields.get(b"content-length")
@@ -317,61 +385,225 @@ def _too_large(most: int) -> Refused:
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
+class Connections:
+    """The open connections of a server.
+
+    A stranger is a peer that has shown no valid key on this connection. When there are too many connections, the one
+    that ends is a stranger's, of the address that has most: the one of which nothing has been heard for longest. After
+    the strangers come connections with a key on which no request is in progress. Beyond `connections`, where none can
+    end, a reserve remains, on which strangers get health alone.
+
+    Attributes:
+        most, most_of_one: bounds of all connections, and of the strangers' of one address.
+        reserve: connections beyond `most`.
+    """
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self.most, self.most_of_one = most, most_of_one
+        self.reserve = reserve_of(most)
+        self._open: dict[GuardedProtocol, str] = {}
+        self._strangers: dict[str, dict[GuardedProtocol, float]] = {}
+        self._idle: dict[GuardedProtocol, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: GuardedProtocol, address: str) -> bool:
+        """Take a connection, and end another one if there are too many; return False if there is no room."""
+        now = time.monotonic()
+        strangers = self._strangers.get(address, {})
+        if len(strangers) >= self.most_of_one:
+            self._end_oldest(strangers, now - _SETTLED_S)
+        if len(self._open) >= self.most:
+            self._make_room(now - _SETTLED_S)
+        if len(self._open) >= self.most + self.reserve and not self._make_room(now - _UNREAD_S, must=True):
+            return False
+        self._open[connection] = address
+        self._strangers.setdefault(address, {})[connection] = now
+        return True
+
+    def remove(self, connection: GuardedProtocol) -> None:
+        """Forget a connection that has ended."""
+        if (address := self._open.pop(connection, None)) is not None:
+            self._idle.pop(connection, None)
+            self._forget_stranger(connection, address)
+
+    def know(self, connection: GuardedProtocol) -> None:
+        """Count a connection as one with a valid key, with a request in progress."""
+        if (address := self._open.get(connection)) is not None:
+            self._forget_stranger(connection, address)
+
+    def heard(self, connection: GuardedProtocol, *, is_busy: bool) -> None:
+        """Note that a request has come, or has been answered."""
+        strangers = self._strangers.get(self._open.get(connection, ""), {})
+        if connection in strangers:
+            del strangers[connection]  # to the end
+            strangers[connection] = time.monotonic()
+        elif is_busy:
+            self._idle.pop(connection, None)
+        elif connection in self._open:
+            self._idle[connection] = time.monotonic()
+
+    def _forget_stranger(self, connection: GuardedProtocol, address: str) -> None:
+        strangers = self._strangers.get(address, {})
+        strangers.pop(connection, None)
+        if not strangers:
+            self._strangers.pop(address, None)
+
+    def _make_room(self, before: float, *, must: bool = False) -> bool:
+        groups = self._strangers.values()
+        largest: dict[GuardedProtocol, float] = max(groups, key=len, default={})
+        others = itertools.islice(groups, _LOOKED_AT)
+        return any(self._end_oldest(group, before, must=must) for group in (largest, *others, self._idle))
+
+    def _end_oldest(self, group: Mapping[GuardedProtocol, float], before: float, *, must: bool = False) -> bool:
+        """End the connection of a group that was heard of first, if that was before a time, or it has had its turn."""
+        for connection, heard in itertools.islice(group.items(), _LOOKED_AT):
+            if heard <= before or (must and connection.had_its_turn):
+                self.remove(connection)
+                connection.raw.abort()
+                return True
+        return False
+
+
+def reserve_of(connections: int) -> int:
+    """Return the number of connections beyond the setting `connections`."""
+    return max(256, connections // 4)
+
+
+def _network(transport: Any) -> str:
+    """Return the address of a peer; of one of IPv6 the network of 64 bits, which one host has."""
+    peer = transport.get_extra_info("peername")
+    try:
+        address = ipaddress.ip_address(peer[0].partition("%")[0])
+    except (TypeError, IndexError, AttributeError, ValueError):  # of a Unix socket, or gone already
+        return ""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+        address = address.ipv4_mapped
+    return str(address)
+
+
+class _Secured(SSLProtocol):
+    """TLS of a connection, also one whose handshake does not end, of which its protocol is told nothing."""
+
+    lost: Callable[[], None]
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.lost()
+
+
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits of connections, and of the bytes and time of a request's headers."""
+    """uvicorn's protocol with limits of connections, of handshakes, and of the bytes and time of a request's headers.
+
+    Attributes:
+        tls: the context of TLS; None without it. The handshake is made here, since asyncio's server would let
+            connections that do not finish theirs pile up unseen.
+        raw: the transport of the socket.
+    """
 
     limits: ServiceSettings
+    open: Connections
+    tls: ssl.SSLContext | None = None
+    _in_headers = False
+
+    @property
+    def had_its_turn(self) -> bool:
+        """Whether data of the connection were read, and no request is in progress."""
+        return (self._in_headers or self.cycle is not None) and not self._answers
 
     def connection_made(self, transport: Any) -> None:
-        """Refuse a connection beyond the limit; expect headers soon."""
+        """Take a connection, or close it where there are too many; after the handshake of TLS, expect requests."""
+        if transport.get_extra_info("sslcontext") is not None:
+            self._begin(transport)
+            return
+        self.raw = transport
+        if not self.open.add(self, _network(transport)):
+            transport.abort()
+        elif self.tls is None:
+            self._begin(transport)
+        else:
+            options: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": self.limits.header_timeout_s}
+            secured = _Secured(self.loop, self, self.tls, server_side=True, **options)
+            secured.lost = functools.partial(self.open.remove, self)
+            transport.set_protocol(secured)
+            secured.connection_made(transport)
+
+    def _begin(self, transport: Any) -> None:
+        """Expect headers soon."""
         super().connection_made(transport)
         self._header_bytes, self._in_headers, self._awaits_headers = 0, False, True
         self._header_timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[int, str] | None = None
+        self._last: bytes | None = None
+        self._left_bytes = 0  # that came after the last answer
+        self._upgrade_body: bytes | None = None  # the header that frames the body of a request to upgrade
+        self._repeats_head = False
         connection = transport.get_extra_info("socket")
         over_tcp = connection is not None and (not hasattr(socket, "AF_UNIX") or connection.family != socket.AF_UNIX)
         if over_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
             # closes connections whose peer does not read its answer
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.limits.body_timeout_s))
-        if len(self.connections) > self.limits.connections:
-            transport.close()
-            return
         self._time_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
-        self._headers_came()
-        super().connection_lost(exc)
+        """Forget the connection and its timer."""
+        self.open.remove(self)
+        if self.transport is not None:  # else there was no room
+            self._headers_came()
+            super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
+        """Answer a peer that has sent all of its requests, and waits."""
+        if not self._answers or self.cycle.more_body or self.tls is not None:
+            return None
+        if not self._last:  # else that is the end
+            self.cycle.keep_alive = False
+        return True
+
+    @property
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Count bytes until the headers are complete, also those of a request that follows one in progress.
 
         The part of the data in which a request begins is not counted: the one before it may end there.
         """
-        if not self._awaits_headers and (self.cycle is None or self.cycle.response_complete):
+        if self._last is not None:
+            self._left_bytes += len(data)
+            if self._left_bytes > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        if not self._awaits_headers and not self._answers:
             self._awaits_headers, self._header_bytes = True, 0
         if self._in_headers or self._awaits_headers:
             self._header_bytes += len(data)
+        self._data = data
         super().data_received(data)
-        if not (self._in_headers or self._awaits_headers):
+        if self._last is not None or not (self._in_headers or self._awaits_headers):
             return
         if self._awaits_headers and self._header_timer is None:
             self._time_headers()
         if self._header_bytes > self.limits.header_bytes:
-            self._headers_came()
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.transport.abort()  # an answer is being written
-                return
-            body = b"the headers are too large"
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
-                b"content-length: %d\r\n\r\n%s" % (len(body), body)
-            )
-            self.transport.close()
+            self._refuse(431, f"the headers have more than {self.limits.header_bytes:,} bytes")
 
     def on_message_begin(self) -> None:
         """Count from here."""
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._in_headers, self._header_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the request's target."""
+        if self._repeats_head:
+            return
+        super().on_url(url)
+        if len(self.url) > _TARGET_BYTES:
+            self._stop(414, f"path and query have more than {_TARGET_BYTES:,} bytes: send parameters in the body")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; forget those that follow a chunked body, which nobody reads and no limit bounds."""
@@ -380,22 +612,139 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the timer; bound the requests that wait on this connection."""
-        self._in_headers = False
+        if self._repeats_head:
+            self._repeats_head = False
+            return
+        self._in_headers, self._upgrade_body = False, None
         self._headers_came()
+        if len(self.pipeline) >= _PIPELINED_MOST:
+            self._stop(503, f"more than {_PIPELINED_MOST} requests wait on this connection")
+        for i, (name, value) in enumerate(self.headers):
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                self._stop(501, "of transfer encodings there is chunked alone")
+            if name in (b"transfer-encoding", b"content-length") and self.parser.should_upgrade():
+                self._upgrade_body = b"%s: %s" % (name, value)
+            if name == b"connection" and not self.parser.should_keep_alive():
+                self.headers[i] = (name, b"close")  # which uvicorn looks for, whatever the case, and in no list
+        if self.url[:1] != b"/":
+            self._use_origin_form()
+        self.open.heard(self, is_busy=True)
         super().on_headers_complete()
+        state = self.scope["state"]
+        state["arrived"], state["known"] = False, self._know
+        state["crowded"] = len(self.open) > self.open.most
+        if self.scope["http_version"] == "1.0":  # which knows no interim answers
+            self.cycle.waiting_for_100_continue = False
         if self.scope["method"] != "HEAD":  # whose body is not written
-            self.cycle.transport = _OneWrite(self.transport)  # type: ignore[assignment]  # all that a cycle uses
-        if len(self.pipeline) > _PIPELINED_MOST:
-            self.transport.abort()
-            raise ValueError(f"more than {_PIPELINED_MOST} requests wait on a connection")  # ends the parsing
+            one = _OneWrite(self.transport, self._close)
+            self.cycle.transport = one  # type: ignore[assignment]  # all that a cycle uses
+
+    def _use_origin_form(self) -> None:
+        """Take the host of a target such as http://host/path, which counts more than the header (RFC 9112, 3.2.2)."""
+        if self.url == b"*" and self.parser.get_method() == b"OPTIONS":
+            self.url = b"/"
+            return
+        target = httptools.parse_url(self.url)  # raises for other forms
+        netloc = self.url.partition(b"//")[2].split(b"/")[0].split(b"?")[0]
+        if (target.schema or b"").lower() not in (b"http", b"https") or not target.host or b"@" in netloc:
+            self._stop(400, "the target is no path")
+        if (hosts := [i for i, (name, _) in enumerate(self.headers) if name == b"host"])[1:] == [] and hosts:
+            self.headers[hosts[0]] = (b"host", netloc)
+        self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
 
     def on_message_complete(self) -> None:
         """Tell `read_body` that the body is here."""
+        if self._upgrade_body is not None:
+            return  # it follows
         super().on_message_complete()
         self.scope["state"]["arrived"] = True
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on in HTTP/1.1 after an offer of another protocol, as Java makes it, which the parser takes for an end."""
+        upgrade = sys.exc_info()[1]
+        rest = self._data[upgrade.args[0] :] if upgrade is not None else b""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        if self._upgrade_body is not None:
+            rest = b"POST / HTTP/1.1\r\n%s\r\n\r\n%s" % (self._upgrade_body, rest)
+            self._repeats_head, self._upgrade_body = True, None
+        if rest:
+            self._data = rest
+            super().data_received(rest)
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, or end after the last one."""
+        waits = bool(self.pipeline)
+        super().on_response_complete()
+        if waits:
+            return
+        self.open.heard(self, is_busy=False)
+        if self._last:
+            self._end()
+
+    def _know(self) -> None:
+        self.open.know(self)
+
+    def _stop(self, status: int, message: str) -> None:
+        """End the parsing; uvicorn calls `send_400_response` then."""
+        self._refusal = status, message
+        raise ValueError(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser does not take."""
+        self._refuse(*(self._refusal or (400, "this is not a request of HTTP/1.1")))
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what cannot be read, after the requests before it, and end the connection."""
+        self._headers_came()
+        kind = {408: "HeadersTooSlow", 414: "TargetTooLong", 431: "HeadersTooLarge", 501: "NotImplemented", 503: "Busy"}
+        body = error_body(kind.get(status, "BadRequest"), message, f"{_PROCESS}{next(_NUMBERS):08x}")
+        self._last = (
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (status, HTTPStatus(status).phrase.encode(), len(body), body)
+        )
+        if self._answers and self.cycle.more_body:  # of this request the body is wrong
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.pipeline:
+                self.pipeline.popleft()
+            elif self.cycle.response_started:
+                self.transport.close()
+            else:
+                self._end()
+                return
+        elif not self._answers:
+            self._end()
+            return
+        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
+
+    def _end(self) -> None:
+        """Send the last answer."""
+        last, self._last = self._last or b"", b""
+        if not self.transport.is_closing():
+            self.transport.write(last)
+            self._close()
+
+    def _close(self) -> None:
+        """Close the connection once the peer has had time to read, if it may still be sending."""
+        self._headers_came()
+        arrived = self.scope is None or self.scope["state"].get("arrived", False)
+        if (self._last is None and arrived) or not self.transport.can_write_eof() or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._last = self._last or b""
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._header_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
     def _time_headers(self) -> None:
-        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.close)
+        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        if self._in_headers:
+            self._refuse(408, f"the headers took more than {self.limits.header_timeout_s:g} s")
+        else:
+            self.transport.close()
 
     def _headers_came(self) -> None:
         self._awaits_headers = False
@@ -407,10 +756,10 @@ class GuardedProtocol(HttpToolsProtocol):
 class _OneWrite:
     """The transport of one answer: it sends the head with the first part of the body, since a write costs 30 us."""
 
-    __slots__ = ("_head", "_transport", "is_closing")
+    __slots__ = ("_close", "_head", "_transport", "is_closing")
 
-    def __init__(self, transport: Any) -> None:
-        self._transport, self.is_closing = transport, transport.is_closing
+    def __init__(self, transport: Any, close: Callable[[], None] | None = None) -> None:
+        self._transport, self.is_closing, self._close = transport, transport.is_closing, close or transport.close
         self._head: bytes | None = b""  # None once it is sent
 
     def write(self, data: bytes) -> None:
@@ -426,12 +775,15 @@ class _OneWrite:
     def close(self) -> None:
         if self._head:
             self.write(b"")
-        self._transport.close()
+        self._close()
 
 
 def guarded_protocol(settings: ServiceSettings) -> type[GuardedProtocol]:
     """Return the protocol class with the limits of the settings."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings})
+    each = min(settings.connections, settings.connections_per_address)
+    return type(
+        "GuardedProtocol", (GuardedProtocol,), {"limits": settings, "open": Connections(settings.connections, each)}
+    )
 
 
 # --- logs and spans --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import uvicorn
 
 from accelerant.errors import ConfigError
 from accelerant.service.app import create_app
-from accelerant.service.guard import guarded_protocol, log_to
+from accelerant.service.guard import guarded_protocol, log_to, reserve_of
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
 
@@ -87,7 +87,7 @@ def _allow_files(settings: ServiceSettings) -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.connections + _FILES
+    wanted = settings.connections + reserve_of(settings.connections) + _FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -112,8 +112,9 @@ def run(settings: ServiceSettings) -> None:
         _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")
     app = create_app(settings)
     app.state.observers.append(requests)
+    protocol = guarded_protocol(settings)
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, http=guarded_protocol(settings), ws="none",
+        app, host=settings.host, port=settings.port, http=protocol, ws="none",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
         timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.drain_s) or 1,
         ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
@@ -125,6 +126,7 @@ def run(settings: ServiceSettings) -> None:
             f"tls_certificate {settings.tls_certificate} and tls_key {settings.tls_key} must be the PEM files of a "
             f"certificate and its key: {error.strerror or error}"
         ) from None
+    protocol.tls, config.ssl = config.ssl, None  # the protocol makes the handshakes
     server = _Server(config)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again after the drain: status 0
     try:
