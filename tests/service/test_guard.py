@@ -463,7 +463,7 @@ async def listening(tmp_path, app=None, **changes):
     guard = Guard(app or empty, settings=settings, keys=KeyStore(tmp_path / "keys.json"), observers=[])
     protocol = guarded_protocol(settings)
     certificate, key = settings.tls_certificate or None, settings.tls_key or None
-    config = uvicorn.Config(guard, http=protocol, log_config=None, ssl_certfile=certificate, ssl_keyfile=key)
+    config = uvicorn.Config(guard, http=protocol, ws="none", log_config=None, ssl_certfile=certificate, ssl_keyfile=key)
     config.load()
     protocol.tls = config.ssl
     state = ServerState()
