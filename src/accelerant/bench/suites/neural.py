@@ -239,7 +239,7 @@ def neural_cases(planned: Sequence[PlannedCase], budget_s: float, *, cpu_column:
 
     def measure(one: PlannedCase, run: SuiteRun) -> None:
         if [(one.part, one.op)] != compiled or one.part != "sweep":
-            torch._dynamo.reset()  # a sweep's sizes share what is compiled
+            torch.compiler.reset()  # a sweep's sizes share what is compiled
         compiled[:] = [(one.part, one.op)]
         _measure_case(one, run, budget_s, cpu_column)
         if run.gpu:

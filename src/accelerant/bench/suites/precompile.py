@@ -148,7 +148,7 @@ def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
             group = tasks.get(timeout=_POLL_S)
         except queue.Empty:
             return
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with compiling():
             for one in group:
                 with contextlib.suppress(Exception):

@@ -523,7 +523,7 @@ def _can_repeat(func: Any) -> bool:
     several may have written the first.
     """
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    one = len(written) == 1 and isinstance(written[0].type, torch._C.TensorType)
+    one = len(written) == 1 and isinstance(written[0].type, torch.TensorType)
     return func not in _nested and (not written or one)
 
 

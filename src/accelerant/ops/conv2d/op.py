@@ -71,12 +71,12 @@ def _backward_of(
 
 def _deterministic_backward_of(*args: Any) -> Gradients:
     """Return the gradients by cuDNN's deterministic algorithms."""
-    before = torch._C._get_cudnn_deterministic()
-    torch._C._set_cudnn_deterministic(True)
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
     try:
         return _backward_of(*args)
     finally:
-        torch._C._set_cudnn_deterministic(before)
+        torch.backends.cudnn.deterministic = before
 
 
 def _sizes(case: Case) -> tuple[int, int, int, int]:

@@ -306,7 +306,7 @@ def _torch(cell: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Ten
 
 
 _TORCH: dict[str, Callable[..., Any]] = {
-    "lstm": torch._VF.lstm, "gru": torch._VF.gru, "tanh": torch._VF.rnn_tanh, "relu": torch._VF.rnn_relu
+    "lstm": torch.lstm, "gru": torch.gru, "tanh": torch.rnn_tanh, "relu": torch.rnn_relu
 }  # fmt: skip
 
 

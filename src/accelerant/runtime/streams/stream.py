@@ -450,6 +450,6 @@ def capturing(device: torch.device | int) -> bool:
             return False
         device = torch.cuda.current_device() if device.index is None else device.index
     if device == torch._C._cuda_getDevice():
-        return torch._C._cuda_isCurrentStreamCapturing()
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
-        return torch._C._cuda_isCurrentStreamCapturing()
+        return torch.cuda.is_current_stream_capturing()

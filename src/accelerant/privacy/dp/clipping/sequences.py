@@ -51,9 +51,7 @@ class _LSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor, sink: PerExampleSink, *weights: Any) -> Any:
         flat = [weight for weight in weights if weight is not None]
-        y, last_h, last_c = torch._VF.lstm(
-            x, (h[None], c[None]), flat, weights[2] is not None, 1, 0.0, False, False, True
-        )
+        y, last_h, last_c = torch.lstm(x, (h[None], c[None]), flat, weights[2] is not None, 1, 0.0, False, False, True)
         ctx.save_for_backward(x, h, c, y, *(None if w is None else w.detach() for w in weights))
         ctx.sink, ctx.parameters = sink, weights
         sink.expect(*weights)
@@ -94,7 +92,7 @@ class _GRU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor, sink: PerExampleSink, *weights: Any) -> Any:
         flat = [weight for weight in weights if weight is not None]
-        y, last = torch._VF.gru(x, h[None], flat, weights[2] is not None, 1, 0.0, False, False, True)
+        y, last = torch.gru(x, h[None], flat, weights[2] is not None, 1, 0.0, False, False, True)
         ctx.save_for_backward(x, h, y, *(None if w is None else w.detach() for w in weights))
         ctx.sink, ctx.parameters = sink, weights
         sink.expect(*weights)
