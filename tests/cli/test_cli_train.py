@@ -420,3 +420,27 @@ def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(ac
     ):
         status, _, errors = accelerant(*arguments, "--device", device, "--out", "refused", *options)
         assert (status, message in errors) == (2, True)
+
+
+def test_a_folder_of_all_kinds_of_files_says_what_was_read_skipped_and_why(accelerant, text):
+    Path("notes").mkdir()
+    Path("notes/win.txt").write_text("Zeile für Zeile\n" * 40, encoding="utf-16")
+    status, _, errors = accelerant("train", "notes", "--steps", 1, "--device", "cpu", "--out", "out")
+    assert status == 0
+    assert "accelerant: read win.txt (as UTF-16)\n" in errors
+    Path("notes/paper.pdf").write_bytes(b"%PDF-1.4\n" + bytes(range(256)) * 9)
+    Path("notes/empty.txt").touch()
+    Path("notes/data.json").write_text(json.dumps(list(range(20_000))))
+    status, _, errors = accelerant("train", "notes", "--steps", 1, "--device", "cpu", "--out", "out")
+    assert status == 0
+    assert "encoding the text: 2 files, " in errors
+    assert "left out empty.txt (empty); paper.pdf (PDF)\n" in errors
+    assert "data.json is 99% of the text: " in errors
+    report = Path("out/report.html").read_text()
+    assert "The file data.json is 99% of the text: the model learns little else" in report
+    assert "empty.txt (empty); paper.pdf (PDF)" in report
+    Path("notes/data.json").unlink()
+    Path("notes/win.txt").unlink()
+    status, _, errors = accelerant("train", "notes", "--device", "cpu", "--out", "other")
+    assert status == 2
+    assert re.search(r"accelerant: no text in .*notes: empty.txt \(empty\); paper.pdf \(PDF\); give --data a", errors)

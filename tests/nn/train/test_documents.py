@@ -158,7 +158,7 @@ def test_a_folder_says_what_it_leaves_out_and_what_outweighs_the_rest(tmp_path):
     left_out, converted, dominant = corpus.reading.notes()
     assert "paper.pdf (PDF)" in left_out
     assert converted == "read win.txt (as UTF-16)"
-    assert dominant.startswith("data.json is 99% of the text: ")
+    assert dominant.startswith("the file data.json is 99% of the text: ")
     described = json.dumps(corpus.reading.to_dict())
     assert ".json: 1, 99%" in described
     assert "secret" not in described + b"".join(d.data for d in corpus.train).decode()

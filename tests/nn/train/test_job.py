@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from accelerant.config import override
 from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency, UnsupportedCase
-from accelerant.nn import GPT, CharRNN, GPTConfig, Llama
+from accelerant.nn import GPT, CharRNN, GPTConfig, Llama, quantize
 from accelerant.nn.text import load_text_model
 from accelerant.nn.train import (
     RunConfig,
@@ -913,6 +913,12 @@ def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_t
     assert text.stops == (() if tokenizer.end is None else (tokenizer.end,))
     with pytest.raises(ConfigError, match="is the folder of a run: export into another one"):
         export_run(out, out)
+    quantize(model)
+    assert model.generate(tokens, 3, temperature=0).shape[1] == tokens.shape[1] + 3
+    model.save_pretrained(tmp_path / "quantized")
+    saved = GPT.from_pretrained(tmp_path / "quantized")
+    quantize(saved)
+    assert torch.equal(saved(tokens), model(tokens))
 
 
 def test_a_recurrent_run_opens_but_has_no_form_in_transformers(train, tmp_path):

@@ -158,10 +158,8 @@ class Reading:
         total = sum(size for _, size in self.read)
         name, largest = max(self.read, key=lambda each: each[1], default=("", 0))
         if len(self.read) > 1 and largest > _DOMINANT * total:
-            notes.append(
-                f"{name} is {min(largest / total, 0.99):.0%} of the text: the model learns little else; leave it out "
-                "unless that is what you want"
-            )
+            share = f"{min(largest / total, 0.99):.0%} of the text"
+            notes.append(f"the file {name} is {share}: the model learns little else; leave it out unless you want that")
         return [escaped(note) for note in notes]
 
     def to_dict(self) -> dict[str, Any]:

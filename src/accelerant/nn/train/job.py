@@ -222,7 +222,8 @@ def _tokenized(
             if not turn:
                 same |= {"the text": text.sha256, "its tokenizer": tokenizer_hash(text.tokenizer)}
     name, description = extension.named(text.sha256, text.description)
-    return dataclasses.replace(text, sha256=name, description=description)
+    notes = text.notes if description is text.description else ()  # a private text's are for the terminal alone
+    return dataclasses.replace(text, sha256=name, description=description, notes=notes)
 
 
 def resume_training(
@@ -677,7 +678,10 @@ class _TextRun:
         html = build_report(
             summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
             curves=self._extension.curves(),
-            remarks=[*([f"{rising[0].upper()}{rising[1:]}."] if rising else []), *self._extension.remarks()],
+            remarks=[
+                *(f"{text[0].upper()}{text[1:]}." for text in (*([rising] if rising else []), *self._text.notes)),
+                *self._extension.remarks(),
+            ],
         )  # fmt: skip
 
         def write() -> None:
