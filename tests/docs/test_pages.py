@@ -70,6 +70,21 @@ def test_a_program_of_the_readme_runs(program, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+BASH = re.compile(r"\{[^}\s]*,[^}\s]*\}|<\(|\[\[|&>|<<<|\bsource |\$'|\S\[[a-z,]+\](?!')")
+"""Braces, arrays and redirections that `sh` does not have, and extras without quotation marks, which zsh expands."""
+
+
+def test_code_fits_the_page_and_the_commands_run_in_sh():
+    """98 characters fit beside GitHub's column of a repository, 112 of a page of 1,012 pixels."""
+    for page in (README, *DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for kind, code in re.findall(r"^```(sh|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            longest = max(code.splitlines(), key=len)
+            assert len(longest) <= (98 if page == README else 112), f"{page.name}: {longest}"
+            if kind == "sh":
+                assert not (found := BASH.search(code)), f"{page.name}: {found}"
+
+
 def test_every_link_of_a_page_leads_somewhere():
     for page in (README, *DOCS.glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
