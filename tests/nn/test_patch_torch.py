@@ -1,6 +1,7 @@
 """patch on models of torch.nn's layers: parity, what is left alone, copies, unpatch; transformers is not needed."""
 
 import copy
+import inspect
 import io
 import pickle
 import sys
@@ -131,6 +132,72 @@ def test_copies_pickles_and_files(tmp_path):
         assert "forward" in model.body.__dict__
     plain = Net()
     plain.load_state_dict(model.state_dict())
+
+
+class Inner(nn.Module):
+    """A module of the user around some of torch's, in which torch.fx traces the Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8), nn.GELU("tanh"), nn.Linear(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of x and the body's result."""
+        return x + self.body(x)
+
+
+def _traced(model, x):
+    return torch.jit.trace(model, x)(x)
+
+
+CALLERS = {
+    "script": lambda model, x: torch.jit.script(model)(x),
+    "trace": _traced,
+    "fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
+    "functional_call": lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+    "export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module()(x),
+}
+SLOW = pytest.mark.slow  # torch imports its compiler
+CALLER = pytest.mark.parametrize(
+    "caller", [pytest.param(name, marks=SLOW if "export" in name else ()) for name in CALLERS]
+)
+MODULES = {
+    "sequential": lambda: nn.Sequential(nn.Linear(16, 8), nn.GELU()),
+    "user": Inner,
+    "encoder": lambda: nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, activation="gelu"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("graph", [None, True])
+@CALLER
+@pytest.mark.parametrize("name", MODULES)
+def test_what_reads_the_forward_finds_torchs(name, caller, graph):
+    if (name, caller) == ("encoder", "fx"):
+        pytest.skip("torch.fx cannot trace torch's own encoder")
+    model, x = MODULES[name](), torch.randn(2, 3, 16)
+    wanted = model(x)
+    functions = {path: module.forward for path, module in model.named_modules()}
+    acl.nn.patch(model, graph=graph)
+    result = CALLERS[caller](model, x)
+    torch.testing.assert_close(result, wanted, **TIGHT)
+    assert model(x).grad_fn is not None
+    for path, module in model.named_modules():
+        ours, own = module.forward, functions[path]
+        assert inspect.signature(ours) == inspect.signature(own)
+        assert (ours.__name__, ours.__qualname__, ours.__doc__) == (own.__name__, own.__qualname__, own.__doc__)
+        assert inspect.getsource(ours) == inspect.getsource(own)
+        assert inspect.ismethod(ours)
+        assert ours.__code__.co_name.endswith("forward")
+
+
+@pytest.mark.slow
+def test_an_exported_program_needs_no_accelerant():
+    model, x = MODULES["encoder"](), torch.randn(2, 3, 16)
+    acl.nn.patch(model)
+    program = torch.export.export(model, (x,))
+    assert not [str(node.target) for node in program.graph.nodes if "accelerant" in str(node.target)]
 
 
 class OtherNorm(nn.LayerNorm):

@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError
 from accelerant.nn._patch import plain
-from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record, signed
+from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
 __all__ = ["optimize", "patch", "unpatch"]
 
@@ -153,8 +153,7 @@ def _add_graphs(model: nn.Module, record: Record, *, automatic: bool) -> None:
     inner = next((forward for module, forward in record.forwards if module is model), type(model).forward)
     record.forwards = [pair for pair in record.forwards if pair[0] is not model]
     record.graphs = graphs.Graphs(inner, record.report, automatic)
-    kind: Any = type(model)
-    record.replace_forward(model, graphs.graphed_forward if record.plain else signed(graphs.graphed_forward, kind))
+    record.replace_forward(model, graphs.graphed_forward)
 
 
 def _why_nothing(report: PatchReport) -> str:

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from accelerant import ops
-from accelerant.nn._patch.plain import SMALL_REASON, is_small
+from accelerant.nn._patch.plain import EXPORT_REASON, SMALL_REASON, is_exported, is_small
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Capture
 
 __all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
@@ -218,6 +218,8 @@ def _refuses(
 ) -> str | None:  # fmt: skip
     """Return why a call goes to torch; None if our op serves it."""
     query, key, value = qkv
+    if is_exported():
+        return EXPORT_REASON
     if is_small(query):
         return SMALL_REASON
     if query.shape[2] == 1:

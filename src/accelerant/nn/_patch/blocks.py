@@ -26,6 +26,7 @@ from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
 from accelerant.nn._patch.plain import (
     ModulePlan,
+    by_torch,
     gelu_forward,
     is_small,
     keeps_dtype,
@@ -104,7 +105,7 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
     """Return activation(layer(x)), by one op unless the modules have to be called."""
     options = getattr(module, MARK).options
-    if not is_small(x) and is_bare(activation, options["activation"], gelu_forward):
+    if not by_torch(x) and is_bare(activation, options["activation"], gelu_forward):
         if is_bare(layer, nn.Linear):
             return ops.linear_gelu(x, layer.weight, layer.bias, options["approximate"])
         if is_bare(layer, Conv1D):  # its weight is stored as (in, out)
@@ -393,7 +394,7 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
 
 def _parts(self: Any, find: Callable[[Any], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
     """Return find(self), the parts of a block that runs as one function, or None; found again if modules changed."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled():
         return None
     options, hooked = getattr(self, MARK).options, any(_GLOBAL_HOOKS)
     parts, seen = options.get("parts", (None, None))

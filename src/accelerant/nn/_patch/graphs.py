@@ -658,7 +658,8 @@ class Graphs:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: from its graphs, or eagerly."""
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_capture():
+        traced = torch.compiler.is_compiling() or torch._C._is_tracing()
+        if not model.training or not torch.is_grad_enabled() or traced or _in_capture():
             return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
         try:
             with self._lock:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import UnsupportedCase
 from accelerant.nn._patch.attention import causal_mask
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare, signed
+from accelerant.nn._patch.plain import is_exported
+from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare
 from accelerant.ops._library import autocast_dtype
 
-__all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss", "signed"]
+__all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss"]
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 COMPILED = 2**28
@@ -41,7 +42,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(options["names"], args, strict=False))
     labels = given.get("labels", kwargs.get("labels"))
     twice = any(name in kwargs for name in given)
-    if labels is None or len(given) < len(args) or twice or "_loss_function" in self.__dict__:
+    if labels is None or len(given) < len(args) or twice or "_loss_function" in self.__dict__ or is_exported():
         return type(self).forward(self, *args, **kwargs)
     kwargs |= given
     del kwargs["labels"]
@@ -108,7 +109,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run BertForMaskedLM."""
     options = getattr(self, MARK).options
     labels = kwargs.get("labels")
-    if labels is None or len(args) > options["positional"]:
+    if labels is None or len(args) > options["positional"] or is_exported():
         return type(self).forward(self, *args, **kwargs)
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
@@ -138,7 +139,7 @@ def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> b
 
 def _is_compilers(logits: int) -> bool:
     """Return whether the loss of so many logits is torch.compile's; see COMPILED."""
-    return torch.compiler.is_compiling() and logits < COMPILED
+    return is_exported() or (torch.compiler.is_compiling() and logits < COMPILED)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:

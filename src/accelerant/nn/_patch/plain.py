@@ -22,7 +22,8 @@ from accelerant.ops._library import autocast_dtype
 from accelerant.runtime.streams.graphs import captures_ahead
 
 __all__ = [
-    "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "embedding_forward", "gelu_forward", "is_small",
+    "EXPORT_REASON", "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "by_torch", "embedding_forward",
+    "gelu_forward", "is_exported", "is_small",
     "keeps_dtype", "layer_norm_forward", "leaves", "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu",
     "silu_forward",
 ]  # fmt: skip
@@ -104,10 +105,22 @@ not left (GPT-2 4x512: 22.7 for 26.7 ms a step); one of BERT's, which joins thre
 
 SMALL_REASON = f"fewer than {SMALL} elements, for which torch's function costs the host less"
 
+EXPORT_REASON = "recorded by torch.export or torch.jit.trace, to run without Accelerant"
+
+
+def is_exported() -> bool:
+    """Return whether torch.export or torch.jit.trace records the call: by torch's functions, to run anywhere."""
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+
 
 def is_small(x: Tensor, width: int = 1) -> bool:
     """Return whether torch's functions serve x, rows of `width` elements each, in less time, which is the host's."""
     return x.is_cuda and x.numel() * width < SMALL and not captures_ahead()
+
+
+def by_torch(x: Tensor) -> bool:
+    """Return whether torch's functions serve a linear layer with its GELU, which torch.compile leaves to our op."""
+    return not isinstance(x, Tensor) or is_exported() or is_small(x)  # a Proxy of torch.fx, or several inputs
 
 
 def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
@@ -115,7 +128,9 @@ def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
 
     A `composed` forward, of several functions of torch, is slower than our op where none is differentiated.
     """
-    return torch.compiler.is_compiling() or (is_small(x, width) and not (composed and not torch.is_grad_enabled()))
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not isinstance(x, Tensor):
+        return True
+    return is_small(x, width) and not (composed and not torch.is_grad_enabled())
 
 
 # --- forward methods -------------------------------------------------------------------------------------------------
@@ -213,7 +228,7 @@ def _sequential_forward(self: Any, input: Any) -> Any:
     at = 0
     while at < len(layers):
         layer, after = layers[at], layers[at + 1] if at + 1 < len(layers) else None
-        if after is not None and is_bare(layer, nn.Linear) and _is_gelu(after) and not is_small(input):
+        if after is not None and is_bare(layer, nn.Linear) and _is_gelu(after) and not by_torch(input):
             input = ops.linear_gelu(input, layer.weight, layer.bias, after.approximate)
             at += 2
         else:
@@ -238,6 +253,8 @@ def _refuses_attention(
     if masks[0] is None and is_causal:
         return "is_causal without attn_mask"
     query = qkv[0]
+    if is_exported():
+        return EXPORT_REASON
     if is_small(query) and not torch.compiler.is_compiling():  # torch's cannot be traced with some masks
         return SMALL_REASON
     if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
@@ -292,7 +309,7 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
     act: Any = self.activation
     exact = act is F.gelu
     if (
-        not is_small(x)
+        not by_torch(x)
         and is_bare(self.linear1, nn.Linear)
         and (exact or (isinstance(act, nn.Module) and _is_gelu(act)))
     ):

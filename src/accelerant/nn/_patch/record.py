@@ -25,7 +25,7 @@ from accelerant.runtime.html_page import table, text_table
 
 __all__ = [
     "ATTENTION_NAME", "MARK", "PARTS", "RECORD", "Capture", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport",
-    "Record", "has_hooks", "is_bare", "runs_forward", "signed",
+    "Record", "has_hooks", "is_bare", "runs_forward",
 ]  # fmt: skip
 
 ATTENTION_NAME = "accelerant"
@@ -155,13 +155,28 @@ class Capture:
 
 
 class _Bound:
-    """A function bound to a module as a method is, which pickle restores."""
+    """A replaced forward in the state of a module of torch.nn: pickle and deepcopy make the method again from it."""
 
-    def __init__(self, function: Forward, module: nn.Module) -> None:
-        self.__func__, self.__self__ = function, module
+    def __init__(self, method: Any) -> None:
+        self._method = method
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.__func__(self.__self__, *args, **options)
+    def __call__(self, *args: Any, **options: Any) -> Any:  # of a module made by copy.copy
+        return self._method(*args, **options)
+
+    def __reduce__(self) -> Any:
+        return _bind, (getattr(self._method, _REPLACES, self._method.__func__), self._method.__self__)
+
+
+def _bind(function: Forward, module: Any) -> Any:
+    kind: Any = type(module)
+    return types.MethodType(function if function is _state else _signed(function, kind), module)
+
+
+def _state(self: Any) -> dict[str, Any]:
+    """Return the state of a module, in which replaced methods can be pickled: by default they are looked up by name."""
+    kind: Any = type(self)
+    state: dict[str, Any] = kind.__getstate__(self)
+    return state | {name: _Bound(state[name]) for name in ("forward", "__getstate__")}
 
 
 class _Picklable:
@@ -235,7 +250,9 @@ class Record(_Picklable):
 
     def replace_forward(self, module: nn.Module, forward: Forward) -> None:
         """Replace a module's forward by a function that takes the module as its first argument."""
-        module.__dict__["forward"] = (_Bound if self.plain else types.MethodType)(forward, module)
+        module.__dict__["forward"] = _bind(forward, module)
+        if self.plain:
+            module.__dict__["__getstate__"] = _bind(_state, module)
         self.forwards.append((module, forward))
 
     def replace_loss(self, model: Any, function: Forward) -> None:
@@ -256,6 +273,7 @@ class Record(_Picklable):
         """Restore everything."""
         for module, _ in self.forwards:
             del module.__dict__["forward"]
+            module.__dict__.pop("__getstate__", None)
         for model, function in self.losses:
             if model.__dict__.get("_loss_function") is function:  # otherwise another was chosen since
                 del model.__dict__["_loss_function"]
@@ -267,20 +285,34 @@ class Record(_Picklable):
 
 
 @functools.cache
-def signed(forward: Forward, kind: Any) -> Forward:
-    """Return a copy of `forward` with the signature of the class's own, which generate() and Trainer inspect."""
+def _signed(forward: Forward, kind: Any) -> Forward:
+    """Return a copy of `forward` that presents itself as the class's own.
+
+    generate() and Trainer inspect its signature; torch.jit.script compiles the source of what it wraps, the class's
+    own, in which all names must be known.
+    """
     assert isinstance(forward, types.FunctionType)  # for the type checker: a function of this package
-    copied = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__doc__ = forward.__doc__
-    copied.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    original, names = kind.forward, forward.__globals__
+    needed = original.__globals__.keys() & set(original.__code__.co_names)
+    if not kind.__module__.startswith("transformers.") and not needed <= names.keys():
+        names = {**original.__globals__, **names}
+        del names["__name__"]  # by which torch.compile would look all of them up in our module
+    copied = types.FunctionType(forward.__code__, names, original.__name__, forward.__defaults__, forward.__closure__)
+    functools.update_wrapper(copied, original)
+    copied.__module__, copied.__kwdefaults__ = forward.__module__, forward.__kwdefaults__
+    copied.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    copied.__dict__[_REPLACES] = forward
     return copied
+
+
+_REPLACES = "_accelerant_forward"
+"""Attribute of a function that _signed() returns: the one that it was made of."""
 
 
 def runs_forward(module: nn.Module, forward: Forward) -> bool:
     """Return whether a module's forward is `forward`, unwrapped."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+    found = getattr(module.__dict__.get("forward"), "__func__", None)
+    return getattr(found, "__dict__", {}).get(_REPLACES) is forward
 
 
 def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:

@@ -364,17 +364,14 @@ def _causal_lm(base: str, output: type) -> Rule:
             notes = (_LAZY, *notes)
         elif options.loss:
             notes = ("all logits are computed: lm_head is not a Linear without bias", *notes)
-        return _loss_plan(module, loss.causal_lm_forward, fused, settings, notes)
+        return _loss_plan(loss.causal_lm_forward, fused, settings, notes)
 
     return Rule(plan)
 
 
-def _loss_plan(
-    module: Any, forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]
-) -> ModulePlan:
-    kind: Any = type(module)
+def _loss_plan(forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]) -> ModulePlan:
     changes = [("loss", f"ops.{'linear_' if fused else ''}cross_entropy")]
-    return ModulePlan(changes, loss.signed(forward, kind), options=settings, notes=notes)
+    return ModulePlan(changes, forward, options=settings, notes=notes)
 
 
 def _masked_lm(module: Any, model: Any, options: Options) -> ModulePlan | str:
@@ -382,7 +379,7 @@ def _masked_lm(module: Any, model: Any, options: Options) -> ModulePlan | str:
     known = [form_of(kind.forward) for kind in head] == ["masked_lm_bert.head", "masked_lm_bert.predictions"]
     fused = options.loss and known
     settings = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": head}
-    return _loss_plan(module, loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
+    return _loss_plan(loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
 def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
