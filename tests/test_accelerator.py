@@ -247,6 +247,12 @@ def test_strings_and_strangers_are_refused(acc):
     for stranger in ("abc", object(), {1: 2}, None):
         with pytest.raises(UnsupportedDtype, match="wanted an array of NumPy, torch, CuPy or JAX"):
             acc.gelu(stranger)
+    numba = SimpleNamespace(
+        __cuda_array_interface__={"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3}
+    )
+    for call in (acc.gelu, lambda x: accelerant.kernel("ACL_KERNEL void f(ACL_GLOBAL float *y) {}")(1, 1, x)):
+        with pytest.raises((UnsupportedDtype, LaunchError), match=r"wanted an array .*; torch.as_tensor\(x\) shares"):
+            call(numba)
     with pytest.raises(UnsupportedDtype):
         acc.gelu([["ragged"], [1.0, 2.0]])
     with pytest.raises(FormatError, match=r"y\[1\] \(flattened\) is -1, negative"):

@@ -43,6 +43,20 @@ def test_everything_is_looked_at(found):
     assert all(check.advice for check in found.values() if check.status != "ok")
 
 
+def test_the_versions_of_array_libraries_are_shown(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for names in (("cupy-cuda13x",), ("cupy-cuda12x",)):
+        for name in names:
+            (info := tmp_path / f"{name.replace('-', '_')}-14.1.0.dist-info").mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 14.1.0\n")
+            (info / "top_level.txt").write_text("cupy\n")
+        (check,) = doctor._arrays()
+        assert f"NumPy {np.__version__} (numpy)" in check.found
+        assert "CuPy 14.1.0 (cupy-cuda12x), " in check.found or "CuPy 14.1.0 (cupy-cuda13x); JAX " in check.found
+    assert check.status == "warning"
+    assert "uninstall all but one" in check.advice
+
+
 @pytest.mark.slow
 def test_an_absent_backend_says_why(found):
     for name in registry.BACKENDS:

@@ -146,6 +146,21 @@ def test_every_page_is_on_the_site():
         assert f": {page.name}\n" in site, f"mkdocs.yml has no {page.name} in its nav"
 
 
+def test_the_gpus_that_ran_are_those_of_the_records():
+    records = (DOCS.parent / "benchmarks/results").glob("*.*")
+    texts = (path.read_text(encoding="utf-8") for path in records if path.suffix in (".json", ".txt"))
+    ran = {name for text in texts for name in re.findall(r"NVIDIA (?:GeForce )?([A-Z]+ ?\d+)", text)}
+    table = (DOCS / "gpu.md").read_text(encoding="utf-8").partition("## GPU generations")[2]
+    said = {
+        row[1]: row[2] for row in re.findall(r"^\| (\w+) \| sm_.*? \| (.*?) \| .*? \| (.*) \|$", table, re.MULTILINE)
+    }
+    assert ran >= {"H100", "H200"}
+    for examples, runs in said.items():
+        for name in ran:
+            assert (name in examples) == (f"{name}: " in runs), f"{name}: {runs}"
+    assert sum(runs == "no" for runs in said.values()) == len(said) - 1
+
+
 def test_every_test_of_the_features_page_exists():
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / "features.md").read_text(encoding="utf-8"))
     assert len(named) >= 40

@@ -50,6 +50,8 @@ DEFAULT_FIELD = "goldilocks"
 DEFAULT_CURVE = "bn254_g1"
 _TENSOR = frozenset((torch.Tensor,))
 _ARRAYS = frozenset((torch.Tensor, np.ndarray))
+_INTERFACES = ("__cuda_array_interface__", "__dlpack__")
+"""Attributes of other libraries' arrays (Numba, PyCUDA) whose memory torch can share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ def kind_of(x: object) -> str:
         return "cupy"
     if root in ("jax", "jaxlib"):
         return "jax"
-    raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {type(x).__module__}.{type(x).__name__}")
+    remedy = "; torch.as_tensor(x) shares its memory" * any(hasattr(x, each) for each in _INTERFACES)
+    name = f"{type(x).__module__}.{type(x).__name__}"
+    raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {name}{remedy}")
 
 
 def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ArrayOrigin]:

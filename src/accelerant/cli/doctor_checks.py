@@ -68,7 +68,8 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
     parts: dict[str, Callable[[], Iterator[Check]]] = {
         "installation": _installation, "torch": _torch, "backends": _backends, "compiler NVRTC": _nvrtc,
         "compiler Triton": _triton, "compiler LLVM": _llvm, "compiler C": _c_compiler,
-        "temporary folder": _temporary_folder, "disk cache": _cache, "extras": _extras,
+        "temporary folder": _temporary_folder, "disk cache": _cache, "arrays": _arrays,
+        "extras": _extras,
     }  # fmt: skip
     for name, part in parts.items():
         progress(name)
@@ -345,6 +346,18 @@ def _extras() -> Iterator[Check]:
         found = ", ".join(there + [f"{name} not installed" for name in missing])
         needed = extra == "monitor" and missing and not registry.reason_absent("cuda")
         yield Check(f"extra {extra}", "warning" if needed else "ok", found, advice)
+
+
+def _arrays() -> Iterator[Check]:
+    """Report the libraries beside torch whose arrays are taken. CuPy's packages have CUDA's version in their names."""
+    packages = importlib.metadata.packages_distributions()
+    found = {name: sorted({*packages.get(name.lower(), ())}) for name in ("NumPy", "CuPy", "JAX")}
+    texts = [
+        f"{name} {', '.join(f'{installed_version(each)} ({each})' for each in there) or 'not installed'}"
+        for name, there in found.items()
+    ]
+    advice = "uninstall all but one of CuPy's packages: each overwrites the others" * (len(found["CuPy"]) > 1)
+    yield Check("arrays", "warning" if advice else "ok", "; ".join(texts), advice)
 
 
 def _declared_extras() -> dict[str, list[str]]:

@@ -306,7 +306,8 @@ class UserKernel:
         tensor = arg
         if torch is None or not isinstance(arg, torch.Tensor):
             if not hasattr(arg, "__dlpack__"):
-                raise self._refused(position, f"wanted an array ({parameter.kind}), got {_shown(arg)}")
+                remedy = "; torch.as_tensor(x) shares its memory" * hasattr(arg, "__cuda_array_interface__")
+                raise self._refused(position, f"wanted an array ({parameter.kind}), got {_shown(arg)}{remedy}")
             torch = importlib.import_module("torch")
             try:
                 tensor = torch.utils.dlpack.from_dlpack(arg)
