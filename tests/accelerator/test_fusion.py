@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import accelerant as acl
 from accelerant.accelerator.fusion import code, function
+from accelerant.accelerator.fusion.functions import FUNCTIONS
 from accelerant.accelerator.fusion.graph import gradient_of
-from accelerant.accelerator.fusion.recorder import FUNCTIONS
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
@@ -162,14 +162,17 @@ def test_portable_c_is_chosen_on_the_cpu(by_the_c_compiler, monkeypatch):
     (row,) = ledger().to_dict()["ops"]
     assert row["implementation"] == "portable"
     monkeypatch.setattr(function, "_LEAST", 20)
-    (decision,) = acl.explain(acl.fuse(torch.square), x).decisions
-    assert ("portable", "fewer than 20 elements: torch's calls take less than ours") in decision.refused
+    (decision,) = acl.explain(acl.fuse(torch.square), x.requires_grad_()).decisions
+    reason = "fewer than 20 elements and a gradient: torch's calls take less than ours"
+    assert ("portable", reason) in decision.refused
 
 
 def test_every_function_has_a_case():
     tested = set().union(*(case.__code__.co_names for case in CASES.values()), UNARY)
     operators = {"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "pos", "neg"}
     others = {"bitwise_and", "bitwise_or", "bitwise_not", "where", "half", "bfloat16", "double", "contiguous", "clone"}
+    others |= {"round", "floor_divide", "remainder", "atan2", "bitwise_xor", "logical_and", "logical_or", "logical_not"}
+    others |= {"int", "long", "permute", "transpose", "swapaxes", "diff"}  # of test_fusion_random and below
     assert set(FUNCTIONS) - tested - operators - others == set()
 
 
@@ -207,7 +210,7 @@ def test_float64_is_torchs():
 
 @pytest.mark.parametrize("size", [65_535, 65_536])
 def test_a_function_means_the_same_at_every_size(uninterpreted, size):
-    """65,536 elements are where the C compiler takes over from torch."""
+    """65,536 elements are where the cores share a kernel."""
     x = torch.full((size,), 2.3)
     x[:12] = torch.tensor(
         [math.nan, math.inf, -math.inf, 0.0, -0.0, 88.7, 88.73, -104.0, 1e-45, 3e38, -1e-40, 1e19]
@@ -230,7 +233,7 @@ def test_a_function_means_the_same_at_every_size(uninterpreted, size):
         torch.testing.assert_close(sums(part)[:2], (part.sum(-1), part.amax(-1)), equal_nan=True)
         torch.testing.assert_close(sums(part)[2:], (part.softmax(-1), part.logsumexp(-1)), equal_nan=True)
     ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
-    assert ran == {"torch" if size < 65_536 else "portable"}
+    assert ran == {"portable"}
 
 
 ULPS = {"exp": 0.8, "tanh": 1.4, "erf": 1.2, "sigmoid": 2.5, "power": 0.51, "sqrt": 0.51, "gelu": None}
@@ -550,9 +553,11 @@ def test_whole_powers_of_any_number(n):
     torch.testing.assert_close(acl.fuse(lambda x: x**n)(x), x**n, equal_nan=True)
 
 
-def test_a_result_of_another_shape_is_refused():
-    with pytest.raises(UnsupportedCase, match=r"result 1 has shape \(3, 8\), the inputs \(2, 3, 8\)"):
-        acl.fuse(lambda x, y: (x + y, y * 2))(torch.ones(2, 3, 8), torch.ones(3, 8))
+def test_results_of_smaller_shapes():
+    x, y, r = torch.ones(2, 8), torch.ones(8), torch.ones(2, 1)
+    got = acl.fuse(lambda x, y, r: (x + y, y * 2, r + 1, y.sum() + 1))(x, y, r)
+    for each, wanted in zip(got, (x + y, y * 2, r + 1, y.sum() + 1), strict=True):
+        assert torch.equal(each, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -567,29 +572,27 @@ REFUSED = {
     "item": (lambda x: x * x.amax(-1).item(), "item.. reads values"),
     "unknown": (lambda x: torch.cumsum(x, -1), "torch.cumsum is not supported .*test_fusion.py, line"),
     "method": (lambda x: x.cumsum(-1), "cumsum of an array is not supported"),
-    "ufunc": (lambda x: np.arctan2(x, x), "numpy.arctan2 is not supported"),
     "accumulate": (lambda x: np.add.accumulate(x), "numpy.add.accumulate is not supported"),
-    "floor_divide": (lambda x: x // 2, "floor_divide is not supported"),
+    "ufunc": (lambda x: np.hypot(x, x), "numpy.hypot is not supported"),
+    "index": (lambda x: x[[0, 1]], "indexing with arrays is not supported"),
+    "view": (lambda x: torch.softmax(x, -1)[1:], "a view of a value that is reduced"),
+    "dimension": (lambda x: x.sum(2), "dim=2 of 2 dimensions"),
+    "bits": (lambda x: x & 1, "bits of numbers"),
+    "integer power": (lambda x: x.int() ** x.int(), "a power of integers with an array"),
+    "negative power": (lambda x: x.int() ** -1, "integers to negative powers"),
+    "fraction": (lambda x: x.int().mean(), "the mean of int32"),
+    "large number": (lambda x: x.int() + 2**40, "out of the range of int32"),
     "matmul": (lambda x: x @ x, "matmul is not supported"),
-    "index": (lambda x: x[0], "indexing is not supported"),
     "assignment": (lambda x: x.__setitem__(0, 1), "an assignment to elements is not supported"),
     "outside": (lambda x: x + torch.ones(3), "array from outside of the function"),
     "outside_numpy": (lambda x: np.ones(3) * x, "array from outside of the function"),
-    "dimension": (lambda x: x.sum(0), "only the last one, dim=-1"),
-    "all": (lambda x: x.sum(), "dim=None of 2 dimensions"),
-    "twice": (lambda x: x.sum(-1).sum(-1), "a second reduction"),
     "keepdim": (lambda x: x / x.sum(-1), "reduce with keepdim=True"),
-    "power": (lambda x: x**x, "power of two arrays"),
     "option": (lambda x: x.clamp(lowest=1), "clamp with arguments that fuse does not know"),
     "indices": (lambda x: x.max(dim=-1)[1] + 1, "unsupported operand"),
     "indices_method": (lambda x: x.max(dim=-1).indices.float(), "indices of max and min"),
     "constant": (lambda x: 1.0, "result 0 is a float, not computed from the arguments"),
     "nothing": (lambda x: (), "returns nothing"),
-    "count": (lambda x: (x > 0).sum(-1), "sum of a condition"),
-    "integer": (lambda x: x.to(torch.int32), "a conversion to torch.int32"),
     "conditions": (lambda x: ((x > 0) + (x > -1)) * x, "a sum of conditions"),
-    "infinite power": (lambda x: x**math.inf, "a power of inf"),
-    "large power": (lambda x: x**2000, "a power of 2000"),
 }
 
 
@@ -602,16 +605,14 @@ def test_what_cannot_be_recorded_is_refused_by_name(name):
 
 def test_bad_arguments_are_refused():
     double = acl.fuse(lambda x, y=1.0: x * y)
-    with pytest.raises(UnsupportedDtype, match="float64 and bool, got int64"):
-        double(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(UnsupportedDtype, match=r"int32, int64, got complex64"):
+        double(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(UnsupportedDtype, match="at least one array"):
         double(2.0)
     with pytest.raises(UnsupportedDtype, match="got list"):
         double(torch.ones(2), [1.0])
     with pytest.raises(ShapeError, match=r"\(2,\), \(3,\) do not broadcast"):
         double(torch.ones(2), torch.ones(3))
-    with pytest.raises(UnsupportedCase, match=r"result 0 has shape \(3,\), the inputs \(2, 3\)"):
-        acl.fuse(lambda x, y: y * 2)(torch.ones(2, 3), torch.ones(3))
     with pytest.raises(ConfigError, match="takes a function, got int"):
         acl.fuse(3)
     with pytest.raises(ConfigError, match="nonsense"):
@@ -652,9 +653,11 @@ def test_portable_c_on_opencl(name):
 @pytest.mark.slow
 def test_opencl_takes_numpy_alone():
     require_backend("opencl")
-    with pytest.raises(UnsupportedDtype, match="takes NumPy arrays of float32 and bool, got a float64 array of numpy"):
+    with pytest.raises(
+        UnsupportedDtype, match=r"takes NumPy arrays of float32, bool, .*, got a float64 array of numpy"
+    ):
         acl.fuse(lambda x: x, device="opencl")(np.ones(3))
-    with pytest.raises(UnsupportedCase, match="on opencl: portable C computes with float32 and bool alone"):
+    with pytest.raises(UnsupportedCase, match="on opencl: portable C has no float16 here"):
         acl.fuse(lambda x: x.astype(np.float16) * 2, device="opencl")(np.ones(3, np.float32))
 
 
@@ -666,7 +669,11 @@ def compile_kernels(target, names):
     for name in names:
         program = acl.fuse(CASES[name]).program(*arguments(name))
         backward, _ = gradient_of(program, tuple(range(len(program.inputs))))
-        for each in (program, backward):
+        parts = [program]
+        while backward.over_rows and backward.reduces:
+            part, backward, _ = backward.split
+            parts.append(part)
+        for each in parts:
             for schedule in ("whole", "looped") if each.reduces else ("stream",):
                 kernel = code.triton_kernel(each, schedule)
                 types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in code.used_inputs(each)} | {

@@ -100,18 +100,21 @@ def kind_of(x: object) -> str:
     raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {name}{remedy}")
 
 
-def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
+def to_torch(
+    x: Any, device: torch.device | None, dtype: torch.dtype | None = None, *, order: Literal["C", "K"] = "C"
+) -> tuple[torch.Tensor, ArrayOrigin]:
     """Return an array as a tensor on the device, or where it is, and its origin; memory on the device is shared.
 
     `dtype` is that of plain Python numbers, NumPy's own choice by default. Anything but an array or numbers, a dtype
-    that torch lacks, and fractions where `dtype` is one of integers raise UnsupportedDtype.
+    that torch lacks, and fractions where `dtype` is one of integers raise UnsupportedDtype. NumPy's arrays are copied
+    for C's order, unless `order` is "K".
     """
     kind = kind_of(x)
     try:
         if kind == "torch":
             return x if device is None else x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
-            array = _plain(np.asarray(x, order="C"))  # keeps 0 dimensions
+            array = _plain(np.asarray(x, order=order))  # keeps 0 dimensions
             wanted = None if hasattr(x, "dtype") else dtype
             if wanted is not None:
                 if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":

@@ -16,24 +16,30 @@ from __future__ import annotations
 
 import linecache
 import math
+import re
 import sys
 from abc import ABC, abstractmethod
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program, leading_to
+from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Node, Program, leading_to
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["Schedule", "portable_source", "triton_kernel", "triton_text"]
+__all__ = ["Schedule", "portable_source", "stages_of", "triton_kernel", "triton_text", "used_inputs"]
 
 Schedule = Literal["stream", "whole", "looped"]
 
-_TRITON_TYPES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
+_TRITON_TYPES = {
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.bool: "tl.int1",
+    torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+}  # fmt: skip
 
 
 class _Writer(ABC):
@@ -44,10 +50,7 @@ class _Writer(ABC):
         self.lines: list[str] = []
         self.depth = 1
         self.known: dict[int, str] = {}
-        self.levels: list[int] = []
-        for node in program.nodes:
-            below = max((self.levels[arg] for arg in node.args), default=0)
-            self.levels.append(below + (node.op in ("sum", "max")))
+        self.by_column = [node.by_column for node in program.nodes]
 
     def line(self, text: str) -> None:
         self.lines.append("    " * self.depth + text)
@@ -69,30 +72,44 @@ class _Writer(ABC):
     @abstractmethod
     def assign(self, name: str, text: str, node: Node) -> None: ...
 
-    def loops(self) -> None:
-        """Write a loop over the columns for each level of reductions, and one for the results."""
+    def loops(self, stores: Sequence[tuple[int, bool, Callable[[str], None]]] | None = None) -> None:
+        """Write a loop over the columns for each level of reductions, and one for what is stored.
+
+        `stores` are the values that are stored, whether for each column, and how; by default the results.
+        """
         nodes = self.program.nodes
-        for level in range(1, max(self.levels) + 1):
-            reductions = [i for i in range(len(nodes)) if nodes[i].op in ("sum", "max") and self.levels[i] == level]
-            if reductions:
-                self.reduce(reductions)
-        stored = [i for i, result in enumerate(self.program.results) if result.layout in ("full", "row sum")]
-        for i, result in enumerate(self.program.results):
-            if i not in stored:
-                self.store(i, self.value(result.node))
-        if stored:
-            self.before_loop([self.program.results[i].node for i in stored])
+        if stores is None:
+            stores = [
+                (result.node, result.layout in ("full", "row sum"), partial(self.store, number))
+                for number, result in enumerate(self.program.results)
+            ]
+        targets = [index for index, _, _ in stores]
+        levels: dict[int, list[int]] = {}
+        level: dict[int, int] = {}
+        for index in leading_to(nodes, targets, self.known):
+            reduces = nodes[index].op in ("sum", "max")
+            level[index] = max((level.get(arg, 0) for arg in nodes[index].args), default=0) + reduces
+            if reduces:
+                levels.setdefault(level[index], []).append(index)
+        for each in sorted(levels):
+            self.reduce(levels[each])
+        for index, wide, store in stores:
+            if not wide:
+                store(self.value(index))
+        if any(wide for _, wide, _ in stores):
+            self.before_loop([index for index, wide, _ in stores if wide])
             outer = dict(self.known)
             self.open_loop()
-            for i in stored:
-                self.store(i, self.value(self.program.results[i].node))
+            for index, wide, store in stores:
+                if wide:
+                    store(self.value(index))
             self.close_loop()
             self.known = outer
 
     def before_loop(self, targets: list[int]) -> None:
         """Write what a loop needs and does not change in it."""
         for index in leading_to(self.program.nodes, targets, self.known):
-            if not self.program.nodes[index].by_column:
+            if not self.by_column[index]:
                 self.value(index)
 
     def reduce(self, reductions: list[int]) -> None:
@@ -192,10 +209,14 @@ class _TritonWriter(_Writer):
 
     def text_of(self, node: Node, args: list[str]) -> str:
         if node.op == "constant":
+            if not node.dtype.is_floating_point:
+                return f"tl.full((), {node.value}, {_TRITON_TYPES[node.dtype]})"
             number = node.value if abs(node.value) < 2.0**128 else node.value * math.inf  # else computed in float64
             return repr(number) if math.isfinite(number) else f'float("{number}")'
         if node.op == "input":
             return self._load(node)
+        if node.op == "convert" and node.boolean:
+            return f"({args[0]} != 0)"
         if node.op in ("sum", "max"):  # of a whole row
             identity = "0.0" if node.op == "sum" else 'float("-inf")'
             wide = f"tl.broadcast_to({args[0]}, {self._shape(self.program.nodes[node.args[0]])})"
@@ -207,7 +228,7 @@ class _TritonWriter(_Writer):
 
     def _load(self, node: Node) -> str:
         x = self.program.inputs[node.value]
-        kind = "tl.int1" if node.boolean else "tl.float32"
+        kind = _TRITON_TYPES[node.dtype]
         if self.schedule == "stream":
             where = {"array": "at", "column": "at // N", "row": "at % N", "scalar": "at * 0"}[str(x)]
             mask = "inside"
@@ -287,8 +308,28 @@ def triton_kernel(program: Program, schedule: Schedule) -> TritonKernel:
 
 # --- portable C ------------------------------------------------------------------------------------------------------
 
+C_TYPES = {
+    torch.float32: "float", torch.float64: "double", torch.bool: "unsigned char", torch.uint8: "unsigned char",
+    torch.int8: "signed char", torch.int16: "short", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def _double(text: str) -> str:
+    """Return the text of an operation on float64."""
+    text = re.sub(r"(\d\.\d*)f\b", r"\1", text)
+    for name, wide in (("acl_exp_f32", "__builtin_exp"), ("acl_erf_f32", "__builtin_erf")):
+        text = text.replace(name, wide)
+    text = re.sub(r"ACL_MATH\((\w+)\)", r"__builtin_\1", text)
+    return (
+        text.replace("fused_tanh", "__builtin_tanh").replace("fused_power", "__builtin_pow").replace("_mod", "_mod_d")
+    )
+
 
 class _CWriter(_Writer):
+    """Writes OpenCL C: a thread computes an element, or a row where there are reductions."""
+
+    head = ""
+
     def __init__(self, program: Program, schedule: Schedule) -> None:
         super().__init__(program, schedule)
         self._sums: list[int] = []
@@ -296,14 +337,8 @@ class _CWriter(_Writer):
 
     def text(self) -> str:
         program = self.program
-        arrays = [
-            f"ACL_GLOBAL const {'unsigned char' if program.inputs[i].dtype == torch.bool else 'float'} *x{i}"
-            for i in used_inputs(program)
-        ]
-        arrays += [
-            f"ACL_GLOBAL {'unsigned char' if result.dtype == torch.bool else 'float'} *y{i}"
-            for i, result in enumerate(program.results)
-        ]
+        arrays = [f"ACL_GLOBAL const {C_TYPES[program.inputs[i].dtype]} *x{i}" for i in used_inputs(program)]
+        arrays += [f"ACL_GLOBAL {C_TYPES[result.dtype]} *y{i}" for i, result in enumerate(program.results)]
         if self.schedule == "stream":
             self.line("i64 at = acl_global_id();")
             self.line("if (at >= M * N) return;")
@@ -313,27 +348,40 @@ class _CWriter(_Writer):
             self.line("i64 row = acl_global_id();")
             self.line("if (row >= M) return;")
             self.loops()
-        return (
-            f"{_C_HEAD}ACL_KERNEL void fused({', '.join(arrays)}, i64 M, i64 N) {{\n" + "\n".join(self.lines) + "\n}\n"
-        )
+        arguments = ", ".join(arrays)
+        return f"{self.heads()}ACL_KERNEL void fused({arguments}, i64 M, i64 N) {{\n" + "\n".join(self.lines) + "\n}\n"
+
+    def heads(self) -> str:
+        """Return the definitions that the operations need."""
+        used = {node.op for node in self.program.nodes if node.dtype.is_floating_point}
+        wanted = [("tanh", {"tanh"}), ("power", {"power"}), ("mod", {"mod", "floordiv"})]
+        return _C_HEAD + "".join(_C_HEADS[name] for name, ops in wanted if ops & used)
 
     def text_of(self, node: Node, args: list[str]) -> str:
+        kind = self.program.nodes[node.args[0]].dtype if node.args else node.dtype
+        made = C_TYPES[node.dtype]
         if node.op == "constant":
-            if math.isfinite(node.value):
-                return (
-                    f"{node.value!r}f" if "." in repr(node.value) or "e" in repr(node.value) else f"{node.value!r}.0f"
-                )
-            return "ACL_NAN" if math.isnan(node.value) else f"({'-' * (node.value < 0)}ACL_INFINITY)"
+            return _constant(node)
         if node.op == "input":
-            stream = self.schedule == "stream"
-            row, column = ("at / N", "at % N") if stream else ("row", "column")
-            whole = "at" if stream else "row * N + column"
-            where = {"array": whole, "column": row, "row": column, "scalar": "0"}
-            return f"x{node.value}[{where[str(self.program.inputs[node.value])]}]"
-        return OPERATIONS[node.op].c.format(*args, value=node.value)
+            return self.load(node)
+        op = OPERATIONS[node.op]
+        if node.op == "convert" and node.boolean:
+            return f"({args[0]} != 0)"
+        if op.integers and not kind.is_floating_point:
+            unsigned = "u64" if node.dtype == torch.int64 else "u32"
+            return op.integers.format(*args, T=made, U=unsigned)
+        text = op.c if kind != torch.float64 else _double(op.c)
+        return text.format(*args, value=node.value, T=made)
+
+    def load(self, node: Node) -> str:
+        stream = self.schedule == "stream"
+        row, column = ("at / N", "at % N") if stream else ("row", "column")
+        whole = "at" if stream else "row * N + column"
+        where = {"array": whole, "column": row, "row": column, "scalar": "0"}
+        return f"x{node.value}[{where[str(self.program.inputs[node.value])]}]"
 
     def assign(self, name: str, text: str, node: Node) -> None:
-        self.line(f"{'int' if node.boolean else 'float'} {name} = {text};")
+        self.line(f"{'int' if node.boolean else C_TYPES[node.dtype]} {name} = {text};")
 
     def store(self, number: int, value: str) -> None:
         full = self.program.results[number].layout in ("full", "row sum")
@@ -343,14 +391,17 @@ class _CWriter(_Writer):
     def open_loop(self) -> None:
         if self._largest:  # clang's maximum of a loop begins with the least finite number
             self.lines.append("#if !defined(__clang__)")
-        sums = [f"sum{i}" for i in self._sums] + [f"nans{i}" for i in self._largest]
+        sums = [f"sum{i}" for i in self._sums]
+        sums += [f"nans{i}" for i in self._largest if self.program.nodes[i].dtype.is_floating_point]
         clauses = [f" reduction(+:{', '.join(sums)})"] * bool(sums)
         clauses += [f" reduction(max:{', '.join(f'v{i}' for i in self._largest)})"] * bool(self._largest)
         self.lines.append(f"#pragma omp simd{''.join(clauses)}")
         if self._largest:
             self.lines.append("#endif")
-        self.line("for (i64 column = 0; column < N; column++) {")
+        self.line(f"for (i64 column = {self.columns[0]}; column < {self.columns[1]}; column++) {{")
         self.depth += 1
+
+    columns = ("0", "N")
 
     def close_loop(self) -> None:
         super().close_loop()
@@ -359,21 +410,228 @@ class _CWriter(_Writer):
 
     def begin(self, index: int, op: str) -> None:
         (self._sums if op == "sum" else self._largest).append(index)
-        identity = f"FUSED_SUM(sum{index})" if op == "sum" else f"float v{index} = -ACL_INFINITY; int nans{index} = 0;"
-        self.line(identity)
+        kind = self.program.nodes[index].dtype
+        if op == "sum":
+            self.line(f"FUSED_SUM(sum{index})" if kind.is_floating_point else f"i64 sum{index} = 0;")
+        elif kind.is_floating_point:
+            self.line(f"{C_TYPES[kind]} v{index} = -ACL_INFINITY; int nans{index} = 0;")
+        else:
+            self.line(f"{C_TYPES[kind]} v{index} = {_least(kind)};")
 
     def accumulate(self, index: int, op: str, value: str) -> None:
+        floats = self.program.nodes[index].dtype.is_floating_point
         if op == "sum":
-            self.line(f"FUSED_ADD(sum{index}, {value})")
-        else:
+            self.line(
+                f"FUSED_ADD(sum{index}, {value})" if floats else f"sum{index} = (i64)((u64)sum{index} + {value});"
+            )
+            return
+        if floats:
             self.line(f"nans{index} += {value} != {value};")
-            self.line(f"v{index} = {value} > v{index} ? {value} : v{index};")
+        self.line(f"v{index} = {value} > v{index} ? {value} : v{index};")
 
     def end(self, index: int, op: str) -> None:
+        kind = self.program.nodes[index].dtype
         if op == "sum":
-            self.line(f"const float v{index} = FUSED_TOTAL(sum{index});")
-        else:
+            total = f"FUSED_TOTAL(sum{index})" if kind.is_floating_point else f"sum{index}"
+            self.line(f"const {C_TYPES[kind]} v{index} = ({C_TYPES[kind]}){total};")
+        elif kind.is_floating_point:
             self.line(f"v{index} = nans{index} ? ACL_NAN : v{index};")
+
+
+def _least(kind: torch.dtype) -> str:
+    least = torch.iinfo(kind).min
+    return f"({least + 1}{'L' * (kind == torch.int64)} - 1)"
+
+
+def _constant(node: Node) -> str:
+    if not node.dtype.is_floating_point:
+        least = node.dtype != torch.bool and node.value == torch.iinfo(node.dtype).min
+        return _least(node.dtype) if least else f"({node.value}{'L' * (node.dtype == torch.int64)})"
+    wide = node.dtype == torch.float64
+    if math.isfinite(node.value) and (wide or abs(node.value) < 2.0**128):
+        text = repr(node.value)
+        return f"({text if '.' in text or 'e' in text else text + '.0'}{'' if wide else 'f'})"
+    return "ACL_NAN" if math.isnan(node.value) else f"({'-' * (node.value < 0)}ACL_INFINITY)"
+
+
+class Stage(NamedTuple):
+    """A pass of the CPU's kernel over the elements.
+
+    Attributes:
+        sums: reductions over the rows, whose parts it computes; or, where it is `joining`, puts together.
+        stores: results that it writes.
+        joining: it is one part, after those of the stages before.
+    """
+
+    sums: tuple[int, ...]
+    stores: tuple[int, ...]
+    joining: bool
+
+
+def stages_of(program: Program) -> list[Stage]:
+    """Return the stages of a program on the CPU: more than one where it reduces over the rows."""
+    depth: list[int] = []
+    for node in program.nodes:
+        depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
+    stages = []
+    for level in range(max(depth) + 1):
+        sums = tuple(i for i, node in enumerate(program.nodes) if node.op in ("sum0", "max0") and depth[i] == level + 1)
+        stores = [
+            i
+            for i, each in enumerate(program.results)
+            if depth[each.node] == level and each.layout in ("full", "column")
+        ]
+        if sums or stores:
+            stages.append(Stage(sums, tuple(stores), False))
+        if sums:
+            stages.append(Stage(sums, (), True))
+    alone = tuple(i for i, each in enumerate(program.results) if each.layout in ("row", "scalar"))
+    return [*stages, Stage((), alone, True)] if alone else stages
+
+
+class _HostWriter(_CWriter):
+    """Writes the CPU's C: a part of the rows and columns, read with any strides; see host.py for the table `t`.
+
+    Args:
+        steps: of each input that is read, how its address moves by a column: "0", "1", or "s" by a stride of the table.
+        outer: number of dimensions of the rows.
+    """
+
+    columns = ("left", "right")
+
+    def __init__(self, program: Program, steps: str, outer: int) -> None:
+        super().__init__(program, "looped")
+        self.outer = outer
+        self.steps = dict(zip(used_inputs(program), steps, strict=True))
+        self.by_column = []
+        for node in program.nodes:
+            moves = node.op == "input" and self.steps[node.value] != "0"
+            moves = moves or (node.op in ("sum0", "max0") and node.by_column)
+            inner = node.op not in (*REDUCTIONS, "input") and any(self.by_column[arg] for arg in node.args)
+            self.by_column.append(moves or inner)
+        self._all = [i for i, node in enumerate(program.nodes) if node.op in ("sum0", "max0")]
+
+    def text(self) -> str:
+        program, used = self.program, used_inputs(self.program)
+        for i, each in enumerate(used):
+            self.line(f"const {C_TYPES[program.inputs[each].dtype]} *x{each} = (const void *)t[{i}];")
+        for i, result in enumerate(program.results):
+            self.line(f"{C_TYPES[result.dtype]} *y{i} = (void *)t[{len(used) + i}];")
+        at = len(used) + len(program.results)
+        names = ("M", "N", "tall", "wide", "across", "parts", "begin", "end", "scratch")
+        for i, name in enumerate((*names, *(f"d{k}" for k in range(1, self.outer)))):
+            self.line(f"const i64 {name} = t[{at + i}];")
+        at += len(names) + self.outer - 1
+        for each in used:
+            for k in range(self.outer):
+                self.line(f"const i64 s{each}_{k} = t[{at + k}];")
+            self.line(f"const i64 c{each} = t[{at + self.outer}];")
+            at += self.outer + 1
+        self.line("const i64 part = acl_group_id(), top = part / across * tall, left = part % across * wide;")
+        self.line("const i64 bottom = top + tall < M ? top + tall : M, right = left + wide < N ? left + wide : N;")
+        self.line("(void)scratch, (void)parts, (void)right;")
+        rows = columns = 0
+        for i in self._all:  # where the parts of a reduction are, one after the other
+            kind = self._kept(i)
+            self.line(f"{kind} *all{i} = ({kind} *)((i64 *)scratch + parts * ({rows} * N + {columns}));")
+            rows, columns = rows + program.nodes[i].by_column, columns + (not program.nodes[i].by_column)
+        for number, stage in enumerate(stages_of(program)):
+            self.line(f"if (begin <= {number} && {number} < end) {{")
+            self.depth += 1
+            self._stage(stage)
+            self.depth -= 1
+            self.line("}")
+        text = "\n".join(self.lines)
+        return f"{self.heads()}ACL_KERNEL void fused(ACL_GLOBAL i64 *t) {{\n{text}\n}}\n{_C_CALL}"
+
+    def _kept(self, index: int) -> str:
+        """Return the type in which a reduction over the rows is kept; all have eight bytes or less."""
+        node = self.program.nodes[index]
+        if node.op == "max0":
+            return C_TYPES[node.dtype]
+        return "double" if node.dtype.is_floating_point else "i64"
+
+    def _stage(self, stage: Stage) -> None:
+        nodes = self.program.nodes
+        self.known = {}
+        if stage.joining and stage.sums:
+            for i in stage.sums:
+                many = nodes[i].by_column
+                self.line("for (i64 each = 1; each < parts; each++)")
+                self.line(f"    for (i64 column = 0; column < {'N' if many else 1}; column++)")
+                self.line(
+                    "        " + self._added(i, f"all{i}[column]", f"all{i}[each * {'N' if many else 1} + column]")
+                )
+            return
+        for i in stage.sums:
+            first = (
+                "0"
+                if nodes[i].op == "sum0"
+                else "-ACL_INFINITY"
+                if nodes[i].dtype.is_floating_point
+                else _least(nodes[i].dtype)
+            )
+            if nodes[i].by_column:
+                self.line(f"{self._kept(i)} *own{i} = all{i} + part * N;")
+                self.line(f"for (i64 column = 0; column < N; column++) own{i}[column] = {first};")
+            else:
+                self.line(f"{self._kept(i)} own{i} = {first};")
+        self.line("i64 row = 0;" if stage.joining else "for (i64 row = top; row < bottom; row++) {")
+        self.depth += not stage.joining
+        self._offsets()
+        stores: list[tuple[int, bool, Callable[[str], None]]] = [
+            (nodes[i].args[0], nodes[i].by_column, partial(self._add, i)) for i in stage.sums
+        ]
+        for i in stage.stores:
+            result = self.program.results[i]
+            stores.append((result.node, result.layout in ("full", "row"), partial(self.store, i)))
+        self.loops(stores)
+        if not stage.joining:
+            self.depth -= 1
+            self.line("}")
+        for i in stage.sums:
+            if not nodes[i].by_column:
+                self.line(f"all{i}[part] = own{i};")
+
+    def _offsets(self) -> None:
+        if self.outer > 1:
+            self.line("i64 rest = row;")
+        for k in range(self.outer - 1, 0, -1):
+            self.line(f"const i64 i{k} = rest % d{k}; rest /= d{k};")
+        first = "rest" if self.outer > 1 else "row"
+        for each in self.steps:
+            terms = [f"{first} * s{each}_0"] + [f"i{k} * s{each}_{k}" for k in range(1, self.outer)]
+            self.line(f"const {C_TYPES[self.program.inputs[each].dtype]} *p{each} = x{each} + {' + '.join(terms)};")
+
+    def _added(self, index: int, total: str, value: str) -> str:
+        if self.program.nodes[index].op == "sum0":
+            return f"{total} += {value};"
+        return f"{total} = {value} > {total} || {value} != {value} ? {value} : {total};"
+
+    def _add(self, index: int, value: str) -> None:
+        own = f"own{index}[column]" if self.program.nodes[index].by_column else f"own{index}"
+        self.line(self._added(index, own, value))
+
+    def text_of(self, node: Node, args: list[str]) -> str:
+        if node.op in ("sum0", "max0"):
+            index = self.program.nodes.index(node)
+            return f"({C_TYPES[node.dtype]})all{index}[{'column' if node.by_column else 0}]"
+        return super().text_of(node, args)
+
+    def value(self, index: int) -> str:
+        if index not in self.known and self.program.nodes[index].op in ("sum0", "max0"):  # computed in a stage before
+            self.known[index] = f"v{index}"
+            self.assign(f"v{index}", self.text_of(self.program.nodes[index], []), self.program.nodes[index])
+        return super().value(index)
+
+    def load(self, node: Node) -> str:
+        where = {"0": "0", "1": "column", "s": f"column * c{node.value}"}
+        return f"p{node.value}[{where[self.steps[node.value]]}]"
+
+    def store(self, number: int, value: str) -> None:
+        layout = self.program.results[number].layout
+        where = {"full": "row * N + column", "column": "row", "row": "column", "scalar": "0"}[layout]
+        self.line(f"y{number}[{where}] = {value};")
 
 
 _C_HEAD = """\
@@ -388,12 +646,21 @@ _C_HEAD = """\
     sum##_rest = sum##_rest == sum##_rest ? sum##_rest : 0.0f; /* where a sum is not finite */ \\
     sum = next; \\
 }
-#define fused_power(x, n) pown(x, n)
 #define FUSED_TOTAL(sum) sum
 #else
 #define FUSED_SUM(sum) double sum = 0.0;
 #define FUSED_ADD(sum, v) sum += (v);
-#define FUSED_TOTAL(sum) ((float)sum)
+#define FUSED_TOTAL(sum) sum
+#define ACL_MATH(name) __builtin_##name##f
+#define ACL_INFINITY __builtin_inff()
+#define ACL_NAN __builtin_nanf("")
+#endif
+"""
+_C_HEADS = {
+    "power": """\
+#if defined(__OPENCL_VERSION__)
+#define fused_power(x, n) pown(x, n)
+#else
 static inline float fused_power(float x, int n) {
     double factor = x, y = 1.0;
     for (int left = n < 0 ? -n : n; left; left >>= 1, factor *= factor) {
@@ -401,10 +668,9 @@ static inline float fused_power(float x, int n) {
     }
     return (float)(n < 0 ? 1.0 / y : y);
 }
-#define ACL_MATH(name) __builtin_##name##f
-#define ACL_INFINITY __builtin_inff()
-#define ACL_NAN __builtin_nanf("")
 #endif
+""",
+    "tanh": """\
 ACL_DEVICE float fused_tanh(float x) {
     float size = x < 0.0f ? -x : x, z = x * x, p = -0.005893945302802656f;
     p = acl_fma_f32(p, z, 0.020794617709806007f);
@@ -414,18 +680,70 @@ ACL_DEVICE float fused_tanh(float x) {
     float large = 1.0f - 2.0f / (acl_exp_f32(size * 2.0f) + 1.0f);
     return z < 0.36f ? (x == 0.0f ? x : acl_fma_f32(x * z, p, x)) : (x < 0.0f ? -large : large);
 }
+""",
+    # As CPython's, NumPy's and torch's: the remainder is exact, and the quotient is corrected where it was rounded up.
+    "mod": """\
+#define FUSED_REMAINDERS(T, mod, floordiv, MATH) \\
+ACL_DEVICE T mod(T a, T b) { \\
+    T rest = MATH(fmod)(a, b); \\
+    return rest != 0 && (b < 0) != (rest < 0) ? rest + b : rest; \\
+} \\
+ACL_DEVICE T floordiv(T a, T b) { \\
+    T rest = MATH(fmod)(a, b), quotient = (a - rest) / b; \\
+    quotient = rest != 0 && (b < 0) != (rest < 0) ? quotient - 1 : quotient; \\
+    T down = MATH(floor)(quotient); \\
+    down = quotient - down > (T)0.5 ? down + 1 : down; \\
+    return b == 0 ? a / b : quotient != 0 ? down : MATH(copysign)(0, a / b); \\
+}
+FUSED_REMAINDERS(float, fused_mod, fused_mod_floor, ACL_MATH)
+#if !defined(__OPENCL_VERSION__)
+#define FUSED_WIDE(name) __builtin_##name
+FUSED_REMAINDERS(double, fused_mod_d, fused_mod_d_floor, FUSED_WIDE)
+#endif
+""",
+}
+
+# Compares NumPy's arrays of a call with those of a plan, and computes. `p` is the plan (host.py): a tuple's head and
+# length, the table, ... PyArrayObject is part of NumPy's public interface: data, nd, dimensions, strides, base, descr.
+_C_CALL = """\
+__attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i32, i32, void *);
+__attribute__((visibility("default"))) int fused_call(const i64 *p, const char *args, const char *out) {
+    const i64 head = p[0], arrays = p[4], constants = p[5], pointers = p[6];
+    i64 *t = (i64 *)p[3], data[16];
+    const i64 *items = (const i64 *)(args + p[1]);
+    if (*(const i64 *)(args + head) != p[2]) return 1;
+    p += 7;
+    for (i64 i = 0; i < arrays; i++) {
+        const i64 *x = (const i64 *)(items[p[0]] + head), count = p[4];
+        if (x[-1] != p[1] || x[5] != p[2] || (int)x[1] != count || x[0] & p[3]) return 1;
+        const i64 *sizes = (const i64 *)x[2], *strides = (const i64 *)x[3];
+        data[i] = x[0];
+        p += 5;
+        for (i64 k = 0; k < count; k++, p += 2)
+            if (sizes[k] != p[0] || strides[k] != p[1]) return 1;
+    }
+    for (i64 i = 0; i < constants; i++, p += 2)
+        if (items[p[0]] != p[1]) return 1;
+    for (i64 i = 0; i < pointers; i++, p += 2) t[i] = data[p[0]] + p[1];
+    t[pointers] = *(const i64 *)(out + head);
+    return acl_run_fused(0, 1, 1, 1, 1, t);
+}
 """
 
 
 @lru_cache(maxsize=1024)
-def portable_source(program: Program, *, host: bool) -> KernelSource:
-    """Return the kernel of a program of float32 arrays and conditions, `fused(inputs, results, M, N)`.
+def portable_source(program: Program, *, steps: str | None = None, outer: int = 1) -> KernelSource:
+    """Return a program's kernel: on a device `fused(inputs, results, M, N)`; on the CPU, with `steps`, `fused(table)`.
 
-    A thread computes a row; on a device, without reductions, an element. Operations are rounded one by one, in order,
-    as torch's are; only the order of a sum's terms is the compiler's, so that a row's loop becomes vectors.
+    Operations are rounded one by one, in order, as torch's are; only the order of a sum's terms is the compiler's, so
+    that a row's loop becomes vectors.
     """
-    text = _CWriter(program, "looped" if program.reduces or host else "stream").text()
-    pointers = tuple("*" for _ in range(len(used_inputs(program)) + len(program.results)))
-    vectors = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math") if host else ()
-    options = CompileOptions(fmad=False, cc=vectors)
-    return KernelSource(kernel_name(program), {"portable": text}, {"fused": (*pointers, "i64", "i64")}, options=options)
+    if steps is not None:
+        text = _HostWriter(program, steps, outer).text()
+        kinds: tuple[str, ...] = ("*",)
+        options = CompileOptions(fmad=False, cc=("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"))
+    else:
+        text = _CWriter(program, "looped" if program.reduces else "stream").text()
+        kinds = (*["*"] * (len(used_inputs(program)) + len(program.results)), "i64", "i64")
+        options = CompileOptions(fmad=False)
+    return KernelSource(kernel_name(program), {"portable": text}, {"fused": kinds}, options=options)

@@ -5,28 +5,32 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from accelerant.accelerator.fusion.code import portable_source, triton_kernel, used_inputs
-from accelerant.accelerator.fusion.graph import Input, Program, Result, gradient_of
+from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel, used_inputs
+from accelerant.accelerator.fusion.functions import DTYPES, NAMES, View, Viewed
+from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Input, Program, Result, gradient_of
+from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
 from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
-from accelerant.accelerator.fusion.recorder import NAMES, Domain, Recording, Returned
+from accelerant.accelerator.fusion.recorder import Domain, Recording, Returned, view_of
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
+from accelerant.config import choice_overrides
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops._library import is_plain, name_of
-from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.ledger import observers
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
 __all__ = ["FusedFunction", "fuse"]
@@ -34,6 +38,9 @@ __all__ = ["FusedFunction", "fuse"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALLS_LIMIT = 4096
+_QUICK_KINDS = 4
+"""Kinds of calls of one function that are quick."""
+
 _WHOLE_ROW = 16384
 """Columns up to which a row is held in registers."""
 
@@ -45,10 +52,39 @@ _PER_MULTIPROCESSOR = 8
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def _triton(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+Shape: TypeAlias = tuple[int, ...]
+
+
+def _staged(
+    run: Callable[..., tuple[Tensor, ...]], program: Program, shape: Shape, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run a program whose kernel cannot read its own sums over the rows: in parts, the last of few numbers by torch."""
+    if not program.over_rows:
+        return run(program, shape, *tensors)
+    few = all(each.layout in ("row", "scalar") for each in program.results)
+    if few and not any(node.op in ("sum0", "max0") for node in program.nodes):
+        return program.run_torch(shape, *tensors)
+    first, rest, places = program.split
+    results = run(first, shape, *tensors)
+    sums = tuple(y for y, place in zip(results, places, strict=True) if place < 0)
+    if not rest.results:
+        following: tuple[Tensor, ...] = ()
+    else:
+        following = _staged(run, rest, shape, (*tensors, *sums))
+    left = iter(following)
+    known = {place: y for y, place in zip(results, places, strict=True) if place >= 0}
+    return tuple(known[i] if i in known else next(left) for i in range(len(program.results)))
+
+
+def _triton(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Launch the kernel of a program; arguments and results as Program.run_torch."""
-    if not M * N:
-        return program.run_torch(N, *tensors)
+    if not math.prod(shape):
+        return program.run_torch(shape, *tensors)
+    return _staged(_triton_part, program, shape, tensors)
+
+
+def _triton_part(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+    M, N = _rows_and_columns(shape)
     device = tensors[0].device
     block = next_power_of_2(N)
     schedule, rows, programs, num_warps = "stream", 1, ceil_div(M * N, _BLOCK), 4
@@ -70,38 +106,60 @@ def _triton(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor,
         height = programs if parts else M
         columns = N if result.layout in ("full", "row sum") else 1
         outputs.append(torch.empty((height, columns), dtype=_kept(result), device=device))
-    inputs = [tensors[i] for i in used_inputs(program)]
+    inputs = [tensors[i].contiguous() for i in used_inputs(program)]
     constants = {"BLOCK": block} if schedule == "stream" else {"ROWS": rows, "BLOCK": block}
     kernel = triton_kernel(program, schedule)
     kernel.launch((programs,), (*inputs, *outputs, M, N), constants, num_warps=num_warps)
-    return _summed(program, outputs)
+    return _summed(program, shape, outputs)
 
 
-_SCALAR = {"elu", "exp2", "expm1", "log", "log2", "log10", "log1p", "softplus", "sin", "cos", "erfc", "pow"}
-"""Functions that the C compiler makes no vectors of."""
+def _refuses_triton(case: Case) -> str | None:
+    if reason := refuses_triton_kernel(case):
+        return reason
+    program: Program = case.options[0]
+    for node in program.nodes:
+        if node.dtype == torch.float64 or (node.op in (*REDUCTIONS, "rows", "columns") and node.dtype != torch.float32):
+            return f"{node.op} of {name_of(node.dtype)}"
+        if node.op == "max0" or (node.op in OPERATIONS and not OPERATIONS[node.op].triton and node.op != "sum0"):
+            return f"no {node.op} in Triton"
+    return None
+
+
+_SCALAR = {
+    "elu", "exp2", "expm1", "log", "log2", "log10", "log1p", "softplus", "sin", "cos", "erfc", "pow", "atan2", "mod",
+    "floordiv",
+}  # fmt: skip
+_SCALAR_FLOAT64 = {"exp", "tanh", "sigmoid", "erf", "power"}
+"""Functions that the C compiler makes no vectors of; and those of float64."""
 
 _LEAST = 65536
-_CHUNK = 4096
-"""Elements of a row that is cut from an array without rows, and elements of a block at least."""
 
 
-def _refused_by_c(program: Program) -> str | None:
+def _refused_by_c(program: Program, known: Collection[torch.dtype]) -> str | None:
     dtypes = {x.dtype for x in program.inputs} | {y.dtype for y in program.results}
-    dtypes |= {node.value for node in program.nodes if node.op == "cast"}
-    return None if dtypes <= _NUMPY.keys() else "portable C computes with float32 and bool alone"
+    dtypes |= {node.dtype for node in program.nodes} | {node.value for node in program.nodes if node.op == "cast"}
+    unknown = sorted(name_of(each) for each in dtypes - set(known))
+    return f"portable C has no {', '.join(unknown)} here" if unknown else None
 
 
 def _refuses_portable(case: Case) -> str | None:
     program: Program = case.options[0]
     if case.device.type != "cpu":
         return f"no portable C on {case.device.type}"
-    if math.prod(case.shape) < _LEAST:
-        return f"fewer than {_LEAST} elements: torch's calls take less than ours"
-    if reason := _refused_by_c(program):
+    if len(case.options) > 1 and math.prod(case.shape) < _LEAST:
+        return f"fewer than {_LEAST} elements and a gradient: torch's calls take less than ours"
+    if reason := _refused_by_c(program, C_TYPES):
         return reason
-    slow = sorted({node.op for node in program.nodes if node.op in _SCALAR and node.by_column})
-    if slow:
-        return f"torch has vector functions for {', '.join(slow)}"
+    if any(node.value == "raises" for node in program.nodes if node.op in ("mod", "floordiv")):
+        return "torch raises where an integer is divided by zero"
+    slow = {
+        node.op
+        for node in program.nodes
+        if node.by_column and (node.op in _SCALAR or (node.dtype == torch.float64 and node.op in _SCALAR_FLOAT64))
+        if node.dtype.is_floating_point
+    }
+    if slow and math.prod(case.shape) >= _LEAST:
+        return f"torch has vector functions for {', '.join(sorted(slow))}"
     try:
         c_compiler()
     except CompileError as error:
@@ -109,26 +167,26 @@ def _refuses_portable(case: Case) -> str | None:
     return None
 
 
-def _portable(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _portable(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Run the program's portable C on the CPU; arguments and results as Program.run_torch."""
-    if not M * N:
-        return program.run_torch(N, *tensors)
-    whole = not program.reduces and all(x.by_row == x.by_column for x in program.inputs)
-    rows, columns = (M * N // _CHUNK, _CHUNK) if whole and M * N % _CHUNK == 0 else (M, N)
-    outputs = [
-        torch.empty((M, N if result.layout in ("full", "row sum") else 1), dtype=_kept(result))
-        for result in program.results
-    ]
-    kernel = _host_kernel(program)
-    threads = min(1024, max(1, _CHUNK // columns))
-    arrays = [tensors[i] for i in used_inputs(program)]
-    registry.create("cpu").launch(kernel, (ceil_div(rows, threads),), (threads,), (*arrays, *outputs, rows, columns))
-    return _summed(program, outputs)
+    if not math.prod(shape):
+        return program.run_torch(shape, *tensors)
+    read = [tensors[i] for i in used_inputs(program)]
+    launch = launch_of(program, shape, tuple(_steps(x, shape) for x in read))
+    outputs = []
+    for size, result in zip(launch.shapes, program.results, strict=True):
+        if launch.order is None:
+            outputs.append(torch.empty(size, dtype=result.dtype))
+        else:
+            back = [launch.order.index(k) for k in range(len(size))]
+            outputs.append(torch.empty([size[k] for k in launch.order], dtype=result.dtype).permute(back))
+    launch.run([x.data_ptr() for x in (*read, *outputs)])
+    return tuple(outputs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _host_kernel(program: Program) -> Kernel:
-    return registry.create("cpu").compile(portable_source(program, host=True), entry="fused", device=0)
+def _steps(x: Tensor, shape: Shape) -> tuple[int, ...]:
+    """Return the strides of a tensor that is broadcast to a shape of as many dimensions."""
+    return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _kept(result: Result) -> torch.dtype:
@@ -136,16 +194,23 @@ def _kept(result: Result) -> torch.dtype:
     return torch.float32 if result.layout.endswith("sum") else result.dtype
 
 
-def _summed(program: Program, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the results, parts of sums over the rows added up."""
+def _summed(program: Program, shape: Shape, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the results in their shapes, parts of sums over the rows added up."""
+    leading = shape[:-1]
     return tuple(
-        y.sum(0, keepdim=True).to(result.dtype) if result.layout.endswith("sum") else y
+        y.sum(0).to(result.dtype).view(*[1] * len(leading), -1)
+        if result.layout.endswith("sum")
+        else y.view(*leading, -1)
         for y, result in zip(outputs, program.results, strict=True)
     )
 
 
-def _torch(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return program.run_torch(N, *tensors)
+def _rows_and_columns(shape: Shape) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def _torch(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return program.run_torch(shape, *tensors)
 
 
 @functools.cache
@@ -154,7 +219,7 @@ def _operation(name: str) -> Operation:
     return Operation(
         name,
         (
-            Implementation("triton", _triton, refuses=refuses_triton_kernel, own=True),
+            Implementation("triton", _triton, refuses=_refuses_triton, own=True),
             Implementation("portable", _portable, refuses=_refuses_portable, own=True),
             Implementation("torch", _torch, differentiable=True),
         ),
@@ -167,32 +232,37 @@ class _Autograd(torch.autograd.Function):
     """The forward kernel, and the backward kernel, which computes again what it needs from the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
-        ctx.name, ctx.program, ctx.size = name, program, (M, N)
-        results = _run(f"{name}_fwd", program, M, N, tensors)
+        ctx.name, ctx.program, ctx.shape = name, program, shape
+        results = _run(f"{name}_fwd", program, shape, tensors)
         ctx.mark_non_differentiable(*(y for y in results if not y.is_floating_point()))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, (M, N) = ctx.saved_tensors, ctx.size
-        wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
+        tensors, shape = ctx.saved_tensors, ctx.shape
+        wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed)
         program, found = gradient_of(ctx.program, wanted)
         made: dict[int, Tensor] = {}
         if program is not None:
-            args = (*tensors, *(dy.contiguous() for dy in gradients))
+            args = (*tensors, *gradients)
             again = torch.is_grad_enabled()  # a gradient of the gradient is wanted: torch's functions have one
-            results = program.run_torch(N, *args) if again else _run(f"{ctx.name}_bwd", program, M, N, args)
-            made = dict(zip(found, results, strict=True))
+            results = program.run_torch(shape, *args) if again else _run(f"{ctx.name}_bwd", program, shape, args)
+            made = {i: dx.view(tensors[i].shape) for i, dx in zip(found, results, strict=True)}
         for i in set(used_inputs(ctx.program)).intersection(wanted).difference(made):  # of steps, as floor, and stops
             made[i] = torch.zeros_like(tensors[i])
-        return None, None, None, None, *(made.get(i) for i in range(len(tensors)))
+        return None, None, None, *(made.get(i) for i in range(len(tensors)))
 
 
-def _run(name: str, program: Program, M: int, N: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    case = Case(tensors[0].device, program.compute, (M, N), (program,))
-    results: tuple[Tensor, ...] = _operation(name)(case, program, M, N, *tensors)
+def _case(program: Program, shape: Shape, device: torch.device, differentiates: bool) -> Case:
+    options = (program, "gradient") if differentiates else (program,)
+    return Case(device, program.compute, _rows_and_columns(shape), options)
+
+
+def _run(name: str, program: Program, shape: Shape, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    case = _case(program, shape, tensors[0].device, False)
+    results: tuple[Tensor, ...] = _operation(name)(case, program, shape, *tensors)
     return results
 
 
@@ -203,42 +273,47 @@ class _Plan(NamedTuple):
     """The part of a call that is constant between arrays of the same shapes and dtypes.
 
     Attributes:
-        shapes: of the inputs as (M or 1, N or 1), after they are expanded to `wide` where that is not None.
+        shape: what the inputs broadcast to.
+        wide: shape of each input, of as many dimensions: with sizes of 1 where it does not differ.
+        views: of the arguments, that are the inputs; None where these are the arguments themselves.
         single: the function returns one array, not a tuple.
         captured: arrays of no dimension from outside of the function, which are read at each call.
         reads: what the function read besides its arrays; None where the next run may differ.
     """
 
     program: Program
-    domain: Domain
-    shapes: tuple[tuple[int, int], ...]
-    wide: tuple[tuple[int, ...] | None, ...]
-    results: tuple[tuple[int, ...], ...]
+    shape: Shape
+    wide: tuple[Shape, ...]
+    views: tuple[View, ...] | None
+    results: tuple[Shape, ...]
     single: bool
     captured: tuple[Any, ...]
     reads: Reads | None
 
-    def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the arguments, and the arrays from outside, as the program's inputs."""
-        flat = [
-            (x if wide is None else x.expand(wide)).resolve_neg().reshape(shape).contiguous()
-            for x, shape, wide in zip(tensors, self.shapes, self.wide, strict=True)
-        ]
+        if self.views is not None:
+            tensors = [view_of(tensors[index], steps) for index, steps in self.views]
+        given = [x.expand(wide) for x, wide in zip(tensors, self.wide, strict=True)]
+        given = [x.resolve_neg() if x.is_neg() else x for x in given]
         if not self.captured:
-            return flat
-        inputs = self.program.inputs[len(flat) :]
-        numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(self.captured, inputs, strict=True))
-        return [*flat, *(x.to(tensors[0].device, copy=True).view(1, 1) for x in numbers)]
+            return given
+        kinds = self.program.inputs[len(given) :]
+        numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(self.captured, kinds, strict=True))
+        ones = (1,) * len(self.shape)
+        return [*given, *(x.to(tensors[0].device, copy=True).view(ones) for x in numbers)]
 
 
 class _Record(NamedTuple):
-    """One run of the function; see Recording and _Plan."""
+    """One run of the function; see Recording and _Plan. It serves `shape` alone, where that is not None."""
 
     program: Program
     returned: tuple[Returned, ...]
     single: bool
     captured: tuple[Any, ...]
     reads: Reads | None
+    views: tuple[tuple[View, Shape], ...] | None
+    shape: Shape | None
 
 
 class FusedFunction:
@@ -250,6 +325,8 @@ class FusedFunction:
         self._name = f"fused_{getattr(function, '__name__', type(function).__name__).strip('<>')}"
         self._plans: dict[Hashable, _Plan] = {}
         self._recorded: dict[Hashable, _Record] = {}
+        self._quick: tuple[Callable[[tuple[Any, ...]], Any], ...] = ()
+        self._learned: list[_Plan] = []
         self._lock = fork_safe(threading.RLock())
 
     def __repr__(self) -> str:
@@ -260,6 +337,11 @@ class FusedFunction:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Return the function's result for these arrays and constants."""
+        if not (options or observers or choice_overrides or is_dynamo_compiling()):
+            for quick in self._quick:
+                result = quick(args)
+                if result is not None:
+                    return result
         if torch.compiler.is_compiling():
             return self._function(*args, **options)
         values = (*args, *options.values())
@@ -274,7 +356,44 @@ class FusedFunction:
         results = self._compute(plan, tensors)
         results = tuple(y.view(shape) for y, shape in zip(results, plan.results, strict=True))
         result = results[0] if plan.single else results
-        return result if origin is None else origin.wrap(result)
+        if origin is None:
+            return result
+        if not options and len(self._quick) < _QUICK_KINDS and self.device is None:
+            self._learn(plan, args, places, tensors)
+        return origin.wrap(result)
+
+    def _learn(self, plan: _Plan, args: tuple[Any, ...], places: list[int], tensors: Sequence[Tensor]) -> None:
+        """Remember a call of NumPy's arrays by portable C, so that the next one of its kind takes a microsecond."""
+        case = _case(plan.program, plan.shape, tensors[0].device, False)
+        chosen = _operation(f"{self._name}_fwd").plans.usual.get(case)
+        arrays = [args[i] for i in places]
+        if (
+            chosen is None or chosen.decision.implementation != "portable" or plan in self._learned
+            or plan.captured or plan.reads is None or not plan.single or not serves_quick(arrays)
+        ):  # fmt: skip
+            return
+        self._learned.append(plan)
+        steps, sources = [], []
+        for i in used_inputs(plan.program):
+            index, chain = (i, ()) if plan.views is None else plan.views[i]
+            x = arrays[index]
+            view = view_of(x, chain)
+            wide = np.broadcast_to(view, plan.wide[i])
+            sizes = zip(wide.shape, wide.strides, strict=True)
+            steps.append(tuple(0 if size == 1 else step // x.itemsize for size, step in sizes))
+            sources.append((places[index], view.__array_interface__["data"][0] - x.__array_interface__["data"][0]))
+        launch = launch_of(plan.program, plan.shape, tuple(steps))
+        if launch.parts == 1:
+            quick = quick_call(
+                launch,
+                args,
+                sources,
+                plan.results[0],
+                _NUMPY_ALL[plan.program.results[0].dtype],
+                chosen.record,
+                plan.reads,
+            )
+            self._quick = (*self._quick, quick)
 
     def program(self, *args: Any, **options: Any) -> Program:
         """Return the recorded program for arrays and constants like these."""
@@ -283,19 +402,19 @@ class FusedFunction:
         return self._plan(self._tensors([values[i] for i in places])[0], values, places, tuple(options)).program
 
     def _compute(self, plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        flat, program, M, N = plan.flat(tensors), plan.program, plan.domain.M, plan.domain.N
+        flat, program, shape = plan.inputs(tensors), plan.program, plan.shape
         if not all(map(is_plain, flat)):
-            return program.run_torch(N, *flat)
+            return program.run_torch(shape, *flat)
         if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
             operation = _operation(f"{self._name}_fwd")
-            case = Case(flat[0].device, program.compute, (M, N), (program,))
+            case = _case(program, shape, flat[0].device, True)
             alone = operation.torch_autograd_plan(case)
             if alone is not None:
-                results: tuple[Tensor, ...] = operation.execute(case, alone, (program, M, N, *flat))
+                results: tuple[Tensor, ...] = operation.execute(case, alone, (program, shape, *flat))
                 return results
-            results = _Autograd.apply(self._name, program, M, N, *flat)  # type: ignore[no-untyped-call]
+            results = _Autograd.apply(self._name, program, shape, *flat)  # type: ignore[no-untyped-call]
             return results
-        return _run(f"{self._name}_fwd", program, M, N, flat)
+        return _run(f"{self._name}_fwd", program, shape, flat)
 
     def _tensors(self, arrays: Sequence[Any]) -> tuple[list[Tensor], ArrayOrigin | None]:
         """Return the arrays as tensors of one device; and the origin of the first, unless all stay torch's."""
@@ -303,14 +422,12 @@ class FusedFunction:
             tensors, origin = list(arrays), None
         else:
             target = torch.device(self.device.torch_device) if self.device is not None else _device_of(arrays)
-            moved = [to_torch(x, target) for x in arrays]
+            moved = [to_torch(x, target, order="K") for x in arrays]
             tensors, origin = [tensor for tensor, _ in moved], moved[0][1]
         for x in tensors:
-            if x.dtype not in FLOATING and x.dtype != torch.bool:
-                known = ", ".join(map(name_of, FLOATING))
-                raise UnsupportedDtype(
-                    f"{self._name[6:]}: fuse takes arrays of {known} and bool, got {name_of(x.dtype)}"
-                )
+            if x.dtype not in DTYPES:
+                known = ", ".join(map(name_of, DTYPES))
+                raise UnsupportedDtype(f"{self._name[6:]}: fuse takes arrays of {known}, got {name_of(x.dtype)}")
             if x.layout is not torch.strided:
                 raise UnsupportedCase(f"{self._name[6:]}: fuse takes dense arrays, got {x.layout}: use .to_dense()")
             if x.device != tensors[0].device:
@@ -344,63 +461,80 @@ class FusedFunction:
     ) -> _Plan:  # fmt: skip
         shapes = [tuple(x.shape) for x in arrays]
         try:
-            whole = torch.broadcast_shapes(*shapes)
+            whole: Shape | None = self._whole(shapes)
+        except ShapeError:
+            whole = None  # views of the arrays may broadcast
+        record = self._record(key, whole, arrays, values, places, names)
+        if record.shape is not None:
+            whole = record.shape
+            shapes = [size for _, size in record.views or ()] or shapes
+        elif whole is None:
+            self._whole(shapes)  # raises
+        domain = Domain(whole or ())
+        whole = whole or (1,)
+        wide = [
+            (*domain.rows, *size[-1:]) if _input(torch.float32, size, domain)[1] else _padded(size, len(whole))
+            for size in shapes
+        ]
+        results = tuple(each.size if record.shape is not None else domain.shape(each) for each in record.returned)
+        views = None if record.views is None else tuple(view for view, _ in record.views)
+        return _Plan(record.program, whole, tuple(wide), views, results, record.single, record.captured, record.reads)
+
+    def _whole(self, shapes: Sequence[Shape]) -> Shape:
+        try:
+            return tuple(torch.broadcast_shapes(*shapes))
         except RuntimeError:
-            raise ShapeError(f"{self._name[6:]}: shapes {', '.join(map(str, shapes))} do not broadcast") from None
-        domain = Domain(whole)
-        inputs: list[tuple[Input, int]] = []
-        wide: list[tuple[int, ...] | None] = []
-        for x, shape in zip(arrays, shapes, strict=True):
-            leading, columns = shape[:-1], shape[-1] if shape else 1
-            by_row = _padded(leading, len(domain.rows)) == domain.rows
-            expands = not by_row and any(size != 1 for size in leading)
-            wide.append((*domain.rows, columns) if expands else None)
-            inputs.append((Input(by_row or expands, columns == domain.N, x.dtype), len(shape)))
-        program, returned, single, captured, reads = self._record(key, domain, inputs, values, places, names)
-        results = tuple(domain.shape(each.ndim, True, each.by_column, each.dropped) for each in returned)
-        for number, (shape, each) in enumerate(zip(results, returned, strict=True)):
-            if math.prod(shape) != domain.M * (domain.N if each.by_column else 1):
-                text = f"result {number} has shape {shape}, the inputs {tuple(whole)}"
-                raise UnsupportedCase(f"fuse: {text}: compute it outside of the fused function")
-        return _Plan(
-            program,
-            domain,
-            tuple(each.size(domain.M, domain.N) for each, _ in inputs),
-            tuple(wide),
-            results,
-            single,
-            captured,
-            reads,
-        )
+            shown = ", ".join(map(str, shapes))
+            raise ShapeError(f"{self._name[6:]}: shapes {shown} do not broadcast") from None
 
     def _record(
-        self, key: tuple[Any, ...], domain: Domain, inputs: list[tuple[Input, int]], values: tuple[Any, ...],
+        self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], values: tuple[Any, ...],
         places: list[int], names: tuple[str, ...],
     ) -> _Record:  # fmt: skip
         """Return the program, run the function once for each class of shapes, or each shape if it asks for one.
 
-        It runs again where what it read has changed, or where that is unknown.
+        It runs again where what it read has changed, or where that is unknown. A function that takes views runs three
+        times: until the first view; then to find them all and the shapes that the program is for; then for the program.
         """
-        general = (tuple(inputs), *key[1:])
-        for known in (general, key):
+        shapes = [tuple(x.shape) for x in arrays]
+        inputs = [(_input(x.dtype, size, Domain(whole or ()))[0], size) for x, size in zip(arrays, shapes, strict=True)]
+        general = (tuple((each, len(shape)) for each, shape in inputs), *key[1:])
+        for known in (key,) if whole is None else (key, general):
             if (found := self._recorded.get(known)) is not None and unchanged(found.reads):
                 return found
-        of_torch = kind_of(values[places[0]]) == "torch"
-        recording = Recording(domain, inputs, of_torch=of_torch)
-        given = list(values)
-        for place, traced in zip(places, recording.values, strict=True):
-            given[place] = traced
+        kind = kind_of(values[places[0]])
+        begin = functools.partial(
+            Recording, inputs=inputs, of_torch=kind == "torch", as_numpy=kind in ("numpy", "cupy")
+        )
         positional = len(values) - len(names)
-        result = self._function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
-        single = not isinstance(result, (tuple, list))
-        if not single and not result:
-            raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
-        program, returned = recording.program([result] if single else result)
+
+        def run(recording: Recording) -> tuple[Recording, list[Any], bool]:
+            given = list(values)
+            for place, traced in zip(places, recording.values, strict=True):
+                given[place] = traced
+            result = self._function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
+            single = not isinstance(result, (tuple, list))
+            if not single and not result:
+                raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
+            return recording, [result] if single else list(result), single
+
+        views: tuple[tuple[View, Shape], ...] | None = None
+        try:
+            if whole is None:
+                raise Viewed
+            recording, outputs, single = run(begin(Domain(whole)))
+        except Viewed:
+            dry, outputs, single = run(begin(Domain(()), views=(), dry=True))
+            views = tuple(dry.used(outputs))
+            whole = self._whole([size for _, size in views])
+            recording, outputs, single = run(begin(Domain(whole), views=[view for view, _ in views]))
+        program, returned = recording.program(outputs)
         constants = [None if i in places else x for i, x in enumerate(values)]
         options = dict(zip(names, constants[positional:], strict=True))
         reads = reads_of(self._function, tuple(constants[:positional]), options, NAMES)  # as they are after its run
-        made = _Record(program, returned, single, tuple(recording.captured), reads)
-        self._recorded[key if recording.reads_shape else general] = made
+        exact = recording.reads_shape
+        made = _Record(program, returned, single, tuple(recording.captured), reads, views, whole if exact else None)
+        self._recorded[key if exact else general] = made
         return made
 
     def _without_tensors(
@@ -414,33 +548,60 @@ class FusedFunction:
         for x, tensor in zip(arrays, host, strict=True):
             if not isinstance(x, np.ndarray) or tensor.dtype not in _NUMPY:
                 kind = f"{x.dtype} array of {kind_of(x)}"
-                raise UnsupportedDtype(f"{device.backend} takes NumPy arrays of float32 and bool, got a {kind}")
+                known = ", ".join(map(name_of, _NUMPY))
+                raise UnsupportedDtype(f"{device.backend} takes NumPy arrays of {known}, got a {kind}")
         if "portable" not in provider.dialects:
             raise UnsupportedCase(f"the {device.backend} backend compiles no portable C")
         plan = self._plan(host, values, places, names)
-        program, (M, N) = plan.program, (plan.domain.M, plan.domain.N)
-        if reason := _refused_by_c(program):
+        if reason := _refused_by_c(plan.program, _NUMPY):
             raise UnsupportedCase(f"{self._name[6:]} on {device.backend}: {reason}")
-        cost = program.cost(M, N)
-        record = sole_record(
-            f"{self._name}_fwd", "portable", device.backend, device.label, f"{M}x{N} float32 {program}",
-            size_bytes=cost.bytes, operations=cost.flops,
-        )  # fmt: skip
-        results = [np.empty((M, N if each.layout == "full" else 1), _NUMPY[each.dtype]) for each in program.results]
-        if M * N:
-            flat = [x.numpy() for x in plan.flat(host)]
-            kernel = provider.compile(portable_source(program, host=False), entry="fused", device=device.index)
-            sources = [provider.copy_to_device(flat[i], device.index) for i in used_inputs(program)]
-            targets = [provider.allocate(y.nbytes, device.index) for y in results]
-            threads = M if program.reduces else M * N
-            with RecordedLaunch(record, provider, device.index):
-                provider.launch(kernel, (ceil_div(threads, 256),), (256,), (*sources, *targets, M, N))
-            results = [provider.copy_to_host(b, y.dtype, y.shape) for b, y in zip(targets, results, strict=True)]
-        shaped = tuple(y.reshape(shape) for y, shape in zip(results, plan.results, strict=True))
+        run = functools.partial(self._on_device, provider, device)
+        inputs, shape = plan.inputs(host), plan.shape
+        some = math.prod(shape)
+        results = _staged(run, plan.program, shape, inputs) if some else plan.program.run_torch(shape, *inputs)
+        shaped = tuple(y.numpy().reshape(size) for y, size in zip(results, plan.results, strict=True))
         return shaped[0] if plan.single else shaped
 
+    def _on_device(
+        self, provider: ComputeProvider, device: ComputeDevice, program: Program, shape: Shape, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run a program's portable C; arguments and results as Program.run_torch, on the host."""
+        M, N = _rows_and_columns(shape)
+        cost = program.cost(M, N)
+        record = sole_record(
+            f"{self._name}_fwd", "portable", device.backend, device.label,
+            f"{M}x{N} {name_of(program.compute)} {program}", size_bytes=cost.bytes, operations=cost.flops,
+        )  # fmt: skip
+        results = [
+            np.empty((M, N if each.layout in ("full", "row sum") else 1), _NUMPY[each.dtype])
+            for each in program.results
+        ]
+        kernel = provider.compile(portable_source(program), entry="fused", device=device.index)
+        flat = [tensors[i].contiguous().numpy() for i in used_inputs(program)]
+        sources = [provider.copy_to_device(x, device.index) for x in flat]
+        targets = [provider.allocate(y.nbytes, device.index) for y in results]
+        threads = M if program.reduces else M * N
+        with RecordedLaunch(record, provider, device.index):
+            provider.launch(kernel, (ceil_div(threads, 256),), (256,), (*sources, *targets, M, N))
+        made = [provider.copy_to_host(b, y.dtype, y.shape) for b, y in zip(targets, results, strict=True)]
+        return _summed(program, shape, [torch.from_numpy(y) for y in made])
 
-_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bool: np.bool_}
+
+_NUMPY: dict[torch.dtype, Any] = {
+    kind: np.dtype(name_of(kind))
+    for kind in (torch.float32, torch.bool, torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16)
+}
+"""Dtypes of portable C on devices, float64 not being on all."""
+
+_NUMPY_ALL = {**_NUMPY, torch.float64: np.dtype(np.float64)}
+
+
+def _input(dtype: torch.dtype, shape: Shape, domain: Domain) -> tuple[Input, bool]:
+    """Return an input of a shape, and whether it is expanded to the leading sizes of the domain."""
+    leading, columns = shape[:-1], shape[-1] if shape else 1
+    by_row = _padded(leading, len(domain.rows)) == domain.rows
+    expands = not by_row and any(size != 1 for size in leading)
+    return Input(by_row or expands, columns == domain.N, dtype), expands
 
 
 def _padded(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:

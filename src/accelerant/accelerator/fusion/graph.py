@@ -1,9 +1,10 @@
 """The graph of a fused function: its operations, their derivatives, and its evaluation by torch.
 
 A program computes on M rows of N columns. A value is one number for each element, row, column, or for all of them: a
-node says whether it differs between rows (`by_row`) and between columns (`by_column`). The graph has a few dozen
-operations, the table OPERATIONS; everything else (gelu, softmax) is composed of them. Each has its text in Triton and
-in C, torch's function, and the rule of its derivative, which makes new nodes: the gradient of a program is a program.
+node says whether it differs between rows (`by_row`) and between columns (`by_column`), and its dtype. The graph has a
+few dozen operations, the table OPERATIONS; everything else (gelu, softmax) is composed of them. Each has its text in
+Triton and in C, torch's function, and the rule of its derivative, which makes new nodes: the gradient of a program is a
+program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,20 +23,28 @@ from torch import Tensor
 from accelerant.runtime.dispatch import Cost
 
 __all__ = [
-    "OPERATIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "gradient_of", "leading_to", "power", "sized",
-    "where",
+    "OPERATIONS", "REDUCTIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "computed_in", "counted",
+    "gradient_of", "layout_of", "leading_to", "power", "where",
 ]  # fmt: skip
 
-Layout = Literal["full", "column", "row sum", "sum"]
-"""A result's numbers: one for each element; for each row, (M, 1); for each column, summed over the rows; one sum."""
+Layout = Literal["full", "column", "row", "scalar", "row sum", "sum"]
+"""A result's numbers: one for each element; for each row, (M, 1); for each column, (1, N); one, (1, 1). The last two
+are sums over the rows, of the parts of a program that one kernel computes."""
+
+REDUCTIONS = {"sum": "sum", "max": "max", "sum0": "sum", "max0": "max"}
+"""Operations over the columns, and over the rows (0)."""
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are computed: float32 for narrower floats, else the same."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class Node(NamedTuple):
     """One value.
 
     `args` are indices of earlier nodes. `value` is the number of a "constant", the index of an "input", the dtype that
-    a "cast" rounds to, the whole exponent of a "power". `boolean` values are conditions; all others are numbers of the
-    compute dtype.
+    a "cast" rounds to, the whole exponent of a "power". Values of dtype bool are conditions.
     """
 
     op: str
@@ -43,7 +52,12 @@ class Node(NamedTuple):
     value: Any
     by_row: bool
     by_column: bool
-    boolean: bool
+    dtype: torch.dtype
+
+    @property
+    def boolean(self) -> bool:
+        """Whether the value is a condition."""
+        return self.dtype == torch.bool
 
 
 class Input(NamedTuple):
@@ -56,9 +70,9 @@ class Input(NamedTuple):
     def __str__(self) -> str:
         return {(1, 1): "array", (1, 0): "column", (0, 1): "row", (0, 0): "scalar"}[self.by_row, self.by_column]
 
-    def size(self, M: int, N: int) -> tuple[int, int]:
-        """Return the shape."""
-        return M if self.by_row else 1, N if self.by_column else 1
+    def elements(self, M: int, N: int) -> int:
+        """Return the number of elements."""
+        return (M if self.by_row else 1) * (N if self.by_column else 1)
 
 
 class Result(NamedTuple):
@@ -69,6 +83,14 @@ class Result(NamedTuple):
     dtype: torch.dtype
 
 
+def layout_of(node: Node) -> Layout:
+    """Return the layout of a result."""
+    layouts: dict[tuple[bool, bool], Layout] = {
+        (True, True): "full", (True, False): "column", (False, True): "row", (False, False): "scalar",
+    }  # fmt: skip
+    return layouts[node.by_row, node.by_column]
+
+
 class Graph:
     """Nodes in the order of their computation; equal ones are one."""
 
@@ -77,29 +99,41 @@ class Graph:
         self._known = {(node, str(node.value)): index for index, node in enumerate(nodes)}
 
     def add(
-        self, op: str, *args: Expr | float, value: Any = None, by_row: bool = False, by_column: bool = False
-    ) -> Expr:
-        """Append a node, unless it is known; the layout of an input is given, other nodes have that of their arguments.
+        self, op: str, *args: Expr | float, value: Any = None, by_row: bool = False, by_column: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Expr:  # fmt: skip
+        """Append a node, unless it is known; layout and dtype of an input are given, other nodes have their arguments'.
 
-        Numbers become constants, and conditions become numbers where the operation computes with them.
+        Arguments are converted to the widest dtype among them, conditions to numbers where the operation computes with
+        them. Numbers become constants of that dtype.
         """
-        exprs = [arg if isinstance(arg, Expr) else self.constant(arg) for arg in args]
-        if op not in _TAKES_CONDITIONS:
-            exprs = [self.add("number", each) if each.node.boolean else each for each in exprs]
+        kinds = {arg.node.dtype for arg in (args[1:] if op == "where" else args) if isinstance(arg, Expr)}
+        common = reduce(torch.promote_types, kinds) if kinds else torch.float32
+        if common == torch.bool and op not in _TAKES_CONDITIONS:
+            common = torch.float32
+        exprs = []
+        for position, arg in enumerate(args):
+            if not isinstance(arg, Expr):
+                arg = self.constant(arg, common)
+            exprs.append(arg if (op == "where" and not position) or op == "convert" else arg.convert(common))
         nodes = [each.node for each in exprs]
+        made = torch.bool if op in OPERATIONS and OPERATIONS[op].boolean else dtype or common
         if nodes and op not in ("where", "power") and all(node.op == "constant" for node in nodes):
-            computed = OPERATIONS[op].torch(*(torch.tensor(node.value, dtype=torch.float64) for node in nodes))
-            if not OPERATIONS[op].boolean:
-                return self.constant(float(computed))
-        by_row = by_row or any(node.by_row for node in nodes)
-        by_column = op not in _REDUCTIONS and (by_column or any(node.by_column for node in nodes))
-        boolean = (op == "input" and value[1]) or (op != "input" and op != "constant" and OPERATIONS[op].boolean)
-        index = value[0] if op == "input" else value
-        return self._append(Node(op, tuple(each.index for each in exprs), index, by_row, by_column, bool(boolean)))
+            kind = common if not common.is_floating_point else torch.float64
+            computed = OPERATIONS[op].torch(*(torch.tensor(node.value, dtype=kind) for node in nodes))
+            if made != torch.bool:
+                return self.constant(computed.item(), made)
+        by_row = op not in ("sum0", "max0") and (by_row or any(node.by_row for node in nodes))
+        by_column = op not in ("sum", "max") and (by_column or any(node.by_column for node in nodes))
+        return self._append(Node(op, tuple(each.index for each in exprs), value, by_row, by_column, made))
 
-    def constant(self, value: float) -> Expr:
-        """Return a constant."""
-        return self._append(Node("constant", (), float(value), False, False, False))
+    def constant(self, value: float, dtype: torch.dtype = torch.float32) -> Expr:
+        """Return a constant; one of integers wraps."""
+        number: float = float(value) if dtype.is_floating_point else int(value)
+        if not dtype.is_floating_point and dtype != torch.bool:
+            least, size = torch.iinfo(dtype).min, 1 << torch.iinfo(dtype).bits
+            number = (int(value) - least) % size + least
+        return self._append(Node("constant", (), number, False, False, dtype))
 
     def _append(self, node: Node) -> Expr:
         key = (node, str(node.value))  # 0.0 and -0.0 are equal
@@ -126,11 +160,18 @@ class Expr:
         """Return the result of an operation whose first argument this is."""
         return self.graph.add(op, self, *others, value=value)
 
-    def over_row(self, op: Literal["sum", "max"]) -> Expr:
-        """Return the sum or the maximum over the columns; a value with one column is its own."""
-        if self.node.by_column:
-            return self.do(op)
-        return self.do("number") if self.node.boolean else self
+    def convert(self, dtype: torch.dtype) -> Expr:
+        """Return the value in another dtype."""
+        if self.node.dtype == dtype:
+            return self
+        if self.node.op == "constant":
+            return self.graph.constant(self.node.value, dtype)
+        return self.graph.add("convert", self, value=dtype, dtype=dtype)
+
+    def over(self, op: Literal["sum", "max"], *, columns: bool, rows: bool) -> Expr:
+        """Return the sum or the maximum over the columns, the rows, or both; one number is its own."""
+        y = self.do(op) if columns and self.node.by_column else self
+        return y.do(f"{op}0") if rows and y.node.by_row else y
 
     def __neg__(self) -> Expr:
         return self.do("neg")
@@ -182,17 +223,22 @@ def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
 
 
 def power(x: Expr, n: int) -> Expr:
-    """Return x^n, rounded once; exponents from -2 to 3 are products, as in torch."""
+    """Return x^n, rounded once; exponents from -2 to 3 are products, as in torch. Powers of integers wrap."""
     if n < 0 and n >= -2:
         return 1.0 / power(x, -n)
     if n == 0:
-        return where(x.equals(x), 1.0, 1.0)  # also of NaN and infinities
+        return where(x.equals(x), x.graph.constant(1, x.node.dtype), 1)  # also of NaN and infinities
+    if not x.node.dtype.is_floating_point and n > 3:
+        half = power(x, n // 2)
+        return half * half * x if n % 2 else half * half
     return (x, x * x, x * x * x)[n - 1] if n in (1, 2, 3) else x.do("power", value=n)
 
 
-def sized(x: Expr) -> Expr:
-    """Return the number of columns."""
-    return x.graph.add("columns")
+def counted(x: Expr, *, columns: bool, rows: bool) -> Expr:
+    """Return the number of elements that a reduction of x takes together, in x's dtype."""
+    one = x.graph.constant(1, x.node.dtype)
+    sizes = [x.graph.add(op, dtype=x.node.dtype) for op, wanted in (("columns", columns), ("rows", rows)) if wanted]
+    return reduce(lambda a, b: a * b, sizes) if sizes else one
 
 
 # --- operations ------------------------------------------------------------------------------------------------------
@@ -204,7 +250,9 @@ Slope = Callable[[Expr, tuple[Expr, ...], Expr], Slopes]
 class Op(NamedTuple):
     """An operation: its text in Triton and in C ({0}, {1} are the arguments), torch's function, and its derivative.
 
-    `slope` takes the result, the arguments and the gradient of the result, and returns that of each argument.
+    The text in C is that of float32; `integers` is that of integers where it differs ({T} is the type, {U} the unsigned
+    one, which wraps). Without a text in Triton torch runs it there. `slope` takes the result, the arguments and the
+    gradient of the result, and returns that of each argument.
     """
 
     triton: str
@@ -212,6 +260,7 @@ class Op(NamedTuple):
     torch: Callable[..., Any]
     slope: Slope | None = None
     boolean: bool = False
+    integers: str = ""
 
 
 def _half_where_equal(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
@@ -221,8 +270,8 @@ def _half_where_equal(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
 
 
 def _max_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
-    largest = args[0].equals(y).do("number")  # no element of a row with NaN: its gradient is NaN, as torch's
-    return ((dy * largest) / largest.over_row("sum"),)
+    largest = args[0].equals(y).convert(dy.node.dtype)  # no element of a row with NaN: its gradient is NaN, as torch's
+    return ((dy * largest) / largest.over("sum", columns=not y.node.by_column, rows=not y.node.by_row),)
 
 
 def _pow_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
@@ -236,10 +285,21 @@ def _abs_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
     return (where(x < 0.0, -dy, where(x > 0.0, dy, dy * 0.0)),)
 
 
+def _convert_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
+    return (dy if args[0].node.dtype.is_floating_point else None,)
+
+
+def _leading(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(x.ndim - 1))
+
+
 OPERATIONS: dict[str, Op] = {
-    "columns": Op("(N * 1.0)", "((float)N)", lambda: None),
-    "neg": Op("-{0}", "-{0}", torch.neg, lambda y, a, dy: (-dy,)),
-    "abs": Op("tl.abs({0})", "ACL_MATH(fabs)({0})", torch.abs, _abs_slope),
+    "columns": Op("(N * 1.0)", "(({T})N)", lambda: None),
+    "rows": Op("(M * 1.0)", "(({T})M)", lambda: None),
+    "neg": Op("-{0}", "-{0}", torch.neg, lambda y, a, dy: (-dy,), integers="({T})-({U}){0}"),
+    "abs": Op(
+        "tl.abs({0})", "ACL_MATH(fabs)({0})", torch.abs, _abs_slope, integers="({T})({0} < 0 ? -({U}){0} : ({U}){0})"
+    ),
     "exp": Op("math.exp({0})", "acl_exp_f32({0})", torch.exp, lambda y, a, dy: (dy * y,)),
     "expm1": Op("math.expm1({0})", "ACL_MATH(expm1)({0})", torch.expm1, lambda y, a, dy: (dy * a[0].do("exp"),)),
     "elu": Op(  # expm1 of numbers that are not positive, with a gradient that keeps its digits
@@ -280,11 +340,33 @@ OPERATIONS: dict[str, Op] = {
         lambda y, a, dy: (dy * (power(a[0], y.node.value - 1) * y.node.value),),
     ),
     "pow": Op("math.power({0}, {1})", "ACL_MATH(pow)({0}, {1})", torch.pow, _pow_slope),
-    "floor": Op("tl.floor({0})", "ACL_MATH(floor)({0})", torch.floor),
-    "ceil": Op("tl.ceil({0})", "ACL_MATH(ceil)({0})", torch.ceil),
-    "add": Op("({0} + {1})", "({0} + {1})", operator.add, lambda y, a, dy: (dy, dy)),
-    "sub": Op("({0} - {1})", "({0} - {1})", operator.sub, lambda y, a, dy: (dy, -dy)),
-    "mul": Op("({0} * {1})", "({0} * {1})", operator.mul, lambda y, a, dy: (dy * a[1], dy * a[0])),
+    "atan2": Op(
+        "", "ACL_MATH(atan2)({0}, {1})", torch.atan2,
+        lambda y, a, dy: (dy * a[1] / (a[0] * a[0] + a[1] * a[1]), -dy * a[0] / (a[0] * a[0] + a[1] * a[1])),
+    ),
+    "floor": Op("tl.floor({0})", "ACL_MATH(floor)({0})", torch.floor, integers="{0}"),
+    "ceil": Op("tl.ceil({0})", "ACL_MATH(ceil)({0})", torch.ceil, integers="{0}"),
+    "round": Op("math.round({0})", "ACL_MATH(rint)({0})", torch.round, integers="{0}"),
+    "floordiv": Op(
+        "", "fused_mod_floor({0}, {1})", torch.floor_divide,
+        integers="({0} / {1} - ({0} % {1} != 0 && ({0} < 0) != ({1} < 0)))",
+    ),
+    "mod": Op(
+        "", "fused_mod({0}, {1})", torch.remainder,
+        lambda y, a, dy: (dy, -dy * a[0].do("floordiv", a[1])),
+        integers="({0} % {1} + (({0} % {1} != 0 && ({0} < 0) != ({1} < 0)) ? {1} : 0))",
+    ),
+    "signed": Op("", "ACL_MATH(copysign)({0}, {1})", torch.copysign, lambda y, a, dy: (dy, None)),
+    "add": Op(
+        "({0} + {1})", "({0} + {1})", operator.add, lambda y, a, dy: (dy, dy), integers="({T})(({U}){0} + ({U}){1})"
+    ),
+    "sub": Op(
+        "({0} - {1})", "({0} - {1})", operator.sub, lambda y, a, dy: (dy, -dy), integers="({T})(({U}){0} - ({U}){1})"
+    ),
+    "mul": Op(
+        "({0} * {1})", "({0} * {1})", operator.mul, lambda y, a, dy: (dy * a[1], dy * a[0]),
+        integers="({T})(({U}){0} * ({U}){1})",
+    ),
     "div": Op("({0} / {1})", "({0} / {1})", operator.truediv, lambda y, a, dy: (dy / a[1], -dy * y / a[1])),
     "maximum": Op(
         "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})", "((({0} > {1}) || ({0} != {0})) ? {0} : {1})",
@@ -297,22 +379,26 @@ OPERATIONS: dict[str, Op] = {
     "and": Op("({0} & {1})", "({0} && {1})", operator.and_, boolean=True),
     "or": Op("({0} | {1})", "({0} || {1})", operator.or_, boolean=True),
     "not": Op("({0} == 0)", "(!{0})", torch.logical_not, boolean=True),
+    "bit_and": Op("({0} & {1})", "", operator.and_, integers="({0} & {1})"),
+    "bit_or": Op("({0} | {1})", "", operator.or_, integers="({0} | {1})"),
+    "bit_xor": Op("({0} ^ {1})", "", operator.xor, integers="({0} ^ {1})"),
     "where": Op(
         "tl.where({0}, {1}, {2})", "({0} ? {1} : {2})", torch.where,
         lambda y, a, dy: (None, where(a[0], dy, 0.0), where(a[0], 0.0, dy)),
     ),
-    "number": Op("tl.where({0}, 1.0, 0.0)", "({0} ? 1.0f : 0.0f)", lambda x: x),
+    "convert": Op("{0}.to({dtype})", "({T}){0}", lambda x: x, _convert_slope),
     "cast": Op(
         "{0}.to({dtype}).to(tl.float32)", "{0}", lambda x: x, lambda y, a, dy: (dy.do("cast", value=y.node.value),)
     ),
     "stop": Op("{0}", "{0}", torch.detach),
     "sum": Op("tl.sum({0}, 1, keep_dims=True)", "", lambda x: x.sum(-1, keepdim=True), lambda y, a, dy: (dy,)),
     "max": Op("math.largest({0})", "", lambda x: x.amax(-1, keepdim=True), _max_slope),
+    "sum0": Op("", "", lambda x: x.sum(_leading(x), keepdim=True), lambda y, a, dy: (dy,)),
+    "max0": Op("", "", lambda x: x.amax(_leading(x), keepdim=True), _max_slope),
 }  # fmt: skip
 
-_REDUCTIONS = ("sum", "max")
-_TAKES_CONDITIONS = ("where", "number", "and", "or", "not")
-_TAKES_TENSORS = ("where", "maximum")
+_TAKES_CONDITIONS = ("where", "convert", "and", "or", "not", "eq", "ne")
+_TAKES_TENSORS = ("where", "maximum", "atan2", "floordiv", "mod", "signed")
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -375,36 +461,68 @@ class Program:
 
     @cached_property
     def compute(self) -> torch.dtype:
-        """The dtype of the computation."""
-        return torch.float64 if any(each.dtype == torch.float64 for each in self.inputs) else torch.float32
+        """The widest dtype of the computation."""
+        return reduce(torch.promote_types, {node.dtype for node in self.nodes})
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether rows are reduced, or results summed over the rows."""
-        summed = any(result.layout.endswith("sum") for result in self.results)
-        return summed or any(node.op in _REDUCTIONS for node in self.nodes)
+        """Whether elements are reduced, or a result has fewer than the inputs: a kernel then goes by rows."""
+        fewer = any(result.layout != "full" for result in self.results)
+        return fewer or any(node.op in REDUCTIONS for node in self.nodes)
+
+    @cached_property
+    def over_rows(self) -> bool:
+        """Whether there are reductions over the rows, or results that do not differ between them."""
+        return any(node.op in ("sum0", "max0") for node in self.nodes) or any(
+            result.layout in ("row", "scalar") for result in self.results
+        )
 
     def cost(self, M: int, N: int) -> Cost:
         """Return the least bytes and operations."""
-        read = sum(math.prod(each.size(M, N)) * each.dtype.itemsize for each in self.inputs)
-        sizes = {"full": M * N, "column": M, "row sum": N, "sum": 1}
+        read = sum(each.elements(M, N) * each.dtype.itemsize for each in self.inputs)
+        sizes = {"full": M * N, "column": M, "row": N, "scalar": 1, "row sum": N, "sum": 1}
         written = sum(sizes[each.layout] * each.dtype.itemsize for each in self.results)
         return Cost(read + written, self.operations * M * N)
 
-    def run_torch(self, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute by torch's functions, which autograd can record.
+    @cached_property
+    def split(self) -> tuple[Program, Program, tuple[int, ...]]:
+        """The program of what one kernel computes, the program of the rest, and the results of the first.
 
-        The inputs are (M or 1, N or 1), the results (M, N), (M, 1), (1, N) or (1, 1).
+        The first has all reductions over the rows that need no other one, as sums over the rows, and the results that
+        need none: (result or -1, ...). The sums are the last inputs of the rest.
         """
-        M = max((x.shape[0] for x, each in zip(tensors, self.inputs, strict=True) if each.by_row), default=1)
+        depth: list[int] = []
+        for node in self.nodes:
+            depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
+        sums = [i for i, node in enumerate(self.nodes) if node.op in ("sum0", "max0") and depth[i] == 1]
+        done = [i for i, each in enumerate(self.results) if not depth[each.node] and each.layout in ("full", "column")]
+        layouts: dict[bool, Layout] = {True: "row sum", False: "sum"}
+        parts = [Result(self.nodes[i].args[0], layouts[self.nodes[i].by_column], self.nodes[i].dtype) for i in sums] + [
+            self.results[i] for i in done
+        ]
+        graph = Graph(self.nodes)
+        inputs = [*self.inputs, *(Input(False, self.nodes[i].by_column, self.nodes[i].dtype) for i in sums)]
+        for number, i in enumerate(sums):
+            graph.nodes[i] = self.nodes[i]._replace(op="input", args=(), value=len(self.inputs) + number)
+        rest = [each for i, each in enumerate(self.results) if i not in done]
+        first = Program.of(Graph(self.nodes), self.inputs, parts)
+        return first, Program.of(graph, inputs, rest), tuple([-1] * len(sums) + done)
+
+    def run_torch(self, shape: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Compute by torch's functions, which autograd can record, on tensors that broadcast to a shape.
+
+        The results have the dimensions of the shape, with size 1 where they do not differ.
+        """
         values: list[Any] = []
         for node in self.nodes:
-            values.append(self._torch_value(node, values, tensors, N))
+            values.append(self._torch_value(node, values, tensors, shape))
         outputs, shared = [], set[int]()
         for index, layout, dtype in self.results:
-            y = values[index].expand(M, 1 if layout in ("column", "sum") else N)
+            y = values[index]
+            whole = _sized(shape, layout not in ("row", "scalar"), layout in ("full", "row", "row sum"))
+            y = y.expand(whole) if isinstance(y, Tensor) else torch.full(whole, y, dtype=self.nodes[index].dtype)
             if layout.endswith("sum"):
-                y = y.sum(0, keepdim=True)
+                y = y.sum(_leading(y), keepdim=True)
             y = y.to(dtype)
             own = self._memory_of(index)  # of an input or of another result
             aliases = own in shared or self.nodes[own].op == "input"
@@ -414,30 +532,41 @@ class Program:
 
     def _memory_of(self, index: int) -> int:
         """Return the node whose memory torch's value of a node may be."""
-        while self.nodes[index].op in ("cast", "stop", "number"):
+        while self.nodes[index].op in ("cast", "stop", "convert", "floor", "ceil", "round"):
             (index,) = self.nodes[index].args
         return index
 
-    def _torch_value(self, node: Node, values: list[Any], tensors: tuple[Tensor, ...], N: int) -> Any:
+    def _torch_value(self, node: Node, values: list[Any], tensors: tuple[Tensor, ...], shape: Sequence[int]) -> Any:
         if node.op == "constant":
             return node.value
-        if node.op == "columns":
-            return float(N)
+        if node.op in ("columns", "rows"):
+            count = shape[-1] if node.op == "columns" else math.prod(shape[:-1])
+            return float(count) if node.dtype.is_floating_point else count
         if node.op == "input":
-            x = tensors[node.value]
-            return x if node.boolean else x.to(self.compute)
+            return tensors[node.value].to(node.dtype)
         args = [values[arg] for arg in node.args]
         if node.op in _TAKES_TENSORS:
             given = next(arg for arg in args if isinstance(arg, Tensor))
-            full = [
-                torch.full((), x, dtype=self.compute, device=given.device) if isinstance(x, float) else x for x in args
+            args = [
+                arg if isinstance(arg, Tensor) else torch.full((), arg, dtype=kind, device=given.device)
+                for arg, kind in zip(args, (self.nodes[i].dtype for i in node.args), strict=True)
             ]
-            return OPERATIONS[node.op].torch(*full)
         if node.op == "power":
             return torch.pow(args[0], node.value)
         if node.op == "cast":
-            return args[0].to(node.value).to(self.compute)
-        return args[0].to(self.compute) if node.op == "number" else OPERATIONS[node.op].torch(*args)
+            return args[0].to(node.value).to(node.dtype)
+        if node.op == "convert":
+            return args[0].to(node.dtype)
+        if node.op in REDUCTIONS:  # a value with fewer dimensions, or of size 1, is one of more rows or columns
+            flags = self.nodes[node.args[0]]
+            args = [args[0].expand(_sized(shape, flags.by_row, flags.by_column))]
+        y = OPERATIONS[node.op].torch(*args)
+        return y.to(node.dtype) if isinstance(y, Tensor) and y.dtype != node.dtype else y
+
+
+def _sized(shape: Sequence[int], by_row: bool, by_column: bool) -> tuple[int, ...]:
+    rows = tuple(shape[:-1]) if by_row else (1,) * (len(shape) - 1)
+    return (*rows, shape[-1] if by_column else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -451,16 +580,17 @@ def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | No
     gradients: dict[int, Expr] = {}
     for index, _, dtype in program.results:
         if dtype.is_floating_point:
-            given = Input(True, program.nodes[index].by_column, dtype)
-            dy = graph.add("input", value=(len(inputs), False), by_row=True, by_column=given.by_column)
+            node = program.nodes[index]
+            dy = graph.add(
+                "input", value=len(inputs), by_row=node.by_row, by_column=node.by_column, dtype=computed_in(dtype)
+            ).convert(node.dtype)
             gradients[index] = gradients[index] + dy if index in gradients else dy
-        else:
-            given = Input(True, program.nodes[index].by_column, torch.float32)
-        inputs.append(given)
+        given = dtype if dtype.is_floating_point else torch.float32
+        inputs.append(Input(program.nodes[index].by_row, program.nodes[index].by_column, given))
     differs: list[bool] = []  # numbers that depend on the wanted inputs
     for node in program.nodes:
         itself = node.op == "input" and node.value in wanted
-        differs.append(not node.boolean and (itself or any(differs[arg] for arg in node.args)))
+        differs.append(node.dtype.is_floating_point and (itself or any(differs[arg] for arg in node.args)))
     for index in reversed(range(len(program.nodes))):
         node = program.nodes[index]
         if index not in gradients or not node.args or not differs[index]:
@@ -471,19 +601,17 @@ def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | No
         args = tuple(Expr(graph, arg) for arg in node.args)
         for arg, slope_of_arg in zip(args, slope(Expr(graph, index), args, gradients[index]), strict=True):
             if slope_of_arg is not None and differs[arg.index]:
-                if node.by_column and not arg.node.by_column:  # it was broadcast along the row
-                    counted = slope_of_arg.node.by_column
-                    slope_of_arg = slope_of_arg.do("sum") if counted else slope_of_arg * sized(slope_of_arg)
+                columns = node.by_column and not arg.node.by_column  # it was broadcast along the row
+                rows = node.by_row and not arg.node.by_row
+                alike = [columns and not slope_of_arg.node.by_column, rows and not slope_of_arg.node.by_row]
+                summed = slope_of_arg.over("sum", columns=columns, rows=rows)
+                slope_of_arg = summed * counted(summed, columns=alike[0], rows=alike[1]) if any(alike) else summed
+                slope_of_arg = slope_of_arg.convert(arg.node.dtype)
                 known = gradients.get(arg.index)
                 gradients[arg.index] = slope_of_arg if known is None else known + slope_of_arg
-    layouts: dict[tuple[bool, bool], Layout] = {
-        (True, True): "full", (True, False): "column", (False, True): "row sum", (False, False): "sum",
-    }  # fmt: skip
     results, found = [], []
     for index, node in enumerate(program.nodes):
         if node.op == "input" and node.value in wanted and index in gradients:
-            results.append(
-                Result(gradients[index].index, layouts[node.by_row, node.by_column], inputs[node.value].dtype)
-            )
+            results.append(Result(gradients[index].index, layout_of(node), inputs[node.value].dtype))
             found.append(node.value)
     return (Program.of(graph, inputs, results) if results else None), tuple(found)

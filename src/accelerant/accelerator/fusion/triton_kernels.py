@@ -88,6 +88,17 @@ def expm1(x):
 
 
 @triton.jit
+def round(x):
+    """X to a whole number, half to even, with the sign of x."""
+    down = tl.floor(tl.abs(x))
+    rest = tl.abs(x) - down
+    odd = tl.floor(down * 0.5) * 2.0 != down
+    size = tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
+    size = tl.where(rest == 0.0, tl.abs(x), size)
+    return tl.where(x != x, x, tl.where((x < 0.0) | (1.0 / x < 0.0), -size, size))
+
+
+@triton.jit
 def softplus(x):
     return tl.where(x > 0.0, x, 0.0) + log1p(exp(-tl.abs(x)))
 

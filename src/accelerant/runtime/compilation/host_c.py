@@ -134,12 +134,16 @@ def compile_c(source: KernelSource, program: str) -> Binary:
 
 
 def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., None]:
-    """Load an entry point; the function takes begin, end, grid, width, threads, and the arguments, of these types."""
+    """Load an entry point; the function takes begin, end, grid, width, threads, and the arguments, of these types.
+
+    Its attribute `library` has the other functions of the text.
+    """
     with tempfile.TemporaryDirectory(prefix="accelerant-cc-") as folder:  # the library stays in memory without its file
         path = Path(folder) / "kernel.so"
         path.write_bytes(binary.code)
         try:
-            function = ctypes.CDLL(str(path))[binary.symbols[entry]]
+            library = ctypes.CDLL(str(path))
+            function = library[binary.symbols[entry]]
         except (OSError, AttributeError) as error:
             raise CompileError(
                 f"compiled code of {entry!r} cannot be loaded (may files in the temporary folder not be executed? "
@@ -152,6 +156,7 @@ def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., No
         if function(begin, end, grid, width, threads, *arguments):
             raise OutOfMemory(f"kernel {entry!r}: no memory for the stacks of {threads} threads that wait at a barrier")
 
+    run.library = library  # type: ignore[attr-defined]  # with its other functions
     return run
 
 

@@ -1,0 +1,843 @@
+"""Values that stand for arrays while a function of arrays is recorded, and the functions of torch and NumPy on them.
+
+What a Traced value meets is looked up by name in FUNCTIONS; what is not there is refused by that name, with the line of
+the user's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+import os
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from accelerant.accelerator.fusion.graph import Expr, computed_in, counted, power, where
+from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.ops._library import name_of
+from accelerant.ops._refusals import FLOATING
+
+if TYPE_CHECKING:
+    from accelerant.accelerator.fusion.recorder import Recording
+
+__all__ = ["DTYPES", "FUNCTIONS", "NAMES", "Traced", "View", "Viewed", "refuse"]
+
+_OURS = tuple(str(Path(path).parent) + os.sep for path in (__file__, torch.__file__, np.__file__))
+_Extreme = namedtuple("_Extreme", "values indices")
+DTYPES = (*FLOATING, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of arrays."""
+
+
+class Viewed(BaseException):
+    """Ends the recording of a function that takes views of arrays: it is recorded for the shapes of these."""
+
+
+View: TypeAlias = tuple[int, tuple[tuple[str, Any], ...]]
+"""An argument, and what was done to it in turn: ("index", key) or ("permute", dimensions)."""
+
+
+def refuse(text: str) -> NoReturn:
+    """Raise UnsupportedCase with the innermost line of the user's own code."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    if frame is not None:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        text += f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno}{': ' + line if line else ''})"
+    raise UnsupportedCase(f"fuse: {text}")
+
+
+class Traced:
+    """An array of the recorded function.
+
+    `dropped` values were reduced without keepdim: they lack the dimension of the columns. `view` says of which argument
+    this is a view, and `made` which call made it: a view of the result is the result of views.
+    """
+
+    __slots__ = ("_expr", "_size", "dropped", "dtype", "made", "recording", "view")
+    __array_priority__ = 1000
+    __hash__ = None  # type: ignore[assignment]  # as __eq__ returns an array
+
+    def __init__(
+        self, recording: Recording, expr: Expr | None, dtype: torch.dtype, size: tuple[int, ...], dropped: bool = False,
+        view: View | None = None,
+    ) -> None:  # fmt: skip
+        self.recording, self._expr, self.dtype, self._size, self.dropped = recording, expr, dtype, size, dropped
+        self.view = view
+        self.made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+
+    @property
+    def expr(self) -> Expr:
+        """The value in the graph."""
+        if self._expr is None:
+            self._expr = self.recording.seen(self)
+        return self._expr
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self._size)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape; who asks gets a program for it alone."""
+        self.recording.reads_shape = True
+        return torch.Size(self._size)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        return _call("torch", function.__name__, args, kwargs or {})
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if method == "reduce":
+            return _call("numpy", _REDUCERS.get(ufunc.__name__, ufunc.__name__ + ".reduce"), inputs, options)
+        return _call("numpy", ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}", inputs, options)
+
+    def __array_function__(self, function: Callable[..., Any], types: object, args: Any, kwargs: Any) -> Any:
+        return _call("numpy", function.__name__, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _READS:
+            refuse(f"{name}() reads values, which are not known while the function is recorded")
+        if name not in FUNCTIONS and name not in _ALIASES:
+            refuse(f"{name} of an array is not supported")
+        return lambda *args, **options: _call("array", name, (self, *args), options)
+
+    def _control(self, *_: object) -> NoReturn:
+        refuse(
+            "a value of an array decides what the function does, and is not known while it is recorded; use torch.where"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __complex__ = __iter__ = __contains__ = __array__ = _control
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its sizes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        if self.dropped and keys in ((Ellipsis, None), (*[slice(None)] * self.ndim, None)):
+            return _unsqueeze(self, -1)
+        if any(
+            isinstance(each, (bool, np.bool_))
+            or not (each is None or each is ... or isinstance(each, (int, slice, np.integer)))
+            for each in keys
+        ):
+            refuse("indexing with arrays is not supported; take slices, numbers, None and ...")
+        return _viewed(self, "index", keys)
+
+    @property
+    def T(self) -> Any:  # noqa: N802  NumPy's name
+        """Return the array with its dimensions reversed."""
+        return _viewed(self, "permute", tuple(reversed(range(self.ndim))))
+
+    def __setitem__(self, key: object, value: object) -> None:
+        refuse("an assignment to elements is not supported")
+
+
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Traced, other: Any = None) -> Any:
+        args = (self,) if name in ("neg", "abs", "invert", "pos") else (other, self) if reflected else (self, other)
+        return _call("operator", name, args, {})
+
+    return method
+
+
+for _name, _function in (
+    ("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("pow", "pow"), ("and", "bitwise_and"),
+    ("or", "bitwise_or"), ("xor", "bitwise_xor"), ("floordiv", "floor_divide"), ("mod", "remainder"),
+    ("matmul", "matmul"),
+):  # fmt: skip
+    setattr(Traced, f"__{_name}__", _operator(_function))
+    setattr(Traced, f"__r{_name}__", _operator(_function, reflected=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "pos"):
+    setattr(Traced, f"__{_name}__", _operator(_name))
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Record a call of a function by its name."""
+    function = FUNCTIONS.get(_ALIASES.get(name, name))
+    if function is None:
+        refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported")
+    recording = _traced(*args, *options.values())[0].recording
+    args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)
+    given = {
+        _OPTIONS.get(key, key): recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x
+        for key, x in options.items()
+    }
+    if library == "numpy":
+        given = {key: value for key, value in given.items() if value is not None and value is not np._NoValue}
+    of_torch = library == "torch" or (library == "array" and args[0].recording.of_torch)
+    if name in ("max", "min"):
+        given["paired"] = of_torch
+    if name == "transpose":
+        given["swaps"] = of_torch
+    if name in ("var", "std"):
+        given["correction"] = given.pop("ddof", given.get("correction", 1 if of_torch else 0))
+    try:
+        result = function(*args, **given)
+        if isinstance(result, Traced) and result.made is None and result.view is None and result is not args[0]:
+            result.made = None if _ALIASES.get(name, name) in _WHOLE else (function, args, given)
+        return result
+    except TypeError as error:
+        refuse(f"{name} with arguments that fuse does not know: {str(error).partition(') ')[2] or error}")
+
+
+_OPTIONS = {"input": "x", "other": "y", "axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max"}
+_ALIASES = {
+    "absolute": "abs", "negative": "neg", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+    "power": "pow", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
+    "equal": "eq", "not_equal": "ne", "invert": "bitwise_not", "positive": "pos", "clip": "clamp", "astype": "to",
+    "log_sigmoid": "logsigmoid", "copy": "clone", "arctan2": "atan2", "rint": "round", "mod": "remainder",
+    "around": "round", "swapdims": "swapaxes",
+}  # fmt: skip
+_REDUCERS = {"add": "sum", "maximum": "amax", "minimum": "amin"}
+_READS = ("item", "tolist", "numpy", "cpu", "cuda", "data")
+
+
+_WHOLE = (
+    "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "softmax", "log_softmax", "layer_norm",
+    "rms_norm", "unsqueeze",
+)  # fmt: skip
+"""Functions whose result is not computed element by element."""
+
+
+def _traced(*args: Any) -> list[Traced]:
+    return [x for x in args if isinstance(x, Traced)]
+
+
+def _viewed(x: Traced, kind: str, value: Any) -> Traced:
+    """Return a view of an array: of an argument, or of those that it is computed from, element by element."""
+    if x.recording.views is None:
+        raise Viewed
+    shown: Any = np.broadcast_to(np.int8(0), x._size)
+    size = (shown[value] if kind == "index" else shown.transpose(value)).shape
+    if x.view is not None:
+        index, steps = x.view
+        return Traced(x.recording, None, x.dtype, size, view=(index, (*steps, (kind, value))))
+    if x.made is None or x.dropped:
+        refuse("a view of a value that is reduced: take it before the reduction")
+    function, args, options = x.made
+    inner = functools.partial(_view_of_part, x, kind, value)
+    made = tuple(map(inner, args)), {key: inner(each) for key, each in options.items()}
+    result: Traced = function(*made[0], **made[1])
+    result.made = (function, *made)
+    return result
+
+
+def _view_of_part(x: Traced, kind: str, value: Any, part: Any) -> Any:
+    """Return the view of an argument of a call whose result is x."""
+    if not isinstance(part, Traced) or not part.ndim:
+        return part
+    if kind == "permute":
+        if part.ndim != x.ndim:
+            refuse("a transposed value that is computed from arrays of several numbers of dimensions")
+        return _viewed(part, kind, value)
+    if any(each is None for each in value):
+        refuse("None as an index of a computed value: index the arguments")
+    if ... in value:
+        at = value.index(...)
+        value = (*value[:at], *[slice(None)] * (x.ndim - len(value) + 1), *value[at + 1 :])
+    value = (*value, *[slice(None)] * (x.ndim - len(value)))[x.ndim - part.ndim :]
+    keys = [
+        key if size == 1 or own != 1 else slice(None) if isinstance(key, slice) else 0
+        for key, own, size in zip(value, part._size, x._size[x.ndim - part.ndim :], strict=True)
+    ]
+    return _viewed(part, kind, tuple(keys))
+
+
+def _operand(x: Any, dtype: torch.dtype) -> Expr | float:
+    """Return an operand as a value that is computed in a dtype, or a number."""
+    if isinstance(x, Traced):
+        return x.expr.convert(computed_in(dtype))
+    if isinstance(x, (int, float, np.number, np.bool_)):
+        if not dtype.is_floating_point and dtype != torch.bool and float(x) != int(x):
+            raise TypeError(f"the number {x} among integers")
+        whole = not dtype.is_floating_point and dtype != torch.bool
+        if whole and not torch.iinfo(dtype).min <= int(x) <= torch.iinfo(dtype).max:
+            raise TypeError(f"{x} is out of the range of {name_of(dtype)}")
+        return x.item() if isinstance(x, np.generic) else x
+    raise TypeError(f"fuse does not know a {type(x).__name__} as operand")
+
+
+def _pair(x: Any, y: Any, dtype: torch.dtype) -> tuple[Expr, Expr]:
+    """Return two operands as values that are computed in a dtype."""
+    graph, kind = _traced(x, y)[0].recording.graph, computed_in(dtype)
+    first, second = (_operand(each, dtype) for each in (x, y))
+    if not isinstance(first, Expr):
+        first = graph.constant(first, kind)
+    return first, second if isinstance(second, Expr) else graph.constant(second, kind)
+
+
+def _dtype_of(*args: Any) -> torch.dtype:
+    """Return the dtype of a result, by NumPy's rules or torch's."""
+    values = _traced(*args)
+    if (not values or values[0].recording.as_numpy) and torch.bfloat16 not in [x.dtype for x in values]:
+        if not values:
+            args = tuple(map(np.float32, args)) if all(isinstance(x, float) for x in args) else args
+        return _numpys(np.result_type(*(_empty(x) if isinstance(x, Traced) else x for x in args)))
+    kinds = [torch.empty((1,) * x.ndim, dtype=x.dtype, device="meta") if isinstance(x, Traced) else x for x in args]
+    kinds = [x.item() if isinstance(x, np.generic) else x for x in kinds]
+    found = [torch.result_type(kinds[0], each) for each in kinds[1:]] or [kinds[0].dtype]
+    return functools.reduce(torch.promote_types, found)
+
+
+def _empty(x: Traced) -> np.ndarray[Any, Any]:
+    return np.empty(0, str(x.dtype).removeprefix("torch."))
+
+
+def _numpys(dtype: np.dtype[Any]) -> torch.dtype:
+    found = getattr(torch, dtype.name, None)
+    if found not in DTYPES:
+        raise TypeError(f"a result of {dtype.name}")
+    return found  # type: ignore[no-any-return]
+
+
+def _real(*args: Any) -> torch.dtype:
+    """Return the dtype of a result that is a float: of a quotient, a root."""
+    dtype = _dtype_of(*args)
+    if dtype.is_floating_point:
+        return dtype
+    if _traced(*args)[0].recording.as_numpy:
+        return _numpys(
+            np.true_divide(np.ones(1, str(dtype).removeprefix("torch.")), 1).dtype
+            if len(args) > 1
+            else np.sqrt(_empty(args[0])).dtype
+        )
+    return torch.get_default_dtype()
+
+
+def _like(
+    expr: Expr, dtype: torch.dtype, *args: Any, dropped: bool | None = None, size: tuple[int, ...] | None = None
+) -> Traced:
+    """Return a value with the dimensions that these broadcast to."""
+    values = _traced(*args)
+    lacking = any(x.dropped for x in values)
+    for x in values:
+        if lacking and not x.dropped and x.ndim and (x.expr.node.by_row or x.expr.node.by_column):
+            refuse("a row reduced without keepdim=True meets one that has its last dimension; reduce with keepdim=True")
+    if size is None:
+        try:
+            size = np.broadcast_shapes(*(x._size for x in values))
+        except ValueError:
+            raise ShapeError(f"shapes {', '.join(str(x._size) for x in values)} do not broadcast") from None
+    return Traced(values[0].recording, expr, dtype, size, lacking if dropped is None else dropped)
+
+
+def _unary(build: Callable[[Expr], Expr], *, integers: bool = False) -> Callable[..., Traced]:
+    """Return a function of one array; `integers`: that of integers is one of them, not of floats."""
+
+    def function(x: Traced, *, out: None = None) -> Traced:
+        if integers and x.dtype == torch.bool:
+            raise TypeError("arithmetic with a condition: convert it")
+        dtype = x.dtype if integers else _real(x)
+        return _like(build(x.expr.convert(computed_in(dtype))), dtype, x)
+
+    return function
+
+
+def _binary(build: Callable[[Expr, Expr], Expr], rule: Callable[..., torch.dtype] = _dtype_of) -> Callable[..., Traced]:
+    def function(x: Any, y: Any) -> Traced:
+        dtype = rule(x, y)
+        expr = build(*_pair(x, y, dtype))
+        return _like(expr, torch.bool if expr.node.boolean else dtype, x, y)
+
+    return function
+
+
+def _sum_or_difference(sign: int) -> Callable[..., Traced]:
+    def function(x: Any, y: Any, *, alpha: float = 1) -> Traced:
+        if _dtype_of(x, y) == torch.bool:
+            raise TypeError("a sum of conditions: use | and &")
+        return _binary(lambda a, b: a + b * (sign * alpha) if sign * alpha != -1 else a - b)(x, y)
+
+    return function
+
+
+def _lesser(a: Expr, b: Expr) -> Expr:
+    if not a.node.dtype.is_floating_point:
+        return where(b < a, b, a)
+    return -((-a).do("maximum", -b))
+
+
+def _where(condition: Any, x: Any, y: Any) -> Traced:
+    if not isinstance(condition, Traced) or not condition.expr.node.boolean:
+        raise TypeError("the condition of where must be a comparison or a bool array")
+    recording = condition.recording
+    dtype = _dtype_of(x, y)
+    if not _traced(x, y) and not recording.as_numpy:
+        dtype = torch.result_type(x, y)
+    elif not _traced(x, y):
+        dtype = _numpys(np.result_type(type(x), type(y)))
+    first, second = (
+        each if isinstance(each, Expr) else recording.graph.constant(each, computed_in(dtype))
+        for each in (_operand(x, dtype), _operand(y, dtype))
+    )
+    return _like(where(condition.expr, first, second), dtype, condition, x, y)
+
+
+def _quotient(x: Any, y: Any, *, rounding_mode: str | None = None) -> Traced:
+    if rounding_mode == "floor":
+        return _floor_divide(x, y)
+    if rounding_mode is not None:
+        raise TypeError(f"rounding_mode={rounding_mode!r}")
+    return _binary(lambda a, b: a / b, _real)(x, y)
+
+
+def _by_zero(op: str) -> Callable[..., Traced]:
+    """Return floor_divide or remainder: of integers by zero, NumPy's are 0, and torch raises."""
+
+    def function(x: Any, y: Any) -> Traced:
+        dtype = _dtype_of(x, y)
+        if dtype == torch.bool:
+            raise TypeError("division of conditions")
+        (a, b), as_numpy = _pair(x, y, dtype), _traced(x, y)[0].recording.as_numpy
+        if dtype.is_floating_point:
+            expr = a.do(op, b)
+            if op == "mod" and as_numpy:
+                expr = where(expr.equals(0.0), expr.do("signed", b), expr)
+        elif b.node.op == "constant" and b.node.value not in (0, -1):
+            expr = a.do(op, b)
+        elif as_numpy:  # -1: the quotient of the least number wraps
+            zero, unit = b.equals(0), b.equals(-1)
+            safe = where(zero.do("or", unit), b.graph.constant(1, b.node.dtype), b)
+            one = -a if op == "floordiv" else a.graph.constant(0, a.node.dtype)
+            expr = where(zero, a.graph.constant(0, a.node.dtype), where(unit, one, a.do(op, safe)))
+        else:
+            expr = a.do(op, b, value="raises")
+        return _like(expr, dtype, x, y)
+
+    return function
+
+
+_floor_divide = _by_zero("floordiv")
+
+
+def _rounded(x: Traced, decimals: int = 0, *, out: None = None) -> Traced:
+    if x.dtype == torch.bool:
+        raise TypeError("a condition that is rounded")
+    if not x.dtype.is_floating_point and decimals < 0:
+        raise TypeError(f"decimals={decimals} of integers")
+    if not decimals or not x.dtype.is_floating_point:
+        return _like(x.expr.do("round"), x.dtype, x)
+    scale = 10.0 ** abs(decimals)
+    scaled = (x.expr * scale if decimals > 0 else x.expr / scale).do("round")
+    return _like(scaled / scale if decimals > 0 else scaled * scale, x.dtype, x)
+
+
+def _power(x: Any, y: Any) -> Traced:
+    dtype = _dtype_of(x, y)
+    if dtype.is_floating_point:
+        a, b = _pair(x, y, dtype)
+        base, exponent = (each.node.value if each.node.op == "constant" else None for each in (a, b))
+        if base == 2:
+            return _like(b.do("exp2"), dtype, x, y)
+        return _like(a.do("pow", b) if exponent is None else _power_of(a, exponent), dtype, x, y)
+    if isinstance(y, Traced) or dtype == torch.bool:
+        raise TypeError("a power of integers with an array as exponent: convert one to floats")
+    if y < 0:
+        raise TypeError("integers to negative powers")
+    return _like(power(_pair(x, y, dtype)[0], int(y)), dtype, x)
+
+
+def _power_of(a: Expr, n: float) -> Expr:
+    if n == 0.5:
+        return a.do("sqrt")
+    if n == -0.5:
+        return a.do("rsqrt")
+    if not math.isfinite(n) or n != int(n) or abs(n) > 1024:
+        return a.do("pow", n)
+    return power(a, int(n))
+
+
+def _sign(x: Expr) -> Expr:
+    one, less = (x.graph.constant(number, x.node.dtype) for number in (1, -1))
+    return where(x > 0, one, where(x < 0, less, 0))
+
+
+def _clamp(x: Traced, min: Any = None, max: Any = None, *, out: None = None) -> Traced:
+    if any(isinstance(bound, Traced) and bound.ndim for bound in (min, max)):
+        raise TypeError("clamp between arrays")
+    dtype = _dtype_of(x, *(bound for bound in (min, max) if bound is not None))
+    expr = x.expr.convert(computed_in(dtype))
+    for bound, outside, inside in ((min, Expr.__lt__, Expr.__ge__), (max, Expr.__gt__, Expr.__le__)):
+        if bound is not None:  # the gradient of NaN is 0
+            limit = _operand(bound, dtype)
+            expr = where(inside(expr, limit), expr, where(outside(expr, limit), limit, expr.do("stop")))
+    return _like(expr, dtype, x)
+
+
+def _to(x: Traced, *args: Any, **options: Any) -> Traced:
+    wanted = options.pop("dtype", args[0] if args else None)
+    if isinstance(wanted, Traced):
+        wanted = wanted.dtype
+    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, np.dtype(wanted).name, None)
+    if dtype not in DTYPES or options or len(args) > 1:
+        raise TypeError(f"a conversion to {wanted}")
+    expr = x.expr.convert(computed_in(dtype))
+    narrows = dtype != x.dtype and dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return _like(expr.do("cast", value=dtype) if narrows else expr, dtype, x)
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+class _Over(NamedTuple):
+    """The dimensions that a reduction is over."""
+
+    columns: bool
+    rows: bool
+
+    def __call__(self, x: Expr, op: Literal["sum", "max"]) -> Expr:
+        return x.over(op, columns=self.columns, rows=self.rows)
+
+    def mean(self, x: Expr) -> Expr:
+        """Return the mean."""
+        columns, rows = self.columns and x.node.by_column, self.rows and x.node.by_row
+        return self(x, "sum") / counted(x, columns=columns, rows=rows) if columns or rows else x
+
+
+def _over(x: Traced, dim: Any) -> tuple[_Over, tuple[int, ...]]:
+    """Return what a reduction over some dimensions is over, and the dimensions."""
+    count = x.ndim
+    dims = range(count) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    if any(not -max(count, 1) <= each < max(count, 1) for each in dims):
+        raise TypeError(f"dim={dim} of {count} dimensions")
+    chosen = {each % max(count, 1) for each in dims}
+    if x.dropped:
+        if len(chosen) < count:
+            raise TypeError("a second reduction, over another dimension")
+        over = _Over(False, True)
+    else:
+        leading = chosen - {count - 1}
+        if leading and len(leading) < count - 1:
+            raise TypeError(f"dim={dim} of {count} dimensions: only the last one, all others, or all")
+        over = _Over(count - 1 in chosen, bool(leading))
+    if over.rows:
+        recording, node = x.recording, x.expr.node
+        recording.reads_shape = True
+        sizes = x._size if x.dropped else x._size[:-1]
+        if node.by_row and not recording.dry and math.prod(sizes) != recording.domain.M:
+            raise TypeError(f"dim={dim} of an array that is broadcast along others")
+    return over, tuple(sorted(chosen)) if count else ()
+
+
+def _reduction(
+    build: Callable[[Expr, _Over], Expr], rule: Callable[[Traced], torch.dtype] | None = None
+) -> Callable[..., Traced]:
+    """Return a reduction; `rule` gives the dtype of its result, by default its argument's."""
+
+    def function(x: Traced, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: None = None) -> Traced:
+        over, dims = _over(x, dim)
+        made = rule(x) if rule is not None else x.dtype
+        if dtype is not None and dtype != made:
+            raise TypeError(f"dtype={dtype}")
+        size = tuple(1 if k in dims else each for k, each in enumerate(x._size) if keepdim or k not in dims)
+        expr = build(x.expr.convert(computed_in(made)), over)
+        return _like(expr, made, x, dropped=not keepdim and over == (True, False) and len(size) > 0, size=size)
+
+    return function
+
+
+def _summed(x: Traced) -> torch.dtype:
+    if x.dtype == torch.uint8 and x.recording.as_numpy:
+        raise TypeError("the sum of uint8, NumPy's being uint64: convert it with .astype")
+    return x.dtype if x.dtype.is_floating_point else torch.int64
+
+
+def _averaged(x: Traced) -> torch.dtype:
+    if not x.dtype.is_floating_point and not x.recording.as_numpy:
+        raise TypeError(f"the mean of {name_of(x.dtype)}: convert it with .float()")
+    return x.dtype if x.dtype.is_floating_point else torch.float64
+
+
+def _smallest(x: Expr, over: _Over) -> Expr:
+    if not x.node.dtype.is_floating_point:  # whose least number has no opposite
+        return over(x.do("bit_xor", -1), "max").do("bit_xor", -1)
+    return -over(-x, "max")
+
+
+def _extreme(build: Callable[[Expr, _Over], Expr], pair: str) -> Callable[..., Any]:
+    """Return max or min: of the rows, as a pair where torch returns one, or of two arrays."""
+
+    def function(x: Any, *args: Any, paired: bool, y: Any = None, **options: Any) -> Any:
+        if y is not None or (args and isinstance(args[0], Traced)):
+            return FUNCTIONS[pair](x, args[0] if y is None else y)
+        reduced = _reduction(build)(x, *args, **options)
+        return _Extreme(reduced, _Unknown()) if paired and (args or "dim" in options) else reduced
+
+    return function
+
+
+class _Unknown:
+    """The indices of the largest elements, which are not computed."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse("the indices of max and min are not supported")
+
+
+def _variance(
+    x: Traced, dim: Any = None, *, correction: float = 1, keepdim: bool = False, unbiased: bool | None = None
+) -> Traced:
+    less = float(correction if unbiased is None else unbiased)
+
+    def build(a: Expr, over: _Over) -> Expr:
+        columns, rows = over.columns and a.node.by_column, over.rows and a.node.by_row
+        if not columns and not rows:
+            raise TypeError("the variance of one number")
+        centred = a - over.mean(a)
+        return over(centred * centred, "sum") / (counted(a, columns=columns, rows=rows) - less)
+
+    return _reduction(build, _averaged)(x, dim, keepdim)
+
+
+def _deviation(x: Traced, dim: Any = None, **options: Any) -> Traced:
+    y = _variance(x, dim, **options)
+    return _like(y.expr.do("sqrt"), y.dtype, y)
+
+
+def _shifted(x: Expr, over: _Over) -> Expr:
+    return x - over(x, "max").do("stop")
+
+
+def _softmax(x: Expr, over: _Over) -> Expr:
+    e = _shifted(x, over).do("exp")
+    return e / over(e, "sum")
+
+
+def _log_softmax(x: Expr, over: _Over) -> Expr:
+    shifted = _shifted(x, over)
+    return shifted - over(shifted.do("exp"), "sum").do("log")
+
+
+def _logsumexp(x: Expr, over: _Over) -> Expr:
+    largest = over(x, "max").do("stop")
+    finite = where(largest.do("abs").equals(math.inf), 0.0, largest)
+    return over((x - finite).do("exp"), "sum").do("log") + finite
+
+
+def _rowwise(build: Callable[[Expr, _Over], Expr]) -> Callable[..., Traced]:
+    """Return a function of rows, or columns, whose result has the shape of its argument."""
+
+    def function(x: Traced, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Traced:
+        if dim is None and x.ndim > 1:
+            raise TypeError(f"dim=None of {x.ndim} dimensions")
+        if (dtype is not None and dtype != x.dtype) or not x.dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype or x.dtype}")
+        return _like(build(x.expr, _over(x, dim)[0]), x.dtype, x)
+
+    return function
+
+
+def _normalized(x: Traced, size: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Traced:
+    if len(tuple(size)) != 1 or x.dropped:
+        raise TypeError("normalization over more than the last dimension")
+    mean = _Over(True, False).mean
+    a = x.expr - mean(x.expr) if centred else x.expr
+    y = a * (mean(a * a) + eps).do("rsqrt")
+    y = y if weight is None else y * _operand(weight, x.dtype)
+    return _like(y if bias is None else y + _operand(bias, x.dtype), x.dtype, x, *_traced(weight, bias))
+
+
+def _layer_norm(
+    x: Traced, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+) -> Traced:
+    return _normalized(x, normalized_shape, weight, bias, eps, centred=True)
+
+
+def _rms_norm(x: Traced, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Traced:
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps  # as torch does
+    return _normalized(x, normalized_shape, weight, None, eps, centred=False)
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+def _gelu(x: Traced, approximate: str = "none") -> Traced:
+    a = x.expr
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (a + 0.044715 * (a * a * a))
+        return _like(a * (inner * 2.0).do("sigmoid"), x.dtype, x)
+    if approximate != "none":
+        raise TypeError(f"approximate={approximate!r}")
+    return _like(0.5 * a * (1.0 + (a * math.sqrt(0.5)).do("erf")), x.dtype, x)
+
+
+def _leaky_relu(x: Traced, negative_slope: float = 0.01, inplace: bool = False) -> Traced:
+    return _like(where(x.expr > 0.0, x.expr, x.expr * negative_slope), x.dtype, x)
+
+
+def _elu(x: Traced, alpha: float = 1.0, inplace: bool = False) -> Traced:
+    return _like(where(x.expr > 0.0, x.expr, where(x.expr > 0.0, 0.0, x.expr).do("elu") * alpha), x.dtype, x)
+
+
+def _activation(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
+    def function(x: Traced, inplace: bool = False) -> Traced:
+        return _like(build(x.expr), x.dtype, x)
+
+    return function
+
+
+def _unsqueeze(x: Traced, dim: int) -> Traced:
+    if not x.dropped or dim not in (-1, x.ndim):
+        raise TypeError(f"unsqueeze({dim}) of another value than a row reduced without keepdim")
+    return Traced(x.recording, x.expr, x.dtype, (*x._size, 1))
+
+
+def _bits(op: str, condition: str) -> Callable[..., Traced]:
+    """Return a function of the bits of integers, or of conditions."""
+
+    def function(x: Any, y: Any) -> Traced:
+        dtype = _dtype_of(x, y)
+        if dtype.is_floating_point:
+            raise TypeError("bits of numbers: it takes comparisons, and arrays of bool and integers")
+        return _binary(lambda a, b: a.do(condition if dtype == torch.bool else op, b))(x, y)
+
+    return function
+
+
+def _condition(x: Any) -> Any:
+    return _like(x.expr.convert(torch.bool), torch.bool, x) if isinstance(x, Traced) else bool(x)
+
+
+def _logical(name: str) -> Callable[..., Traced]:
+    return lambda x, y: FUNCTIONS[name](_condition(x), _condition(y))
+
+
+def _invert(x: Traced) -> Traced:
+    if x.dtype.is_floating_point:
+        raise TypeError("bits of numbers: it takes comparisons, and arrays of bool and integers")
+    return _like(x.expr.do("not") if x.dtype == torch.bool else x.expr.do("bit_xor", -1), x.dtype, x)
+
+
+def _transposed(x: Traced, *dims: Any, swaps: bool, axes: Any = None, dim0: Any = None, dim1: Any = None) -> Traced:
+    dims = dims if dim0 is None else (dim0, dim1)
+    if swaps:
+        return _swapped(x, *dims)
+    return _permuted(x, *(dims or (axes,) if axes is not None else dims or reversed(range(x.ndim))))
+
+
+def _permuted(x: Traced, *dims: Any) -> Traced:
+    order = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return _viewed(x, "permute", tuple(each % x.ndim for each in order))
+
+
+def _swapped(x: Traced, a: int, b: int) -> Traced:
+    order = list(range(x.ndim))
+    order[a], order[b] = order[b], order[a]
+    return _viewed(x, "permute", tuple(order))
+
+
+def _difference(x: Traced, n: int = 1, dim: int = -1) -> Traced:
+    if n != 1:
+        raise TypeError(f"n={n}")
+    at = (slice(None),) * (dim % x.ndim)
+    return x[(*at, slice(1, None))] - x[(*at, slice(None, -1))]  # type: ignore[no-any-return]
+
+
+def _test(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
+    def function(x: Traced) -> Traced:
+        return _like(build(x.expr.convert(computed_in(_real(x)))), torch.bool, x)
+
+    return function
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: _unary(lambda x, name=name: x.do(name)) for name in (  # type: ignore[misc]
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
+        "erf", "erfc",
+    )},
+    **{
+        name: _unary(lambda x, name=name: x.do(name), integers=True)  # type: ignore[misc]
+        for name in ("neg", "abs", "floor", "ceil")
+    },
+    "round": _rounded,
+    "square": _unary(lambda x: x * x, integers=True),
+    "reciprocal": _unary(lambda x: 1.0 / x),
+    "sign": _unary(_sign, integers=True),
+    "pos": lambda x: x,
+    "contiguous": lambda x: x,
+    "clone": lambda x: x,
+    "detach": lambda x: _like(x.expr.do("stop"), x.dtype, x),
+    "add": _sum_or_difference(1),
+    "sub": _sum_or_difference(-1),
+    "mul": _binary(lambda a, b: a * b),
+    "div": _quotient,
+    "floor_divide": _floor_divide,
+    "remainder": _by_zero("mod"),
+    "atan2": _binary(lambda a, b: a.do("atan2", b), _real),
+    "pow": _power,
+    "maximum": _binary(lambda a, b: a.do("maximum", b)),
+    "minimum": _binary(_lesser),
+    **{name: _binary(lambda a, b, name=name: a.do(name, b)) for name in ("lt", "le", "eq", "ne")},  # type: ignore[misc]
+    "gt": _binary(lambda a, b: a > b),
+    "ge": _binary(lambda a, b: a >= b),
+    "bitwise_and": _bits("bit_and", "and"),
+    "bitwise_or": _bits("bit_or", "or"),
+    "bitwise_xor": _bits("bit_xor", "ne"),
+    "bitwise_not": _invert,
+    "logical_and": _logical("bitwise_and"),
+    "logical_or": _logical("bitwise_or"),
+    "logical_not": lambda x: _invert(_condition(x)),
+    "isnan": _test(lambda x: x.do("ne", x)),
+    "isinf": _test(lambda x: x.do("abs").equals(math.inf)),
+    "isfinite": _test(lambda x: x.do("abs") < math.inf),
+    "permute": _permuted,
+    "transpose": _transposed,
+    "swapaxes": _swapped,
+    "diff": _difference,
+    "where": _where,
+    "masked_fill": lambda x, mask, value: _like(_where(mask, value, x).expr, x.dtype, x, mask),
+    "clamp": _clamp,
+    "to": _to,
+    "float": functools.partial(_to, dtype=torch.float32),
+    "half": functools.partial(_to, dtype=torch.float16),
+    "bfloat16": functools.partial(_to, dtype=torch.bfloat16),
+    "double": functools.partial(_to, dtype=torch.float64),
+    "int": functools.partial(_to, dtype=torch.int32),
+    "long": functools.partial(_to, dtype=torch.int64),
+    "sum": _reduction(lambda x, over: over(x, "sum"), _summed),
+    "mean": _reduction(lambda x, over: over.mean(x), _averaged),
+    "amax": _reduction(lambda x, over: over(x, "max")),
+    "amin": _reduction(_smallest),
+    "max": _extreme(lambda x, over: over(x, "max"), "maximum"),
+    "min": _extreme(_smallest, "minimum"),
+    "var": _variance,
+    "std": _deviation,
+    "logsumexp": _reduction(_logsumexp, _averaged),
+    "softmax": _rowwise(_softmax),
+    "log_softmax": _rowwise(_log_softmax),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": _gelu,
+    "relu": _activation(lambda x: where(x <= 0.0, where(x < 0.0, 0.0, x.do("stop")), x)),  # of -0.0: itself
+    "silu": _activation(lambda x: x * x.do("sigmoid")),
+    "softplus": _activation(lambda x: x.do("softplus")),
+    "logsigmoid": _activation(lambda x: 0.0 - (-x).do("softplus")),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "unsqueeze": _unsqueeze,
+}  # fmt: skip
+"""Name in torch or NumPy -> function of traced values. It raises TypeError for arguments that it does not know."""
+
+NAMES = frozenset((*FUNCTIONS, *_ALIASES, *_REDUCERS.values()))
+"""Names of functions of torch and NumPy that are recorded."""
