@@ -69,6 +69,34 @@ def test_transforms_and_sums_are_the_librarys(client):
     np.testing.assert_array_equal(client.msm([5, 0, 7], points), curve.mul(curve.generator, 26))
 
 
+def test_arguments_are_what_the_library_takes(client):
+    """Lists, FieldArrays, lists of arrays, Python points, tensors that record gradients, numbers."""
+    torch = pytest.importorskip("torch")
+    goldilocks, curve = acl.zk.field("goldilocks"), acl.zk.curve("bn254_g1")
+    words = goldilocks.encode([2, 3])
+    tensor = torch.from_numpy(words)
+    for x in ([2, 3], (2, 3), np.array([2, 3], object), goldilocks.array([2, 3]), [words[0], words[1]], tensor):
+        np.testing.assert_array_equal(client.field_mul(x, [5, 7]), [10, 21])
+    np.testing.assert_array_equal(client.ntt([[1, 2], [3, 4]]), acl.zk.ntt([[1, 2], [3, 4]], field="goldilocks"))
+    point = curve.encode([(1, 2)])[0]
+    scalars = acl.zk.field("bn254_fr")
+    three = acl.zk.msm([1, 2], [(1, 2), (1, 2)], curve="bn254_g1")
+    for given in ([1, 2], scalars.encode([1, 2]), list(scalars.encode([1, 2])), scalars.array([1, 2])):
+        for points in ([(1, 2), (1, 2)], ((1, 2), (1, 2)), [point, point], np.stack([point, point])):
+            np.testing.assert_array_equal(client.msm(given, points), three)
+    np.testing.assert_array_equal(
+        client.msm([[1, 2], [0, 3]], [(1, 2), None]), acl.zk.msm([[1, 2], [0, 3]], [(1, 2), None], curve="bn254_g1")
+    )
+    x = torch.tensor([[0.5, -1.0]], requires_grad=True)
+    for given in (x, x.detach().numpy(), [[0.5, -1.0]]):
+        np.testing.assert_array_equal(client.gelu(given), acl.Accelerator("cpu").gelu(x.detach().numpy()))
+    assert client.matmul([[1, 2]], np.ones((2, 1))).dtype == np.float64
+    with pytest.raises(errors.UnsupportedDtype, match="send float32"):
+        client.gelu(x.bfloat16())
+    with pytest.raises(errors.ConfigError, match="FieldArray of babybear"):
+        client.field_mul(acl.zk.field("babybear").array([1]), [1])
+
+
 @pytest.mark.slow
 def test_neural_operations_and_epsilon_are_the_librarys(client):
     x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
@@ -173,12 +201,17 @@ def answering():
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 seen.append((self.path, self.headers.get("authorization")))
-                status, headers, body = left.pop(0)
+                if (answer := left.pop(0)) is None:  # the connection ends
+                    self.close_connection = True
+                    return
+                status, headers, body = answer
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": len(body)}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
+
+            do_DELETE = do_GET  # noqa: N815 - named by the base class
 
             def log_message(self, *args):
                 pass
@@ -239,6 +272,26 @@ def test_what_is_no_service_is_said_so(answering):
         pytest.raises(ConnectionError, match="is `accelerant serve`"),
     ):
         client.devices()
+
+
+def test_a_read_is_repeated_while_the_service_starts_again(answering, monkeypatch):
+    """Those of a client that has had an answer, also where a proxy answers meanwhile; no request that may do work."""
+    monkeypatch.setattr("accelerant.service.client._POLL_S", (0.001, 0.01))
+    url, seen = answering(DEVICES, None, None, (502, {}, b"<html>"), (503, {}, b"<html>"), DEVICES, None)
+    with Client(url, trust_env=False) as client:
+        assert [client.devices(), client.devices()] == [[], []]
+        assert len(seen) == 6
+        with pytest.raises(ConnectionError):
+            client.cancel("a")
+    assert len(seen) == 7
+    url, seen = answering(None, DEVICES, None)
+
+    async def ask():
+        async with AsyncClient(url, trust_env=False) as client:
+            return await client.devices()
+
+    assert asyncio.run(ask()) == []
+    assert len(seen) == 2
 
 
 def test_url_and_key_come_from_the_environment(monkeypatch, answering):

@@ -135,12 +135,38 @@ def test_bad_tensors_are_named(http, name, shape, data, why):
 def test_parameters_are_checked(http):
     for parameters, why in (
         ({"field": "none"}, "field"),
-        ({"fields": "x"}, "fields"),
+        ({"fields": "x"}, "no parameter 'fields'; it has field, priority, timeout, binary_data_output"),
+        ({"sequence_id": 7}, "no parameter 'sequence_id'"),
         ({"priority": 1000}, "priority"),
     ):
         answer = http.post(MUL, **kserve(elements(2), parameters))
         assert answer.status_code in (400, 422)
         assert why in answer.json()["error"]
+
+
+def test_what_is_asked_of_outputs_and_tensors_exists(http):
+    x = {"name": "x", "shape": [1], "datatype": "UINT64", "data": [3]}
+    inputs = [x, x | {"name": "y"}]
+    for body, why in (
+        ({"outputs": [{"name": "nonexist"}]}, "no output 'nonexist'; it has z"),
+        ({"outputs": [{"name": "z"}, {"name": "z"}]}, "asks twice for output 'z'"),
+        ({"outputs": [{"name": "z", "parameters": {"classification": 2}}]}, "no parameter 'classification'"),
+        ({"outputs": {"name": "nonexist"}}, "no output"),
+        ({"outputs": 7}, "must be a list"),
+        ({"inputs": [x | {"parameters": {"shared_memory_region": "a"}}, inputs[1]]}, "shared_memory_region"),
+    ):
+        answer = http.post(MUL, json={"inputs": inputs} | body)
+        assert answer.status_code == 400, body
+        assert why in answer.json()["error"]
+    for _ in range(2):  # the second time its head is known
+        assert http.post(f"{MUL}?field=babybear", **kserve(elements(2), {})).status_code == 400
+        assert http.post(MUL, **kserve(elements(2), {})).status_code == 200
+    for options in ({}, {"binary_data": True}):
+        answer = http.post(MUL, json={"inputs": inputs, "outputs": [{"name": "z", "parameters": options}]})
+        assert outputs(answer)["z"] == [9]
+        assert ("inference-header-content-length" in answer.headers) == bool(options)
+    two = {"id": "a", "inputs": [], "parameters": {"model": "none"}, "outputs": [{"name": "seed"}, {"name": "text"}]}
+    assert "no output" not in http.post("/v2/models/generate/infer", json=two).text
 
 
 def test_request_ids_are_kept_and_logged(http, server):

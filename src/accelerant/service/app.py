@@ -238,7 +238,10 @@ def create_app(settings: ServiceSettings) -> FastAPI:
                 app.state.telemetry = telemetry
                 observers.append(telemetry.observe)
                 loop = asyncio.get_running_loop()
-                app.state.on_stop += [telemetry.close, partial(loop.call_soon_threadsafe, app.state.jobs.stop_claiming)]
+                app.state.on_stop += [
+                    telemetry.close,
+                    partial(loop.call_soon_threadsafe, app.state.jobs.stop_claiming),
+                ]
                 gc.collect()
                 gc.freeze()  # a later collection would stop all requests while it looks at every module
                 yield

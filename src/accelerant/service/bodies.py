@@ -129,6 +129,8 @@ def _declared(entry: Any, key: str) -> tuple[str, tuple[int, ...], str, int | No
             f"tensor {clipped(name)}: datatype must be BYTES or one of {', '.join(DATATYPES)}; got {clipped(datatype)}"
             f"{_NO_BF16 if datatype == 'BF16' else ''}"
         )
+    if unknown := parameters.keys() - {"binary_data_size"}:
+        raise FormatError(f"tensor {clipped(name)} has no parameter {clipped(min(unknown))}; it has binary_data_size")
     sent = parameters.get("binary_data_size")
     if sent is not None and (type(sent) is not int or sent < 0):
         raise FormatError(f"tensor {clipped(name)}: binary_data_size must be a whole number, got {clipped(sent)}")

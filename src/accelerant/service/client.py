@@ -32,10 +32,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant._version import __version__
-from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.parameters import Curve, curve_of
+from accelerant.algebra.field.field import FieldArray
+from accelerant.algebra.field.memory_space import stacked
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.words import encode
-from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded
+from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded, UnsupportedDtype
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.errors import Cancelled, JobFailed, Refused, error_named
 from accelerant.service.jobs.model import Job, JobState
@@ -64,6 +66,8 @@ Steps = Generator[httpx.Request | float, Any, _T]
 _LENGTH = "inference-header-content-length"
 _POLL_S = (0.05, 2.0)
 """Wait before the first look at a job, and the longest between two; it grows by half."""
+_AWAY_S = (1.0, 60.0)
+"""Time for which a read is repeated while the service is out of reach: of one that never answered, and of others."""
 
 
 class _Call(Generic[_P, _T]):
@@ -117,7 +121,7 @@ class _Calls:
             raise ConfigError(f"the port of the service's URL must be 1 to 65535, got {self.url!r}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
-        self.timeout_s, self.progress = timeout_s, progress
+        self.timeout_s, self.progress, self._was_there = timeout_s, progress, False
         headers = {"User-Agent": f"accelerant/{__version__}"}
         if key := key or os.environ.get("ACCELERANT_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -163,8 +167,8 @@ class _Calls:
     @_Call
     def msm(self, scalars: Any, points: Any, *, curve: str = "bn254_g1", check: str = "curve") -> Steps[Array]:
         """Sum scalars[i] points[i]; see accelerant.zk.msm."""
-        words = _words(curve_of(curve).scalars.name, scalars)
-        inputs = {"scalars": words, "points": np.asarray(points)}
+        parameters = curve_of(curve)
+        inputs = {"scalars": _words(parameters.scalars.name, scalars), "points": _points(parameters, points)}
         return (yield from self._array("sum", "msm", inputs, {"curve": curve, "check": check}))
 
     # --- proofs ------------------------------------------------------------------------------------------------------
@@ -189,29 +193,29 @@ class _Calls:
     @_Call
     def gelu(self, x: Any, *, approximate: str = "none") -> Steps[Array]:
         """Apply the Gaussian error linear unit."""
-        return (yield from self._array("y", "gelu", {"x": x}, {"approximate": approximate}))
+        return (yield from self._array("y", "gelu", _floats(x=x), {"approximate": approximate}))
 
     @_Call
     def softmax(self, x: Any, *, dim: int = -1) -> Steps[Array]:
         """Apply softmax along an axis."""
-        return (yield from self._array("y", "softmax", {"x": x}, {"dim": dim}))
+        return (yield from self._array("y", "softmax", _floats(x=x), {"dim": dim}))
 
     @_Call
     def layer_norm(self, x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Steps[Array]:
         """Normalize rows."""
         given = {"x": x, "weight": weight, "bias": bias}
         inputs = {name: value for name, value in given.items() if value is not None}
-        return (yield from self._array("y", "layer_norm", inputs, {"eps": eps}))
+        return (yield from self._array("y", "layer_norm", _floats(**inputs), {"eps": eps}))
 
     @_Call
     def matmul(self, a: Any, b: Any) -> Steps[Array]:
         """Multiply matrices."""
-        return (yield from self._array("y", "matmul", {"a": a, "b": b}, {}))
+        return (yield from self._array("y", "matmul", _floats(a=a, b=b), {}))
 
     @_Call
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Steps[Array]:
         """Attend with q (B, Hq, S, D), k and v (B, Hkv, T, D)."""
-        inputs = {"q": q, "k": k, "v": v}
+        inputs = _floats(q=q, k=k, v=v)
         return (yield from self._array("y", "attention", inputs, {"causal": causal, "scale": scale}))
 
     @_Call
@@ -341,7 +345,7 @@ class _Calls:
     def _post(
         self, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any], until: float, **headers: str
     ) -> Steps[httpx.Response]:
-        values = {name: x if isinstance(x, bytes) else np.asarray(x, order="C") for name, x in inputs.items()}
+        values = {name: x if isinstance(x, bytes) else _numpy(x) for name, x in inputs.items()}
         given = {name: value for name, value in parameters.items() if value is not None}
         content, length = write_kserve({"parameters": {**given, "binary_data_output": True}}, "inputs", values)
         headers |= {"Content-Type": BINARY, "Accept": BINARY}
@@ -374,17 +378,36 @@ class _Calls:
         return _decoded((yield from self._answered(method, path, until, params=query)))
 
     def _answered(self, method: str, path: str, until: float, **options: Any) -> Steps[httpx.Response]:
-        """Send a request, again if the service says when, and return the response; raise if it is an error."""
+        """Send a request, again if the service says when, and return the response; raise if it is an error.
+
+        A read is also repeated while the service, or a proxy's way to it, is away: it may be starting again.
+        """
+        pause_s, longest_s = _POLL_S
+        patience = time.monotonic() + _AWAY_S[self._was_there]
         while True:
             left = until - time.monotonic()
             request = self._http.build_request(method, path, timeout=max(0.001, left), **options)
-            answer: httpx.Response = yield request
-            if answer.status_code < 400:
-                return answer
-            wait_s = _retry_after_s(answer)
-            if answer.status_code not in (429, 503) or wait_s is None or time.monotonic() + wait_s > until:
-                raise _error(answer)
-            yield wait_s
+            again_at = time.monotonic() + pause_s
+            waits = method == "GET" and again_at < min(until, patience)
+            try:
+                answer: httpx.Response = yield request
+            except httpx.TimeoutException:
+                raise
+            except httpx.TransportError:
+                if not waits:
+                    raise
+            else:
+                if answer.status_code < 400:
+                    self._was_there = True
+                    return answer
+                wait_s = _retry_after_s(answer)
+                if answer.status_code in (429, 503) and wait_s is not None and time.monotonic() + wait_s <= until:
+                    yield wait_s
+                    continue
+                if answer.status_code not in (502, 503, 504) or not (waits and self._was_there) or wait_s is not None:
+                    raise _error(answer)
+            yield pause_s
+            pause_s = min(longest_s, 1.5 * pause_s)
 
     def _unreachable(self, error: httpx.TransportError) -> Exception:
         if isinstance(error, httpx.TimeoutException):
@@ -399,15 +422,19 @@ class Client(_Calls):
 
     def _run(self, steps: Steps[_T]) -> _T:
         self._own_connections()
-        answer: httpx.Response | None = None
+        go_on: Callable[[Any], httpx.Request | float] = steps.send
+        found: Any = None
         try:
             while True:
-                step = steps.send(answer)
+                step = go_on(found)
+                go_on, found = steps.send, None
                 if isinstance(step, float):
                     time.sleep(step)
-                    answer = None
-                else:
-                    answer = self._http.send(step)
+                    continue
+                try:
+                    found = self._http.send(step)
+                except httpx.TransportError as error:
+                    go_on, found = steps.throw, error
         except StopIteration as end:
             result: _T = end.value
             return result
@@ -432,15 +459,19 @@ class AsyncClient(_Calls):
 
     async def _run(self, steps: Steps[_T]) -> _T:
         self._own_connections()
-        answer: httpx.Response | None = None
+        go_on: Callable[[Any], httpx.Request | float] = steps.send
+        found: Any = None
         try:
             while True:
-                step = steps.send(answer)
+                step = go_on(found)
+                go_on, found = steps.send, None
                 if isinstance(step, float):
                     await asyncio.sleep(step)
-                    answer = None
-                else:
-                    answer = await self._http.send(step)
+                    continue
+                try:
+                    found = await self._http.send(step)
+                except httpx.TransportError as error:
+                    go_on, found = steps.throw, error
         except StopIteration as end:
             result: _T = end.value
             return result
@@ -461,11 +492,39 @@ class AsyncClient(_Calls):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+def _numpy(x: Any) -> Array:
+    """Return an array of any library, or numbers, as NumPy's."""
+    if hasattr(x, "detach"):  # torch's, which may record gradients, or be on a device
+        x = x.detach().cpu()
+        if str(x.dtype) == "torch.bfloat16":
+            raise UnsupportedDtype("dtype bfloat16 is not one of NumPy's: send float32")
+        x = x.numpy()
+    return np.asarray(x.get() if type(x).__module__.startswith("cupy") else x, order="C")
+
+
 def _words(field: str, x: Any) -> Array:
-    """Return an array as it is, and Python integers as canonical words."""
-    if hasattr(x, "dtype") and x.dtype != object:
-        return np.asarray(x)
-    return encode(field_of(field), x)
+    """Return an array, or a list of arrays, as it is, a FieldArray and Python integers as canonical words."""
+    x = stacked(x, "x")
+    if isinstance(x, FieldArray):
+        if x.field.name != field:
+            raise ConfigError(f"elements must be of {field}, got a FieldArray of {x.field.name}")
+        return _numpy(x.canonical())
+    return _numpy(x) if hasattr(x, "dtype") and x.dtype != object else encode(field_of(field), x)
+
+
+def _points(curve: Curve[Any], points: Any) -> Array:
+    """Return an array, or a list of arrays, as it is, and Python points as canonical words."""
+    from accelerant.zk.operands import encoded_points
+
+    points = stacked(points, "points")
+    return _numpy(points) if hasattr(points, "dtype") else encoded_points(curve, list(points), "points")
+
+
+def _floats(**inputs: Any) -> dict[str, Array]:
+    """Return arrays as they are; lists and numbers have the dtype of the first floating array, or else float32."""
+    arrays = {name: _numpy(x) for name, x in inputs.items() if hasattr(x, "dtype")}
+    usual = next((x.dtype for x in arrays.values() if x.dtype.kind == "f"), np.dtype(np.float32))
+    return {name: arrays[name] if name in arrays else np.asarray(x, usual) for name, x in inputs.items()}
 
 
 def _elements(field: str, **inputs: Any) -> dict[str, Array]:

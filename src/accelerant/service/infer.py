@@ -71,6 +71,7 @@ class _Call:
         format: of the answer.
         is_job: whether it becomes a job.
         result_bytes: size of the outputs.
+        outputs: the outputs that the answer has; None for all.
     """
 
     operation: ServedOperation
@@ -80,6 +81,7 @@ class _Call:
     format: str
     is_job: bool
     result_bytes: int
+    outputs: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Inference:
             return Answer(json.dumps({"job": job}).encode(), [(_TYPE, JSON.encode()), (b"location", place)], 202)
         self.hold(record, call.result_bytes)
         results, device = await self.jobs.call_on(request)
+        if call.outputs is not None:
+            results = {name: results[name] for name in call.outputs if name in results}
         record.backend = device.partition(":")[0]
         answer = await written(operation, results, call.format, self.settings.json_bytes, call)
         answer.headers.append((b"accelerant-device", device.encode()))
@@ -149,7 +153,7 @@ class Inference:
         if length is not None and not (length.isdigit() and len(length) < 20):
             raise FormatError(f"Inference-Header-Content-Length must be a whole number, got {length[:80]!r}")
         size = None if length is None else int(length)
-        kind = headers.get(b"content-type"), headers.get(b"accept"), headers.get(b"prefer")
+        kind = headers.get(b"content-type"), headers.get(b"accept"), headers.get(b"prefer"), scope["query_string"]
         key = operation.name, body[:size] if size is not None and size <= _HEAD_BYTES else None, *kind
         known = self._known.get(key)
         if known is not None and known.size_bytes == len(body):
@@ -179,12 +183,15 @@ class Inference:
         media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         identity, usual = None, media
         binary: bool | frozenset[str] = False
+        outputs: tuple[str, ...] | None = None
         if size is not None or media in (JSON, BINARY, _CURL):
+            if scope["query_string"]:
+                raise FormatError("parameters belong into the body's JSON; the query is for other formats")
             head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
             identity, parameters = head.get("id"), head.get("parameters", {})
             if not isinstance(parameters, dict) or not isinstance(identity, str | None):
                 raise FormatError("parameters must be an object, and id a string")
-            binary = _binary_outputs(head, parameters)
+            binary, outputs = _asked_outputs(operation, head, parameters)
             usual = BINARY if binary else JSON
         elif media in FORMATS:
             names = [spec.name for spec in operation.inputs]
@@ -193,6 +200,11 @@ class Inference:
         else:
             raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
         given = {name: value for name, value in parameters.items() if name not in _ENVELOPE}
+        known = operation.parameters.model_fields
+        if unknown := [name for name in given if name not in known]:
+            names = ", ".join((*known, *_ENVELOPE))
+            reason = f"{operation.name} has no parameter {unknown[0][:80]!r}; it has {names}"
+            raise Refused(400, "ParameterError", reason)
         model = operation.parameters.model_validate(given)
         inputs = _inputs(operation, values)
         operation.check(inputs, model)
@@ -212,7 +224,7 @@ class Inference:
         )
         asked = b"respond-async" in headers.get(b"prefer", b"").lower()
         is_job = operation.resumable or cost_s > settings.short_s or asked
-        call = _Call(operation, model, identity, binary, answer_format(accept, usual), is_job, needed)
+        call = _Call(operation, model, identity, binary, answer_format(accept, usual), is_job, needed, outputs)
         return call, request, values
 
     def hold(self, record: RequestRecord, size: int) -> None:
@@ -274,16 +286,28 @@ def _deadline_s(parameters: Mapping[str, Any], settings: ServiceSettings, operat
     return most if timeout is None else min(most, timeout / 1e6)
 
 
-def _binary_outputs(head: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool | frozenset[str]:
-    outputs = head.get("outputs")
-    if outputs is None:
-        return parameters.get("binary_data_output") is True
-    if not isinstance(outputs, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("parameters", {}), dict)
-        for entry in outputs
-    ):
-        raise FormatError('"outputs" must be a list of objects with a name')
-    return frozenset(entry["name"] for entry in outputs if entry.get("parameters", {}).get("binary_data") is True)
+def _asked_outputs(
+    operation: ServedOperation, head: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> tuple[bool | frozenset[str], tuple[str, ...] | None]:
+    """Return which outputs are to be bytes, and which are asked for; None for all."""
+    entries = head.get("outputs")
+    if not entries:
+        if entries not in (None, []):
+            raise FormatError('"outputs" must be a list of objects with a name')
+        return parameters.get("binary_data_output") is True, None
+    known, binary = [spec.name for spec in operation.outputs], parameters.get("binary_data_output") is True
+    asked: dict[str, bool] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        options = entry.get("parameters", {}) if isinstance(entry, dict) else None
+        if not isinstance(options, dict) or not isinstance(name := entry.get("name"), str):
+            raise FormatError('"outputs" must be a list of objects with a name')
+        if name not in known or name in asked:
+            which = "asks twice for" if name in asked else "has no"
+            raise FormatError(f"{operation.name} {which} output {name[:80]!r}; it has {', '.join(known)}")
+        if unknown := options.keys() - {"binary_data"}:
+            raise FormatError(f"output {name!r} has no parameter {min(unknown)[:80]!r}; it has binary_data")
+        asked[name] = options.get("binary_data", binary) is True
+    return frozenset(name for name in asked if asked[name]), tuple(asked)
 
 
 def _inputs(operation: ServedOperation, values: Values) -> dict[str, npt.NDArray[Any]]:

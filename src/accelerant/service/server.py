@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import uvicorn
 from accelerant.errors import ConfigError
 from accelerant.service.app import create_app
 from accelerant.service.guard import guarded_protocol, log_to, reserve_of
+from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
 
@@ -23,10 +25,18 @@ __all__ = ["require_keys", "run"]
 _LOG = logging.getLogger("accelerant.service")
 _FILES = 512
 """Files beside connections: of jobs, the store and the workers."""
+_FETCH_S = 3.0
+"""Time after the last job of a drain in which its client, which looks every two seconds, finds that it has ended."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens, and is not ready from the first signal on."""
+    """uvicorn's server, which says where it listens.
+
+    From the first signal on it is not ready and takes no new work, but answers everything else until its jobs have
+    ended, or for `drain_s`. A second signal ends that wait: jobs go back to the queue.
+    """
+
+    _drain: asyncio.Task[None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start as uvicorn does, but for the traceback of a failed start, which `run` raises."""
@@ -43,15 +53,35 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no new work, and end what would not end by itself."""
         state = self.config.app.state  # type: ignore[union-attr]  # a FastAPI application
+        # not here: the signal may have come while the log was being written, which is not reentrant
+        later = asyncio.get_running_loop().call_soon_threadsafe
         if not state.draining:
             state.draining = True
             for close in state.on_stop:
                 close()
-            # not here: the signal may have come while the log was being written, which is not reentrant
-            asyncio.get_running_loop().call_soon_threadsafe(_LOG.info, "stopping on signal %d", sig)
+            later(_LOG.info, "stopping on signal %d", sig)
+            if self.started:
+                later(self._begin_drain, state.jobs, sig)
+                return
+        elif not self.should_exit:
+            later(_LOG.info, "signal %d: the jobs that run go back to the queue", sig)
+            later(state.jobs.hurry)
+            return
         super().handle_exit(sig, frame)
         if self.force_exit:  # a second Ctrl-C cancels the application, which is no error to log
             logging.getLogger("uvicorn.error").addFilter(lambda record: "CancelledError" not in record.getMessage())
+
+    def _begin_drain(self, jobs: JobService, sig: int) -> None:
+        self._drain = asyncio.get_running_loop().create_task(self._drained(jobs, sig))
+
+    async def _drained(self, jobs: JobService, sig: int) -> None:
+        """Serve until the jobs have ended, then let uvicorn stop listening."""
+        jobs.stop_accepting()
+        settings: ServiceSettings = self.config.app.state.settings  # type: ignore[union-attr]
+        await jobs.settle(settings.drain_s, _FETCH_S)
+        jobs.end_calls()
+        self.config.timeout_graceful_shutdown = max(1, math.ceil(jobs.drain_left_s(settings.drain_s)))
+        super().handle_exit(sig, None)
 
     def _log_started_message(self, listeners: Any) -> None:
         scheme = "https" if self.config.ssl_certfile else "http"
@@ -116,7 +146,7 @@ def run(settings: ServiceSettings) -> None:
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, http=protocol, ws="none",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
-        timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.drain_s) or 1,
+        timeout_keep_alive=30,
         ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
     )  # fmt: skip
     try:

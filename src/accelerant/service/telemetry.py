@@ -73,6 +73,7 @@ class Telemetry:
         self._settings = settings
         self._started = time.time()
         self._closed = threading.Event()
+        self._ended = False
         self._thread = threading.Thread(target=self._watch, name="accelerant-telemetry", daemon=True)
         self._history: dict[str, deque[Sample]] = {}
         self._registry = CollectorRegistry()
@@ -91,8 +92,13 @@ class Telemetry:
         self.close()
         self._thread.join(1.0)  # a daemon, which may wait for a driver
 
+    def end_events(self) -> None:
+        """End the streams of events. A drain begins with it, since a stop waits for open connections."""
+        self._ended = True
+
     def close(self) -> None:
-        """End the events and the reading of devices. A drain begins with it, since it waits for open connections."""
+        """End the events and the reading of devices."""
+        self.end_events()
         self._closed.set()
 
     def _watch(self) -> None:
@@ -166,7 +172,7 @@ class Telemetry:
             shown: dict[str, Any] | None = None
             due, tick = time.monotonic(), 0
             end = due + self.stream_s
-            while not self._closed.is_set() and time.monotonic() < end:
+            while not self._ended and time.monotonic() < end:
                 if time.monotonic() >= due:
                     yield "state", self._state()
                     if tick % _LEDGER_EVERY == 0 and (rows := self._ledger_rows()) != shown:

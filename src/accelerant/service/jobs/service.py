@@ -116,6 +116,7 @@ class JobService:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._stopped: float | None = None  # when `stop_claiming` was called
+        self._hurried = False
         self._renewed = time.monotonic()
         self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
         self._subscribers: set[asyncio.Queue[dict[str, Any]]] = set()
@@ -188,6 +189,35 @@ class JobService:
             if self._operations[claim.job.operation].resumable:
                 worker.tell_job("stop", reason="drain")
 
+    def stop_accepting(self) -> None:
+        """Refuse new calls and jobs; what is there goes on, and is answered about."""
+        self._accepting = False
+
+    def hurry(self) -> None:
+        """Wait for nothing that runs: a drain ends at once."""
+        self._hurried = True
+
+    def drain_left_s(self, timeout_s: float) -> float:
+        """Return what is left of a drain's time, which counts from `stop_claiming`."""
+        return 0.0 if self._hurried or self._stopped is None else self._stopped + timeout_s - time.monotonic()
+
+    async def settle(self, timeout_s: float, after_s: float = 0.0) -> None:
+        """Wait until nothing runs, and, if something did, for `after_s` more; in all for the time of a drain."""
+        last = -math.inf  # when something ran
+        while self.drain_left_s(timeout_s) > 0:
+            if self._busy or self._queue.held:
+                last = time.monotonic()
+            elif time.monotonic() >= last + after_s:
+                return
+            await asyncio.sleep(0.02)
+
+    def end_calls(self) -> None:
+        """Fail the calls that wait or run: their clients are answered before the connections end."""
+        for call in self._queue.calls:
+            if not call.future.done():
+                call.future.set_exception(Draining("the server stopped before the call had ended"))
+        self._queue.clear()
+
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, end what runs within the time since `stop_claiming`, and stop the workers.
 
@@ -196,14 +226,11 @@ class JobService:
         """
         if self._drained:
             return
-        self._drained, self._accepting = True, False
+        self._drained = True
+        self.stop_accepting()
         self.stop_claiming()
-        assert self._stopped is not None  # for the type checker: stop_claiming sets it
-        end = self._stopped + timeout_s
-        while (self._busy or self._queue.held) and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        for call in self._queue.clear():
-            call.future.set_exception(Draining("the server stopped before the call ran"))
+        await self.settle(timeout_s)
+        self.end_calls()
         for worker in self._workers:
             await worker.close()
         end = time.monotonic() + self._lease_s
