@@ -202,8 +202,8 @@ class Inference:
         given = {name: value for name, value in parameters.items() if name not in _ENVELOPE}
         known = operation.parameters.model_fields
         if unknown := [name for name in given if name not in known]:
-            names = ", ".join((*known, *_ENVELOPE))
-            reason = f"{operation.name} has no parameter {unknown[0][:80]!r}; it has {names}"
+            taken = ", ".join((*known, *_ENVELOPE))
+            reason = f"{operation.name} has no parameter {unknown[0][:80]!r}; it has {taken}"
             raise Refused(400, "ParameterError", reason)
         model = operation.parameters.model_validate(given)
         inputs = _inputs(operation, values)
