@@ -690,7 +690,7 @@ class Accelerator(Operations):
 
     def _announce(self, op: str, unused: str, ran: str, reason: str) -> None:
         first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))
-        if first or self._policy == "warn":
+        if first or self._policy == "warn" or op == "Accelerator":  # each says which device it is on
             warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
 
 

@@ -153,16 +153,16 @@ def _rows(shown: Sequence[_Run], differing: dict[str, list[Any]]) -> list[tuple[
         ("", *(run.name for run in shown)),
         ("status", *(run.status for run in shown)),
         *((name.replace("_", " "), *map(_text, values)) for name, values in differing.items()),
-        *((labels[name], *(_text(run.figures.get(name)) for run in shown)) for name in figures),
+        *((labels[name], *(_text(run.figures.get(name), up=name == "epsilon") for run in shown)) for name in figures),
     ]
 
 
-def _text(value: object) -> str:
+def _text(value: object, *, up: bool = False) -> str:
     if value is None:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return plain(value) if isinstance(value, float) else clipped(value).strip("'\"")
+    return plain(value, up=up) if isinstance(value, float) else clipped(value).strip("'\"")
 
 
 def _page(shown: Sequence[_Run], differing: dict[str, list[Any]], note: str) -> str:
