@@ -1,5 +1,7 @@
 """The Helm chart: linted, rendered over sets of values, and each object checked against Kubernetes' own schemas."""
 
+import dataclasses
+import json
 import re
 import subprocess
 import tomllib
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 from accelerant import __version__
-from accelerant.service.settings import load
+from accelerant.service.settings import ServiceSettings, load
 from requirements import require, require_module
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +57,29 @@ OFF = {
     "podDisruptionBudget": {"enabled": False},
     "networkPolicy": {"enabled": False},
 }
+TLS = {
+    "secret": {"existing": "own"},
+    "settings": {"tls_certificate": "/etc/tls/tls.crt", "tls_key": "/etc/tls/tls.key"},
+    "image": {"digest": "sha256:" + "0123456789abcdef" * 4},
+    "priorityClassName": "batch",
+    "service": {"annotations": {"example.com/a": "b"}},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"example.com/protocol": "HTTPS"},
+        "hosts": [{"host": "gpu.example.org"}, {"host": "*.b.org", "paths": [{"path": "/v2", "pathType": "Exact"}]}],
+        "tls": [{"secretName": "gpu", "hosts": ["gpu.example.org"]}],
+    },
+    "monitoring": {
+        "enabled": True,
+        "keySecret": {"name": "key"},
+        "from": [{"podSelector": {"matchLabels": {"a": "b"}}}],
+    },
+    "volumes": [{"name": "tls", "secret": {"secretName": "tls"}}],
+    "volumeMounts": [{"name": "tls", "mountPath": "/etc/tls"}],
+}
 VALUES = {
+    "tls": TLS,
     "cpu": {"secret": {"existing": "own"}},
     "nvidia": {"secret": {"existing": "own"}, "gpu": {"vendor": "nvidia"}},
     "amd": {"secret": {"existing": "own"}, "gpu": {"vendor": "amd", "count": 8}},
@@ -172,6 +196,8 @@ def test_probes_and_the_time_to_drain(tmp_path, name):
     paths = {
         probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")
     }
+    schemes = {container[probe]["httpGet"]["scheme"] for probe in paths}
+    assert schemes == {"HTTPS" if name == "tls" else "HTTP"}
     live, ready = "/v2/health/live", "/v2/health/ready"
     assert paths == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
     settings = tomllib.loads(named(objects, "ConfigMap")[0]["data"]["service.toml"])
@@ -201,6 +227,39 @@ def test_the_service_reads_the_settings_of_the_chart(tmp_path, name):
             found = {name: str(folder) for name, folder in found.items()}
         assert (list(found) if isinstance(value, list) else found) == value
     assert settings.keys_file == "/etc/accelerant/secret/keys.json"
+
+
+def test_prometheus_has_a_key_and_the_scheme_and_is_admitted(tmp_path):
+    for values, scheme in ((ON, "http"), (TLS, "https")):
+        objects = rendered(tmp_path, values)
+        (endpoint,) = named(objects, "ServiceMonitor")[0]["spec"]["endpoints"]
+        assert endpoint["authorization"]["credentials"] == {"name": "key", "key": "metrics_key"}
+        assert endpoint["scheme"] == scheme
+        assert endpoint.get("tlsConfig") == ({"serverName": "release-accelerant.here.svc"} if values is TLS else None)
+        sources = [rule["from"] for rule in named(objects, "NetworkPolicy")[0]["spec"]["ingress"]]
+        assert sources == [[{"podSelector": {}}], *([TLS["monitoring"]["from"]] if values is TLS else [])]
+
+
+def test_ingress_priority_annotations_and_digest(tmp_path):
+    objects = rendered(tmp_path, TLS)
+    service = named(objects, "Service")[0]
+    assert service["metadata"]["annotations"] == {"example.com/a": "b"}
+    (ingress,) = named(objects, "Ingress")
+    backend = {"service": {"name": service["metadata"]["name"], "port": {"name": "http"}}}
+    paths = [
+        {"path": "/", "pathType": "Prefix", "backend": backend},
+        {"path": "/v2", "pathType": "Exact", "backend": backend},
+    ]
+    assert [rule["http"]["paths"][0] for rule in ingress["spec"]["rules"]] == paths
+    pod = pod_of(objects)
+    assert pod["priorityClassName"] == "batch"
+    assert pod["containers"][0]["image"].endswith("@" + TLS["image"]["digest"])
+
+
+def test_the_schema_has_the_settings_of_the_service():
+    known = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
+    of_the_chart = {"host", "port", "directory", "state_url", "keys_file", "drain_s"}
+    assert {*known} == {field.name for field in dataclasses.fields(ServiceSettings)} - of_the_chart
 
 
 def test_optional_objects(tmp_path):
@@ -257,6 +316,31 @@ def test_selectors_name_labels_of_the_pods(tmp_path):
         (VALUES["cpu"] | {"gpu": {"vendor": "intel"}}, "gpu.vendor"),
         (VALUES["cpu"] | {"gpu": {"count": 0}}, "gpu.count"),
         (VALUES["cpu"] | {"replica": 2}, "replica is not allowed"),
+        (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "networkPolicy.from"),
+        (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "monitoring.keySecret"),
+        (VALUES["cpu"] | {"ingress": {"enabled": True}}, "ingress.hosts"),
+        (VALUES["cpu"] | {"autoscaling": {"minReplicas": 5, "maxReplicas": 2}}, "minReplicas is 5, above"),
+        *(
+            (VALUES["cpu"] | {"settings": {name: value}}, name)
+            for name, value in (
+                ("nonsense", 3),
+                ("queue_jobs", 0),
+                ("queue_jobs", "many"),
+                ("queue_jobs", 1.5),
+                ("lease_s", -1),
+                ("log", "xml"),
+                ("devices", "cuda:0"),
+                ("models", {"a b": "/x"}),
+            )
+        ),
+        (VALUES["cpu"] | {"settings": {"tls_certificate": "/cert.pem"}}, "dependency on tls_key"),
+        (VALUES["cpu"] | {"nodeSelector": {"gpu": True}}, "nodeSelector.gpu"),
+        (VALUES["cpu"] | {"podAnnotations": {"a": 1}}, "podAnnotations.a"),
+        (VALUES["cpu"] | {"image": {"digest": "sha256:12"}}, "image.digest"),
+        (VALUES["cpu"] | {"env": [{"name": "A", "value": 1}]}, "env.0.value"),
+        (VALUES["cpu"] | {"env": [{"name": "ACCELERANT_SERVE_NONSENSE", "value": "1"}]}, "env.0.name"),
+        (VALUES["cpu"] | {"tolerations": [{"operator": "Any"}]}, "tolerations.0.operator"),
+        (VALUES["cpu"] | {"secret": {"keys": "acl_abc"}}, "secret.keys"),
         (VALUES["cpu"] | {"settings": {"host": "::"}}, "settings"),
         (VALUES["cpu"] | {"settings": {"a\nhost": "::"}}, "settings"),
         (VALUES["cpu"] | {"persistence": {"size": "20 GB"}}, "persistence.size"),
