@@ -1,8 +1,10 @@
 """`accelerant train` in several processes: under torchrun, and started by --gpus."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,14 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from train_workers import commands, small
 
 from accelerant.cli import launch, main
 from accelerant.cli.train import _restarted
 from accelerant.errors import ConfigError
+from accelerant.nn.train.checkpoint import Checkpoints, save_checkpoint
 from accelerant.nn.train.config import PRESETS
 from accelerant.nn.train.folder import RunFolder
 from accelerant.privacy import dp
+from accelerant.runtime.processes import OWN_LAUNCH, attempt, launch_id
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -225,10 +230,110 @@ def test_a_restart_continues_the_same_run_alone(monkeypatch, tmp_path):
     assert not _restarted(tmp_path, run)
 
 
-def check_interrupted(out, output):
+def test_a_restart_by_a_launcher_with_a_name_continues_what_the_same_one_began(monkeypatch, tmp_path):
+    """Settings may differ: --epochs and --init-from set some of them while the run begins."""
+    run, folder = PRESETS["tiny"], RunFolder(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_LAUNCH}12-ab.0")
+    folder.write_config({"run": {}, "launch": launch_id()})
+    folder.checkpoint.touch()
+    assert (attempt(), _restarted(tmp_path, run)) == (0, False)  # an earlier start's: this is the first attempt
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_LAUNCH}12-ab.2")
+    assert (attempt(), _restarted(tmp_path, run)) == (2, True)
+    folder.checkpoint.unlink()
+    assert not _restarted(tmp_path, run)
+    folder.summary.touch()  # killed after the end: it is not begun again
+    assert _restarted(tmp_path, run)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_LAUNCH}12-cd.2")
+    assert not _restarted(tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"),
+    [
+        ({1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),
+        ({0: -11, 1: 1}, (139, "rank 0 was ended by signal 11 (SIGSEGV)")),
+        ({0: 1, 1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),  # it hung: 0 found out, the launcher killed
+        ({0: 1, 1: 75}, (1, "rank 1 has lost its device")),
+        ({1: -15}, (143, "")),  # somebody asked it to end
+        ({1: 2, 0: -15}, (2, "")),
+        ({0: 1, 1: 1}, (1, "")),
+        ({0: 130, 1: 130}, (130, "")),
+    ],
+)  # fmt: skip
+def test_which_ends_are_final(codes, cause):
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in codes.items()}
+    assert launch._cause(ChildFailedError("train", failures)) == cause
+
+
+def broken_device():
+    """Step 3 meets an error of the device, in a process of our launcher."""
+    from accelerant.nn.train.trainer import Trainer
+
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{OWN_LAUNCH}{os.getppid()}-ab.0"
+    notify = Trainer.notify
+
+    def broken(trainer, event, *given):
+        if (event, *given) == ("before_step", 2):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        notify(trainer, event, *given)
+
+    Trainer.notify = broken
+
+
+@gloo
+@pytest.mark.slow
+def test_a_process_whose_device_is_lost_tells_our_launcher_by_its_status(text, tmp_path):
+    line = ["train", text, "--steps", 5, "--device", "cpu", "--out", tmp_path / "run"]
+    (first, _, errors), (second, output, error) = commands([line, line], broken_device)
+    assert (first, second, output) == (1, 75, "")
+    message = "rank 1: {}CUDA error: an illegal memory access was encountered\n"
+    assert error == f"accelerant: {message.format('')}"
+    assert f"accelerant: {message.format('AcceleratorError: ')}" in errors
+
+
+@pytest.fixture
+def of_two(tmp_path):
+    """The folder of an unfinished run, whose checkpoint of step 7 two processes wrote."""
+    folder = RunFolder(tmp_path / "a run")
+    (folder.path / "checkpoint-shards-7").mkdir(parents=True)
+    for rank in range(2):
+        (folder.path / "checkpoint-shards-7" / f"{rank:05}.safetensors").touch()
+    folder.write_config({"run": PRESETS["tiny"].to_dict(), "backend": "cuda"})
+    save_checkpoint(folder.checkpoint, {}, {"step": 7, "shards": {"folder": "checkpoint-shards-7"}})
+    return folder
+
+
+def test_a_run_goes_on_in_as_many_processes_as_before(accelerant, monkeypatch, of_two, capsys):
+    assert Checkpoints(of_two.path).written == (7, 2)
+    assert of_two.resume_command == f"accelerant train --resume '{of_two.path}' --gpus 2"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    status, _, errors = accelerant("train", "--resume", of_two.path)
+    assert status == 2
+    assert re.search(
+        "a run trained in 2 processes, and this machine has 1 GPU: give --gpus to go on in another", errors
+    )
+    started = []
+    monkeypatch.setattr("accelerant.cli.train.launch", lambda count, *_, **__: started.append(count))
+    accelerant("train", "--resume", of_two.path, "--device", "cpu")
+    accelerant("train", "--resume", of_two.path, "--device", "cpu", "--gpus", 3)
+    of_two.summary.write_text('{"steps": 7}')
+    accelerant("train", "--resume", of_two.path, "--device", "cpu")  # finished: nothing to start
+    assert started == [2, 3]
+
+
+def test_restarts_are_those_of_several_processes(accelerant, text):
+    for given, message in (
+        (["--max-restarts", -1, "--gpus", 2], "--max-restarts must be 0 or more, got -1"),
+        (["--max-restarts", 2], "--max-restarts 2 goes with --gpus, of 2 or more"),
+    ):
+        status, _, errors = accelerant("train", text, "--device", "cpu", *given)
+        assert (status, bool(re.search(message, errors))) == (2, True), errors
+
+
+def check_interrupted(out, output, steps=2400):
     stopped = re.fullmatch(
-        r"Stopped after step (\d+) of 2400; a checkpoint is written\.\n"
-        rf"Continue with:  accelerant train --resume {out}\n",
+        rf"Stopped after step (\d+) of {steps}; a checkpoint is written\.\n"
+        rf"Continue with:  accelerant train --resume {out} --gpus 2\n",
         output,
     )
     assert stopped, output
@@ -248,26 +353,125 @@ def test_ctrl_c_writes_one_checkpoint_and_ends_with_130(text, tmp_path):
     check_interrupted(out, output)
 
 
+class Launched:
+    """`accelerant train ARGUMENTS` in a process of its own, which starts others."""
+
+    def __init__(self, out, *arguments):
+        path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+        self.out, self.attempts = out, set()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "accelerant", "train", *map(str, arguments)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def wait_for(self, lines):
+        """Wait until the metrics have more lines."""
+        until, metrics = time.monotonic() + 200, self.out / "metrics.jsonl"  # on a loaded machine
+        while self.process.poll() is None and time.monotonic() < until:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") > lines:
+                return
+            time.sleep(0.01)
+
+    def kill(self, rank):
+        """Kill the process of a rank that no earlier call has met; return its number of restarts."""
+        until = time.monotonic() + 200
+        while self.process.poll() is None and time.monotonic() < until:
+            for pid in subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True).stdout.split():
+                with contextlib.suppress(OSError):
+                    names = Path(f"/proc/{pid.decode()}/environ").read_text().split("\0")
+                    own = dict(each.partition("=")[::2] for each in names)
+                    again = int(own.get("TORCHELASTIC_RUN_ID", ".-1").rpartition(".")[2])
+                    if own.get("RANK") == str(rank) and again not in self.attempts:
+                        os.kill(int(pid), signal.SIGKILL)
+                        self.attempts.add(again)
+                        return again
+            time.sleep(0.01)
+        return None
+
+    def end(self):
+        """Return status, output and errors."""
+        try:
+            output, errors = self.process.communicate(timeout=150)
+        finally:
+            self.process.kill()
+        return self.process.returncode, output, errors
+
+
+def interrupted(text, out, steps=40):
+    """A small run of two processes that has a checkpoint, and writes one after each step when it goes on."""
+    line = ["train", text, "--steps", steps, "--device", "cpu", "--out", out]
+    (first, output, errors), (second, *silent) = commands([line, line], interrupt=out / "metrics.jsonl")
+    assert (first, second, *silent) == (130, 130, "", ""), errors
+    config = RunFolder(out).read_config()
+    config["run"]["recipe"]["checkpoint_every_s"] = 0.0
+    RunFolder(out).write_config(config)
+    return output
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+@gloo
+@linux
+@pytest.mark.slow
+def test_killed_processes_are_started_again_with_the_losses_of_an_undisturbed_run(text, tmp_path):
+    """In the number that wrote the checkpoint; before and after steps were made, rank 0 and another one."""
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    check_interrupted(out, interrupted(text, out), 40)
+    shutil.copytree(out, straight)
+    assert [status for status, *_ in commands([["train", "--resume", straight]] * 2)] == [0, 0]
+    done = len(losses(out))
+    run = Launched(out, "--resume", out)
+    kills = [run.kill(0)]
+    run.wait_for(done)
+    kills.append(run.kill(1))
+    status, output, errors = run.end()
+    assert (status, kills) == (0, [0, 1]), errors
+    assert losses(out) == losses(straight)
+    again = (
+        r"rank {} was ended by signal 9 \(SIGKILL\): starting all 2 processes again \(restart {} of at most 3\), from"
+    )
+    assert re.search(again.format(0, 1) + rf" the checkpoint of step {done}\n", errors), errors
+    assert re.search(again.format(1, 2) + r" the checkpoint of step \d+\n", errors), errors
+    assert "Traceback" not in errors
+    assert "restarts         2: a process had died" in output
+    assert json.loads((out / "summary.json").read_text())["restarts"] == 2
+    assert "Restarts" in (out / "report.html").read_text()
+
+
+@gloo
+@linux
+@pytest.mark.soak  # twice the time of the one above
+def test_a_final_end_and_a_killed_launcher_say_how_to_go_on(text, tmp_path):
+    out = tmp_path / "run"
+    interrupted(text, out)
+    run = Launched(out, "--resume", out, "--gpus", 2, "--max-restarts", 0)
+    run.wait_for(len(losses(out)))
+    run.kill(1)
+    status, _, errors = run.end()
+    ended = rf"accelerant: rank 1 was ended by signal 9 \(SIGKILL\)\n{GO_ON.format(out)}"
+    assert (status, bool(re.search(ended, errors))) == (137, True), errors
+    run = Launched(out, "--resume", out)
+    run.wait_for(len(losses(out)))
+    run.process.kill()
+    status, output, _ = run.end()  # when the last process has closed its output
+    assert status == -9
+    check_interrupted(out, output, 40)
+
+
+GO_ON = "accelerant: continue with:  accelerant train --resume {} --gpus 2\n"
+
+
 @gloo
 @pytest.mark.soak  # four times the CPU time of the one above
 @pytest.mark.skipif(os.name != "posix", reason="signals of a launcher")
 def test_the_launcher_passes_ctrl_c_on(text, tmp_path):
     out = tmp_path / "run"
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "accelerant", "train", str(text), "--device", "cpu", "--gpus", "2", "--out", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 200  # on a loaded machine
-        metrics = out / "metrics.jsonl"
-        while process.poll() is None and time.monotonic() < until and not (metrics.exists() and metrics.stat().st_size):
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
+    run = Launched(out, text, "--device", "cpu", "--gpus", 2, "--out", out)
+    run.wait_for(0)
+    run.process.send_signal(signal.SIGINT)
+    status, output, errors = run.end()
+    assert status == 130, errors
     check_interrupted(out, output)
     assert "Traceback" not in errors

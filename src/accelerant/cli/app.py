@@ -131,7 +131,7 @@ def exit_status(failure: int = 1) -> Iterator[None]:
             status = 1
         write("", end="")
     except AccelerantError as error:
-        _fail(error, 2 if isinstance(error, _BAD_INPUT) else failure)
+        _fail(error, 2 if isinstance(error, _BAD_INPUT) else getattr(error, "exit_status", failure))
     except BrokenPipeError:  # the reader of the output has closed it
         _end(failure)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # a wrong path is bad input

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -13,15 +16,17 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from accelerant.config import settings
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, DeviceLost
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["joined", "launch", "own_device", "rank", "world_size"]
 
 _MEETING_S = 300.0  # for the processes of all machines to begin
 _ENDING_S = "60"  # for a step and its checkpoint after Ctrl-C, before the launcher kills
+_LOST = 75  # status of a process whose device is lost: another process may do better (EX_TEMPFAIL of sysexits.h)
 
 
 def world_size() -> int:
@@ -41,11 +46,20 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def launch(count: int, backend: str | None, arguments: Sequence[str]) -> NoReturn:
+def launch(
+    count: int, backend: str | None, arguments: Sequence[str], *, restarts: int, kept: Callable[[], str],
+    advice: Callable[[], str],
+) -> NoReturn:  # fmt: skip
     """Run the command line `accelerant ARGUMENTS` in this number of processes, and exit with their status.
+
+    All are started again if one of them was ended by a signal or has lost its device; `attempt` counts that. An error
+    that a process reports itself is final: it would come again.
 
     Args:
         backend: cpu for processes without a GPU; otherwise each has one of this machine's.
+        restarts: how often they are started again at most.
+        kept: returns where processes that are started again go on.
+        advice: returns what to do after an end that is final; empty if nothing helps.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -61,22 +75,52 @@ def launch(count: int, backend: str | None, arguments: Sequence[str]) -> NoRetur
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from accelerant.runtime.processes import OWN_LAUNCH
+
     logging.disable(logging.CRITICAL)  # the processes say why they end
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ENDING_S)
-    config = LaunchConfig(
-        1, 1, count, run_id=f"accelerant-{os.getpid()}", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        local_addr="localhost", max_restarts=0,
-    )  # fmt: skip
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or each process warns of another that has ended
+    taken = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    taken = [name for name in taken if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup stays so
+    name = f"{OWN_LAUNCH}{os.getpid()}-{uuid.uuid4().hex}"
     try:
-        elastic_launch(config, sys.executable)("-m", "accelerant", *arguments)
+        for number in itertools.count():
+            config = LaunchConfig(
+                1, 1, count, run_id=f"{name}.{number}", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                local_addr="localhost", max_restarts=0, signals_to_handle=",".join(taken),
+            )  # fmt: skip
+            try:
+                elastic_launch(config, sys.executable)("-m", "accelerant", *arguments)
+                break
+            except ChildFailedError as failed:
+                status, reason = _cause(failed)
+            if not reason or number == restarts:
+                if reason:
+                    print(f"accelerant: {reason}{f', restarts: {number}' * bool(number)}", file=sys.stderr)
+                if status not in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM) and (text := advice()):
+                    print(f"accelerant: {text}", file=sys.stderr)
+                raise typer.Exit(status)
+            again = f"starting all {count} processes again (restart {number + 1} of at most {restarts})"
+            print(f"accelerant: {reason}: {again}, {kept()}", file=sys.stderr, flush=True)
     except SignalException as ended:
         raise typer.Exit(128 + ended.sigval) from None
-    except ChildFailedError as failed:
-        number, failure = failed.get_first_failure()
-        if failure.exitcode < 0:
-            print(f"accelerant: rank {number} was ended by signal {-failure.exitcode}", file=sys.stderr)
-        raise typer.Exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode) from None
     raise typer.Exit(0)
+
+
+def _cause(failed: ChildFailedError) -> tuple[int, str]:
+    """Return the status of a failed group, and what ended it if that may not come again; else an empty text.
+
+    The launcher ends the others by SIGTERM, and by SIGKILL those that do not react.
+    """
+    for rank, failure in sorted(failed.failures.items(), key=lambda each: each[1].timestamp):
+        if failure.exitcode == _LOST:
+            return 1, f"rank {rank} has lost its device"
+        if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
+            number = -failure.exitcode
+            known = signal.Signals(number).name if number in set(signal.Signals) else ""
+            return 128 + number, f"rank {rank} was ended by signal {number}{f' ({known})' * bool(known)}"
+    code = failed.get_first_failure()[1].exitcode
+    return (code if code > 0 else 128 - code), ""
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -108,20 +152,43 @@ def joined(device: torch.device) -> Iterator[None]:
     from torch.distributed.rendezvous import rendezvous
 
     from accelerant.runtime.host import usable_cores
+    from accelerant.runtime.processes import OWN_LAUNCH, launch_id
 
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ConfigError(f"WORLD_SIZE is {world_size()} and {missing[0]} is not set: start with --gpus, or torchrun")
+    own = launch_id().startswith(OWN_LAUNCH)
+    if own:
+        _end_with(int(launch_id().split("-")[1]))
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, number, size = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING_S)))
         # torchrun's agent keeps one store for all attempts (torch 2.13), with the addresses of processes that died.
         store = PrefixStore(f"attempt-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        backend, own = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-        distributed.init_process_group(backend, store=store, rank=number, world_size=size, device_id=own)
+        backend, place = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        distributed.init_process_group(backend, store=store, rank=number, world_size=size, device_id=place)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0][:300]
         raise ConfigError(f"rank {rank()} cannot meet the other processes at {address}: {reason}") from None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // _number("LOCAL_WORLD_SIZE", 1)))
-    yield
+    try:
+        yield
+    except (DeviceLost, torch.AcceleratorError) as error:
+        lost = error if isinstance(error, DeviceLost) else DeviceLost(str(error).split("\n", maxsplit=1)[0])
+        if own:
+            vars(lost)["exit_status"] = _LOST
+        raise lost from error.__cause__
     distributed.destroy_process_group()  # not after an error, when others may be waiting
+
+
+def _end_with(launcher: int) -> None:
+    """Have this process get SIGTERM when its launcher has died, after which nothing would end it; on Linux."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+_PR_SET_PDEATHSIG = 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,7 +125,15 @@ def train(
         int | None,
         _speed(
             "Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
-            "machines: torchrun. Default: 1.",
+            "machines: torchrun. Default: 1; with --resume, as many as before.",
+            metavar="N",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        _speed(
+            "With --gpus: how often processes of which one was killed are started again, from the last checkpoint. "
+            "Default: 3.",
             metavar="N",
         ),
     ] = None,
@@ -188,6 +198,7 @@ def train(
     if federated:
         used = {"--steps": steps, "--delta": delta, "--noise-multiplier": noise_multiplier, "--seed": seed}
         every = {**chosen, **dp_options, "--resume": resume, "--device": device, "--epochs": epochs, "--gpus": gpus}
+        every["--max-restarts"] = max_restarts
         if given := [name for name, value in every.items() if value is not None and name not in used]:
             raise ConfigError(f"--federated takes {', '.join(used)} and --json, not {given[0]}")
         _federated(
@@ -203,16 +214,16 @@ def train(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
     if gpus is not None and gpus < 1:
         raise ConfigError(f"--gpus must be above 0, got {gpus}")
+    if max_restarts is not None and max_restarts < 0:
+        raise ConfigError(f"--max-restarts must be 0 or more, got {max_restarts}")
+    processes = _Processes(gpus, max_restarts, call.obj)
     if resume is not None:
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         if steps is not None and steps < 1:
             raise ConfigError(f"steps must be above 0, got {steps}")
         again = _resumed(Path(resume))
-        _run(
-            Path(resume), None, device, json_output, extension=again, gpus=gpus, arguments=call.obj, steps=steps,
-            epochs=epochs,
-        )  # fmt: skip
+        _run(Path(resume), None, device, json_output, extension=again, processes=processes, steps=steps, epochs=epochs)
         return
     import torch
 
@@ -242,10 +253,7 @@ def train(
     )
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
-    _run(
-        folder, run, device, json_output, deterministic, extension, gpus, call.obj, overwrite=overwrite,
-        epochs=epochs,
-    )  # fmt: skip
+    _run(folder, run, device, json_output, deterministic, extension, processes, overwrite=overwrite, epochs=epochs)
 
 
 def _federated(options: dict[str, Any], json_output: bool) -> None:
@@ -308,7 +316,7 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 def _run(
     out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None,
-    extension: Extension | None = None, gpus: int | None = None, arguments: Sequence[str] = (), **options: Any,
+    extension: Extension | None = None, processes: _Processes | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Start a run, or continue the one in `out` if `run` is None; then print the outcome. Rank 0 alone prints.
 
@@ -323,16 +331,15 @@ def _run(
     from accelerant.nn.train.folder import RunFolder
     from accelerant.nn.train.job import resume_training, run_training
     from accelerant.runtime.compilation.cache import watch_compilation
+    from accelerant.runtime.processes import Processes
 
     origin = "--device"
     if run is None and backend is None:  # the same device continues with the same losses
         folder = RunFolder(out)
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
-    if world_size() > 1:
-        if gpus not in (None, world_size()):
-            raise ConfigError(f"--gpus {gpus} starts processes itself: leave it out under torchrun, or give it alone")
-    elif gpus is not None and gpus > 1:
-        launch(gpus, str(backend or ""), arguments)
+    if processes is not None:
+        again = None if run is not None else any(value is not None for value in options.values())
+        processes.start(out, str(backend or ""), again)
     torch_tensors = extension is not None or world_size() > 1
     if run is not None and (run.model == "rnn" or run.training.precision not in ("auto", "float32")):
         torch_tensors = True
@@ -345,7 +352,7 @@ def _run(
     first = rank() == 0
     view = make_view(quiet=as_json) if first else SilentView()
     with closing(view), watch_compilation(view.compiling), joined(device):
-        if run is not None and _restarted(out, run):
+        if run is not None and Processes().on_first(partial(_restarted, out, run)):
             run = None
             options = {}
         start = resume_training if run is None else partial(run_training, run)
@@ -362,15 +369,85 @@ def _run(
         raise typer.Exit(128 + outcome.signal)
 
 
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """The processes that a command line asks for: --gpus, --max-restarts, and all its arguments."""
+
+    gpus: int | None
+    restarts: int | None
+    arguments: Sequence[str]
+
+    def start(self, out: Path, backend: str, extended: bool | None) -> None:
+        """Start the processes and exit with their status; return if this process trains.
+
+        `extended` is whether a run that is resumed has a new number of steps; None for a new run.
+        """
+        if world_size() > 1:
+            if self.gpus not in (None, world_size()):
+                raise ConfigError(
+                    f"--gpus {self.gpus} starts processes itself: leave it out under torchrun, or give it alone"
+                )
+            return
+        from accelerant.nn.train.checkpoint import Checkpoints
+        from accelerant.nn.train.folder import RunFolder
+
+        gpus = self.gpus
+        if gpus is None and extended is not None and (extended or not RunFolder(out).finished):
+            gpus = self._as_before(out, backend)
+        if gpus is None or gpus == 1:
+            if self.restarts is not None:
+                raise ConfigError(f"--max-restarts {self.restarts} goes with --gpus, of 2 or more")
+            return
+
+        def kept() -> str:
+            step = Checkpoints(out).written[0]
+            return f"from the checkpoint of step {step:,}" if step else "from the beginning: there is no checkpoint yet"
+
+        def advice() -> str:
+            folder = RunFolder(out)
+            if folder.finished:
+                return ""
+            if Checkpoints(out).exist:
+                return f"continue with:  {folder.resume_command}"
+            return f"there is no checkpoint yet; start again with:  {shlex.join(['accelerant', *self.arguments])}"
+
+        launch(
+            gpus, backend, self.arguments, restarts=_RESTARTS if self.restarts is None else self.restarts, kept=kept,
+            advice=advice,
+        )  # fmt: skip
+
+    @staticmethod
+    def _as_before(out: Path, backend: str) -> int:
+        """Return the number of processes that wrote a run's checkpoint; raise ConfigError if there are fewer GPUs."""
+        import torch
+
+        from accelerant.nn.train.checkpoint import Checkpoints
+
+        count = Checkpoints(out).written[1]
+        if count > 1 and backend.lower() != "cpu" and count > (present := torch.cuda.device_count()):
+            raise ConfigError(
+                f"the run in {out} trained in {count} processes, and this machine has {present} GPU"
+                f"{'s' * (present != 1)}: give --gpus to go on in another number, or start torchrun as before"
+            )
+        return count
+
+
+_RESTARTS = 3
+
+
 def _restarted(out: Path, run: RunConfig) -> bool:
-    """Return whether torchrun started the processes again, and the folder has a checkpoint of this very run."""
+    """Return whether a launcher started the processes again, and the folder has what they wrote of this very run."""
     from accelerant.nn.train.checkpoint import Checkpoints
     from accelerant.nn.train.folder import RunFolder
+    from accelerant.runtime.processes import attempt, launch_id
 
     folder = RunFolder(out)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or folder.finished or not Checkpoints(out).exist:
+    if not attempt() or not (folder.finished or Checkpoints(out).exist):
         return False
-    return bool(folder.read_config().get("run") == json.loads(json.dumps(run.to_dict())))
+    config = folder.read_config()
+    if launch_id():
+        return bool(config.get("launch") == launch_id())
+    return not folder.finished and bool(config.get("run") == json.loads(json.dumps(run.to_dict())))
 
 
 def choose_device(

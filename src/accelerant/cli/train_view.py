@@ -87,6 +87,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
         epsilon = plain(float(private["epsilon"]), up=True)
         lines.append(f"privacy          epsilon {epsilon} at delta {exact(private['delta'])} for each {whose}")
         lines.append(f"statement        {private['statement']}")
+    if restarts := summary.get("restarts"):
+        lines.append(f"restarts         {restarts}: a process had died; training went on from the last checkpoint")
     if summary.get("stopped"):
         lines.append(f"stopped early    {summary['stopped']}")
     if summary.get("profile"):
@@ -133,7 +135,7 @@ _FIELDS: dict[str, Any] = {
     "unigram_nats_per_byte": float, "bigram_nats_per_byte": float, "tokens_per_s": float | None, "steps": int,
     "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None,
     "expected_peak_bytes": int | None, "tokens": int,
-    "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None,
+    "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None, "restarts": int | None,
     "profile": list[str] | None, "steps_to_bigram": int | None, "held_out": str | None, "out": str,
     "prompt": str | None, "sample": str | None,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -19,13 +20,30 @@ from torch import Tensor
 from accelerant import errors
 from accelerant.errors import ConfigError
 
-__all__ = ["Processes"]
+__all__ = ["OWN_LAUNCH", "Processes", "attempt", "launch_id"]
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
 
 _EXCHANGED: Final = 4096
 _LONGEST: Final = 500  # characters of an error that another process repeats
+
+
+OWN_LAUNCH: Final = "accelerant-"
+"""Begins the name that our launcher gives a group of processes: its process ID, a random number and the attempt."""
+
+
+def attempt() -> int:
+    """Return how many times a launcher, ours or torchrun, has started the processes again."""
+    name, text = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    text = name.rpartition(".")[2] if name.startswith(OWN_LAUNCH) else text
+    return int(text) if text.isdecimal() else 0
+
+
+def launch_id() -> str:
+    """Return what names the start of the processes in all its attempts; empty if torchrun was given no name for it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name.partition(".")[0] if name.startswith(OWN_LAUNCH) else name
 
 
 class Processes:

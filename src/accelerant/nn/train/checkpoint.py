@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,7 @@ _DOCUMENT: dict[str, Any] = {
     "step": int, "total_steps": int, "data": str, "corpus_sha256": str, "position": dict[str, int],
     "config": dict[str, Any], "best": dict[str, float | None], "evaluations": list[Evaluation],
     "callbacks": list[tuple[str, dict[str, Any]]], "optimizer": dict[str, _SCALAR], "optimizer_class": str,
-    "random": dict[str, list[float | None]], "seconds": float,
+    "random": dict[str, list[float | None]], "seconds": float, "processes": int,
 }  # fmt: skip
 
 
@@ -236,6 +237,16 @@ class Checkpoints:
             files = [] if shards == path.parent else [each.stat().st_size for each in shards.glob("*.safetensors")]
             sizes.append(path.stat().st_size + sum(files))
         return max(sizes)
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """The step of the last checkpoint, and the number of processes that wrote it; 0 and 1 without one."""
+        for path in filter(Path.is_file, (self.path, self.previous)):
+            with suppress(FormatError, ValueError):  # resuming reports it
+                shards = path.parent / (_shards_of(path) or "")
+                count = 1 if shards == path.parent else len([*shards.glob("*.safetensors")])
+                return typed(int, _document(path).get("step"), "step"), max(1, count)
+        return 0, 1
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised.
@@ -340,11 +351,19 @@ class Checkpoints:
         self._remove_unlisted()
 
 
-def _shards_of(path: Path) -> str | None:
-    """Return the name of the folder of a checkpoint's shards; None for one of a single process."""
+def _document(path: Path) -> dict[str, Any]:
+    """Return the document of a checkpoint, without its tensors and unchecked; raise FormatError if it has none."""
     metadata = _read(path, "checkpoint", tensors=False)[1]
     try:
-        document = decode_json(metadata.get("document", ""))
+        return typed(dict[str, Any], decode_json(metadata.get("document", "")), "document")
+    except ValueError as error:
+        raise FormatError(f"checkpoint {path} is damaged: {error}") from None
+
+
+def _shards_of(path: Path) -> str | None:
+    """Return the name of the folder of a checkpoint's shards; None for one of a single process."""
+    try:
+        document = _document(path)
         return typed(str, document["shards"]["folder"], "folder") if "shards" in document else None
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"checkpoint {path} is damaged: {error}") from None

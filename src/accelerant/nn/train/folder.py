@@ -61,8 +61,9 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run."""
-        return f"accelerant train --resume {shlex.quote(str(self.path))}"
+        """The command that continues the run, in as many processes as wrote its last checkpoint."""
+        count = Checkpoints(self.path).written[1]
+        return f"accelerant train --resume {shlex.quote(str(self.path))}{f' --gpus {count}' * (count > 1)}"
 
     def require_usable(self) -> None:
         """Raise ConfigError unless a run may write here: existing files of those names are a run's."""

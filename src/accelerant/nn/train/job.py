@@ -55,7 +55,7 @@ from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.host import host_memory
-from accelerant.runtime.processes import Processes
+from accelerant.runtime.processes import Processes, attempt, launch_id
 
 __all__ = [
     "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "export_run", "load_run", "prompt_of", "resume_training",
@@ -172,7 +172,7 @@ def run_training(
         with processes.agreed({}):
             session = _TextRun(run, config, folder, text, progress, ledger, extension, source, model=initial)
             if processes.first:
-                folder.write_config(session.description())
+                folder.write_config({**session.description(), "launch": launch_id()})
                 tokenizer_json = text.tokenizer.to_json()
                 if tokenizer_json is not None:
                     write_atomic(folder.tokenizer, tokenizer_json.encode())
@@ -669,6 +669,8 @@ class _TextRun:
             summary[self._extension.name] = more
         if history.loss_scale:
             summary["loss_scale"] = history.loss_scale
+        if restarts := attempt():
+            summary["restarts"] = restarts
         if history.reason:
             summary["stopped"] = history.reason
         if rising:

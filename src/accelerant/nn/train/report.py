@@ -99,6 +99,8 @@ def _facts(summary: Mapping[str, Any]) -> str:
         ("Peak memory", size_text(summary["peak_memory_bytes"]), memory),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
+    if restarts := summary.get("restarts"):
+        items.append(("Restarts", f"{restarts}", "from the last checkpoint: a process had died"))
     if summary.get("loss_scale"):
         items.append(("Loss scale", *summary["loss_scale"].split(", ", 1)))
     return facts(items)

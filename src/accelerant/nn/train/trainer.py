@@ -304,6 +304,10 @@ class Trainer:
             return self.objective(model, *batch)
 
 
+def _counted(processes: int) -> str:
+    return f"{processes} process{'es' * (processes != 1)}"
+
+
 _ON_THE_HOST = (nn.RNNBase, nn.modules.conv._ConvNd)
 """Layers that run on the host where tensors are OpenCL's or WebGPU's."""
 
@@ -697,6 +701,8 @@ class _Run:
                 raise FormatError(f"checkpoint {path} has another state of {name}: {reason}") from error
         history.evaluations = document.get("evaluations", [])
         history.resumed_from = history.steps = self._saved = document["step"]
+        if (wrote := document.get("processes", 1)) != self._processes.size:
+            self._note(f"{_counted(wrote)} trained so far, now {self._processes.size}: losses agree up to rounding")
         if before != total:
             self._note(f"a run of {total:,} steps instead of {before:,}: the learning rate follows the new number")
         if note is not None:
