@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,13 +184,15 @@ def joined(device: torch.device) -> Iterator[None]:
 
 
 def _end_with(launcher: int) -> None:
-    """Have this process get SIGTERM when its launcher has died, after which nothing would end it; on Linux."""
-    if sys.platform == "linux":
-        import ctypes
+    """Send this process SIGTERM, once, when its launcher has died: nothing else would end it.
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has died already
-            os.kill(os.getpid(), signal.SIGTERM)
+    Linux's PR_SET_PDEATHSIG sends it for each thread of the launcher, and the second one interrupts a checkpoint.
+    """
 
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-_PR_SET_PDEATHSIG = 1
+    if sys.platform != "win32":
+        threading.Thread(target=watch, name="accelerant-launcher", daemon=True).start()

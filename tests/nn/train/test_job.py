@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -780,9 +782,13 @@ def test_a_long_run_on_the_cpu_is_announced_with_what_takes_less(run):
 
 
 @pytest.fixture
-def disk(monkeypatch):
-    """A full disk: `files` is the room for checkpoints and the model in bytes, `lines` that for metrics in steps."""
-    free = SimpleNamespace(files=1 << 30, lines=1 << 30)
+def disk(monkeypatch, tmp_path_factory):
+    """A full disk: `files` is the room for checkpoints and the model in bytes, `lines` that for metrics in steps.
+
+    `temporary` is the room in the folder of temporary files.
+    """
+    free = SimpleNamespace(files=1 << 30, lines=1 << 30, temporary=1 << 30)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     commit, append = AtomicFile.commit, MetricsFile.append
 
     def full(file):
@@ -791,7 +797,8 @@ def disk(monkeypatch):
     def committed(file):
         used = sum(path.stat().st_size for path in file.path.parent.glob("*.safetensors"))
         file.file.flush()
-        if "safetensors" in file.path.name and used + file.temporary.stat().st_size > free.files:
+        room = free.temporary if file.path.is_relative_to(tempfile.gettempdir()) else free.files
+        if "safetensors" in file.path.name and used + file.temporary.stat().st_size > room:
             file.discard()
             raise full(file.path)
         commit(file)
@@ -848,9 +855,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_fits(straight, train, watcher
 def test_results_that_find_no_room_are_written_by_a_resumption(straight, train, watcher, cpu, disk, tmp_path):
     checkpoint = (straight / "checkpoint.safetensors").stat().st_size
     disk.files = checkpoint + 400
-    with pytest.raises(
-        OSError, match=r"the last step is kept in a checkpoint, with more space: accelerant train --resume"
-    ):
+    with pytest.raises(OSError, match=r"step 12 is kept in a checkpoint, with more space: accelerant train --resume"):
         train("run")
     disk.files = 1 << 30
     out = tmp_path / "run"
@@ -929,3 +934,31 @@ def test_a_recurrent_run_opens_but_has_no_form_in_transformers(train, tmp_path):
     with pytest.raises(UnsupportedCase, match="CharRNN has no format of Hugging Face's"):
         export_run(out, tmp_path / "export")
     assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0])
+def test_a_disk_that_fills_before_the_first_checkpoint_keeps_the_weights_elsewhere_or_says_that_nothing_is_kept(
+    train, watcher, disk, room
+):
+    disk.lines, disk.files, disk.temporary = 2, 0, room
+    told = r"No space left on device; " + (
+        r"the weights so far are in (\S+)/model.safetensors, for --init-from \1:" if room else
+        r"nothing of the training is kept: no checkpoint was written, and no weights \(No space left on device\):"
+    )  # fmt: skip
+    with pytest.raises(OSError, match=told + " 'metrics.jsonl'$") as full_disk:
+        train("run")
+    kept = list(Path(tempfile.gettempdir()).iterdir())
+    assert len(kept) == bool(room)
+    if room:
+        assert str(kept[0]) in str(full_disk.value)
+        disk.lines, disk.files = 1 << 30, 1 << 30
+        assert train("again", init_from=str(kept[0]), steps=1)[0].summary["status"] == "done"
+
+
+def test_a_folder_that_is_deleted_during_a_run_is_no_wrong_path_and_keeps_the_weights_elsewhere(
+    train, watcher, disk, tmp_path
+):
+    with pytest.raises(OSError, match=r"No such file .*; the weights so far are in .*: '.*metrics.jsonl'") as gone:
+        train("run", watch=watcher(2, lambda: shutil.rmtree(tmp_path / "run")))
+    assert type(gone.value) is OSError  # of FileNotFoundError the command's status says that its input is wrong
+    assert load_run(next(Path(tempfile.gettempdir()).iterdir()))

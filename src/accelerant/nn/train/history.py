@@ -106,8 +106,11 @@ class MetricsFile:
         """Append records to the file and to `records`."""
         self.records += records
         if self._path is not None:
-            with open(open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-                file.write("".join(record.to_json() + "\n" for record in records).encode())
+            try:
+                with open(open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+                    file.write("".join(record.to_json() + "\n" for record in records).encode())
+            except OSError as error:  # of a write it names no file
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
 
 
 def read_metrics(path: Path) -> list[StepRecord]:

@@ -10,7 +10,10 @@ import math
 import os
 import platform
 import re
+import shlex
+import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -596,17 +599,15 @@ class _TextRun:
             advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"
             raise OutOfMemory(f"a micro-batch of {rows} does not fit the device: {advice} ({error})") from None
         except OSError as error:
-            if is_full(error) and self._processes.first and not Checkpoints(self._folder.path).exist:
-                self._write_model()  # a third of a checkpoint
-                kept = f"{error.strerror}; the weights so far are in {self._folder.model}"
-                raise OSError(error.errno, kept, error.filename) from None
-            raise
+            raise self._with_what_is_kept(error) from None
         finally:
             self._progress.end()
         if history.signal is not None:
             return self._interrupted(history.steps, history.signal)
         try:
             return Outcome(self._finish(history))
+        except OSError as error:
+            raise self._with_what_is_kept(error) from None
         except KeyboardInterrupt:  # the last step has a checkpoint: resuming returns here
             return self._interrupted(history.steps, signal.SIGINT)
 
@@ -617,9 +618,15 @@ class _TextRun:
         return source
 
     def _interrupted(self, done: int, number: int) -> Outcome:
+        resume, local = self._folder.resume_command, int(os.environ.get("LOCAL_WORLD_SIZE", self._processes.size))
+        if self._processes.size > local:  # of several machines
+            start = f"torchrun --nnodes {self._processes.size // local} --nproc-per-node {local} ... -m "
+            resume = start + resume.partition(" --gpus ")[0]
+        if self._folder.read_config().get("backend") != self._backend:
+            resume += f" --device {self._backend}"
         summary = {
             "status": "interrupted", "steps_done": done, "steps": self._run.training.steps,
-            "out": str(self._folder.path), "resume": self._folder.resume_command,
+            "out": str(self._folder.path), "resume": resume,
         }  # fmt: skip
         return Outcome(summary, signal=number)
 
@@ -687,23 +694,54 @@ class _TextRun:
         )  # fmt: skip
 
         def write() -> None:
-            self._write_model()
+            self._write_model(folder.model)
             write_atomic(folder.sample, (prompt + sample).encode())
             write_atomic(folder.report, html.encode())
             folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
 
-        try:
-            Checkpoints(folder.path).make_room(write)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            kept = f"{error.strerror}; the last step is kept in a checkpoint, with more space: {folder.resume_command}"
-            raise OSError(error.errno, kept, error.filename) from None
+        Checkpoints(folder.path).make_room(write)
         return summary
 
-    def _write_model(self) -> None:
+    def _write_model(self, path: Path) -> None:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
-        write_tensors(self._folder.model, tensors, {"format": "pt"})
+        write_tensors(path, tensors, {"format": "pt"})
+
+    def _with_what_is_kept(self, error: OSError) -> OSError:
+        """Return the error of a folder that cannot be written, with what is kept of the run, and where.
+
+        Without a checkpoint the weights are written, a third of one: to the folder, or where temporary files go.
+        """
+        path, name = self._folder.path.absolute(), str(error.filename or "")
+        own = is_full(error) or not path.is_dir() or Path(name).absolute().is_relative_to(path)
+        if not self._processes.first or not own:
+            return error
+        if Checkpoints(path).exist:
+            kept = f"step {Checkpoints(path).written[0]:,} is kept in a checkpoint, with more space: "
+            kept += self._folder.resume_command
+        else:
+            kept = self._weights_elsewhere()
+        kept = f"{str(error.strerror or error).partition('; ')[0]}; {kept}"
+        return OSError(error.errno, kept, error.filename) if path.is_dir() else OSError(f"{kept}: '{name}'")
+
+    def _weights_elsewhere(self) -> str:
+        """Write the weights so far to the run's folder, or to a new temporary one with what reads them; say where."""
+        try:
+            self._write_model(self._folder.model)
+            return f"the weights so far are in {self._folder.model}"
+        except OSError:
+            pass
+        folder = None
+        try:
+            folder = RunFolder(Path(tempfile.mkdtemp(prefix="accelerant-weights-")))
+            folder.write_config(self.description())
+            if (tokenizer := self._text.tokenizer.to_json()) is not None:
+                write_atomic(folder.tokenizer, tokenizer.encode())
+            self._write_model(folder.model)
+        except OSError as error:
+            if folder is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            return f"nothing of the training is kept: no checkpoint was written, and no weights ({error.strerror})"
+        return f"the weights so far are in {folder.model}, for --init-from {shlex.quote(str(folder.path))}"
 
     def _sample(self) -> tuple[str, str]:
         """Return a prompt, and the text with which the model continues it."""
