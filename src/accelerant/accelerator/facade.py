@@ -192,11 +192,6 @@ class Accelerator(Operations):
         config: AcceleratorConfig | None = None,
     ) -> None:  # fmt: skip
         self.config = config or AcceleratorConfig()
-        if type(device) is not int or device < 0:
-            raise ConfigError(
-                f"device must be the number of one device, 0 for the first; got {clipped(device)}. For several GPUs "
-                "give config=AcceleratorConfig(devices=2), or devices='all'"
-            )
         chosen = fallback if self.config.fallback is None else self.config.fallback
         self._policy = settings().fallback if chosen is True else _policy(chosen)
         self._metrics = OperationMetrics(METHODS)

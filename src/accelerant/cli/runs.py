@@ -25,7 +25,7 @@ accelerant runs runs/a runs/b
 accelerant runs runs/a runs/b --report compared.html
 accelerant runs runs/a --export ./my-model"""
 
-_MOST = 6  # colours of a chart
+_MOST = 6  # colors of a chart
 _FIGURES = {
     "steps": "steps done", "tokens": "tokens", "seconds": "time, s", "train_loss": "training loss, nats a token",
     "validation_loss": "held-out loss, nats a token", "validation_nats_per_byte": "held-out loss, nats a byte",
