@@ -6,10 +6,10 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow mutants lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
+.PHONY: run test test-slow lowest newest mutants lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
 
 help:            ## what each target does
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z -]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 run: $(VENV)/.installed          ## install if needed, then train the tiny GPT
 	$(BIN)/accelerant train --preset tiny $(ARGS)
@@ -49,6 +49,19 @@ coverage: $(VENV)/.installed-dev   ## the fast tests once more, with the share o
 
 test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 	$(PYTEST) -m "slow and not soak" $(ARGS)
+
+# Of the command line, the service, patch, and each op, field and mechanism: what another version of a dependency breaks.
+VERSION_TESTS := $(addprefix tests/, test_accelerator.py runtime/test_registry.py \
+	cli/test_app.py cli/test_output.py cli/test_data_command.py cli/test_sample_command.py cli/test_privacy_command.py \
+	service/test_service_app.py service/test_service_settings.py service/test_api_keys.py service/test_served_operations.py \
+	nn/test_patch.py nn/test_patch_families.py nn/test_patch_attention.py nn/test_hugging_face.py nn/test_layers.py \
+	ops/test_contract.py::test_own_kernels_run_forward_and_backward ops/test_contract.py::test_implementations_agree \
+	ops/test_contract.py::test_compiles_to_one_graph algebra/field/test_llvm_fields.py zk/test_ntt.py \
+	privacy/dp/noise/test_mechanisms.py privacy/dp/training/test_private.py privacy/mpc/test_shamir.py privacy/he/test_bfv.py)
+
+lowest newest: $(VENV)/.installed-dev  ## a sample of the tests with the lowest, or the newest, versions of the dependencies
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	$$(scripts/environment $@ $(abspath $(BIN))/python)/bin/python -m pytest -p no:cacheprovider -m "not slow" $(VERSION_TESTS) $(ARGS)
 
 docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

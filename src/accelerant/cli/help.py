@@ -64,15 +64,15 @@ class HelpCommand(_Page, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
         given, *_ = self.make_parser(ctx).parse_args(list(args))  # converted, an empty path is "."
+        for param, kind, _, info in _declared(self, ctx):
+            if kind is float and info.min is not None and str(given.get(param.name)).lower().endswith("nan"):
+                raise typer.BadParameter("nan is no number", ctx=ctx, param=param)
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx):
             values = given.get(param.name)
             if "" in (values if isinstance(values, (list, tuple)) else [values]) and param.name not in _MAY_BE_EMPTY:
                 name = _argument(param).rstrip(".") if param.param_type_name == "argument" else param.opts[0]
                 raise ConfigError(f"{name} must not be empty")
-        for param, _, _, info in _declared(self, ctx):
-            if getattr(info, "min", None) is not None and (value := ctx.params[param.name]) != value:
-                raise typer.BadParameter("nan is no number", ctx=ctx, param=param)
         return rest
 
 

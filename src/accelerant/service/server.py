@@ -44,6 +44,8 @@ class _Server(uvicorn.Server):
         log.addFilter(self._is_not_failure)
         try:
             await super().startup(sockets)
+        except SystemExit:  # of uvicorn from 0.50 on; `run` raises the reason
+            self.should_exit = True
         finally:
             log.removeFilter(self._is_not_failure)
 
