@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import tomllib
@@ -11,20 +12,22 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+def script(name, folder="scripts"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 licenses, lock, check_wheel = script("licenses"), script("lock"), script("check_wheel")
+hatch_build = script("hatch_build", ".")
 
 
 def test_every_dependency_has_an_allowed_license(capsys):
@@ -122,3 +125,29 @@ def test_a_wheel_that_lacks_a_file_or_has_another_is_refused(monkeypatch, tmp_pa
     check_wheel.check_contents(written("accelerant/a.py", "accelerant/ops/k.cu"))
     with pytest.raises(SystemExit, match=r"lacks \['accelerant/ops/k\.cu'\], and should not have \['tests/b\.py'\]"):
         check_wheel.check_contents(written("accelerant/a.py", "tests/b.py"))
+
+
+@pytest.mark.parametrize("url", [None, "https://example.org/a/b"])
+def test_an_index_shows_no_link_between_files(url):
+    """It has none of the repository's files, and shows README.md at another address."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = hatch_build.description(text, url, "0123abc")
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(shown)
+    targets = re.findall(r'(?:href|src|srcset)="([^"]*)"', html)
+    assert all(target.startswith("https://") for target in targets), targets
+    if url:
+        assert {f"{url}/blob/0123abc/{path}" for path in ("docs/ops.md", "README.md#install")} <= set(targets)
+        assert f"{url}/raw/0123abc/docs/pictures/chart-wide-light.svg" in targets
+    blocks = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert blocks.findall(shown) == blocks.findall(text)
+    assert "docs/ops.md" in shown
+
+
+def test_the_urls_are_those_of_the_repository_that_is_built(monkeypatch):
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    assert hatch_build.repository() is None
+    monkeypatch.setenv("GITHUB_REPOSITORY", "a/b")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example.org")
+    assert (
+        hatch_build.urls(hatch_build.repository())["Changelog"] == "https://git.example.org/a/b/blob/HEAD/CHANGELOG.md"
+    )

@@ -156,7 +156,10 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--preset", "huge"], "unknown preset 'huge'; known are tiny, small, gpt2"),
         (["--data", "absent.txt"], "no file or folder '.*absent.txt'"),
         (["--data", "empty.txt"], "no text in .*empty.txt"),
-        (["--data", "short.txt"], r"not enough data: the training part has \d+ tokens, one window needs 65"),
+        (
+            ["--data", "short.txt"],
+            r"not enough data: the text has \d+ tokens, one window for training .* need 130; give",
+        ),
         (["--data", "stdlib", "text.txt"], "stdlib or paths, not both"),
         (["absent.txt"], "no file or folder '.*absent.txt'"),
         (["stdlib", "text.txt"], "stdlib or paths, not both"),
@@ -197,7 +200,10 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--context", "-1"], "context must be above 0, got -1"),
         (["--layers", "99999"], "layers must be at most 4096, got 99999"),
         (["--layers", "4000", "--width", "400000"], r"a model of .* parameters takes .* GiB .* are free: give fewer"),
-        (["--context", "100000", "text.txt"], "not enough data: the training part has .* one window needs 100001"),
+        (
+            ["--context", "100000", "text.txt"],
+            "not enough data: the text has .* tokens, one window for training .* need 200,002; give",
+        ),
         (["--preset", "rnn", "--heads", "2"], "--heads is for a GPT, and rnn is a recurrent model: leave it out"),
         (["--init-from", "x", "--layers", "2"], "--init-from gives the model its shape: leave out --layers"),
         (["--resume", "absent", "--width", "64"], "leave out --width"),

@@ -119,6 +119,95 @@ def test_tensors_of_opencl_are_passed_as_they_are(debug):
         assert y[0].item() == 3
 
 
+ADD = """ACL_KERNEL void add(
+    ACL_GLOBAL const float *x, ACL_GLOBAL float *y, i64 x_stride0, i64 x_stride1, i64 y_stride0, i64 y_stride1,
+    i64 y_size0, i64 y_size1) {
+    i64 row = acl_global_id_y(), column = acl_global_id();
+    if (row < y_size0 && column < y_size1) {
+        y[row * y_stride0 + column * y_stride1] += x[row * x_stride0 + column * x_stride1] + acl_group_id_y() * 0;
+    }
+}"""
+PLACES = """ACL_DEVICE i64 row(void) { return acl_global_id_y(); }
+ACL_KERNEL void places(ACL_GLOBAL i64 *y, i64 width) {
+    ACL_LOCAL i32 shared[64];
+    shared[acl_local_id_y() * acl_local_size() + acl_local_id()] = acl_local_size_y();
+    acl_barrier();
+    y[row() * width + acl_global_id()] = row() * 1000 + acl_group_id_y() * 100 + acl_local_id_y() * 10 + shared[0];
+}"""
+EVERYWHERE = ["cpu", "opencl", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_two_axes_and_arrays_of_any_strides(backend, make):
+    """The sizes and strides are the arrays', and the grid is the shape of what is written."""
+    require_backend(backend)
+    add, wide = acl.kernel(ADD, device=backend), np.arange(8 * 10, dtype=np.float32).reshape(8, 10)
+    for x in (
+        wide[:4, :5],
+        np.asfortranarray(wide[:4, :5]),
+        wide[::2, ::2],
+        wide.T[3:7, 2:7],
+        np.broadcast_to(wide[0, :5], (4, 5)),
+    ):
+        for y in (np.ones((4, 5), np.float32), np.ones((5, 4), np.float32).T, np.ones((9, 12), np.float32)[1::2, 2:7]):
+            whole, wanted = y.base, y + x
+            before = None if whole is None else whole.sum() - y.sum()
+            add(make(x), make(y))
+            np.testing.assert_array_equal(y, wanted)
+            assert whole is None or whole.sum() - y.sum() == before  # nothing beside it was written
+    y = np.zeros((4, 5), np.float32)
+    add((2, 2), (3, 2), wide[:4, :5], y)
+    np.testing.assert_array_equal(y, wide[:4, :5])
+    add(wide[:0, :5], np.zeros((0, 5), np.float32))
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_indices_of_two_axes(backend):
+    require_backend(backend)
+    y = np.zeros((6, 8), np.int64)
+    acl.kernel(PLACES, device=backend)((2, 3), (4, 2), y, 8)
+    rows = np.arange(6)[:, None]
+    np.testing.assert_array_equal(y, rows * 1000 + rows // 2 * 100 + rows % 2 * 10 + 2 + 0 * y)
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_grid_from_the_shape(backend):
+    require_backend(backend)
+    saxpy = acl.kernel(SAXPY, device=backend)
+    for shape in ((1000,), (3, 5, 7), (1,)):
+        x, y = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+        saxpy(2.0, x, y, x.size)
+        assert (y == 2).all()
+    y = np.zeros(1000, np.float32)
+    saxpy(2.0, np.ones(1000, np.float32), y, 1000, shape=10)
+    assert y[:10].sum() == 20
+    for arguments, options, match in (
+        ((2.0, y, y), {}, "takes 4 arguments, got 1 after the grid and the block, or 3 without"),
+        ((1, 1, 2.0, y, y, 1), {"shape": 3}, "not both"),
+        ((2.0, y, y, 1), {"shape": -1}, "shape must be numbers of at least 0, got -1"),
+        ((2.0, y, y, 1), {"shape": "x"}, "shape must be"),
+    ):
+        with pytest.raises(LaunchError, match=match):
+            saxpy(*arguments, **options)
+    with pytest.raises(LaunchError, match=r"x_stride1 wants 2 dimensions, got 1"):
+        acl.kernel(ADD, device=backend)(y, np.zeros((2, 2), np.float32))
+    with pytest.raises(LaunchError, match=r"pass a copy, or let the kernel take i64 x_stride0 to x_stride1"):
+        saxpy(2.0, np.ones((4, 4), np.float32).T[:2], y, 1)
+    with pytest.raises(LaunchError, match="has no array: give the grid"):
+        acl.kernel("ACL_KERNEL void none(i32 n) { (void)n; }", device=backend)(3)
+
+
+def test_arrays_backwards_on_the_cpu():
+    x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.zeros((3, 4), np.float32)
+    acl.kernel(ADD, device="cpu")(x[::-1, ::-1], y)
+    np.testing.assert_array_equal(y, x[::-1, ::-1])
+    with override(debug=True), pytest.raises(LaunchError, match="no strides below 0"):
+        acl.kernel(ADD, device="cpu")(x[::-1], y)
+    with override(debug=True):
+        acl.kernel(ADD, device="cpu")(x.T, np.zeros((4, 3), np.float32))
+
+
 def test_cupy_arrays_are_passed_in_their_stream():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     with cupy.cuda.Stream(non_blocking=True):

@@ -199,6 +199,39 @@ def test_errors_of_the_socket_and_the_disk_end_no_task_of_a_server(running, monk
     asyncio.run(main())
 
 
+def test_an_outage_of_the_store_is_a_line_and_its_end_another(running, monkeypatch, caplog):
+    async def main():
+        async with running() as service:
+            await ended(service, await service.submit(request("work")))
+            caplog.clear()
+            away = asyncio.Event()
+            away.set()
+            calls = []
+            for name in ("claim", "renew", "counts", "get", "prune", "states"):
+                whole = getattr(service.store, name)
+
+                def fail(*arguments, whole=whole, **named):
+                    calls.append(whole)
+                    if away.is_set():
+                        raise ConnectionRefusedError(111, "Connection refused")
+                    return whole(*arguments, **named)
+
+                monkeypatch.setattr(service.store, name, fail)
+            while len(calls) < 8:
+                with pytest.raises(StoreUnavailable):
+                    await service.get("a", None)
+                await asyncio.sleep(0.2)
+            away.clear()
+            await ended(service, await service.submit(request("work")))
+
+    with caplog.at_level("INFO", "accelerant.service"):
+        asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if "the job store" in record.getMessage()]
+    assert len(lines) == 2, lines
+    assert "Connection refused" in lines[0]
+    assert "works again, after" in lines[1]
+
+
 def test_a_full_disk_refuses_a_job_and_leaves_nothing(running, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")

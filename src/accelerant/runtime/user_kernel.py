@@ -2,6 +2,7 @@
 
     saxpy = acl.kernel("saxpy.cu", "saxpy")
     saxpy(blocks, threads, 2.0, x, y, n)
+    saxpy(2.0, x, y, n)                     a thread for each element of y
 
 Arrays on a device are passed as they are; arrays of the host are copied to the device and, where the kernel may write
 them, back. Portable C runs on the CPU without copies.
@@ -14,8 +15,10 @@ import functools
 import importlib
 import itertools
 import logging
+import math
 import operator
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.bounds import REPORT_BYTES, checked_source, raise_if_out_of_bounds
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
-from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of
+from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of, without_comments
 from accelerant.runtime.files import read_regular
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.ledger import OpRecord
@@ -45,6 +48,12 @@ _DTYPES = {
     **{f"{sign}{bits}": f"{'u' * (sign == 'u')}int{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},
 }  # fmt: skip
 """Element type of a pointer -> dtype of its array."""
+
+_SECOND_AXIS = {
+    "portable": r"\bacl_(?:(?:global|group|local)_id|local_size)_y\b", "cuda": r"\b(?:threadIdx|blockIdx)\s*\.\s*y\b",
+    "opencl": r"\bget_(?:global|group|local)_id\s*\(\s*1\s*\)",
+}  # fmt: skip
+"""Dialect -> what reads the second index of a thread."""
 
 _LANGUAGES = {"cuda": "CUDA C++", "opencl": "OpenCL C", "portable": "portable C"}
 _log = logging.getLogger("accelerant")
@@ -108,6 +117,7 @@ class _Array:
         result: the tensor of one that the kernel may write; JAX gets it as a new array.
         stream: of CuPy, on which the array is valid.
         buffer: the memory of a tensor of `acl.to`, which has no address.
+        shape, strides: in elements; `packed`: contiguous, in C order.
     """
 
     pointer: int
@@ -117,19 +127,46 @@ class _Array:
     result: Any = None
     stream: int | None = None
     buffer: Buffer | None = None
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    packed: bool = True
 
     def data_ptr(self) -> int:
         return self.pointer
 
     def host_bytes(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an array of the host, which shares them."""
+        """Return the bytes of an array of the host, which shares them if it is packed."""
         if isinstance(self.owner, np.ndarray):
-            return self.owner.reshape(-1).view(np.uint8)
+            return np.ascontiguousarray(self.owner).reshape(-1).view(np.uint8)
         import torch
 
-        tensor: torch.Tensor = self.owner[1]
-        shared: npt.NDArray[np.uint8] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+        tensor: torch.Tensor = self.owner[1].detach()
+        if not self.packed:
+            tensor = tensor.contiguous()
+        shared: npt.NDArray[np.uint8] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         return shared
+
+    def write(self, content: npt.NDArray[np.uint8]) -> None:
+        """Write the bytes of a packed copy into an array of the host."""
+        if self.packed:
+            self.host_bytes()[:] = content
+            return
+        import torch
+
+        host = self.owner if isinstance(self.owner, np.ndarray) else None
+        if host is not None:
+            host[...] = content.view(host.dtype).reshape(host.shape)
+        else:
+            given: torch.Tensor = self.owner[1]
+            given.detach().copy_(torch.from_numpy(content).view(given.dtype).view(given.shape))
+
+    def measure(self, name: str, dim: int, staged: bool) -> int | None:
+        """Return the size or the stride of a dimension, of the packed copy if `staged`; None without the dimension."""
+        if dim >= len(self.shape):
+            return None
+        if name == "size":
+            return self.shape[dim]
+        return int(np.prod(self.shape[dim + 1 :], dtype=np.int64)) if staged else self.strides[dim]
 
 
 class UserKernel:
@@ -158,20 +195,36 @@ class UserKernel:
             if lanes in ("2", "4", "8", "16")
         }
         """Position of a pointer to vectors -> the bytes that its address must be a multiple of."""
+        pointers = {each.name: i for i, each in enumerate(parameters) if each.kind.startswith("*")}
+        self._measures: dict[int, tuple[int, str, int]] = {}
+        """Position of a number that is a measure of an array -> the array's position, "size" or "stride", dimension."""
+        for i, each in enumerate(parameters):
+            found = re.fullmatch(r"(\w+)_(size|stride)([0-9])", each.name)
+            if found and found[1] in pointers and each.kind in ("i32", "u32", "i64", "u64"):
+                self._measures[i] = (pointers[found[1]], found[2], int(found[3]))
+        self._strided = {array for array, name, _ in self._measures.values() if name == "stride"}
+        self._given = len(parameters) - len(self._measures)
+        text = without_comments(str(source.dialects[dialect]))
+        self._by_rows = re.search(_SECOND_AXIS[dialect], text) is not None
+        limit = re.search(r"(?:ACL_BLOCK|__launch_bounds__)\s*\(\s*(\d+)", text)
+        self._most_threads = min(int(limit[1]), 1024) if limit else 1024
         self._kernels: dict[tuple[str, bool], tuple[ComputeDevice, ComputeProvider, Kernel]] = {}
 
     def __repr__(self) -> str:
         listed = ", ".join(f"{each.name}: {'const ' * each.constant}{each.kind}" for each in self.parameters)
         return f"<kernel {self.name}({listed}) in {_LANGUAGES[self.dialect]}>"
 
-    def __call__(self, grid: int | Sequence[int], block: int | Sequence[int], *args: Any) -> Any:
+    def __call__(self, *args: Any, shape: int | Sequence[int] | None = None) -> Any:
         """Launch on the arguments; does not wait, except for copies to arrays of the host.
 
         Args:
-            grid: blocks, one to three numbers.
-            block: threads a block, one to three numbers.
-            args: an array for each pointer, contiguous and of its dtype (NumPy, torch, CuPy, JAX, or DLPack), and a
-                number for each other argument. All arrays on devices are on one device.
+            args: the grid and the block, each of one to three numbers, first; or neither. Then an array for each
+                pointer, of its dtype (NumPy, torch, CuPy, JAX, or DLPack), and a number for each other argument. All
+                arrays on devices are on one device. Arguments named after a pointer x, `x_size0`, `x_stride1`, are not
+                given: they are the sizes and strides of its array, in elements. An array without such strides is
+                contiguous.
+            shape: of the threads, at least, where no grid is given: rows and columns if the kernel has two axes, else
+                elements. By default that of the first array that the kernel writes.
 
         Returns:
             None; for each JAX array that the kernel writes a new array (one, or a tuple), since JAX's do not change.
@@ -184,16 +237,45 @@ class UserKernel:
             BoundsError, DivergenceError: an access out of bounds, or a NaN that was not there before; checked under the
                 setting `debug`, which waits for the kernel.
         """
-        if len(args) != len(self.parameters):
-            raise LaunchError(f"{repr(self)[1:-1]} takes {len(self.parameters)} arguments, got {len(args)}")
-        sizes, threads = self._sizes("grid", grid), self._sizes("block", block)
+        with_grid = len(args) == self._given + 2
+        if not with_grid and len(args) != self._given:
+            filled = f" and fills in {len(self._measures)}" if self._measures else ""
+            raise LaunchError(
+                f"{repr(self)[1:-1]} takes {self._given} arguments{filled}, got {max(0, len(args) - 2)} after the grid "
+                f"and the block, or {len(args)} without"
+            )
+        if with_grid:
+            sizes, threads = self._sizes("grid", args[0]), self._sizes("block", args[1])
+            if shape is not None:
+                raise LaunchError(f"kernel {self.name!r}: give the grid and the block, or shape=, not both")
+        left = iter(args[2:] if with_grid else args)
         values = [
-            self._array(i, each, arg) if each.kind.startswith("*") else self._number(i, each, arg)
-            for i, (each, arg) in enumerate(zip(self.parameters, args, strict=True))
+            None
+            if i in self._measures
+            else self._array(i, each, next(left))
+            if each.kind.startswith("*")
+            else self._number(i, each, next(left))
+            for i, each in enumerate(self.parameters)
         ]
         arrays = [value for value in values if isinstance(value, _Array)]
         debug = settings().debug
-        device, provider, compiled = self._on(self._device_of(arrays), debug)
+        chosen = self._device_of(arrays)
+        for i, (position, name, dim) in self._measures.items():
+            array = values[position]
+            assert isinstance(array, _Array)  # for the type checker: the position is a pointer's
+            measure = array.measure(name, dim, chosen.backend != "cpu" and not array.device)
+            if measure is None:
+                raise self._refused(
+                    position, f"{self.parameters[i].name} wants {dim + 1} dimensions, got {len(array.shape)}"
+                )
+            if debug and measure < 0:
+                raise self._refused(position, "the setting debug checks no strides below 0; pass a copy")
+            values[i] = self._number(i, self.parameters[i], measure)
+        if not with_grid:
+            sizes, threads = self._grid(values, shape, chosen.backend)
+        if 0 in sizes:
+            return self._finish(values, {}, registry.create(chosen.backend))
+        device, provider, compiled = self._on(chosen, debug)
         stream = self._stream(arrays)
         staged: dict[tuple[int, int], Buffer] = {}
         if device.backend != "cpu":
@@ -268,6 +350,35 @@ class UserKernel:
             f"kernel {self.name!r}: {name} must be one to three numbers of at least 1, got {given!r}"
         ) from None
 
+    def _grid(
+        self, values: Sequence[Any], shape: int | Sequence[int] | None, backend: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the grid and the block of a launch over a shape, by default that of the array that is written."""
+        if shape is None:
+            pairs = [
+                (each, value) for each, value in zip(self.parameters, values, strict=True) if isinstance(value, _Array)
+            ]
+            if not pairs:
+                raise LaunchError(f"kernel {self.name!r} has no array: give the grid and the block, or shape=")
+            extents = next((value.shape for each, value in pairs if not each.constant), pairs[0][1].shape)
+        else:
+            try:
+                extents = (
+                    (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
+                )
+            except TypeError:
+                extents = (-1,)
+            if min(extents, default=0) < 0:
+                raise LaunchError(f"kernel {self.name!r}: shape must be numbers of at least 0, got {shape!r}")
+        rows, columns = 1, math.prod(extents)
+        if self._by_rows and extents:
+            rows, columns = math.prod(extents[:-1]), extents[-1]
+        most = self._most_threads if backend == "cpu" else min(self._most_threads, 256)
+        wide = most if backend == "cpu" or not self._by_rows else min(most, 32)
+        wide = max(1, min(wide, columns))
+        high = max(1, min(most // wide, rows)) if self._by_rows else 1
+        return (-(-columns // wide), -(-rows // high)), (wide, high)
+
     def _number(self, position: int, parameter: Parameter, arg: object) -> int | float:
         kind = parameter.kind
         try:
@@ -295,14 +406,27 @@ class UserKernel:
                 native = arg.dtype.isnative and arg.flags.aligned
                 dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
                 self._check_dtype(position, "object" if arg.dtype.hasobject else dtype)
-            self._check_layout(position, arg.flags.c_contiguous, arg.shape)
-            return _Array(arg.ctypes.data, arg.nbytes, arg)
+            packed = self._check_layout(position, arg.flags.c_contiguous, arg.shape)
+            steps = tuple(step // arg.itemsize for step in arg.strides)
+            return _Array(
+                arg.ctypes.data,
+                _span(arg.shape, steps, arg.itemsize),
+                arg,
+                shape=arg.shape,
+                strides=steps,
+                packed=packed,
+            )
         library = type(arg).__module__.partition(".")[0]
         if library == "cupy":
             self._check_dtype(position, arg.dtype.name)
-            self._check_layout(position, arg.flags.c_contiguous, arg.shape)
+            packed = self._check_layout(position, arg.flags.c_contiguous, arg.shape)
+            steps = tuple(step // arg.itemsize for step in arg.strides)
+            size_bytes = _span(arg.shape, steps, arg.itemsize)
             stream = sys.modules["cupy"].cuda.get_current_stream().ptr
-            return _Array(arg.data.ptr, arg.nbytes, arg, device=f"cuda:{arg.device.id}", stream=stream)
+            return _Array(
+                arg.data.ptr, size_bytes, arg, f"cuda:{arg.device.id}", stream=stream, shape=arg.shape, strides=steps,
+                packed=packed,
+            )  # fmt: skip
         tensor = arg
         if torch is None or not isinstance(arg, torch.Tensor):
             if not hasattr(arg, "__dlpack__"):
@@ -314,7 +438,8 @@ class UserKernel:
             except (AttributeError, TypeError, ValueError, BufferError, RuntimeError) as error:
                 raise UnsupportedDtype(f"{self._where(position)}: cannot take this array: {error}") from None
         self._check_dtype(position, _name_of(tensor.dtype))
-        self._check_layout(position, tensor.layout == torch.strided and tensor.is_contiguous(), tensor.shape)
+        dense = tensor.layout == torch.strided
+        packed = self._check_layout(position, dense and tensor.is_contiguous(), tensor.shape, dense)
         if written and tensor.requires_grad and torch.is_grad_enabled():
             raise self._refused(position, "the kernel may write it, and it requires a gradient; pass x.detach()")
         if tensor.is_meta:
@@ -325,9 +450,17 @@ class UserKernel:
             if tensor.storage_offset():
                 raise self._refused(position, "a view that begins within another tensor; pass a copy: x.clone()")
             owner, result = (arg, tensor), tensor if written else None
-            return _Array(0, tensor.nbytes, owner, tensor.place.label, result, buffer=tensor.buffer)
+            shape, steps = tuple(tensor.shape), tensor.stride()
+            return _Array(
+                0, tensor.nbytes, owner, tensor.place.label, result, buffer=tensor.buffer, shape=shape, strides=steps,
+                packed=packed,
+            )  # fmt: skip
         label = "" if tensor.is_cpu else _label_of(tensor.device)
-        return _Array(tensor.data_ptr(), tensor.nbytes, (arg, tensor), label, tensor if written else None)
+        shape, steps = tuple(tensor.shape), tensor.stride()
+        size_bytes, result = _span(shape, steps, tensor.itemsize), tensor if written else None
+        return _Array(
+            tensor.data_ptr(), size_bytes, (arg, tensor), label, result, shape=shape, strides=steps, packed=packed
+        )
 
     def _refused(self, position: int, reason: str) -> LaunchError:
         return LaunchError(f"{self._where(position)}: {reason}")
@@ -338,10 +471,15 @@ class UserKernel:
             shown = "numbers" if wanted == "void" else wanted
             raise UnsupportedDtype(f"{self._where(position)}: wanted an array of {shown}, got {dtype}")
 
-    def _check_layout(self, position: int, contiguous: bool, shape: Sequence[int]) -> None:
-        if not contiguous:
-            shown = tuple(shape)
-            raise self._refused(position, f"wanted a contiguous array, in C order; one of shape {shown} is not")
+    def _check_layout(self, position: int, contiguous: bool, shape: Sequence[int], dense: bool = True) -> bool:
+        """Return whether an array is contiguous; refuse one that is not, but for a kernel that takes its strides."""
+        if not contiguous and not (dense and position in self._strided):
+            name, last = self.parameters[position].name, max(0, len(shape) - 1)
+            raise self._refused(
+                position, f"wanted a contiguous array, in C order; one of shape {tuple(shape)} is not: pass a copy, or "
+                f"let the kernel take i64 {name}_stride0" + f" to {name}_stride{last}" * (last > 0)
+            )  # fmt: skip
+        return contiguous
 
     def _check_alignment(self, passed: Sequence[Any]) -> None:
         """Refuse addresses that the loads of vectors (float4) do not take."""
@@ -428,8 +566,7 @@ class UserKernel:
                 continue
             buffer = staged.get((value.pointer, value.size_bytes))
             if buffer is not None and not value.device:
-                host = value.host_bytes()
-                host[:] = provider.copy_to_host(buffer, np.uint8, host.shape)
+                value.write(provider.copy_to_host(buffer, np.uint8, (buffer.size_bytes,)))
             if value.result is not None:
                 given = value.owner[0]
                 if given is value.result:
@@ -440,6 +577,13 @@ class UserKernel:
                 elif type(given).__module__.partition(".")[0] in _IMMUTABLE:
                     results.append(sys.modules["jax"].dlpack.from_dlpack(value.result))
         return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from the first element of an array to the end of its last one in memory."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * max(0, step) for size, step in zip(shape, strides, strict=True))) * itemsize
 
 
 def _tensor_of(array: _Array) -> Any:

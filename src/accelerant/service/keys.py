@@ -92,7 +92,7 @@ class KeyStore:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._keys: dict[str, Key] = {}
-        self._present = False
+        self._present = self._failing = False
         self._stamp: tuple[int, int, int] | None = None
         self._looked = -1.0
         self._buckets: dict[str, tuple[float, float]] = {}
@@ -184,7 +184,13 @@ class KeyStore:
             try:
                 self._read()
             except (FormatError, OSError) as error:
-                _LOG.error("API keys are not read again: %s", error)
+                if not self._failing:  # it is looked at each second
+                    _LOG.error("API keys are not read again: %s", error)
+                self._failing = True
+            else:
+                if self._failing:
+                    _LOG.info("API keys are read again from %s", self.path)
+                self._failing = False
 
     def _read(self) -> None:
         """Read the file if it has changed; FormatError or OSError if that fails."""

@@ -706,7 +706,7 @@ FUSED_REMAINDERS(double, fused_mod_d, fused_mod_d_floor, FUSED_WIDE)
 # Compares NumPy's arrays of a call with those of a plan, and computes. `p` is the plan (host.py): a tuple's head and
 # length, the table, ... PyArrayObject is part of NumPy's public interface: data, nd, dimensions, strides, base, descr.
 _C_CALL = """\
-__attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i32, i32, void *);
+__attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i64, i32, i32, i32, void *);
 __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *args, const char *out) {
     const i64 head = p[0], arrays = p[4], constants = p[5], pointers = p[6];
     i64 *t = (i64 *)p[3], data[16];
@@ -726,7 +726,7 @@ __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *
         if (items[p[0]] != p[1]) return 1;
     for (i64 i = 0; i < pointers; i++, p += 2) t[i] = data[p[0]] + p[1];
     t[pointers] = *(const i64 *)(out + head);
-    return acl_run_fused(0, 1, 1, 1, 1, t);
+    return acl_run_fused(0, 1, 1, 1, 1, 1, 1, t);
 }
 """
 

@@ -26,12 +26,13 @@ from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
 from accelerant.nn._patch.plain import (
     ModulePlan,
-    by_torch,
+    else_class,
     gelu_forward,
     is_small,
     keeps_dtype,
     layer_norm_forward,
     leaves,
+    linear_gelu,
     silu_forward,
 )
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
@@ -54,6 +55,7 @@ _HALF_TABLES = "_accelerant_half_tables"
 # --- norms ----------------------------------------------------------------------------------
 
 
+@else_class
 def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run a layer norm without a bias (Cohere)."""
     if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
@@ -61,6 +63,7 @@ def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
+@else_class
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the RMSNorm of Llama, T5 and most others."""
     if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
@@ -68,6 +71,7 @@ def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
+@else_class
 def offset_rms_norm_forward(self: Any, x: Tensor) -> Any:
     """Run the RMSNorm of Gemma, which scales by 1 + weight, in float32 for low-precision weights."""
     if leaves(x, composed=True) or not keeps_dtype(x, self.weight):
@@ -105,11 +109,15 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
     """Return activation(layer(x)), by one op unless the modules have to be called."""
     options = getattr(module, MARK).options
-    if not by_torch(x) and is_bare(activation, options["activation"], gelu_forward):
+    if is_bare(activation, options["activation"], gelu_forward):
+        weight = None
         if is_bare(layer, nn.Linear):
-            return ops.linear_gelu(x, layer.weight, layer.bias, options["approximate"])
-        if is_bare(layer, Conv1D):  # its weight is stored as (in, out)
-            return ops.linear_gelu(x, layer.weight.t(), layer.bias, options["approximate"])
+            weight = layer.weight
+        elif is_bare(layer, Conv1D):  # its weight is stored as (in, out)
+            weight = layer.weight.t()
+        y = None if weight is None else linear_gelu(x, weight, layer.bias, options["approximate"])
+        if y is not None:
+            return y
     return activation(layer(x))
 
 

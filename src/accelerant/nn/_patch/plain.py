@@ -7,6 +7,7 @@ another class. Each forward falls back to its class's own for arguments that our
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn._patch.record import MARK, Forward, has_hooks, is_bare
 from accelerant.ops._library import autocast_dtype
+from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
 __all__ = [
-    "EXPORT_REASON", "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "by_torch", "embedding_forward",
-    "gelu_forward", "is_exported", "is_small",
-    "keeps_dtype", "layer_norm_forward", "leaves", "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu",
-    "silu_forward",
+    "EXPORT_REASON", "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "else_class", "embedding_forward",
+    "gelu_forward", "is_exported", "is_small", "keeps_dtype", "layer_norm_forward", "leaves", "linear_gelu",
+    "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu", "silu_forward",
 ]  # fmt: skip
 
 
@@ -118,11 +120,6 @@ def is_small(x: Tensor, width: int = 1) -> bool:
     return x.is_cuda and x.numel() * width < SMALL and not captures_ahead()
 
 
-def by_torch(x: Tensor) -> bool:
-    """Return whether torch's functions serve a linear layer with its GELU, which torch.compile leaves to our op."""
-    return not isinstance(x, Tensor) or is_exported() or is_small(x)  # a Proxy of torch.fx, or several inputs
-
-
 def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
     """Return whether a module leaves its input to its class: a small one, or torch.compile's, which fuses the layer.
 
@@ -136,6 +133,38 @@ def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
 # --- forward methods -------------------------------------------------------------------------------------------------
 
 
+def else_class(forward: Forward) -> Forward:
+    """Return a forward that runs its class's own for arguments that our op refuses, such as other dtypes.
+
+    The class's own may refuse them too, with torch's error; otherwise the ledger counts a fallback with our reason.
+    """
+
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(self, *args, **kwargs)
+        except (ConfigError, ShapeError, UnsupportedDtype) as error:
+            refused = error
+        result = type(self).forward(self, *args, **kwargs)
+        if isinstance(refused, ConfigError):  # an implementation was forced that does not serve the case
+            raise refused
+        ledger().fallback(FallbackRecord("patch", type(self).__name__, "accelerant", "torch", str(refused)))
+        return result
+
+    return run
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor | None:
+    """Return ops.linear_gelu; None for arguments that it refuses, or that torch's functions serve."""
+    if not isinstance(x, Tensor) or is_exported() or is_small(x):  # a Proxy of torch.fx, or several inputs
+        return None
+    try:
+        return ops.linear_gelu(x, weight, bias, approximate)
+    except (ShapeError, UnsupportedDtype) as error:
+        ledger().fallback(FallbackRecord("patch", "linear_gelu", "accelerant", "torch", str(error)))
+        return None
+
+
 def keeps_dtype(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch's norm returns the dtype of x, as ours does: equal dtypes, no low-precision autocast."""
     return x.dtype is weight.dtype and _is_wide(x)
@@ -146,6 +175,7 @@ def _is_wide(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64) or autocast_dtype(x.device.type) is None
 
 
+@else_class
 def layer_norm_forward(self: Any, input: Tensor) -> Any:
     """Run nn.LayerNorm."""
     if leaves(input) or not keeps_dtype(input, self.weight):
@@ -153,20 +183,23 @@ def layer_norm_forward(self: Any, input: Tensor) -> Any:
     return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
 
 
+@else_class
 def _rms_norm_forward(self: Any, x: Tensor) -> Any:
     if leaves(x) or not keeps_dtype(x, self.weight):
         return type(self).forward(self, x)
-    computed = torch.promote_types(x.dtype, torch.float32)  # in which torch computes, whose default this is
+    computed = torch.float32 if x.dtype.itemsize < 4 else x.dtype  # in which torch computes, whose default this is
     eps = torch.finfo(computed).eps if self.eps is None else self.eps
     return ops.rms_norm(x, self.weight, eps)
 
 
+@else_class
 def _softmax_forward(self: Any, input: Tensor) -> Any:
     if leaves(input) or not input.is_floating_point() or not _is_wide(input):
         return type(self).forward(self, input)
     return (ops.softmax if type(self) is nn.Softmax else ops.log_softmax)(input, self.dim)
 
 
+@else_class
 def gelu_forward(self: Any, input: Tensor) -> Any:
     """Run a GELU module; the mark holds its approximation."""
     if leaves(input):
@@ -174,6 +207,7 @@ def gelu_forward(self: Any, input: Tensor) -> Any:
     return ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
 
 
+@else_class
 def silu_forward(self: Any, input: Tensor) -> Any:
     """Run nn.SiLU or the SiLU module of transformers."""
     if leaves(input):
@@ -181,6 +215,7 @@ def silu_forward(self: Any, input: Tensor) -> Any:
     return ops.silu(input)
 
 
+@else_class
 def embedding_forward(self: Any, input: Tensor) -> Any:
     """Run nn.Embedding."""
     if leaves(input, self.embedding_dim):
@@ -188,12 +223,14 @@ def embedding_forward(self: Any, input: Tensor) -> Any:
     return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
+@else_class
 def _dropout_forward(self: Any, input: Tensor) -> Any:
     if leaves(input):
         return type(self).forward(self, input)
     return ops.dropout(input, self.p, self.training)
 
 
+@else_class
 def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
     if leaves(input) or target.dtype != torch.int64 or input.dim() > 2 or target.shape != input.shape[:-1]:
         return type(self).forward(self, input, target)
@@ -201,6 +238,7 @@ def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
     return ops.cross_entropy(input, target, reduction=self.reduction, **options)
 
 
+@else_class
 def _pair_loss_forward(self: Any, input: Tensor, target: Tensor) -> Any:
     """Run MSELoss, L1Loss, BCELoss or BCEWithLogitsLoss."""
     same = input.shape == target.shape and input.dtype is target.dtype and input.is_floating_point()
@@ -228,12 +266,11 @@ def _sequential_forward(self: Any, input: Any) -> Any:
     at = 0
     while at < len(layers):
         layer, after = layers[at], layers[at + 1] if at + 1 < len(layers) else None
-        if after is not None and is_bare(layer, nn.Linear) and _is_gelu(after) and not by_torch(input):
-            input = ops.linear_gelu(input, layer.weight, layer.bias, after.approximate)
-            at += 2
-        else:
-            input = layer(input)
-            at += 1
+        y = None
+        if after is not None and is_bare(layer, nn.Linear) and _is_gelu(after):
+            y = linear_gelu(input, layer.weight, layer.bias, after.approximate)
+        input = layer(input) if y is None else y
+        at += 1 if y is None else 2
     return input
 
 
@@ -276,6 +313,7 @@ def _joined(mask: Tensor | None, padding: Tensor | None, heads: tuple[int, int])
     return numbers.masked_fill(~bools, float("-inf")) if bools.dtype == torch.bool else bools + numbers
 
 
+@else_class
 def _attention_forward(
     self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
     need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
@@ -307,15 +345,10 @@ def _attention_forward(
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
     """Run linear2(activation(linear1(x))) of a transformer layer, without its last dropout."""
     act: Any = self.activation
-    exact = act is F.gelu
-    if (
-        not by_torch(x)
-        and is_bare(self.linear1, nn.Linear)
-        and (exact or (isinstance(act, nn.Module) and _is_gelu(act)))
-    ):
-        approximate = "none" if exact else act.approximate
-        h = ops.linear_gelu(x, self.linear1.weight, self.linear1.bias, approximate)
-    else:
+    exact, h = act is F.gelu, None
+    if is_bare(self.linear1, nn.Linear) and (exact or (isinstance(act, nn.Module) and _is_gelu(act))):
+        h = linear_gelu(x, self.linear1.weight, self.linear1.bias, "none" if exact else act.approximate)
+    if h is None:
         h = act(self.linear1(x))
     y: Tensor = self.linear2(self.dropout(h))
     return y

@@ -115,8 +115,11 @@ def _split(
     """
     total = sum(len(document.data) for document in documents)
     share = _HELD_OUT if total > _LITTLE else _HELD_OUT_OF_LITTLE
+    if len(documents) > 1 and total < 8 * window_bytes:  # both parts must have a window
+        documents = [Document("text", b"\n".join(document.data for document in documents))]
     size = max(2 * window_bytes, min(_LONGEST_BLOCK, int(share * total) // _BLOCKS))
-    edges = [_edges(document.data, max(1, round(len(document.data) / size)), fixed) for document in documents]
+    size = max(window_bytes, min(size, total // 4))
+    edges = [_edges(document.data, max(1, len(document.data) // size), fixed) for document in documents]
     sizes = np.concatenate([np.diff(each) for each in edges])
     chosen, order = _drawn(len(sizes), round(share * len(sizes)), seed)
     held, rest = sizes[sorted(chosen)].sum(), iter(order)
@@ -231,6 +234,12 @@ def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, f
         text = _mapped(token_files[0], tokenizer_from, run.training)
     else:
         text = _encoded(run, watcher, tokenizer_from, fixed)
+    count, window = len(text.train) + len(text.held_out), run.training.context + 1
+    if count < 2 * window:
+        raise ConfigError(
+            f"not enough data: the text has {count:,} tokens, one window for training and one that is held out need "
+            f"{2 * window:,}; give --data more text, or a smaller --context"
+        )
     require_windows(text.train, run.training.context, "training")
     require_windows(text.held_out, run.training.context, "held-out")
     return text

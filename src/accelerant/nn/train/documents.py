@@ -213,13 +213,12 @@ def _grouped(named: Sequence[tuple[str, str]]) -> str:
     return "; ".join(_groups(named, _SHOWN))
 
 
-def files_below(root: Path, skipped: list[tuple[str, str]] | None = None) -> Iterator[Path]:
+def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
     """Iterate the regular files below a folder in the order of their names; links to folders are not followed.
 
     What is left out is appended to `skipped`: hidden files and folders, installed packages, folders of runs of
     `accelerant train`, and what is no regular file.
     """
-    skipped = [] if skipped is None else skipped
 
     def skip(path: Path, reason: str) -> None:
         skipped.append((path.relative_to(root).as_posix(), reason))

@@ -15,8 +15,8 @@
 #define STACK_BYTES (((size_t)256 << 10) + 17 * 64)
 
 typedef struct {
-    long long group;
-    int local, size;
+    long long group, group_y;
+    int local, local_y, size, size_y;
 } acl_item;
 
 __thread acl_item acl_here;
@@ -72,9 +72,9 @@ static __attribute__((noinline)) void go_on(acl_block *block, int thread) {
     setcontext(&context);
 }
 
-/* Blocks [begin, end) of a grid; returns 0, or ENOMEM where nothing ran. */
+/* Blocks [begin, end) of a grid of so many columns and rows; returns 0, or ENOMEM where nothing ran. */
 int acl_run_blocks(void (*call)(void *const *), void *const *arguments, long long begin, long long end, long long grid,
-                   int width, int threads) {
+                   long long rows, int width, int height, int threads) {
     size_t size = STACK_BYTES * (size_t)threads;
     acl_block block = {.call = call, .arguments = arguments};
     block.threads = calloc((size_t)threads, sizeof(acl_thread));
@@ -83,7 +83,9 @@ int acl_run_blocks(void (*call)(void *const *), void *const *arguments, long lon
     block_of = &block;
     for (long long group = begin; group < end && !failed; group++) {
         acl_here.group = group % grid;
+        acl_here.group_y = group / grid % rows;
         acl_here.size = width;
+        acl_here.size_y = height;
         for (int t = 0; t < threads; t++) {
             block.threads[t].ended = 0;
         }
@@ -91,6 +93,7 @@ int acl_run_blocks(void (*call)(void *const *), void *const *arguments, long lon
             for (int t = 0; t < threads; t++) {
                 if (!block.threads[t].ended) {
                     acl_here.local = t % width;
+                    acl_here.local_y = t / width % height;
                     go_on(&block, t);
                     left -= block.threads[t].ended;
                 }

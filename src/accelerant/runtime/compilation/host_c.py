@@ -2,11 +2,12 @@
 
 Each entry point becomes a function
 
-    int acl_run_NAME(i64 begin, i64 end, i64 grid, i32 width, i32 threads, <arguments>)
+    int acl_run_NAME(i64 begin, i64 end, i64 grid, i64 rows, i32 width, i32 height, i32 threads, <arguments>)
 
-that runs the blocks [begin, end). Blocks do not wait for each other, so the provider gives them to several cores; the
-threads of a block run in turn. Where the text has no barrier that is a loop, which the compiler turns into vectors.
-Threads that wait at a barrier have stacks of their own (host_block.c).
+that runs the blocks [begin, end) of a grid of so many columns and rows. Blocks do not wait for each other, so the
+provider gives them to several cores; the threads of a block run in turn, row by row. Where the text has no barrier a
+row is a loop, which the compiler turns into vectors, as its threads are independent. Threads that wait at a barrier
+have stacks of their own (host_block.c).
 
 `acl_here`, the indices of the thread, is a hidden first argument of the kernel, which a macro of the kernel's name
 adds; as memory of the process it would prevent the vectors. Only where a helper function reads an index, or a barrier
@@ -55,7 +56,7 @@ _FLAGS = (
 )
 _FRAME = "-Wframe-larger-than=65536"
 """For kernels with barriers, whose threads have stacks of 256 KiB: the warning of gcc or clang is an error."""
-_INDICES = re.compile(r"\bacl_(?:global|local|group)_id\b|\bacl_local_size\b|\bacl_barrier\b")
+_INDICES = re.compile(r"\bacl_(?:(?:global|local|group)_id|local_size)(?:_y)?\b|\bacl_barrier\b")
 _C_TYPES = {
     "i8": "signed char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "bool": "_Bool", "i32": "i32",
     "u32": "u32", "i64": "i64", "u64": "u64", "f32": "float", "f64": "double",
@@ -64,14 +65,21 @@ _C_TYPES = {
 _HEAD = """\
 #define ACL_HOST 1
 typedef struct {
-    long long group;
-    int local, size;
+    long long group, group_y;
+    int local, local_y, size, size_y;
 } acl_item;
-int acl_run_blocks(void (*)(void *const *), void *const *, long long, long long, long long, int, int);
+int acl_run_blocks(void (*)(void *const *), void *const *, long long, long long, long long, long long, int, int, int);
 """
 _LOOP = """\
     for (i64 acl_group = acl_begin; acl_group < acl_end; acl_group++) {{
+        const i64 acl_x = acl_group % acl_grid, acl_y = acl_group / acl_grid % acl_rows;
         for (i32 acl_outer = 0; acl_outer < acl_threads; acl_outer += acl_width) {{
+            const i32 acl_local_y = acl_outer / acl_width % acl_height;
+#if defined(__clang__)
+#pragma clang loop vectorize(assume_safety)
+#else
+#pragma GCC ivdep
+#endif
             for (i32 acl_local = 0; acl_local < acl_width; acl_local++) {{
                 {body}
             }}
@@ -134,7 +142,7 @@ def compile_c(source: KernelSource, program: str) -> Binary:
 
 
 def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., None]:
-    """Load an entry point; the function takes begin, end, grid, width, threads, and the arguments, of these types.
+    """Load an entry point; the function takes begin to threads, as above, and the arguments, of these types.
 
     Its attribute `library` has the other functions of the text.
     """
@@ -149,12 +157,12 @@ def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., No
                 f"compiled code of {entry!r} cannot be loaded (may files in the temporary folder not be executed? "
                 f"set TMPDIR): {error}"
             ) from None
-    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, *types]
+    function.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int32] * 3, *types]
     function.restype = ctypes.c_int
 
-    def run(begin: int, end: int, grid: int, width: int, threads: int, *arguments: Any) -> None:
-        if function(begin, end, grid, width, threads, *arguments):
-            raise OutOfMemory(f"kernel {entry!r}: no memory for the stacks of {threads} threads that wait at a barrier")
+    def run(*arguments: Any) -> None:
+        if function(*arguments):
+            raise OutOfMemory(f"kernel {entry!r}: no memory for the stacks of its threads, which wait at a barrier")
 
     run.library = library  # type: ignore[attr-defined]  # with its other functions
     return run
@@ -199,19 +207,21 @@ def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
     values = [f"acl_a{i}" for i in range(len(types))]
     head = (
         f'__attribute__((visibility("default"))) int acl_run_{entry}'
-        f"(i64 acl_begin, i64 acl_end, i64 acl_grid, i32 acl_width, i32 acl_threads{parameters}) {{\n"
+        "(i64 acl_begin, i64 acl_end, i64 acl_grid, i64 acl_rows, i32 acl_width, i32 acl_height, i32 acl_threads"
+        f"{parameters}) {{\n"
     )
     if waits:
         loads = ", ".join(f"*({kind}*)acl_a[{i}]" for i, kind in enumerate(types))
         call = f"static void acl_call_{entry}(void *const *acl_a) {{ (void)acl_a; {entry}({loads}); }}\n"
         pointers = ", ".join(f"&{value}" for value in values) or "0"
-        blocks = "acl_begin, acl_end, acl_grid, acl_width, acl_threads"
+        blocks = "acl_begin, acl_end, acl_grid, acl_rows, acl_width, acl_height, acl_threads"
         run = f"    return acl_run_blocks(acl_call_{entry}, acl_all, {blocks});\n"
         return f"{call}{head}    void *const acl_all[] = {{{pointers}}};\n{run}}}"
     body = f"{entry}({', '.join(['acl_here'] * (not shared) + values)});"
-    here = "const acl_item acl_here = {acl_group % acl_grid, acl_local, acl_width};"
+    values_of_here = "{acl_x, acl_y, acl_local, acl_local_y, acl_width, acl_height}"
+    here = f"const acl_item acl_here = {values_of_here};"
     if shared:
-        here = "acl_here.group = acl_group % acl_grid, acl_here.local = acl_local, acl_here.size = acl_width;"
+        here = f"acl_here = (acl_item){values_of_here};"
     return head + _LOOP.format(body=f"{here}\n                {body}") + "}"
 
 

@@ -5,6 +5,7 @@
  *   ACL_DEVICE                                                   a function it calls, written out at each call
  *   ACL_FAR                                                      one that stays a function: large, or called often
  *   ACL_LOCAL u64 tile[64];                                      memory of a block, declared in the kernel
+ *   acl_global_id_y(), acl_group_id_y(), ...            the same along the second axis: rows, acl_global_id() being the column
  *   acl_atomic_add_u32(p, v)                                     *p += v, in global or local memory; what stood there
  *   acl_fma_f32(a, b, c)                                         a b + c, rounded once
  *   acl_exp_f32(x)                                               e^x, 3 units in the last place at most; 0.7 on the CPU
@@ -27,6 +28,10 @@ typedef long i64;
 #define acl_local_id() ((i32)get_local_id(0))
 #define acl_local_size() ((i32)get_local_size(0))
 #define acl_group_id() ((i64)get_group_id(0))
+#define acl_global_id_y() ((i64)get_global_id(1))
+#define acl_local_id_y() ((i32)get_local_id(1))
+#define acl_local_size_y() ((i32)get_local_size(1))
+#define acl_group_id_y() ((i64)get_group_id(1))
 #define acl_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 #define acl_mul_high_u32(a, b) mul_hi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) mul_hi((u64)(a), (u64)(b))
@@ -50,6 +55,9 @@ typedef long long i64;
 #define acl_local_id() (acl_here.local)
 #define acl_local_size() (acl_here.size)
 #define acl_group_id() (acl_here.group)
+#define acl_local_id_y() (acl_here.local_y)
+#define acl_local_size_y() (acl_here.size_y)
+#define acl_group_id_y() (acl_here.group_y)
 #define acl_barrier() acl_host_barrier()
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
@@ -89,6 +97,9 @@ static inline float acl_exp_f32(float x) {
 #define acl_local_id() ((i32)__builtin_amdgcn_workitem_id_x())
 #define acl_local_size() ((i32)__builtin_amdgcn_workgroup_size_x())
 #define acl_group_id() ((i64)__builtin_amdgcn_workgroup_id_x())
+#define acl_local_id_y() ((i32)__builtin_amdgcn_workitem_id_y())
+#define acl_local_size_y() ((i32)__builtin_amdgcn_workgroup_size_y())
+#define acl_group_id_y() ((i64)__builtin_amdgcn_workgroup_id_y())
 #define acl_barrier() \
     (__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup"), __builtin_amdgcn_s_barrier(), \
      __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup"))
@@ -107,6 +118,9 @@ static inline float acl_exp_f32(float x) {
 #define acl_local_id() ((i32)threadIdx.x)
 #define acl_local_size() ((i32)blockDim.x)
 #define acl_group_id() ((i64)blockIdx.x)
+#define acl_local_id_y() ((i32)threadIdx.y)
+#define acl_local_size_y() ((i32)blockDim.y)
+#define acl_group_id_y() ((i64)blockIdx.y)
 #define acl_barrier() __syncthreads()
 #define acl_mul_high_u32(a, b) __umulhi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) __umul64hi((u64)(a), (u64)(b))
@@ -115,6 +129,7 @@ static inline float acl_exp_f32(float x) {
 #define acl_exp_f32(x) expf(x)
 #endif
 #define acl_global_id() (acl_group_id() * acl_local_size() + acl_local_id())
+#define acl_global_id_y() (acl_group_id_y() * acl_local_size_y() + acl_local_id_y())
 #endif
 
 /* With s = x^2 and a = min(|x|, 4), each P a polynomial of degree 6, fitted for the least largest error:

@@ -219,7 +219,8 @@ class CpuProvider(ComputeProvider):
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if "blocks" in kernel.metadata:  # portable C, whose blocks are not divided
             check_range(kernel, threads, 1025, "threads a block")
-            total, values = prod(grid), [grid[0], block[0], threads, *values]
+            rows, height = (sizes[1] if len(sizes) > 1 else 1 for sizes in (grid, block))
+            total, values = prod(grid), [grid[0], rows, block[0], height, threads, *values]
             parts = min(parts, total)
         if parts == 1:
             kernel.handle(0, total, *values)

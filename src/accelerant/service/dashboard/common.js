@@ -33,8 +33,9 @@ export function request(path, options = {}) {
   return fetch(path, { cache: "no-store", ...options, headers });
 }
 
-/** Return the message of an error answer. */
+/** Return the message of an error answer, for people. */
 export async function reasonOf(answer) {
+  if (answer.status === 401) return key ? "This key is not valid. It may be incomplete, expired or revoked." : "This service demands an API key. The dashboard asks for it.";
   const body = await answer.json().catch(() => ({}));
   return body.error || `${answer.status} ${answer.statusText}`;
 }

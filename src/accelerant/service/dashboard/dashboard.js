@@ -60,6 +60,7 @@ function askKey(reason) {
   const dialog = byId("key");
   show(byId("key-reason"), reason);
   dialog.showModal();
+  byId("key-value").select();
   return new Promise((resolve) => {
     dialog.onclose = () => {
       setApiKey(byId("key-value").value.trim());
@@ -77,7 +78,8 @@ async function listen() {
       const answer = await request("events");
       if (answer.status === 401 || answer.status === 403) {
         setLink("lost", "Key needed");
-        await askKey(apiKey() ? await reasonOf(answer) : "This service demands a key, with the scope monitor.");
+        await askKey(!apiKey() ? "This service demands a key with the scope monitor."
+          : answer.status === 403 ? "This key is valid, but it does not have the scope monitor, which the dashboard needs." : await reasonOf(answer));
         pause = 250;
         continue;
       }

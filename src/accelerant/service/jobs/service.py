@@ -67,6 +67,8 @@ _T = TypeVar("_T")
 _STORE_ERRORS = (DBAPIError, OSError)
 """Errors of a store that cannot be reached, among them those of the socket that pg8000 lets through."""
 
+_STORE = "the job store"
+
 _PRUNE_S = 30.0
 """Time between two removals of old jobs."""
 
@@ -117,6 +119,7 @@ class JobService:
         self._alarm_at = math.inf
         self._stopped: float | None = None  # when `stop_claiming` was called
         self._hurried = False
+        self._away: dict[str, float] = {}  # what fails, and since when
         self._renewed = time.monotonic()
         self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
         self._subscribers: set[asyncio.Queue[dict[str, Any]]] = set()
@@ -257,10 +260,33 @@ class JobService:
     async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         """Use the store for a caller."""
         try:
-            return await self._in_thread(function, *arguments, **named)
+            found = await self._in_thread(function, *arguments, **named)
+            self._succeeded(function)
+            return found
         except _STORE_ERRORS as error:
-            _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
+            self._failed(function, error)
             raise StoreUnavailable("the job store cannot be reached; try again later") from None
+
+    def _failed(self, function: Callable[..., Any], error: Exception) -> None:
+        """Log the first of the errors of an outage."""
+        what = (
+            f"files, in {getattr(function, '__name__', 'work')}"
+            if getattr(error, "filename", None) is not None
+            else _STORE
+        )
+        if what not in self._away:
+            self._away[what] = time.monotonic()
+            reason = error.orig if isinstance(error, DBAPIError) else error
+            _log.error("%s: %s; nothing more is logged until this works again", what, reason)
+
+    def _succeeded(self, function: Callable[..., Any]) -> None:
+        """Log the end of an outage."""
+        for what in (
+            f"files, in {getattr(function, '__name__', 'work')}",
+            *([] if function is wire.wipe else [_STORE]),
+        ):
+            if self._away and (since := self._away.pop(what, None)) is not None:
+                _log.info("%s: works again, after %.1f s", what, time.monotonic() - since)
 
     async def _in_thread(
         self, function: Callable[..., _T], *arguments: Any, threads: ThreadPoolExecutor | None = None, **named: Any
@@ -526,9 +552,11 @@ class JobService:
         end = time.monotonic() + repeat_s
         while True:
             try:
-                return await self._in_thread(function, *arguments, **named)
+                found = await self._in_thread(function, *arguments, **named)
+                self._succeeded(function)
+                return found
             except _STORE_ERRORS as error:
-                _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
+                self._failed(function, error)
                 if time.monotonic() >= end:
                     return None
                 await asyncio.sleep(0.5)

@@ -5,7 +5,8 @@ The unit of privacy is one window: context + 1 tokens in a row, cut from the tra
 so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
 several windows has several times the epsilon. The number of windows, which is rounded to two digits wherever it leaves,
 the corpus's other sizes and the held-out part are not covered; nor are the losses of the training, which are measured
-on it without noise. No file has a digest of the text, which would confirm a guess of it: so nothing compares the text
+on it without noise. Which files are text, their encodings and their sizes, which decide what is held out, are taken as
+public. No file has a digest of the text, which would confirm a guess of it: so nothing compares the text
 of a resumed run, or of another run with the same ledger.
 """
 
