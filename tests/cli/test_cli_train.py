@@ -346,7 +346,7 @@ def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeyp
 def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant, tmp_path, text):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 100_000, "--device", "cpu", "--out", out, "--json")
-    process = Command(*arguments)
+    process = Command(*arguments, before=small)
     try:
         deadline = time.monotonic() + 200
         while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 1:

@@ -362,8 +362,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _shards_of(path: Path) -> str | None:
     """Return the name of the folder of a checkpoint's shards; None for one of a single process."""
+    document = _document(path)
     try:
-        document = _document(path)
         return typed(str, document["shards"]["folder"], "folder") if "shards" in document else None
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"checkpoint {path} is damaged: {error}") from None
