@@ -962,3 +962,9 @@ def test_a_folder_that_is_deleted_during_a_run_is_no_wrong_path_and_keeps_the_we
         train("run", watch=watcher(2, lambda: shutil.rmtree(tmp_path / "run")))
     assert type(gone.value) is OSError  # of FileNotFoundError the command's status says that its input is wrong
     assert load_run(next(Path(tempfile.gettempdir()).iterdir()))
+
+
+def test_a_context_above_that_of_the_model_to_begin_with_is_refused(train, straight, tmp_path):
+    with pytest.raises(ConfigError, match="--context 32 is above the 16 tokens of the model in"):
+        train("run", init_from=str(straight), context=32)
+    assert not (tmp_path / "run").exists()

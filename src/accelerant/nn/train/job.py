@@ -42,7 +42,7 @@ from accelerant.nn.train.checkpoint import (
     require_space,
     write_tensors,
 )
-from accelerant.nn.train.config import RunConfig, TrainConfig, preset
+from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize, tokenizer_hash
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
@@ -398,6 +398,11 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
     if not _covers(shape, tokenizer):
         raise FormatError(
             f"the tokenizer in {folder.path} has {tokenizer.vocab_size:,} tokens, its model {shape.vocab_size:,}"
+        )
+    usual = PRESETS[run.name].training.context if run.name in PRESETS else 0
+    if shape.context < run.training.context != usual:
+        raise ConfigError(
+            f"--context {run.training.context:,} is above the {shape.context:,} tokens of the model in {folder.path}"
         )
     sized = run.replaced(
         model="rnn" if isinstance(model, CharRNN) else "gpt", layers=shape.layers, width=shape.width,
