@@ -10,6 +10,7 @@ from accelerant.errors import ConfigError
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.statement import _meaning
 
 STEP = Event(
     "discrete_gaussian", 4.0, "poisson", 0.01, 50, 1e-12, "warm-up", source="chacha20", secure=True, idealised=True
@@ -72,6 +73,11 @@ def test_what_cannot_be_described_leaves_the_ledger_as_it_was(tmp_path, given):
         assert (ledger.path.read_bytes(), ledger.delta, ledger.units) == (before, None, 0)
     with pytest.raises(ConfigError, match="is closed"):
         ledger.describe(delta=1e-5)
+
+
+@pytest.mark.parametrize(("epsilon", "right"), [(0.0, "50.1"), (3.0, "95.3"), (8.0, "99.967"), (15.0, "99.99997")])
+def test_a_weak_bound_is_no_certainty(epsilon, right):
+    assert f" is right in at most {right}% of cases" in _meaning(epsilon, 1e-5, "it")
 
 
 def test_a_lawyer_reads_what_it_means():

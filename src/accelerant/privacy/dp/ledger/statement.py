@@ -214,9 +214,11 @@ def _meaning(epsilon: float, delta: float, change: str) -> str:
         return f"there is no bound on what the results reveal of {change}"
     ratio = math.exp(epsilon) if epsilon < 700 else math.inf
     factor = plain(ratio, 3, up=True) if ratio < 1e6 else f"e^{_number(epsilon)}"
+    share = min(1.0, (ratio + delta) / (1 + ratio))
+    digits = 3 + int(max(0.0, -math.log10(max(1e-9, 1 - share)) - 1))  # 99.966%, not 100%
     right = "" if epsilon > 30 else (
         f"; an observer who finds both equally likely and guesses from the results is right in at most "
-        f"{plain(min(100.0, 100 * (ratio + delta) / (1 + ratio)), 3, up=True)}% of cases"
+        f"{plain(100 * share, digits, up=True)}% of cases"
     )  # fmt: skip
     return (
         f"{change} changes the probability of each outcome by a factor of at most e^epsilon = {factor}, and by at "
