@@ -236,8 +236,8 @@ def test_a_function_means_the_same_at_every_size(uninterpreted, size):
     assert ran == {"portable"}
 
 
-ULPS = {"exp": 0.8, "tanh": 1.4, "erf": 1.2, "sigmoid": 2.5, "power": 0.51, "sqrt": 0.51, "gelu": None}
-"""Errors in units of the last place; torch's are 0.5 to 0.8, of the sigmoid 2.5, by MKL."""
+ULPS = {"exp": 0.55, "tanh": 0.51, "erf": 0.51, "sigmoid": 2.5, "power": 0.51, "sqrt": 0.51, "gelu": None}
+"""Errors in units of the last place; torch's are 0.56, 0.51 and 0.63, and 2.5 of the sigmoid, by MKL."""
 
 
 @pytest.mark.parametrize("name", ULPS)

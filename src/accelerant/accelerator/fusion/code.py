@@ -670,7 +670,9 @@ static inline float fused_power(float x, int n) {
 }
 #endif
 """,
+    # On the CPU x P(x^2) / Q(x^2), fitted for the least largest relative error, in float64: 1.2e-12 before rounding.
     "tanh": """\
+#if defined(__OPENCL_VERSION__)
 ACL_DEVICE float fused_tanh(float x) {
     float size = x < 0.0f ? -x : x, z = x * x, p = -0.005893945302802656f;
     p = acl_fma_f32(p, z, 0.020794617709806007f);
@@ -680,6 +682,25 @@ ACL_DEVICE float fused_tanh(float x) {
     float large = 1.0f - 2.0f / (acl_exp_f32(size * 2.0f) + 1.0f);
     return z < 0.36f ? (x == 0.0f ? x : acl_fma_f32(x * z, p, x)) : (x < 0.0f ? -large : large);
 }
+#else
+static inline float fused_tanh(float x) {
+    double a = x > 9.011f ? 9.011f : x;
+    a = a < -9.011f ? -9.011f : a;
+    double z = a * a, p = 0x1.538178f6e2829p-33, q = 0x1.d4b90b683b712p-40;
+    p = __builtin_fma(p, z, 0x1.92673fd1d9e82p-23);
+    p = __builtin_fma(p, z, 0x1.b5b2fb5a579c5p-15);
+    p = __builtin_fma(p, z, 0x1.38a135434bb09p-8);
+    p = __builtin_fma(p, z, 0x1.25e2ab0a36707p-3);
+    p = __builtin_fma(p, z, 0x1.fffffffffd511p-1);
+    q = __builtin_fma(q, z, 0x1.d22d3a3ec1fc9p-28);
+    q = __builtin_fma(q, z, 0x1.e79d9dbfbaff2p-19);
+    q = __builtin_fma(q, z, 0x1.2ac216a5e4a01p-11);
+    q = __builtin_fma(q, z, 0x1.f1c35406bd87cp-6);
+    q = __builtin_fma(q, z, 0x1.e846aada2fed4p-2);
+    q = __builtin_fma(q, z, 1.0);
+    return (float)(a * p / q);
+}
+#endif
 """,
     # As CPython's, NumPy's and torch's: the remainder is exact, and the quotient is corrected where it was rounded up.
     "mod": """\
