@@ -1,6 +1,7 @@
 """`accelerant runs`: runs are listed, compared and exported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ def test_runs_are_listed_and_unfinished_ones_say_how_far_they_are(runs, tmp_path
     summary.unlink()
     assert "step 2 of 2" in runs("runs/a", "runs/b")[1]
     summary.write_text(text)
+    (folder / "runs" / "model").mkdir()
+    (folder / "runs" / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    status, output, errors = runs()
+    assert (status, len(output.splitlines())) == (0, 3)
+    assert errors == "accelerant: left out: runs/model/config.json is not a run's of this program\n"
+    shutil.rmtree(folder / "runs" / "model")
     monkeypatch.chdir(tmp_path)
     assert "no runs in the folder runs" in runs()[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped, escaped, plain, write_atomic
 from accelerant.runtime.html_page import Line, card, document, line_chart, smoothed, table, text_table
 
@@ -62,8 +63,7 @@ def runs(
         export_run(Path(folders[0]).expanduser(), Path(export).expanduser())
         print(json.dumps({"out": export}) if json_output else f"model and tokenizer  {escaped(export)}")
         return
-    named = folders or sorted(str(path.parent) for path in Path("runs").glob("*/config.json"))
-    shown = [_Run.read(Path(name).expanduser()) for name in named]
+    shown = [_Run.read(Path(name).expanduser()) for name in folders or ()] or _found(Path("runs"))
     if not shown and not json_output:
         print("no runs in the folder runs: `accelerant train` makes one; or name the folders of runs")
     differing, note = _differing(shown), _not_comparable(shown)
@@ -76,8 +76,13 @@ def runs(
         print(json.dumps({"runs": values, "differing": differing, "note": note}))
         return
     if not folders:
-        rows = [(run.name, run.status, _text(run.figures.get("validation_nats_per_byte"))) for run in shown]
-        shown_rows = text_table([("run", "status", "held-out loss, nats a byte"), *rows] if rows else [])
+        names = ("steps", "seconds", "validation_nats_per_byte")
+        rows = [
+            (run.name, run.status, str(run.settings["name"]), *(_text(run.figures.get(name)) for name in names))
+            for run in shown
+        ]
+        head = ("run", "status", "preset", *(_FIGURES[name] for name in names))
+        shown_rows = text_table([head, *rows] if rows else [], numbers=head[3:])
     else:
         shown_rows = text_table(_rows(shown, differing))
     print("\n".join(map(escaped, [*shown_rows, *([note] if note and folders else [])])))
@@ -128,6 +133,17 @@ class _Run:
                 figures |= {name: private.get(name) for name in ("epsilon", "delta")}
         status = "finished" if folder.finished else f"step {done:,} of {recipe['steps']:,}"
         return cls(str(path), status, settings, figures, records)
+
+
+def _found(folder: Path) -> list[_Run]:
+    """Return the runs in a folder of runs; those that cannot be read are named on the error stream."""
+    found = []
+    for path in sorted(folder.glob("*/config.json")):
+        try:
+            found.append(_Run.read(path.parent))
+        except FormatError as error:
+            print(f"accelerant: left out: {escaped(error)}", file=sys.stderr)
+    return found
 
 
 def _differing(shown: Sequence[_Run]) -> dict[str, list[Any]]:
