@@ -894,7 +894,7 @@ def test_a_held_out_loss_rises_when_it_is_clearly_above_its_best(curve, rises):
 
 
 @pytest.mark.parametrize("which", ["straight", "of_words"])
-def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_tokens(which, request, tmp_path):
+def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_tokens(which, request, tmp_path, train):
     transformers = pytest.importorskip("transformers")
     out = request.getfixturevalue(which)
     model, tokenizer = load_run(out)
@@ -918,6 +918,8 @@ def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_t
     assert text.stops == (() if tokenizer.end is None else (tokenizer.end,))
     with pytest.raises(ConfigError, match="is the folder of a run: export into another one"):
         export_run(out, out)
+    begun = train("begun", init_from=str(tmp_path / "export"), steps=1)[1]
+    assert type(load_run(begun)[1]) is type(tokenizer)
     quantize(model)
     assert model.generate(tokens, 3, temperature=0).shape[1] == tokens.shape[1] + 3
     model.save_pretrained(tmp_path / "quantized")

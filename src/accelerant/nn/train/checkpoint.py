@@ -355,9 +355,10 @@ def _document(path: Path) -> dict[str, Any]:
     """Return the document of a checkpoint, without its tensors and unchecked; raise FormatError if it has none."""
     metadata = _read(path, "checkpoint", tensors=False)[1]
     try:
-        return typed(dict[str, Any], decode_json(metadata.get("document", "")), "document")
+        document: dict[str, Any] = typed(dict[str, Any], decode_json(metadata.get("document", "")), "document")
     except ValueError as error:
         raise FormatError(f"checkpoint {path} is damaged: {error}") from None
+    return document
 
 
 def _shards_of(path: Path) -> str | None:

@@ -52,7 +52,7 @@ from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
-from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
+from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_exported
 from accelerant.nn.train.trainer import Trainer
 from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
@@ -393,7 +393,7 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
     if "format" in hugging_face.read_object(folder.config):
         model, tokenizer = load_run(folder.path)
     else:
-        model, tokenizer = GPT.from_pretrained(folder.path, dtype=torch.float32), load_bpe(folder.tokenizer)
+        model, tokenizer = GPT.from_pretrained(folder.path, dtype=torch.float32), load_exported(folder.tokenizer)
     shape = model.config
     if not _covers(shape, tokenizer):
         raise FormatError(

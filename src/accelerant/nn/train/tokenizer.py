@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from accelerant.nn.train.corpus import Corpus
     from accelerant.nn.train.documents import Document
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "last_cut", "load_bpe", "train_bpe", "train_bpe_on"]
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "Tokenizer",
+    "last_cut",
+    "load_bpe",
+    "load_exported",
+    "train_bpe",
+    "train_bpe_on",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -212,6 +221,17 @@ def load_bpe(path: Path) -> BPETokenizer:
         raise FormatError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"cannot read the tokenizer {path}: {error}") from None
+
+
+def load_exported(path: Path) -> Tokenizer:
+    """Read the tokenizer.json of a model for transformers: that of an exported run of bytes, or as `load_bpe`."""
+    try:
+        model = decode_json(read_regular(path, 1 << 28))["model"]
+        if model["vocab"] == _byte_vocabulary() and not model["merges"]:
+            return ByteTokenizer()
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # load_bpe says why
+    return load_bpe(path)
 
 
 def _pieces(text: str) -> Iterator[str]:
