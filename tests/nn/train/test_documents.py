@@ -119,6 +119,7 @@ def test_binary_content_is_named_and_never_read(tmp_path, kind):
 
 def test_logs_with_colors_and_form_feeds_are_text():
     assert encoding_of([b"\x1b[31merror\x1b[0m: \x0c\x08\x07 done\r\n" * 99]) == ("utf-8", "")
+    assert encoding_of([b"a text of DOS\r\n\x1a"]) == ("utf-8", "")
 
 
 def test_a_folder_says_what_it_leaves_out_and_what_outweighs_the_rest(tmp_path):

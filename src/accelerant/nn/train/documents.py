@@ -332,7 +332,7 @@ def encoding_of(blocks: Iterable[bytes]) -> tuple[str, str]:
         no_1252 += len(block) - len(block.translate(None, _NOT_1252))
         tail = block[-2:]
     bad += len(decoder.decode(b"", True))
-    if controls > _MOST_CONTROLS * size:
+    if controls > max(1, _MOST_CONTROLS * size):  # one ends the texts of old DOS programs
         raise NotTextError(kind)
     if bad <= 0:
         return "utf-8", ""
