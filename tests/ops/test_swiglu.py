@@ -99,7 +99,8 @@ def test_only_one_gradient(interpreted):
 
 def test_keeps_its_arguments_alone():
     gate, up = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
-    kept = ops.swiglu(gate, up).grad_fn.saved_tensors
+    y = ops.swiglu(gate, up)
+    kept = y.grad_fn.saved_tensors
     assert [each.data_ptr() for each in kept] == [gate.data_ptr(), up.data_ptr()]
 
 
