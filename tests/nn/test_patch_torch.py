@@ -192,6 +192,21 @@ def test_what_reads_the_forward_finds_torchs(name, caller, graph):
         assert inspect.iscode(ours.__code__)
 
 
+def test_accelerate_in_mixed_precision_and_the_way_back():
+    accelerate = pytest.importorskip("accelerate")
+    model, x = MODULES["sequential"](), torch.randn(2, 3, 16)
+    wanted = model(x)
+    acl.nn.patch(model)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.prepare(model)(x).dtype == torch.float32
+    with pytest.raises(ConfigError, match="was replaced after patch"):
+        acl.nn.unpatch(model)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    torch.testing.assert_close(model(x), wanted, **TIGHT)
+    acl.nn.unpatch(model)
+    assert "forward" not in model.__dict__
+
+
 @pytest.mark.slow
 def test_an_exported_program_needs_no_accelerant():
     model, x = MODULES["encoder"](), torch.randn(2, 3, 16)

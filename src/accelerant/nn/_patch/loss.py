@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from accelerant import ops
-from accelerant.errors import UnsupportedCase
 from accelerant.nn._patch.attention import causal_mask
 from accelerant.nn._patch.plain import is_exported
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare
@@ -74,7 +74,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         compute = functools.partial(_cross_entropy, logits)
         loss = _causal_loss(compute, logits.dtype, logits.device, labels, **extra)
         output = options["output"](loss=loss, logits=logits, **_other_outputs(options["output"], output))
-    return output if as_dict else output.to_tuple()
+    return output if as_dict else tuple(output[name] for name in output)
 
 
 def _needs_no_cache(kwargs: dict[str, Any]) -> bool:
@@ -128,7 +128,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = _cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
         others = _other_outputs(options["output"], output)
         output = options["output"](loss=loss, logits=output.logits, **others)
-    return output if as_dict else output.to_tuple()
+    return output if as_dict else tuple(output[name] for name in output)
 
 
 def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
@@ -214,20 +214,11 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: Any,
     """
     if torch.compiler.is_compiling():
         return kind(loss=loss, **others)
-    device = hidden.device.type
-    grad_enabled, low_dtype = torch.is_grad_enabled(), autocast_dtype(device)
-    weight, bias = head.weight, head.bias  # those of now, which functional_call replaces
-
-    def compute() -> Tensor:
-        # The caller may have turned autocast on since. "meta" has none.
-        off = contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
-        low = off if low_dtype is None else torch.autocast(device, dtype=low_dtype)
-        with torch.set_grad_enabled(grad_enabled), low:
-            logits: Tensor = F.linear(hidden, weight, bias)
-            return logits
-
-    output = _lazy_class(kind)(loss=loss, **others)
-    output.set_source(compute, low_dtype is not None)
+    source = _Source(hidden, head.weight, head.bias)  # those of now, which functional_call replaces
+    if torch._C._are_functorch_transforms_active():
+        return kind(loss=loss, logits=source.logits(), **others)
+    logits: Tensor = _LazyLinear.apply(hidden, head.weight, head.bias, source)  # type: ignore[no-untyped-call]
+    output = _lazy_class(kind)(loss=loss, logits=logits, **others)
     output.__dict__[PARTS] = functools.partial(_remade, kind, head), {"loss": loss, "others": others, "hidden": hidden}
     return output
 
@@ -236,50 +227,118 @@ def _remade(kind: Any, head: Any, parts: dict[str, Any]) -> Any:
     return _training_output(kind, parts["loss"], parts["others"], head, parts["hidden"])
 
 
-_OUTPUTS: dict[int, weakref.ref[Any]] = {}
-"""Identity of a loss -> the output that can compute its logits, while that is alive."""
+class _Source:
+    """The layer whose result logits are, with the gradient mode and autocast of the forward pass.
+
+    Attributes:
+        dtype: of the logits.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.inputs, self._grad_enabled = (hidden, weight, bias), torch.is_grad_enabled()
+        self._low = None if hidden.dtype is torch.float64 else autocast_dtype(hidden.device.type)
+        self.dtype = self._low or hidden.dtype
+        self._value: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """Return the logits, computed once."""
+        if self._value is None:
+            device = self.inputs[0].device.type
+            # The caller may have turned autocast on since. "meta" has none.
+            off = contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+            low = off if self._low is None else torch.autocast(device, dtype=self._low)
+            with torch.set_grad_enabled(self._grad_enabled), low:
+                self._value = F.linear(*self.inputs)
+        return self._value
+
+
+class _Lazy(Tensor):
+    """Logits that the first operation on them computes, but for those that change only the dtype or history."""
+
+    source: _Source
+
+    @staticmethod
+    def of(source: _Source, dtype: torch.dtype) -> _Lazy:
+        """Return the logits of a source in a dtype."""
+        hidden, weight, _ = source.inputs
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        lazy: _Lazy = Tensor._make_wrapper_subclass(_Lazy, shape, dtype=dtype, device=hidden.device)
+        lazy.source = source
+        return lazy
+
+    def whole(self) -> Tensor:
+        """Return the logits as a plain tensor, with gradients if this one has them."""
+        with torch.set_grad_enabled(self.requires_grad):
+            logits = self.source.logits().to(self.dtype)
+        return logits if self.requires_grad else logits.detach()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if isinstance(x, cls) and func in _KEEP_LAZY and set(kwargs) <= {"dtype"}:
+            return cls.of(x.source, kwargs.get("dtype") or x.dtype)
+        args, kwargs = pytree.tree_map_only(
+            cls, lambda lazy: lazy.source.logits().detach().to(lazy.dtype), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:  # what reads the memory is not dispatched
+        """Return the logits as an array."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the logits as numbers."""
+        return self.whole().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the logits."""
+        return self.whole().data_ptr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().detach().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"logits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
+
+
+_KEEP_LAZY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default)
+
+
+class _LazyLinear(torch.autograd.Function):
+    """F.linear whose result is computed later."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: _Source) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _Lazy.of(source, source.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        dx = (dy @ weight.to(dy.dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+        dw = (rows.t() @ hidden.to(dy.dtype).flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        db = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
 
 
 class _LazyLogits:
-    """A model output whose logits are computed from the hidden states on first access.
+    """A model output whose logits are computed on first access to them.
 
-    Iterating over its items (hooks of DDP and FSDP, accelerate) does not compute them. Accelerate's mixed precision
-    passes a copy of the items on: the copy has the same loss, by which it finds the original. A copy with another loss
-    cannot, and raises on access.
+    Items and to_tuple() list them as a tensor that is computed by the first operation on it: walking over an output
+    (hooks of DDP and FSDP, accelerate) does not compute them.
     """
 
-    def set_source(self, compute: Callable[[], Tensor], lowered: bool) -> None:
-        """Set the function that computes the logits; `lowered`: under autocast, where accelerate's copy is float32."""
-        self.__dict__.update(_compute=compute, _lowered=lowered)
-        key = id(self.loss)  # type: ignore[attr-defined]
-
-        def forget(reference: object) -> None:
-            if _OUTPUTS.get(key) is reference:
-                del _OUTPUTS[key]
-
-        _OUTPUTS[key] = weakref.ref(self, forget)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        fields = self.__dict__
-        if fields.get("_logits") is None:
-            fields.pop("_logits", None)  # the default, not an explicit None
-        reference = _OUTPUTS.get(id(fields.get("loss")))
-        original = None if reference is None else reference()
-        if original is not None and original.loss is fields["loss"]:
-            fields["_compute"] = functools.partial(_logits_for_copy, original)
-
     def _get_logits(self) -> Tensor | None:
-        fields = self.__dict__
-        if "_logits" not in fields:
-            if "_compute" not in fields:
-                raise UnsupportedCase(
-                    "this copy of a training step's output has no logits, and another loss than the step's: read them "
-                    "from the output itself, or patch with loss=False, which computes them always"
-                )
-            fields["_logits"] = fields["_compute"]()
-            del fields["_compute"]
-        return cast("Tensor | None", fields["_logits"])
+        logits = self.__dict__["_logits"]
+        if isinstance(logits, _Lazy):
+            logits = self.__dict__["_logits"] = logits.whole()
+            OrderedDict.__setitem__(cast("OrderedDict[str, Tensor]", self), "logits", logits)
+        return cast("Tensor | None", logits)
 
     def _set_logits(self, value: Tensor | None) -> None:
         self.__dict__["_logits"] = value
@@ -287,36 +346,26 @@ class _LazyLogits:
     def __getitem__(self, key: Any) -> Any:
         if key == "logits":
             return self._get_logits()
-        if key == 0 and self.__dict__.get("loss") is not None:
-            return self.__dict__["loss"]
-        return self.to_tuple()[key] if not isinstance(key, str) else super().__getitem__(key)  # type: ignore[misc]
+        if isinstance(key, str):
+            return super().__getitem__(key)  # type: ignore[misc]
+        value = self.to_tuple()[key]
+        return self._get_logits() if isinstance(value, _Lazy) else value
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a field, the logits computed, or the default."""
-        if key == "logits":
-            logits = self._get_logits()
-            return default if logits is None else logits
-        return super().get(key, default)  # type: ignore[misc]
+        value = self._get_logits() if key == "logits" else super().get(key)  # type: ignore[misc]
+        return default if value is None else value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"  # type: ignore[attr-defined]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return all fields that are present."""
+        return tuple(self.values())  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
         """Copy or pickle as the model's usual output, with the logits computed now."""
         return type(self).__mro__[2], tuple(getattr(self, name) for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        fields = [f"{name}={value!r}" for name, value in self.items()]  # type: ignore[attr-defined]
-        return f"{type(self).__name__}({', '.join([*fields, 'logits=...'])})"
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """Return all fields that are present, the logits computed."""
-        names = [name for name in self.__dataclass_fields__ if name == "logits" or name in self]  # type: ignore[attr-defined,operator]
-        values = [getattr(self, name) for name in names]
-        return tuple(value for value in values if value is not None)
-
-
-def _logits_for_copy(original: _LazyLogits) -> Tensor | None:
-    logits = original._get_logits()
-    low = logits is not None and logits.dtype in (torch.bfloat16, torch.float16)
-    return logits.float() if logits is not None and low and original.__dict__["_lowered"] else logits
 
 
 @functools.cache

@@ -167,9 +167,9 @@ class _Bound:
         return _bind, (getattr(self._method, _REPLACES, self._method.__func__), self._method.__self__)
 
 
-def _bind(function: Forward, module: Any) -> Any:
+def _bind(function: Forward, module: Any, plain: bool = True) -> Any:
     kind: Any = type(module)
-    return types.MethodType(function if function is _state else _signed(function, kind), module)
+    return types.MethodType(function if function is _state else _signed(function, kind, plain), module)
 
 
 def _state(self: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class Record(_Picklable):
 
     def replace_forward(self, module: nn.Module, forward: Forward) -> None:
         """Replace a module's forward by a function that takes the module as its first argument."""
-        module.__dict__["forward"] = _bind(forward, module)
+        module.__dict__["forward"] = _bind(forward, module, self.plain)
         if self.plain:
             module.__dict__["__getstate__"] = _bind(_state, module)
         self.forwards.append((module, forward))
@@ -263,7 +263,8 @@ class Record(_Picklable):
     def check(self) -> None:
         """Raise ConfigError if a forward was replaced or wrapped after patch."""
         for module, forward in self.forwards:
-            if not runs_forward(module, forward):
+            kind: Any = type(module)  # whose own accelerate puts back when it unwraps one of torch.nn's layers
+            if not runs_forward(module, forward) and not runs_forward(module, kind.forward):
                 raise ConfigError(
                     f"the forward of a {type(module).__name__} was replaced after patch; undo that first "
                     "(accelerate: accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
@@ -285,20 +286,22 @@ class Record(_Picklable):
 
 
 @functools.cache
-def _signed(forward: Forward, kind: Any) -> Forward:
+def _signed(forward: Forward, kind: Any, plain: bool) -> Forward:
     """Return a copy of `forward` that presents itself as the class's own.
 
-    generate() and Trainer inspect its signature; torch.jit.script compiles the source of what it wraps, the class's
-    own, in which all names must be known.
+    generate() and Trainer inspect its signature. torch.jit.script, which compiles no model of transformers, compiles
+    the source of what it wraps, the class's own, in which all names must be known. accelerate unwraps it, too.
     """
     assert isinstance(forward, types.FunctionType)  # for the type checker: a function of this package
     original, names = kind.forward, forward.__globals__
     needed = original.__globals__.keys() & set(original.__code__.co_names)
-    if not kind.__module__.startswith("transformers.") and not needed <= names.keys():
+    if plain and not needed <= names.keys():
         names = {**original.__globals__, **names}
         del names["__name__"]  # by which torch.compile would look all of them up in our module
     copied = types.FunctionType(forward.__code__, names, original.__name__, forward.__defaults__, forward.__closure__)
     functools.update_wrapper(copied, original)
+    if not plain:
+        del copied.__dict__["__wrapped__"]
     copied.__module__, copied.__kwdefaults__ = forward.__module__, forward.__kwdefaults__
     copied.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     copied.__dict__[_REPLACES] = forward
@@ -312,7 +315,7 @@ _REPLACES = "_accelerant_forward"
 def runs_forward(module: nn.Module, forward: Forward) -> bool:
     """Return whether a module's forward is `forward`, unwrapped."""
     found = getattr(module.__dict__.get("forward"), "__func__", None)
-    return getattr(found, "__dict__", {}).get(_REPLACES) is forward
+    return getattr(found, "__dict__", {}).get(_REPLACES, found) is forward
 
 
 def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
