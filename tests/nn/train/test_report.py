@@ -221,6 +221,11 @@ def test_the_loss_scale_of_float16_is_a_fact():
     assert "Loss scale" not in page()
 
 
+@pytest.mark.parametrize(("count", "shown"), [(23_008, "23,008"), (438_272, "0.4 million"), (1_500_000, "1.5 million")])
+def test_small_models_have_parameters_too(count, shown):
+    assert f"{shown} parameters, trained on" in page(summary=SUMMARY | {"parameters": count})
+
+
 @pytest.mark.parametrize(("tokens", "shown"), [(1024, "1,024"), (999_999, "999,999"), (2_048_000, "2.05 M")])
 def test_few_tokens_are_not_rounded_to_none(tokens, shown):
     assert shown in Tags(page(summary=SUMMARY | {"tokens": tokens})).text

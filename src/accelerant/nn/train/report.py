@@ -62,7 +62,9 @@ def build_report(
     preset, source, device = (
         str(value) for value in (summary["preset"], config["corpus"]["source"], summary["device"])
     )
-    lead = f"{summary['parameters'] / 1e6:.1f} million parameters, trained on {escape(source)}, on {escape(device)}"
+    count = summary["parameters"]
+    size = f"{count:,}" if count < 1e5 else f"{count / 1e6:.1f} million"
+    lead = f"{size} parameters, trained on {escape(source)}, on {escape(device)}"
     versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
     charts = [_loss_card(summary, config, records)]
     for curve in curves:
