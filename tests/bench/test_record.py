@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 
 from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
+from accelerant.bench.record import _commit
 from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, covers, host_times_us
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
@@ -163,3 +166,38 @@ def test_timers_order_quick_and_slow():
     made: list[int] = []
     host_times_us([lambda: made.append(0), lambda: made.append(1)], calls=2, rounds=1)
     assert made == [0, 0, 1, 1] * 3
+
+
+def test_the_commit_is_that_of_the_packages_checkout(tmp_path, monkeypatch):
+    """Not that of a project around the environment in which it is installed, or of the folder that it is run in."""
+    monkeypatch.delenv("ACCELERANT_COMMIT", raising=False)
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+
+    def git(folder, *words):
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(["git", "-C", folder, *names, *words], capture_output=True, text=True, check=True).stdout
+
+    def package(folder):
+        (folder / "bench").mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        return folder
+
+    for name in ("checkout", "project"):
+        own = package(tmp_path / name / "src" / "accelerant") if name == "checkout" else tmp_path / name
+        own.mkdir(exist_ok=True)
+        (own / "a.py").touch()
+        git(tmp_path / name, "init", "-q")
+        git(tmp_path / name, "add", ".")
+        git(tmp_path / name, "commit", "-qm", name)
+    installed = package(tmp_path / "project" / ".venv" / "lib" / "accelerant")
+    commit = git(tmp_path / "checkout", "rev-parse", "--short=12", "HEAD").strip()
+    source = tmp_path / "checkout" / "src" / "accelerant"
+    monkeypatch.chdir(tmp_path / "project")
+    for environment in ({}, {"GIT_DIR": f"{tmp_path / 'project' / '.git'}", "GIT_WORK_TREE": f"{tmp_path}"}):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert (_commit(source), _commit(installed)) == (commit, "")
+    (source / "ops.py").touch()  # anywhere in the package: what was measured is not that commit's
+    assert _commit(source) == f"{commit}+"
+    assert _commit(tmp_path / "absent") == ""

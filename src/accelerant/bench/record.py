@@ -132,17 +132,29 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _commit() -> str:
-    """Return the source tree's commit, with a "+" where bench/ was changed since; "" for an installed package."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def _commit(package: Path = _PACKAGE) -> str:
+    """Return the commit of the package's checkout, with a "+" where the package was changed since.
+
+    "" for an installed package, also in a folder of another repository, such as its environment.
+    """
     if "ACCELERANT_COMMIT" in os.environ:  # set for a copy without its history
         return os.environ["ACCELERANT_COMMIT"]
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook's name another
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(package), *words], capture_output=True, text=True, check=True, env=own
+        )  # fmt: skip
+        return done.stdout.strip()
+
     try:
-        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 @dataclass(frozen=True, slots=True)
