@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
@@ -232,6 +232,47 @@ def test_one_array_record_and_a_whole_weight(tmp_path):
         assert node == 2
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
+
+
+def test_a_round_that_fails_names_its_nodes_and_their_reasons(tmp_path):
+    """None connected, an old round number, a NaN in an update, and nodes that do not answer."""
+
+    def train(asked, i):
+        arrays = moved(MODEL, np.nan if i else 1.0)
+        return Message(RecordDict({"x": named(arrays)}), reply_to=asked)
+
+    class Grid(Nodes):
+        nodes, mute = range(1, CLIENTS + 1), ()
+
+        def get_node_ids(self):
+            return self.nodes
+
+        def send_and_receive(self, messages, *, timeout):
+            heard = [each for each in messages if each.metadata.dst_node_id not in self.mute]
+            for reply in super().send_and_receive(heard, timeout=timeout):
+                if reply.has_error():
+                    reply.error._reason = f"<class 'AnError'>:<'{self.errors[-1][1]}'>"  # as flwr words it
+                yield reply
+
+    grid = Grid(tmp_path / "a", trained=train)
+
+    def run(number):
+        return secure_round(grid, grid.setup.server(number, grid.keys), number, named(MODEL), timeout_s=3.0)
+
+    for nodes in ((), (2,)):
+        grid.nodes = nodes
+        with pytest.raises(ProtocolError, match=rf"{len(nodes)} nodes are connected, and the threshold is 2 of 3 cl"):
+            run(3)
+    grid.nodes = (1, 2, 3)
+    with pytest.raises(
+        ProtocolError, match=r"1 clients sent .* mask, .*; node 2 in stage mask: .*NaN or.*; node 3 in "
+    ):
+        run(3)
+    with pytest.raises(ProtocolError, match=r"0 clients sent .*; node 1 in .*round 2 is not above the last one, 3:"):
+        run(2)
+    grid.mute = (1, 3)
+    with pytest.raises(ProtocolError, match=r"1 clients sent .*; node 1 in stage advertise: no reply in 3 s; node 3 "):
+        run(4)
 
 
 def free_ports(count):

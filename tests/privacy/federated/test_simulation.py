@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerant.cli.app import main
-from accelerant.errors import BudgetExceeded, ConfigError, ProtocolError, ShapeError
+from accelerant.errors import BudgetExceeded, ConfigError, DivergenceError, ProtocolError, ShapeError
 from accelerant.privacy import federated, mpc
 from accelerant.privacy.dp import Budget, Ledger
 from accelerant.privacy.mpc.secagg.messages import STAGES
@@ -165,3 +165,41 @@ def test_a_suspended_round_is_taken_once(tmp_path):
     abandoned.suspend()
     party(0).advertise(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("leaving", "message"),
+    [
+        ({"mask": [5]}, r"leaving\['mask'\]: clients are 0 to 4, got 5"),
+        ({"mask": [1], "unmask": [-1]}, r"leaving\['unmask'\]: clients are 0 to 4, got -1"),
+        ({"mask": [1.0]}, "got 1.0"),
+        ({"mask": [True]}, "got True"),
+        ({"mask": "01"}, "must be a list of clients, got '01'"),
+        ({"mask": 1}, "must be a list of clients, got 1"),
+        ({1: "mask"}, "leaving has stages advertise, .*, got 1"),
+        ([1], "leaving must be {stage: clients}"),
+    ],
+)
+def test_clients_that_leave_are_there(leaving, message):
+    with pytest.raises(ConfigError, match=message):
+        mpc.secure_aggregate([torch.ones(3)] * 5, threshold=3, leaving=leaving)
+    with pytest.raises(ConfigError, match=message):
+        federated.simulate(model(), DATA, clients=5, rounds=1, leaving={0: leaving})
+
+
+def test_rounds_that_clients_leave_are_there():
+    with pytest.raises(ConfigError, match="leaving: rounds are 0 to 1, got 2"):
+        federated.simulate(model(), DATA, clients=5, rounds=2, leaving={2: {"mask": [1]}})
+
+
+def test_rows_and_updates_that_are_not_finite_are_named():
+    inputs = INPUTS.clone()
+    inputs[17, 2], inputs[40, 0] = math.nan, math.inf
+    with pytest.raises(DivergenceError, match=r"row 17 of the inputs has .* NaN or infinite \(2 such rows\)"):
+        federated.simulate(model(), (inputs, DATA[1]), clients=4)
+    targets = INPUTS[:, :2].clone()
+    targets[119] = math.nan
+    with pytest.raises(DivergenceError, match="row 119 of the targets"):
+        federated.simulate(model(), (INPUTS, targets), clients=4, loss=nn.functional.mse_loss)
+    with pytest.raises(DivergenceError, match="client 0: the update has elements that are NaN"):
+        federated.simulate(model(), DATA, clients=4, loss=lambda outputs, _: (outputs * math.nan).sum())

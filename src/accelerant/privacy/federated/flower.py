@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from accelerant.errors import ConfigError, FormatError, MissingDependency, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy.mpc.secagg.messages import STAGES
+from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
     from accelerant.privacy.mpc.secagg.client import Client
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["secure_aggregation_mod", "secure_round"]
 
 _log = logging.getLogger(__name__)
+
+_NAMED = 5  # nodes in the error of a round
 
 
 def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str | None = None) -> Any:
@@ -103,14 +106,21 @@ def secure_round(
     Raises:
         ConfigError: the arrays do not have the setup's size.
         UnsupportedDtype: an array is not of floating-point numbers, such as a counter of batches: leave it out.
-        ProtocolError: fewer nodes than the threshold stayed; the arrays are unchanged.
+        ProtocolError: fewer nodes than the threshold are connected or stayed; it names those that left, with their
+            errors. The arrays are unchanged.
     """
     flwr = _flwr()
     old = _floats(arrays, "the ArrayRecord")
     form, size = _form(old), sum(each.size for each in old.values())
     if size != server.setup.size:
         raise ConfigError(f"the arrays have {size} elements, the setup {server.setup.size}")
-    answers = dict.fromkeys(grid.get_node_ids(), b"")
+    answers, setup = dict.fromkeys(grid.get_node_ids(), b""), server.setup
+    if len(answers) < setup.threshold:
+        raise ProtocolError(
+            f"{len(answers)} nodes are connected, and the threshold is {setup.threshold} of {setup.clients} clients: "
+            "start SuperNodes, and wait until grid.get_node_ids() has them"
+        )
+    left: list[str] = []
     asked = {"arrays": arrays} if config is None else {"arrays": arrays, "config": config}
     about = _digest(flwr.Message(flwr.RecordDict(asked), 0, "train"))
     server.bind(about)
@@ -120,9 +130,11 @@ def secure_round(
             values = {"stage": stage, "round": round_number, "answer": answer, "about": about}
             content = flwr.RecordDict({"secagg": flwr.ConfigRecord(values), **(asked if stage == "mask" else {})})
             requests.append(flwr.Message(content, node, "train", group_id=str(round_number)))
-        node_of = {}
+        node_of: dict[int, int] = {}
+        silent = set(answers)
         for reply in grid.send_and_receive(requests, timeout=timeout_s):
             node = reply.metadata.src_node_id
+            silent.discard(node)
             try:
                 if reply.has_error():
                     raise ProtocolError(f"its app failed: {reply.error.reason}")
@@ -132,8 +144,14 @@ def secure_round(
                     _check_form(list(map(str, stated)) if isinstance(stated, list) else [], form)
                 node_of[server.receive(record["message"])] = node
             except (ProtocolError, FormatError, ShapeError, UnsupportedDtype, KeyError) as error:
-                _log.warning("node %s leaves round %s in stage %s: %s", node, round_number, stage, error)
-        answers = {node_of[client]: answer for client, answer in server.advance().items()}
+                left.append(f"node {node} in stage {stage}: {clipped(str(error), 300)}")
+                _log.warning("round %s without %s", round_number, left[-1])
+        left += [f"node {node} in stage {stage}: no reply in {timeout_s:g} s" for node in sorted(silent)]
+        try:
+            answers = {node_of[client]: answer for client, answer in server.advance().items()}
+        except ProtocolError as error:
+            more = f", and {len(left) - _NAMED} more" * (len(left) > _NAMED)
+            raise ProtocolError(f"{error}; {'; '.join(left[:_NAMED])}{more}" if left else str(error)) from None
     result = server.finish()
     mean, new = result.mean.numpy(), {}
     for name, each in old.items():

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from accelerant.errors import ConfigError, MissingDependency, ShapeError
+from accelerant.errors import ConfigError, DivergenceError, MissingDependency, ShapeError
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
-from accelerant.privacy.mpc.secagg.aggregate import Leaving, run_round
+from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
 from accelerant.privacy.mpc.secagg.server import StageReport
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+from accelerant.runtime.files import clipped
 
 __all__ = ["FederatedReport", "Simulation", "digits_demonstration", "simulate"]
 
@@ -93,6 +94,7 @@ def simulate(
 
     Raises:
         ConfigError, ShapeError: an invalid argument, before training.
+        DivergenceError: a row of the data, or a client's update, is NaN or infinite; names it.
         ProtocolError: fewer clients than the threshold stayed in a round.
         BudgetExceeded: the ledger allows no further round.
     """
@@ -103,6 +105,18 @@ def simulate(
     for name, value in (("rounds", rounds), ("local_epochs", local_epochs), ("batch_size", batch_size)):
         check_whole(name, value, 1)
     check_number("learning_rate", learning_rate)
+    for name, rows in (("inputs", inputs), ("targets", targets)):
+        if rows.is_floating_point() or rows.is_complex():
+            bad = (~rows.reshape(len(rows), -1).isfinite().all(1)).nonzero()
+            if len(bad):
+                raise DivergenceError(
+                    f"row {int(bad[0])} of the {name} has elements that are NaN or infinite ({len(bad)} such rows): "
+                    "leave them out"
+                )
+    for number, gone in (leaving or {}).items():
+        if type(number) is bool or not isinstance(number, int) or not 0 <= number < rounds:
+            raise ConfigError(f"leaving: rounds are 0 to {rounds - 1}, got {clipped(number)}")
+        check_leaving(gone, clients)
     if threshold is None:
         threshold = max(-(-2 * clients // 3), (clients + colluders) // 2 + 1)
     if delta is not None:

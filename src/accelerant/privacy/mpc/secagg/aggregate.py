@@ -19,11 +19,12 @@ from accelerant.privacy.mpc.secagg.encoding import real_tensor
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.server import Aggregate, Server
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger import Ledger
 
-__all__ = ["Result", "run_round", "secure_aggregate"]
+__all__ = ["Result", "check_leaving", "run_round", "secure_aggregate"]
 
 Leaving = Mapping[str, Collection[int]]
 """Clients that send nothing from a stage of STAGES on."""
@@ -107,6 +108,7 @@ def secure_aggregate(
             f"integers among floats are not summed exactly in steps of {setup.encoding.step:g}, which clip {clip} "
             "needs: aggregate them in a call of their own, or as floats"
         )
+    check_leaving(leaving or {}, setup.clients)
     signing, keys = make_identities(setup.clients)
     clients = [setup.client(i, key, keys, device=device) for i, key in enumerate(signing)]
     server = setup.server(0, keys, ledger=ledger, device=device)
@@ -184,13 +186,25 @@ def _check_alike(parts: Sequence[Mapping[_Path, Tensor]]) -> None:
                 )
 
 
+def check_leaving(leaving: Leaving, clients: int) -> None:
+    """Raise ConfigError unless `leaving` has stages, and of each the numbers of some clients."""
+    if not isinstance(leaving, Mapping):
+        raise ConfigError(f'leaving must be {{stage: clients}}, such as {{"mask": [3]}}, got {clipped(leaving)}')
+    if unknown := set(leaving) - set(STAGES):
+        raise ConfigError(f"leaving has stages {', '.join(STAGES)}, got {', '.join(map(str, unknown))}")
+    for stage, gone in leaving.items():
+        if isinstance(gone, str) or not isinstance(gone, Collection):
+            raise ConfigError(f"leaving[{stage!r}] must be a list of clients, got {clipped(gone)}")
+        for each in gone:
+            if type(each) is bool or not isinstance(each, (int, np.integer)) or not 0 <= each < clients:
+                raise ConfigError(f"leaving[{stage!r}]: clients are 0 to {clients - 1}, got {clipped(each)}")
+
+
 def run_round(
     server: Server, clients: Sequence[Client], update_of: Callable[[int], tuple[Any, int]], round_number: int,
     leaving: Leaving,
 ) -> Aggregate:  # fmt: skip
     """Run a round with all parties in this process; update_of returns a client's update and weight when it masks it."""
-    if unknown := set(leaving) - set(STAGES):
-        raise ConfigError(f"leaving has stages {', '.join(STAGES)}, got {', '.join(map(str, unknown))}")
     answers: dict[int, bytes] = dict.fromkeys(range(len(clients)), b"")
     for stage in STAGES:
         for i in leaving.get(stage, ()):
@@ -202,7 +216,10 @@ def run_round(
             if stage == "advertise":
                 message = client.advertise(round_number)
             elif given is not None:
-                message = client.masked_input(answer, *given)
+                try:
+                    message = client.masked_input(answer, *given)
+                except DivergenceError as error:
+                    raise DivergenceError(f"client {i}: {error}") from None
             else:
                 message = {"share": client.share_keys, "consistency": client.consistency, "unmask": client.unmask}[
                     stage

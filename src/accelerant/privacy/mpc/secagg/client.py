@@ -112,6 +112,11 @@ class Client:
         setup.context(0, verification_keys)
         if not 0 <= identity < setup.clients:
             raise ConfigError(f"identity must be 0 to {setup.clients - 1}, got {identity}")
+        if not hasattr(signing_key, "public_key"):  # never shown: it may be the secret in another form
+            raise ConfigError(
+                f"signing_key must be an Ed25519PrivateKey, got {type(signing_key).__name__}: "
+                "Ed25519PrivateKey.from_private_bytes reads 32 bytes"
+            )
         if signing_key.public_key().public_bytes_raw() != verification_keys[identity]:
             raise ConfigError(f"the signing key is not that of client {identity}'s verification key")
         self.setup, self.identity, self.device = setup, identity, torch.device(device)
