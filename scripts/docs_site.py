@@ -1,6 +1,6 @@
 """Hook of mkdocs (mkdocs.yml names it): pages that are not in docs/, links between them, and a check of every link.
 
-README.md, CONTRIBUTING.md, CHANGELOG.md, the policies and the README.md of benchmarks/ and examples/ become pages, and so
+README.md, CONTRIBUTING.md, CHANGELOG.md, policies and the README.md of benchmarks/ and examples/ become pages, and so
 do linked programs and notebooks. Other linked files of the repository are copied. A page of api/ lists the public names
 of one module. The built pages must load nothing from another host, and each of their links and anchors must exist.
 """
