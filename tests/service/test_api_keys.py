@@ -77,6 +77,20 @@ def test_bad_arguments_and_files_are_refused(store):
             KeyStore(store.path).read()
 
 
+def test_an_outage_of_the_file_is_a_line_and_its_end_another(store, caplog):
+    _, token = store.create("ci", ["field"])
+    whole = store.path.read_text()
+    with caplog.at_level("INFO", "accelerant.service"):
+        for text in ("{", "{", "{", whole, whole):
+            store.path.write_text(text)
+            store._looked = -10.0
+            assert store.verify(token)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, lines
+    assert "not read again" in lines[0]
+    assert "read again" in lines[1]
+
+
 def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
     key, token = store.create("ci", ["field"])
     running = KeyStore(store.path)

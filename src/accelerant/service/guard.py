@@ -583,6 +583,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
         self._data = data
         super().data_received(data)
+        self._data = b""
         if self._last is not None or not (self._in_headers or self._awaits_headers):
             return
         if self._awaits_headers and self._header_timer is None:
