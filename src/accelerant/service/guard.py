@@ -64,7 +64,7 @@ _PIPELINED_MOST = 16
 """Requests that may wait on a connection behind the one in progress."""
 _TARGET_BYTES = 8192
 """Longest path and query: parameters of a query are short, and other servers and proxies take no more."""
-_SETTLED_S, _UNREAD_S = 1.0, 0.05
+_SETTLED_S, _UNREAD_S = 1.0, 0.2
 """Age from which a stranger's connection may give way to a new one; the same of a silent one where no room is left."""
 _LOOKED_AT = 32
 """Connections, and addresses, among which the one that gives way is looked for."""
@@ -468,7 +468,7 @@ class Connections:
 
 def reserve_of(connections: int) -> int:
     """Return the number of connections beyond the setting `connections`."""
-    return max(256, connections // 4)
+    return max(512, connections // 4)
 
 
 def _network(transport: Any) -> str:

@@ -63,7 +63,7 @@ class ServiceSettings:
         header_timeout_s, body_timeout_s: within which headers, and then a body, must have arrived.
         body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s, also of one that a client reads.
         connections: most open connections. A new one ends the one without a key that has been silent for longest, or an
-            idle one. A quarter more, at least 256, are a reserve: without a key they get 503, except for health.
+            idle one. A quarter more, at least 512, are a reserve: without a key they get 503, except for health.
         connections_per_address: the same of one address without a valid key; an address of IPv6 is its network of 64
             bits. A proxy's clients share its address: those with keys are not counted.
         concurrency: most requests in progress; more get 503, except those of health and metrics.
