@@ -7,7 +7,7 @@ from scale_process import measured
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.suites.scale import ScaleSuite, rows
-from accelerant.bench.suites.scale_model import BESIDE, OPS, Costs, Link, outlook
+from accelerant.bench.suites.scale_model import BESIDE, OPS, PEER_SUM, WAITS, Costs, Link, outlook
 from accelerant.cli.app import main
 from accelerant.runtime import registry
 
@@ -67,6 +67,25 @@ def test_predictions_of_split_models():
     assert costs(copy_bytes_per_ms=28.0).sharded_ms(99.0, 6, 2, 2) == pytest.approx(99.0 - 4)  # half of the update
 
 
+def test_exchanges_wait_for_the_last_process():
+    """As often as a step has exchanges; of a number that was not measured the wait is that of the most below."""
+    waits = costs(
+        waits={(PEER_SUM, 2): 0.1, (PEER_SUM, 4): 0.5, ("send_recv", 2): 0.25, ("send_recv", 4): 3.0}, lost=0.5
+    )
+    for processes, (sums, exchange) in {2: (0.1, 0.25), 3: (0.1, 0.25), 4: (0.5, 3.0), 8: (0.5, 3.0)}.items():
+        alone = 12.0
+        assert waits.tensor_parallel_ms(alone, 4, 8, 16, processes) == pytest.approx(alone / processes + 9 * sums)
+        found = waits.context_parallel_ms(alone, 10, 5, processes)
+        assert found == pytest.approx(alone / processes + (processes - 1) * exchange)
+    rows = [Row("scale", op, "1 B, 4 processes", "device", "nccl", bytes=1, p50=1.0) for op in OPS[:4]]
+    rows += [
+        Row("scale", each, f"1 B, {n} processes", "device", "nccl", p50=n / 8)
+        for each in WAITS.values()
+        for n in (2, 4)
+    ]
+    assert Costs.of(rows, None).waits == {(op, n): n / 8 for op in WAITS for n in (2, 4)}
+
+
 def test_costs_need_every_collective_of_a_record():
     measured_rows = [
         Row("scale", op, f"{size} B, 2 processes", "device", "gloo", bytes=size, p50=size / 100)
@@ -105,7 +124,7 @@ def test_refuses(options, message, capsys):
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
 WANTED = {
-    "collectives": [*(op for op in OPS[:4] for _ in range(4)), BESIDE],
+    "collectives": [*(op for op in OPS[:4] for _ in range(4)), BESIDE, WAITS["send_recv"]],
     "data": ["step without communication", "step", "step"],
     "sharded": ["unsharded step without communication", "sharded step", "sharded step"],
     "tensor": ["decode on one device", "decode"],

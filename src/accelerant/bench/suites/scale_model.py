@@ -20,8 +20,13 @@ runs beside computation slows it down by `lost` of the collective's time, measur
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
     tensor parallel    the weights' bytes over the memory's rate, / p + the rest of the time alone, which each process
-                       has + all collectives, as none is hidden; sums take _IN_STEP times as long as back to back
+                       has + all collectives, as none is hidden, each with its wait
     context parallel   alone / p + passes over memory that merge p parts + transfers that take longer than the work
+                       + a wait for each of the p - 1 exchanges
+
+An exchange ends when the last process arrives. Back to back, as latency is measured, all arrive together; between
+products they do not. `waits` are what an exchange takes longer then, measured behind a product of matrices (WAITS);
+records from before have none, and their predictions of the last two kinds are as if all arrived together.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import numpy as np
 
 from accelerant.bench.record import Row
 
-__all__ = ["BESIDE", "OPS", "Costs", "Link", "outlook"]
+__all__ = ["BESIDE", "COPIED", "OPS", "PEER_SUM", "WAITS", "Costs", "Link", "outlook"]
 
 PEER_SUM, COPIED = "peer_sum", "copied_sum"
 """Sums of small and of large arrays between the GPUs of one host: accelerant.runtime.peers."""
@@ -42,6 +47,9 @@ PEER_SUM, COPIED = "peer_sum", "copied_sum"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPIED)
 BESIDE = "all_reduce beside a product"
 """Op of the row that measures both at once; its p50 is the part of the collective's time that the product loses."""
+
+WAITS = {op: f"wait of {op} behind a product" for op in (PEER_SUM, "send_recv")}
+"""Ops of the rows that measure what an exchange takes longer, in ms, after work that all processes do."""
 
 _MOST = 1024
 _BACKWARD = 2 / 3
@@ -91,6 +99,7 @@ class Costs:
         links: by collective.
         copy_bytes_per_ms: of the device's memory, read and written bytes together; infinite where unknown.
         lost: part of a hidden collective's time that the computation beside it loses.
+        waits: of an exchange for the last process, in ms, by collective and number of processes.
         host: most processes whose GPUs reach each other's memory: those measured so. More use NCCL.
     """
 
@@ -98,12 +107,14 @@ class Costs:
     copy_bytes_per_ms: float = field(default=float("inf"))
     lost: float = 0.0
     host: int = _MOST
+    waits: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[Row], copy_gb_s: float | None) -> Costs | None:
         """Return the costs that a record's rows of collectives show; None if one of them is missing."""
         times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in OPS}
-        lost = []
+        lost, waits = [], dict[tuple[str, int], float]()
+        kinds = {row: op for op, row in WAITS.items()}
         for row in rows:
             if row.suite != "scale" or row.p50 is None:
                 continue
@@ -111,15 +122,22 @@ class Costs:
                 times[row.op][_processes_of(row), row.bytes] = row.p50
             elif row.op == BESIDE:
                 lost.append(row.p50)
+            elif row.op in kinds:
+                waits[kinds[row.op], _processes_of(row)] = row.p50
         if not all(times[op] for op in OPS[:4]):
             return None
         links = {op: Link.fitted(op, measured) for op, measured in times.items() if measured}
         copied, host = copy_gb_s * 1e6 if copy_gb_s else float("inf"), max((p for p, _ in times[COPIED]), default=1)
-        return cls(links, copied, float(np.median(lost)) if lost else 0.0, host)
+        return cls(links, copied, float(np.median(lost)) if lost else 0.0, host, waits)
 
     def _sum(self, op: str, processes: int) -> Link:
         """Return the costs of a sum between GPUs of one host; all_reduce's where there is none."""
         return (self.links.get(op) if processes <= self.host else None) or self.links["all_reduce"]
+
+    def _wait(self, op: str, processes: int) -> float:
+        """Return the wait of an exchange between so many processes, or the most that were measured below; else 0."""
+        counts = [count for each, count in self.waits if each == op and count <= processes]
+        return self.waits[op, max(counts)] if counts else 0.0
 
     def predicted_ms(self, kind: str, **facts: Any) -> float:
         """Return the time of a kind of step: "data_parallel", "sharded", "tensor_parallel" or "context_parallel"."""
@@ -163,7 +181,8 @@ class Costs:
 
         `weight_bytes` are read for each token; 0 if all of the time is divided.
         """
-        sums = (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
+        each = self._sum(PEER_SUM, processes).ms(processes, width_bytes) + self._wait(PEER_SUM, processes)
+        sums = (2 * layers + 1) * each
         reading = min(alone_ms, weight_bytes / self.copy_bytes_per_ms) if weight_bytes else alone_ms
         return alone_ms - reading * (1 - 1 / processes) + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
 
@@ -174,7 +193,8 @@ class Costs:
         work = alone_ms / processes
         beside = work * (processes - 1) / processes  # the first block's keys are at hand, the last transfer is over
         shown = max(0.0, transfer - beside)
-        return work + merged / self.copy_bytes_per_ms + shown + self.lost * min(transfer, beside)
+        waiting = (processes - 1) * self._wait("send_recv", processes)
+        return work + merged / self.copy_bytes_per_ms + shown + max(waiting, self.lost * min(transfer, beside))
 
 
 def _processes_of(row: Row) -> int:

@@ -32,7 +32,7 @@ from accelerant.bench.plain_models import PlainGPT, PlainLlama
 from accelerant.bench.record import DEVICE, OURS
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.suites.model import MODELS, TokenBatches
-from accelerant.bench.suites.scale_model import BESIDE, COPIED, OPS, PEER_SUM
+from accelerant.bench.suites.scale_model import BESIDE, COPIED, OPS, PEER_SUM, WAITS
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.generation import Decoding, Sampling
@@ -239,6 +239,38 @@ def _collectives(this: _Process) -> None:
         for a, b, s in zip(map(this.mean, alone), map(this.mean, together), map(this.mean, sum_alone), strict=True)
     ]
     this.emit(BESIDE, "lost part of its time", backend, lost, unit="x")
+    row, received, (rank, p) = torch.empty_like(x[:1]), torch.empty_like(bucket), (dist.get_rank(), this.size)
+
+    def exchanged() -> None:  # as in attention over a split sequence: the transfer runs beside the product
+        ways = dist.P2POp(dist.isend, bucket, (rank + 1) % p), dist.P2POp(dist.irecv, received, (rank - 1) % p)
+        works = dist.batch_isend_irecv(list(ways))
+        product()
+        for work in works:
+            work.wait()
+
+    alone, together = this.in_turns([product, exchanged])
+    waits = {
+        "send_recv": [max(0.0, b - a) for a, b in zip(map(this.mean, alone), map(this.mean, together), strict=True)]
+    }
+    if (summed := _collective(PEER_SUM, sizes[1], this)) is not None:  # as in decoding: after one row's product
+
+        def multiplied() -> None:
+            torch.mm(x[:1], x, out=row)
+
+        def both_in_turn() -> None:
+            multiplied()
+            summed()
+
+        calls = [this.captured(call, _TOGETHER) for call in (multiplied, both_in_turn, summed)]
+        waits[PEER_SUM] = [
+            max(0.0, b - a - s) / _TOGETHER
+            for a, b, s in zip(*(map(this.mean, each) for each in this.in_turns(calls)), strict=True)
+        ]
+    for op, samples in waits.items():
+        this.emit(WAITS[op], size_name(sizes[-2] if op == "send_recv" else sizes[1]), backend, samples)
+
+
+_TOGETHER = 64  # sums and products in a CUDA graph
 
 
 def _collective(op: str, size: int, this: _Process) -> Callable[[], object] | None:
