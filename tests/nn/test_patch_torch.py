@@ -384,7 +384,7 @@ LAYERS = {
 def of_dtype(values, dtype):
     try:
         return values.to(dtype)
-    except (RuntimeError, NotImplementedError):  # torch has no cast to packed and quantised ones
+    except (RuntimeError, NotImplementedError):  # torch has no cast to packed and quantized ones
         return None
 
 
