@@ -42,6 +42,23 @@ def test_as_torch(V, reduction, smoothing, interpreted):
     same(logits, targets, dy, rtol=2e-5, atol=1e-5, reduction=reduction, label_smoothing=smoothing)
 
 
+@pytest.mark.parametrize(
+    "dy",
+    [torch.zeros(4), torch.tensor(0.7).expand(4), 1e4 * torch.randn(4, 2)[:, 0]],
+    ids=["zeros", "expanded", "strided"],
+)
+def test_gradients_of_rows_after_others(dy, interpreted):
+    """Upstream gradients of any layout, in the second of two backward passes."""
+    logits, targets = torch.randn(4, 1000), torch.tensor([3, -100, 999, 0])
+    found = []
+    for call in (ops.cross_entropy, functional.cross_entropy):
+        x = logits.clone().requires_grad_()
+        losses = call(x, targets, reduction="none", label_smoothing=0.1)
+        torch.autograd.grad(losses, x, torch.ones(4), retain_graph=True)
+        found += torch.autograd.grad(losses, x, dy)
+    torch.testing.assert_close(*found, rtol=2e-5, atol=1e-5)
+
+
 @WIDTHS
 def test_all_ignored(V, interpreted):
     logits, targets = torch.randn(3, V, requires_grad=True), torch.full((3,), -100)

@@ -216,7 +216,7 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: Any,
         return kind(loss=loss, **others)
     source = _Source(hidden, head.weight, head.bias)  # those of now, which functional_call replaces
     if torch._C._are_functorch_transforms_active():
-        return kind(loss=loss, logits=source.logits(), **others)
+        return kind(loss=loss, logits=F.linear(*source.inputs), **others)
     logits: Tensor = _LazyLinear.apply(hidden, head.weight, head.bias, source)  # type: ignore[no-untyped-call]
     output = _lazy_class(kind)(loss=loss, logits=logits, **others)
     output.__dict__[PARTS] = functools.partial(_remade, kind, head), {"loss": loss, "others": others, "hidden": hidden}
@@ -228,26 +228,26 @@ def _remade(kind: Any, head: Any, parts: dict[str, Any]) -> Any:
 
 
 class _Source:
-    """The layer whose result logits are, with the gradient mode and autocast of the forward pass.
+    """The layer whose result logits are, with the autocast of the forward pass.
 
     Attributes:
         dtype: of the logits.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.inputs, self._grad_enabled = (hidden, weight, bias), torch.is_grad_enabled()
+        self.inputs = hidden, weight, bias
         self._low = None if hidden.dtype is torch.float64 else autocast_dtype(hidden.device.type)
         self.dtype = self._low or hidden.dtype
         self._value: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """Return the logits, computed once."""
+        """Return the logits without a gradient, computed once."""
         if self._value is None:
             device = self.inputs[0].device.type
             # The caller may have turned autocast on since. "meta" has none.
             off = contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
             low = off if self._low is None else torch.autocast(device, dtype=self._low)
-            with torch.set_grad_enabled(self._grad_enabled), low:
+            with torch.no_grad(), low:
                 self._value = F.linear(*self.inputs)
         return self._value
 
@@ -269,8 +269,8 @@ class _Lazy(Tensor):
     def whole(self) -> Tensor:
         """Return the logits as a plain tensor, with gradients if this one has them."""
         with torch.set_grad_enabled(self.requires_grad):
-            logits = self.source.logits().to(self.dtype)
-        return logits if self.requires_grad else logits.detach()
+            logits: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+            return logits
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -280,9 +280,7 @@ class _Lazy(Tensor):
         x = args[0] if args else None
         if isinstance(x, cls) and func in _KEEP_LAZY and set(kwargs) <= {"dtype"}:
             return cls.of(x.source, kwargs.get("dtype") or x.dtype)
-        args, kwargs = pytree.tree_map_only(
-            cls, lambda lazy: lazy.source.logits().detach().to(lazy.dtype), (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(cls, lambda lazy: lazy.source.logits().to(lazy.dtype), (args, kwargs))
         return func(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:  # what reads the memory is not dispatched
@@ -324,6 +322,18 @@ class _LazyLinear(torch.autograd.Function):
         dw = (rows.t() @ hidden.to(dy.dtype).flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
         db = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
+
+
+class _Whole(torch.autograd.Function):
+    """Logits as a plain tensor. Its gradient passes through the lazy one, on which DDP and FSDP may have put hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: _Lazy) -> Tensor:
+        return lazy.source.logits().to(lazy.dtype).detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 class _LazyLogits:
