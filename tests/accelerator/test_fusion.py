@@ -443,6 +443,98 @@ def test_arrays_of_any_strides(uninterpreted, device):
         acl.fuse(lambda x: x * 3)(torch.ones(2, 3).to_sparse())
 
 
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_results_are_written_to_out(uninterpreted, make):
+    """In any layout, and where it is an argument: as if it were assigned afterwards; from the second call on by C."""
+    fused, sums = (
+        acl.fuse(lambda x, y: x * 2 + y),
+        acl.fuse(lambda x: (x.sum(0), x - x.sum(-1, keepdims=True))),
+    )
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    y, wanted = x[::-1].copy(), x * 2 + x[::-1]
+    for _ in range(2):
+        for out in (
+            np.zeros((3, 4), np.float32),
+            np.zeros((4, 3), np.float32).T,
+            np.zeros((6, 8), np.float32)[::2, ::2],
+        ):
+            given = make(out)
+            assert fused(make(x), make(y), out=given) is given
+            np.testing.assert_array_equal(out, wanted)
+        own = make(x.copy())
+        fused(own, make(y), out=own)
+        np.testing.assert_array_equal(own, wanted)
+        line = np.arange(50, dtype=np.float32)
+        after = line[1:] * 2 + line[:-1]
+        fused(make(line[1:]), make(line[:-1]), out=make(line[1:]))
+        np.testing.assert_array_equal(line[1:], after)
+        total, rest = make(np.zeros(4, np.float32)), make(np.zeros((3, 4), np.float32))
+        sums(make(x), out=(total, rest))
+        np.testing.assert_array_equal(total, x.sum(0))
+        np.testing.assert_array_equal(rest, x - x.sum(-1, keepdims=True))
+    for out, error, match in (
+        (make(np.zeros((3, 5), np.float32)), ShapeError, r"out\[0\] must have shape \(3, 4\), got \(3, 5\)"),
+        (make(np.zeros((3, 4))), UnsupportedDtype, r"out\[0\] must be float32, got .*float64"),
+        ([1.0], UnsupportedDtype, r"out\[0\] must be an array of .*, got list"),
+    ):
+        with pytest.raises(error, match=match):
+            fused(make(x), make(y), out=out)
+    with pytest.raises(ShapeError, match="out must be 2 arrays, got 1"):
+        sums(make(x), out=(make(np.zeros(4, np.float32)),))
+    with pytest.raises(UnsupportedCase, match="out= has no gradient"):
+        fused(torch.ones(2, requires_grad=True), torch.ones(2), out=torch.ones(2))
+    assert acl.fuse(lambda x, out: x + out)(make(x), out=1.0)[0, 0] == 1  # the function's own
+
+
+def test_calls_of_small_arrays_are_counted_and_told_apart(uninterpreted):
+    """From the second call of a kind on, C compares the arguments."""
+    scale = 3.0
+
+    def apply(x, y, power):
+        return (x * scale + y) ** power
+
+    fused, x = acl.fuse(apply), np.arange(6, dtype=np.float32).reshape(2, 3)
+    kinds = [
+        (x, x, 2), (x, x, 3), (x, x[0], 2), (x.astype(np.float64), x, 2), (x[:, ::2], x[:, :1], 2), (x[::-1], x, 2),
+        (x.T, x.T, 2), (x.view(np.int32), x, 2), (x, x.reshape(1, 2, 3), 2), (x, x, 2.0), (x, x.astype(">f4"), 2),
+        (np.array(2.0), x, 2), (np.frombuffer(b"0" + x.tobytes(), np.float32, 6, 1).reshape(2, 3), x, 2),
+    ]  # fmt: skip
+    for _ in range(7):
+        for args in kinds:
+            got, wanted = fused(*args), apply(*args)
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+            np.testing.assert_array_equal(got, wanted)
+    assert sum(row["calls"] for row in ledger().to_dict()["ops"]) == 7 * len(kinds)
+    same = fused(x, x, 2)
+    assert fused(x, x, 2) is not same
+    scale = 4.0
+    np.testing.assert_array_equal(fused(x, x, 2), apply(x, x, 2))
+    assert type(fused(x.view(np.recarray), x, 2)) is np.ndarray
+
+
+@pytest.mark.slow
+def test_arrays_of_numpy_on_webgpu():
+    require_backend("webgpu")
+    x = np.arange(20, dtype=np.float32).reshape(4, 5)
+    for apply in (lambda x: x[1:] - x[:-1] * 2, lambda x: x.T.sum(0), lambda x: np.round(x * 0.3) % 4 // 2):
+        np.testing.assert_allclose(acl.fuse(apply, device="webgpu")(x), apply(x), rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_views_integers_and_sums_on_a_gpu():
+    x = torch.randn(70, 90, device="cuda")
+    i = torch.randint(-9, 9, (70, 90), device="cuda")
+    functions = (
+        lambda x, i: x[1:] - x[:-1] * 2, lambda x, i: (x * i).sum(0), lambda x, i: i * 3 + (x > 0),
+        lambda x, i: torch.round(x * 3) + x // 0.3, lambda x, i: (x - x.mean(0)) / x.std(0), lambda x, i: x.T * 2,
+        lambda x, i: i // 4 + i % 3, lambda x, i: torch.where(i > 2, x, -x).amax(), lambda x, i: x.abs() ** x,
+    )  # fmt: skip
+    for number, apply in enumerate(functions):
+        got, wanted = acl.fuse(apply)(x, i), apply(x, i)
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5, msg=str(number))
+
+
 SPECIAL = torch.tensor([[math.nan, 1.0, -2.0], [math.inf, 0.0, -0.0], [-math.inf, 3.0, 1e30], [-1e30, 1e-30, 90.0]])
 
 
@@ -576,6 +668,7 @@ REFUSED = {
     "ufunc": (lambda x: np.hypot(x, x), "numpy.hypot is not supported"),
     "index": (lambda x: x[[0, 1]], "indexing with arrays is not supported"),
     "view": (lambda x: torch.softmax(x, -1)[1:], "a view of a value that is reduced"),
+    "sizes": (lambda x: (x[:, 1:] * 2, x * 2), r"views of shapes \(2, 2\), \(2, 3\) in one function"),
     "dimension": (lambda x: x.sum(2), "dim=2 of 2 dimensions"),
     "bits": (lambda x: x & 1, "bits of numbers"),
     "integer power": (lambda x: x.int() ** x.int(), "a power of integers with an array"),

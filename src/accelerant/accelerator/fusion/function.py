@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -25,6 +26,7 @@ from accelerant.errors import CompileError, ConfigError, ShapeError, Unsupported
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation
@@ -66,7 +68,12 @@ def _staged(
         return program.run_torch(shape, *tensors)
     first, rest, places = program.split
     results = run(first, shape, *tensors)
-    sums = tuple(y for y, place in zip(results, places, strict=True) if place < 0)
+    leading = tuple(range(len(shape) - 1))
+    sums = tuple(
+        y if place == -1 else y.amax(leading, keepdim=True)
+        for y, place in zip(results, places, strict=True)
+        if place < 0
+    )
     if not rest.results:
         following: tuple[Tensor, ...] = ()
     else:
@@ -120,7 +127,7 @@ def _refuses_triton(case: Case) -> str | None:
     for node in program.nodes:
         if node.dtype == torch.float64 or (node.op in (*REDUCTIONS, "rows", "columns") and node.dtype != torch.float32):
             return f"{node.op} of {name_of(node.dtype)}"
-        if node.op == "max0" or (node.op in OPERATIONS and not OPERATIONS[node.op].triton and node.op != "sum0"):
+        if node.op in OPERATIONS and not OPERATIONS[node.op].triton and node.op not in REDUCTIONS:
             return f"no {node.op} in Triton"
     return None
 
@@ -325,6 +332,7 @@ class FusedFunction:
         self._name = f"fused_{getattr(function, '__name__', type(function).__name__).strip('<>')}"
         self._plans: dict[Hashable, _Plan] = {}
         self._recorded: dict[Hashable, _Record] = {}
+        self._writes_out = "out" not in _parameters(function)
         self._quick: tuple[Callable[[tuple[Any, ...]], Any], ...] = ()
         self._learned: list[_Plan] = []
         self._lock = fork_safe(threading.RLock())
@@ -344,15 +352,20 @@ class FusedFunction:
                     return result
         if torch.compiler.is_compiling():
             return self._function(*args, **options)
+        out = options.pop("out", None) if self._writes_out else None
         values = (*args, *options.values())
         places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
         if not places:
             raise UnsupportedDtype(f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX")
         arrays = [values[i] for i in places]
         if self.device is not None and not self.device.torch_device:
+            if out is not None:
+                raise UnsupportedCase(f"{self._name[6:]}: out= on {self.device.backend}; assign the result")
             return self._without_tensors(arrays, values, places, tuple(options))
         tensors, origin = self._tensors(arrays)
         plan = self._plan(tensors, values, places, tuple(options))
+        if out is not None:
+            return self._written(plan, tensors, arrays[0], out)
         results = self._compute(plan, tensors)
         results = tuple(y.view(shape) for y, shape in zip(results, plan.results, strict=True))
         result = results[0] if plan.single else results
@@ -361,6 +374,63 @@ class FusedFunction:
         if not options and len(self._quick) < _QUICK_KINDS and self.device is None:
             self._learn(plan, args, places, tensors)
         return origin.wrap(result)
+
+    def _written(self, plan: _Plan, tensors: Sequence[Tensor], first: Any, out: Any) -> Any:
+        """Compute into the arrays `out`, in their memory where the kernel can write there; they are checked before."""
+        name, targets = self._name[6:], (out,) if plan.single else tuple(out)
+        if len(targets) != len(plan.results):
+            raise ShapeError(f"{name}: out must be {len(plan.results)} arrays, got {len(targets)}")
+        for number, (y, size, made) in enumerate(zip(targets, plan.results, plan.program.results, strict=True)):
+            kind = kind_of(first)
+            if not hasattr(y, "dtype") or kind_of(y) != kind or kind == "jax":
+                raise UnsupportedDtype(f"{name}: out[{number}] must be an array of {kind}, got {type(y).__name__}")
+            if (y.dtype if kind == "torch" else str(y.dtype)) != (
+                made.dtype if kind == "torch" else name_of(made.dtype)
+            ):
+                raise UnsupportedDtype(f"{name}: out[{number}] must be {name_of(made.dtype)}, got {y.dtype}")
+            if tuple(y.shape) != size:
+                raise ShapeError(f"{name}: out[{number}] must have shape {size}, got {tuple(y.shape)}")
+            if kind == "numpy" and not y.flags.writeable:
+                raise UnsupportedCase(f"{name}: out[{number}] is read-only")
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*tensors, *targets)):
+            raise UnsupportedCase(f"{name}: out= has no gradient; detach the tensors, or call it in torch.no_grad()")
+        if not self._written_by_c(plan, tensors, targets):
+            results = self._compute(plan, tensors)
+            for y, result, size in zip(targets, results, plan.results, strict=True):
+                if isinstance(y, np.ndarray):
+                    np.copyto(y, result.numpy(force=True).reshape(size))
+                else:
+                    to_torch(y, None)[0].copy_(result.view(size))
+        return out
+
+    def _written_by_c(self, plan: _Plan, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
+        """Run the CPU's kernel on the memory of the results, where it was chosen before and the layouts are its own."""
+        program, shape = plan.program, plan.shape
+        chosen = _operation(f"{self._name}_fwd").plans.usual.get(_case(program, shape, tensors[0].device, False))
+        if chosen is None or chosen.decision.implementation != "portable" or choice_overrides or not math.prod(shape):
+            return False
+        inputs = plan.inputs(tensors)
+        read = [inputs[i] for i in used_inputs(program)]
+        launch = launch_of(program, shape, tuple(_steps(x, shape) for x in read))
+        arrays = [y if isinstance(y, Tensor) else to_torch(y, None, order="K")[0] for y in targets]
+        for y, given, size in zip(arrays, targets, launch.shapes, strict=True):
+            address = y.data_ptr()
+            if not isinstance(given, Tensor) and address != given.__array_interface__["data"][0]:
+                return False  # a copy: of another byte order
+            layout = y if launch.order is None else y.permute(launch.order)
+            if not layout.is_contiguous():
+                return False
+            for x in (*read, *(other for other in arrays if other is not y)):
+                within = len(launch.stages) == 1 and not program.reduces and x.data_ptr() == address
+                same = within and tuple(x.shape) == tuple(y.shape) == size and x.stride() == y.stride()
+                if not same and _overlap(x, y):
+                    return False
+        with RecordedLaunch(chosen.record, chosen.provider, 0):
+            launch.run([x.data_ptr() for x in (*read, *arrays)])
+        for each in targets:
+            if isinstance(each, Tensor) and not each.is_inference():
+                torch.autograd.graph.increment_version(each)
+        return True
 
     def _learn(self, plan: _Plan, args: tuple[Any, ...], places: list[int], tensors: Sequence[Tensor]) -> None:
         """Remember a call of NumPy's arrays by portable C, so that the next one of its kind takes a microsecond."""
@@ -526,7 +596,14 @@ class FusedFunction:
         except Viewed:
             dry, outputs, single = run(begin(Domain(()), views=(), dry=True))
             views = tuple(dry.used(outputs))
-            whole = self._whole([size for _, size in views])
+            try:
+                whole = self._whole([size for _, size in views])
+            except ShapeError:
+                shown = ", ".join(sorted({str(size) for _, size in views}))
+                raise UnsupportedCase(
+                    f"{self._name[6:]}: fuse has one shape a kernel, and views of shapes {shown} in one function: "
+                    "compute them in functions of their own"
+                ) from None
             recording, outputs, single = run(begin(Domain(whole), views=[view for view, _ in views]))
         program, returned = recording.program(outputs)
         constants = [None if i in places else x for i, x in enumerate(values)]
@@ -550,9 +627,12 @@ class FusedFunction:
                 kind = f"{x.dtype} array of {kind_of(x)}"
                 known = ", ".join(map(name_of, _NUMPY))
                 raise UnsupportedDtype(f"{device.backend} takes NumPy arrays of {known}, got a {kind}")
-        if "portable" not in provider.dialects:
-            raise UnsupportedCase(f"the {device.backend} backend compiles no portable C")
         plan = self._plan(host, values, places, names)
+        if "portable" not in provider.dialects:  # tensors of `acl.to`, operation by operation
+            moved = [to(x, device.label) for x in plan.inputs(host)]
+            made = plan.program.run_torch(plan.shape, *moved)
+            shaped = tuple(y.cpu().numpy().reshape(size) for y, size in zip(made, plan.results, strict=True))
+            return shaped[0] if plan.single else shaped
         if reason := _refused_by_c(plan.program, _NUMPY):
             raise UnsupportedCase(f"{self._name[6:]} on {device.backend}: {reason}")
         run = functools.partial(self._on_device, provider, device)
@@ -604,6 +684,25 @@ def _input(dtype: torch.dtype, shape: Shape, domain: Domain) -> tuple[Input, boo
     return Input(by_row or expands, columns == domain.N, dtype), expands
 
 
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether the memory between the first and the last elements overlaps."""
+    (first, last), (begin, end) = (
+        (each.data_ptr(), each.data_ptr() + each.itemsize * (1 + _reach(each))) for each in (x, y)
+    )
+    return first < end and begin < last
+
+
+def _reach(x: Tensor) -> int:
+    return sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
 def _padded(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
     return (1,) * (length - len(sizes)) + sizes
 
@@ -651,16 +750,17 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
             stay where they are.
 
     Returns:
-        the function, to be called as before. Arrays are float16, bfloat16, float32, float64 or bool. Their shapes
-        broadcast; fastest are arrays of one shape (..., n), rows (n,), columns (..., 1) and scalars. Computed in
-        float32 (float64 for float64) and rounded once, to the dtype that torch gives; long sums keep their digits.
-        Results are new arrays of the first one's library, on its device. Differentiable for torch tensors; second
-        derivatives are torch's. The gradient of a maximum is shared equally among the largest elements.
+        the function, to be called as before, with `out=` for arrays that take the results. Arrays are of floats, bool
+        or integers; their shapes broadcast. Computed in float32 (float64 for float64, integers as they are) and rounded
+        once, to the dtype that torch gives, or NumPy for NumPy's arrays; long sums keep their digits. Results are new
+        arrays of the first one's library, on its device. Differentiable for torch tensors; second derivatives are
+        torch's. The gradient of a maximum is shared equally among the largest elements.
 
     Raises:
         UnsupportedCase: at the first call: the function does what cannot be recorded (control flow that depends on
-            values, unknown functions, dimensions but the last); names the function and the line.
-        ShapeError, UnsupportedDtype: shapes that do not broadcast, several devices, other dtypes.
+            values, unknown functions, reductions over some of the leading dimensions); names the function and the line.
+            `out` with a gradient, or read-only.
+        ShapeError, UnsupportedDtype: shapes that do not broadcast, several devices, other dtypes; of `out`, too.
         ConfigError, BackendUnavailable: an unknown or absent device.
     """
     if function is None:

@@ -261,15 +261,16 @@ def _view_of_part(x: Traced, kind: str, value: Any, part: Any) -> Any:
     return _viewed(part, kind, tuple(keys))
 
 
-def _operand(x: Any, dtype: torch.dtype) -> Expr | float:
-    """Return an operand as a value that is computed in a dtype, or a number."""
+def _operand(x: Any, dtype: torch.dtype, *, wraps: bool = False) -> Expr | float:
+    """Return an operand as a value that is computed in a dtype, or a number; `wraps`: below 0 for uint8, as torch's."""
     if isinstance(x, Traced):
         return x.expr.convert(computed_in(dtype))
     if isinstance(x, (int, float, np.number, np.bool_)):
         if not dtype.is_floating_point and dtype != torch.bool and float(x) != int(x):
             raise TypeError(f"the number {x} among integers")
         whole = not dtype.is_floating_point and dtype != torch.bool
-        if whole and not torch.iinfo(dtype).min <= int(x) <= torch.iinfo(dtype).max:
+        least = -255 if wraps and dtype == torch.uint8 else torch.iinfo(dtype).min if whole else 0
+        if whole and not least <= int(x) <= torch.iinfo(dtype).max:
             raise TypeError(f"{x} is out of the range of {name_of(dtype)}")
         return x.item() if isinstance(x, np.generic) else x
     raise TypeError(f"fuse does not know a {type(x).__name__} as operand")
@@ -277,8 +278,9 @@ def _operand(x: Any, dtype: torch.dtype) -> Expr | float:
 
 def _pair(x: Any, y: Any, dtype: torch.dtype) -> tuple[Expr, Expr]:
     """Return two operands as values that are computed in a dtype."""
-    graph, kind = _traced(x, y)[0].recording.graph, computed_in(dtype)
-    first, second = (_operand(each, dtype) for each in (x, y))
+    recording, kind = _traced(x, y)[0].recording, computed_in(dtype)
+    graph = recording.graph
+    first, second = (_operand(each, dtype, wraps=not recording.as_numpy) for each in (x, y))
     if not isinstance(first, Expr):
         first = graph.constant(first, kind)
     return first, second if isinstance(second, Expr) else graph.constant(second, kind)

@@ -488,25 +488,28 @@ class Program:
     def split(self) -> tuple[Program, Program, tuple[int, ...]]:
         """The program of what one kernel computes, the program of the rest, and the results of the first.
 
-        The first has all reductions over the rows that need no other one, as sums over the rows, and the results that
-        need none: (result or -1, ...). The sums are the last inputs of the rest.
+        The first has all reductions over the rows that need no other one, and the results that need none. Its results
+        are sums over the rows (-1), values whose maximum over the rows is to be taken (-2), and results, by number. The
+        sums and maxima are the last inputs of the rest.
         """
         depth: list[int] = []
         for node in self.nodes:
             depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
         sums = [i for i, node in enumerate(self.nodes) if node.op in ("sum0", "max0") and depth[i] == 1]
         done = [i for i, each in enumerate(self.results) if not depth[each.node] and each.layout in ("full", "column")]
-        layouts: dict[bool, Layout] = {True: "row sum", False: "sum"}
-        parts = [Result(self.nodes[i].args[0], layouts[self.nodes[i].by_column], self.nodes[i].dtype) for i in sums] + [
-            self.results[i] for i in done
-        ]
+        layouts: dict[tuple[str, bool], Layout] = {
+            ("sum0", True): "row sum", ("sum0", False): "sum", ("max0", True): "full", ("max0", False): "column",
+        }  # fmt: skip
+        nodes = [self.nodes[i] for i in sums]
+        parts = [Result(node.args[0], layouts[node.op, node.by_column], node.dtype) for node in nodes]
+        parts += [self.results[i] for i in done]
         graph = Graph(self.nodes)
         inputs = [*self.inputs, *(Input(False, self.nodes[i].by_column, self.nodes[i].dtype) for i in sums)]
         for number, i in enumerate(sums):
             graph.nodes[i] = self.nodes[i]._replace(op="input", args=(), value=len(self.inputs) + number)
         rest = [each for i, each in enumerate(self.results) if i not in done]
         first = Program.of(Graph(self.nodes), self.inputs, parts)
-        return first, Program.of(graph, inputs, rest), tuple([-1] * len(sums) + done)
+        return first, Program.of(graph, inputs, rest), (*(-1 if node.op == "sum0" else -2 for node in nodes), *done)
 
     def run_torch(self, shape: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute by torch's functions, which autograd can record, on tensors that broadcast to a shape.
