@@ -300,7 +300,7 @@ def _tables(model: Llama, positions: int, where: torch.device) -> tuple[Tensor, 
 
 
 def _weight(layer: Any) -> tuple[Tensor, Tensor | None]:
-    return (layer.weight, layer.scale) if isinstance(layer, LinearInt8) else (layer.weight, None)
+    return (layer.weight_int8, layer.scale) if isinstance(layer, LinearInt8) else (layer.weight, None)
 
 
 def _weights(block: Any) -> tuple[Any, ...]:
