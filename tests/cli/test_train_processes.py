@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from train_workers import commands, small
 
 from accelerant.cli import launch, main
-from accelerant.cli.train import _restarted
+from accelerant.cli.train import _Processes, _restarted
 from accelerant.errors import ConfigError
 from accelerant.nn.train.checkpoint import Checkpoints, save_checkpoint
 from accelerant.nn.train.config import PRESETS
@@ -319,6 +319,24 @@ def test_a_run_goes_on_in_as_many_processes_as_before(accelerant, monkeypatch, o
     of_two.summary.write_text('{"steps": 7}')
     accelerant("train", "--resume", of_two.path, "--device", "cpu")  # finished: nothing to start
     assert started == [2, 3]
+
+
+def test_a_private_run_does_not_begin_again_by_itself(monkeypatch, tmp_path):
+    """Its new ledger would lack the steps that were made before the kill; from a checkpoint it goes on."""
+    asked = []
+    monkeypatch.setattr("accelerant.cli.train.launch", lambda *_, kept, advice, **__: asked.append((kept, advice)))
+    processes = _Processes(2, None, ["train", "a text", "--gpus", "2"])
+    for private in (True, False):
+        processes.start(tmp_path, "cpu", None, private=private)
+    (kept, advice), (plainly, again) = asked
+    assert kept() == plainly() == "from the beginning: there is no checkpoint yet"  # nothing was spent
+    (tmp_path / RunFolder.LEDGER).touch()
+    assert (kept(), bool(plainly())) == ("", True)
+    assert f"give it --ledger {tmp_path / RunFolder.LEDGER} and another --out" in advice()
+    assert again() == "there is no checkpoint yet; start again with:  accelerant train 'a text' --gpus 2"
+    save_checkpoint(tmp_path / "checkpoint.safetensors", {}, {"step": 7})
+    assert kept() == plainly() == "from the checkpoint of step 7"
+    assert advice() == f"continue with:  accelerant train --resume {tmp_path}"
 
 
 def test_restarts_are_those_of_several_processes(accelerant, text):

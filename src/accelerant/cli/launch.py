@@ -60,7 +60,7 @@ def launch(
     Args:
         backend: cpu for processes without a GPU; otherwise each has one of this machine's.
         restarts: how often they are started again at most.
-        kept: returns where processes that are started again go on.
+        kept: returns where processes that are started again go on; empty if they must not be.
         advice: returns what to do after an end that is final; empty if nothing helps.
 
     Raises:
@@ -96,14 +96,14 @@ def launch(
                 break
             except ChildFailedError as failed:
                 status, reason = _cause(failed)
-            if not reason or number == restarts:
+            if not reason or number == restarts or not (going_on := kept()):
                 if reason:
                     print(f"accelerant: {reason}{f', restarts: {number}' * bool(number)}", file=sys.stderr)
                 if status not in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM) and (text := advice()):
                     print(f"accelerant: {text}", file=sys.stderr)
                 raise typer.Exit(status)
             again = f"starting all {count} processes again (restart {number + 1} of at most {restarts})"
-            print(f"accelerant: {reason}: {again}, {kept()}", file=sys.stderr, flush=True)
+            print(f"accelerant: {reason}: {again}, {going_on}", file=sys.stderr, flush=True)
     except SignalException as ended:
         raise typer.Exit(128 + ended.sigval) from None
     raise typer.Exit(0)

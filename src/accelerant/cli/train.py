@@ -339,7 +339,7 @@ def _run(
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
     if processes is not None:
         again = None if run is not None else any(value is not None for value in options.values())
-        processes.start(out, str(backend or ""), again)
+        processes.start(out, str(backend or ""), again, private=run is not None and extension is not None)
     torch_tensors = extension is not None or world_size() > 1
     if run is not None and (run.model == "rnn" or run.training.precision not in ("auto", "float32")):
         torch_tensors = True
@@ -377,10 +377,11 @@ class _Processes:
     restarts: int | None
     arguments: Sequence[str]
 
-    def start(self, out: Path, backend: str, extended: bool | None) -> None:
+    def start(self, out: Path, backend: str, extended: bool | None, *, private: bool) -> None:
         """Start the processes and exit with their status; return if this process trains.
 
-        `extended` is whether a run that is resumed has a new number of steps; None for a new run.
+        `extended` is whether a run that is resumed has a new number of steps; None for a new run. A new `private` one
+        does not begin again by itself, which would spend privacy that its ledger does not have.
         """
         if world_size() > 1:
             if self.gpus not in (None, world_size()):
@@ -399,7 +400,11 @@ class _Processes:
                 raise ConfigError(f"--max-restarts {self.restarts} goes with --gpus, of 2 or more")
             return
 
+        ledger = out / RunFolder.LEDGER
+
         def kept() -> str:
+            if private and ledger.is_file() and not Checkpoints(out).exist:
+                return ""
             step = Checkpoints(out).written[0]
             return f"from the checkpoint of step {step:,}" if step else "from the beginning: there is no checkpoint yet"
 
@@ -409,6 +414,11 @@ class _Processes:
                 return ""
             if Checkpoints(out).exist:
                 return f"continue with:  {folder.resume_command}"
+            if private and ledger.is_file():
+                return (
+                    f"there is no checkpoint yet, and a private run that begins again spends more: give it --ledger "
+                    f"{shlex.quote(str(ledger))} and another --out, to count what was spent"
+                )
             return f"there is no checkpoint yet; start again with:  {shlex.join(['accelerant', *self.arguments])}"
 
         launch(

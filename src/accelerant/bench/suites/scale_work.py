@@ -261,10 +261,10 @@ def _collectives(this: _Process) -> None:
             multiplied()
             summed()
 
-        calls = [this.captured(call, _TOGETHER) for call in (multiplied, both_in_turn, summed)]
+        turns = [this.captured(call, _TOGETHER) for call in (multiplied, both_in_turn, summed)]
         waits[PEER_SUM] = [
             max(0.0, b - a - s) / _TOGETHER
-            for a, b, s in zip(*(map(this.mean, each) for each in this.in_turns(calls)), strict=True)
+            for a, b, s in zip(*(map(this.mean, each) for each in this.in_turns(turns)), strict=True)
         ]
     for op, samples in waits.items():
         this.emit(WAITS[op], size_name(sizes[-2] if op == "send_recv" else sizes[1]), backend, samples)

@@ -192,7 +192,8 @@ def check_leaving(leaving: Leaving, clients: int) -> None:
         raise ConfigError(f'leaving must be {{stage: clients}}, such as {{"mask": [3]}}, got {clipped(leaving)}')
     if unknown := set(leaving) - set(STAGES):
         raise ConfigError(f"leaving has stages {', '.join(STAGES)}, got {', '.join(map(str, unknown))}")
-    for stage, gone in leaving.items():
+    for stage, given in leaving.items():
+        gone: Any = given
         if isinstance(gone, str) or not isinstance(gone, Collection):
             raise ConfigError(f"leaving[{stage!r}] must be a list of clients, got {clipped(gone)}")
         for each in gone:
