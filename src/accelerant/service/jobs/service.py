@@ -259,9 +259,10 @@ class JobService:
 
     async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         """Use the store for a caller."""
+        began = time.monotonic()
         try:
             found = await self._in_thread(function, *arguments, **named)
-            self._succeeded(function)
+            self._succeeded(function, began)
             return found
         except _STORE_ERRORS as error:
             self._failed(function, error)
@@ -279,13 +280,14 @@ class JobService:
             reason = error.orig if isinstance(error, DBAPIError) else error
             _log.error("%s: %s; nothing more is logged until this works again", what, reason)
 
-    def _succeeded(self, function: Callable[..., Any]) -> None:
-        """Log the end of an outage."""
+    def _succeeded(self, function: Callable[..., Any], began: float) -> None:
+        """Log the end of an outage, of which a call that began before it says nothing."""
         for what in (
             f"files, in {getattr(function, '__name__', 'work')}",
             *([] if function is wire.wipe else [_STORE]),
         ):
-            if self._away and (since := self._away.pop(what, None)) is not None:
+            if self._away and (since := self._away.get(what, math.inf)) < began:
+                del self._away[what]
                 _log.info("%s: works again, after %.1f s", what, time.monotonic() - since)
 
     async def _in_thread(
@@ -551,9 +553,10 @@ class JobService:
         """Use the store and the files; where they fail, repeat for so long, then log why and return None."""
         end = time.monotonic() + repeat_s
         while True:
+            began = time.monotonic()
             try:
                 found = await self._in_thread(function, *arguments, **named)
-                self._succeeded(function)
+                self._succeeded(function, began)
                 return found
             except _STORE_ERRORS as error:
                 self._failed(function, error)
