@@ -140,6 +140,8 @@ _SCALAR_FLOAT64 = {"exp", "tanh", "sigmoid", "erf", "power"}
 """Functions that the C compiler makes no vectors of; and those of float64."""
 
 _LEAST = 65536
+_LEAST_SCALAR = 4096
+"""Elements from which such a function takes longer than torch's call."""
 
 
 def _refused_by_c(program: Program, known: Collection[torch.dtype]) -> str | None:
@@ -165,7 +167,7 @@ def _refuses_portable(case: Case) -> str | None:
         if node.by_column and (node.op in _SCALAR or (node.dtype == torch.float64 and node.op in _SCALAR_FLOAT64))
         if node.dtype.is_floating_point
     }
-    if slow and math.prod(case.shape) >= _LEAST:
+    if slow and math.prod(case.shape) >= min(_LEAST, _LEAST_SCALAR):
         return f"torch has vector functions for {', '.join(sorted(slow))}"
     try:
         c_compiler()
