@@ -51,7 +51,7 @@ test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 	$(PYTEST) -m "slow and not soak" $(ARGS)
 
 # Of the command line, the service, patch, and each op, field and mechanism: what another version of a dependency breaks.
-VERSION_TESTS := $(addprefix tests/, test_accelerator.py runtime/test_registry.py \
+VERSION_TESTS := $(addprefix tests/, test_accelerator.py test_private_names.py runtime/test_registry.py \
 	cli/test_app.py cli/test_output.py cli/test_data_command.py cli/test_sample_command.py cli/test_privacy_command.py \
 	service/test_service_app.py service/test_service_settings.py service/test_api_keys.py service/test_served_operations.py \
 	nn/test_patch.py nn/test_patch_families.py nn/test_patch_attention.py nn/test_hugging_face.py nn/test_layers.py \
@@ -61,7 +61,7 @@ VERSION_TESTS := $(addprefix tests/, test_accelerator.py runtime/test_registry.p
 
 lowest newest: $(VENV)/.installed-dev  ## a sample of the tests with the lowest, or the newest, versions of the dependencies
 	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-	$$(scripts/environment $@ $(abspath $(BIN))/python)/bin/python -m pytest -p no:cacheprovider -m "not slow" $(VERSION_TESTS) $(ARGS)
+	$$(scripts/environment $@ $(abspath $(BIN))/python)/bin/python -m pytest -p no:cacheprovider -m "versions or not slow" $(VERSION_TESTS) $(ARGS)
 
 docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

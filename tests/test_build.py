@@ -151,3 +151,12 @@ def test_the_urls_are_those_of_the_repository_that_is_built(monkeypatch):
     assert (
         hatch_build.urls(hatch_build.repository())["Changelog"] == "https://git.example.org/a/b/blob/HEAD/CHANGELOG.md"
     )
+
+
+def test_every_place_names_the_version():
+    """The release workflow compares the tag with the first two."""
+    version = re.search(r'"(.*)"', (ROOT / "src/accelerant/_version.py").read_text().partition("__version__")[2])[1]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    chart = (ROOT / "deploy/helm/accelerant/Chart.yaml").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in citation
+    assert f"\nversion: {version}\nappVersion: {version}\n" in chart

@@ -16,8 +16,6 @@ import torch
 SRC = Path(__file__).parents[1] / "src"
 LIST = Path(__file__).with_name("private_names.txt")
 LIBRARIES = ("torch", "transformers")
-pytestmark = pytest.mark.slow  # reads all of src, and imports torch's compiler
-
 OF_CUDA = "builds for CUDA"
 PRIVATE = re.compile(r"\._(?!_)")
 
@@ -84,11 +82,14 @@ def resolve(name):
             found = importlib.import_module(".".join(parts[:at]))
 
 
+@pytest.mark.slow  # reads all of src
 def test_the_list_is_that_of_src():
     found, wanted = used(), listed()
     assert sorted(found) == list(wanted), {name: found.get(name, "nowhere") for name in found.keys() ^ wanted.keys()}
 
 
+@pytest.mark.slow  # imports torch's compiler
+@pytest.mark.versions
 def test_each_name_exists_in_the_installed_version():
     absent = {}
     for name, reason in listed().items():
