@@ -128,8 +128,9 @@ def run_nvrtc(
     """
     nvrtc = load_nvrtc()
     folders = [*toolkit_headers(text)]
-    # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills.
-    arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache"]
+    arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v"]
+    if nvrtc.nvrtcVersion()[1:] >= (12, 9):  # its cache would leave out ptxas, whose log has the registers and spills
+        arguments.append("--no-cache")
     arguments += [f"--{option}={value}" for option, value in _FIXED.items()]
     arguments += [*options, *(f"--include-path={folder}" for folder in folders)]
     encoded = [argument.encode() for argument in arguments]
