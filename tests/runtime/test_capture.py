@@ -27,7 +27,7 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: state["current"])
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state["current"], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state["current"] == 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["current"] == 1)
     return state
 
 
