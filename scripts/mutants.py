@@ -1,13 +1,16 @@
 """Change a module in a sample of its places, one at a time, and run its tests, which should fail: mutation testing.
 
 usage: scripts/mutants.py MODULE [--sample N] [--seed S] [--minutes M] [--tests "PATHS"] [--record FILE]
-    [--jobs N] [--python PYTHON]
+    [--jobs N] [--python PYTHON] [--gpu]
 
 The mutants are those of Cosmic Ray, in whose environment this runs (`make mutants`). They are made in a copy of the
 tracked files in a temporary folder, so that the working tree stays as it is, however this ends. Of the places in the
 module that can be mutated N are drawn, and of each place one mutant. Annotations are not mutated, since nothing
 evaluates them. A mutant is killed if the tests of its module fail or take too long; those that no test can kill are
-listed in benchmarks/results/mutants/equivalent.toml, by their lines.
+listed in benchmarks/results/mutants/equivalent.toml, by their lines. So are the functions that only a GPU runs, of
+which no place is drawn unless --gpu runs the tests that need one; the record has how many places those are, and why.
+
+Tests named as the mutated file run first, then those that import it, then the others, until one fails.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import ast
 import importlib.metadata
 import json
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -28,6 +32,7 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem
@@ -42,6 +47,12 @@ TESTS = {
     "privacy/dp/ledger": "tests/privacy/dp/ledger",
     "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_masks.py "
     "tests/privacy/mpc/test_secagg_search.py",
+    "algebra": "tests/algebra tests/zk/test_field_api.py tests/zk/test_curve_api.py tests/zk/test_ntt.py "
+    "tests/zk/test_msm.py tests/zk/test_registration.py tests/privacy/he",
+    "algebra/field": "tests/algebra/field tests/zk/test_field_api.py tests/zk/test_registration.py",
+    "algebra/curve": "tests/algebra/curve tests/zk/test_curve_api.py tests/zk/test_msm.py "
+    "tests/zk/test_registration.py",
+    "algebra/ntt": "tests/algebra/ntt tests/zk/test_ntt.py tests/privacy/he/test_bfv.py",
     "zk/groth16/verifier": "tests/zk/groth16/test_verifier.py tests/zk/groth16/test_untrusted.py",
     "zk/groth16/keys": "tests/zk/groth16/test_keys.py tests/zk/groth16/test_untrusted.py",
 }
@@ -58,13 +69,38 @@ def tests_of(module: str) -> list[str]:
     raise SystemExit(f"mutants: no tests are known of {module!r}: give --tests")
 
 
+def by_likelihood(tests: list[str], path: str) -> list[list[str]]:
+    """Return the test files in two groups, the likelier to notice a change of the source file first."""
+    found = [ROOT / each for each in tests]
+    files = [file for each in found for file in (sorted(each.rglob("test_*.py")) if each.is_dir() else [each])]
+    stem, dotted = Path(path).stem, path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+
+    def rank(file: Path) -> int:
+        text = file.read_text(encoding="utf-8")
+        package, _, name = dotted.rpartition(".")
+        imported = re.search(rf"{re.escape(dotted)}\b|from {re.escape(package)} import .*\b{name}\b", text)
+        return 0 if stem in file.stem else 1 if imported else 2
+
+    ranks = {file: rank(file) for file in dict.fromkeys(files)}
+    ordered = sorted(ranks, key=lambda file: ranks[file])
+    first = [str(file.relative_to(ROOT)) for file in ordered if ranks[file] < 2]
+    return [group for group in (first, [str(file.relative_to(ROOT)) for file in ordered[len(first) :]]) if group]
+
+
+def command_of(pytest: list[str], groups: list[list[str]]) -> list[str]:
+    """Return the command that runs groups of tests one after the other; 5 is pytest's status where none is selected."""
+    return ["sh", "-c", " && ".join(f"{{ {shlex.join(pytest + group)} || [ $? = 5 ]; }}" for group in groups)]
+
+
 def copy_tree(folder: Path) -> None:
-    """Copy the tracked files, as they are in the working tree."""
+    """Copy the tracked files, as they are in the working tree, and link the packages of Node that tests use."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    for packages in (*ROOT.glob("tests/*/node_modules"), *ROOT.glob("tests/*/*/node_modules")):
+        (folder / packages.relative_to(ROOT)).symlink_to(packages.resolve())
 
 
 def annotations_of(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -79,20 +115,57 @@ def annotations_of(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]
     ]
 
 
-def draw(db: WorkDB, folder: Path, sample: int, seed: int) -> tuple[list[WorkItem], int, int]:
+def listed(table: str) -> list[dict[str, Any]]:
+    """Return the entries of a table of equivalent.toml."""
+    entries: list[dict[str, Any]] = tomllib.loads((ROOT / RESULTS / "equivalent.toml").read_text("utf-8")).get(
+        table, []
+    )
+    return entries
+
+
+def left_out(path: str, source: str) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return first and last line and the entry of each function or class of a file that only a GPU runs."""
+    spans = {}
+    for node in ast.parse(source).body:
+        for name, each in [("", node)] + [
+            (f"{getattr(node, 'name', '')}.", inner) for inner in getattr(node, "body", [])
+        ]:
+            if isinstance(each, ast.FunctionDef | ast.ClassDef):
+                spans[name + each.name] = each.lineno, each.end_lineno or 0
+    found = []
+    for entry in listed("left_out"):
+        if entry["file"] == path.removeprefix(f"{SOURCES}/"):
+            if missing := [name for name in entry.get("names", []) if name not in spans]:
+                raise SystemExit(f"mutants: equivalent.toml leaves out {missing}, which {path} has not")
+            found += [(*spans[name], entry) for name in entry["names"]] if "names" in entry else [(0, 10**9, entry)]
+    return found
+
+
+def draw(db: WorkDB, folder: Path, options: argparse.Namespace) -> tuple[list[WorkItem], dict[str, object]]:
     """Return one mutant of each of so many places in the database, and the numbers of places and mutants."""
+    without: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
+    omitted: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     places: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
     annotated: dict[str, list] = {}
     for item in sorted(db.work_items, key=lambda item: str(item.mutations[0])):
         mutation = item.mutations[0]
         path, start = str(mutation.module_path), tuple(mutation.start_pos)
         if path not in annotated:
-            annotated[path] = annotations_of((folder / path).read_text(encoding="utf-8"))
-        if not any(begin <= start < end for begin, end in annotated[path]):
+            text = (folder / path).read_text(encoding="utf-8")
+            annotated[path] = annotations_of(text)
+            without[path] = [] if options.gpu else left_out(path, text)
+        if any(begin <= start < end for begin, end in annotated[path]):
+            continue
+        if why := next((entry["why"] for first, last, entry in without[path] if first <= start[0] <= last), ""):
+            omitted.setdefault((path.removeprefix(f"{SOURCES}/"), why), set()).add(start)
+        else:
             places.setdefault((path, start), []).append(item)
-    rng = random.Random(seed)
-    drawn = [rng.choice(places[place]) for place in rng.sample(sorted(places), min(sample, len(places)))]
-    return drawn, len(places), sum(map(len, places.values()))
+    rng = random.Random(options.seed)
+    drawn = [rng.choice(places[place]) for place in rng.sample(sorted(places), min(options.sample, len(places)))]
+    return drawn, {
+        "places": len(places), "mutants": sum(map(len, places.values())),
+        "left_out": [{"file": path, "places": len(found), "why": why} for (path, why), found in omitted.items()],
+    }  # fmt: skip
 
 
 def described(mutation: MutationSpec, diff: str) -> dict[str, str]:
@@ -107,32 +180,38 @@ def tried(options: argparse.Namespace, source: Path, tests: list[str], parent: P
     """Test mutants in copies of the tree until the time is over; return the numbers, and those that no test noticed."""
     python = str(Path(sys.executable if options.python is None else options.python).absolute())
     ray = str(Path(sys.executable).with_name("cosmic-ray"))
-    quick = ["-m", "not slow and not gpu", "-x", "-q", "-p", "no:cacheprovider"]
+    quick = ["-m", "not slow" + ("" if options.gpu else " and not gpu"), "-x", "-q", "-p", "no:cacheprovider"]
     folders = [parent / str(number) for number in range(options.jobs)]
     limit_s = 0.0
+
+    def pytest_in(folder: Path) -> list[str]:
+        environment = ["env", f"PYTHONPATH={folder / 'src'}", "OMP_NUM_THREADS=1", f"TMPDIR={folder / 'tmp'}"]
+        return [*environment, python, "-m", "pytest", *quick]
+
+    def configure(folder: Path, command: str) -> None:
+        (folder / "mutants.toml").write_text(
+            f"[cosmic-ray]\nmodule-path = {json.dumps(str(source))}\ntimeout = {limit_s:.1f}\nexcluded-modules = []\n"
+            f"test-command = {json.dumps(command)}\n[cosmic-ray.distributor]\nname = 'local'\n"
+        )
+
     parent.chmod(0o755)  # PostgreSQL, which tests start, runs as another user
     for folder in folders:
         copy_tree(folder)
         (folder / "tmp").mkdir()
-        environment = ["env", f"PYTHONPATH={folder / 'src'}", "OMP_NUM_THREADS=1", f"TMPDIR={folder / 'tmp'}"]
-        command = [*environment, python, "-m", "pytest", *quick, *tests]
         if folder == folders[0]:
             began = time.monotonic()
-            if subprocess.run(command, cwd=folder).returncode:
+            if subprocess.run(command_of(pytest_in(folder), [tests]), cwd=folder).returncode:
                 raise SystemExit("mutants: the tests fail without a mutant")
             limit_s = 30.0 + 3.0 * (time.monotonic() - began)
-        (folder / "mutants.toml").write_text(
-            f"[cosmic-ray]\nmodule-path = {json.dumps(str(source))}\ntimeout = {limit_s:.1f}\nexcluded-modules = []\n"
-            f"test-command = {json.dumps(shlex.join(command))}\n[cosmic-ray.distributor]\nname = 'local'\n"
-        )
+        configure(folder, "true")
     sessions = [str(folder / "mutants.sqlite") for folder in folders]
     subprocess.run([ray, "init", "mutants.toml", sessions[0]], cwd=folders[0], check=True)
     with use_db(sessions[0], WorkDB.Mode.open) as db:
-        drawn, places, mutants = draw(db, folders[0], options.sample, options.seed)
+        drawn, numbers = draw(db, folders[0], options)
         db.clear()
     for session in sessions[1:]:
         shutil.copy2(sessions[0], session)
-    print(f"{source}: {len(drawn)} of {mutants:,} mutants in {places:,} places", flush=True)
+    print(f"{source}: {len(drawn)} of {numbers['mutants']:,} mutants in {numbers['places']:,} places", flush=True)
     until = time.monotonic() + 60 * options.minutes
     left = iter(drawn)  # the order is random: those until the end of the time are a sample, too
 
@@ -140,11 +219,18 @@ def tried(options: argparse.Namespace, source: Path, tests: list[str], parent: P
         while time.monotonic() < until and (item := next(left, None)) is not None:
             with use_db(session, WorkDB.Mode.open) as db:
                 db.add_work_items([item])
+            path = str(item.mutations[0].module_path)
+            configure(folder, shlex.join(command_of(pytest_in(folder), by_likelihood(tests, path))))
+            began = time.monotonic()
             subprocess.run([ray, "exec", "mutants.toml", session], cwd=folder, check=True)
+            with use_db(session, WorkDB.Mode.open) as db:
+                outcome = next(result.test_outcome for job, result in db.results if job == item.job_id)
+            at, took = item.mutations[0].start_pos[0], time.monotonic() - began
+            print(f"{path.removeprefix(f'{SOURCES}/')}:{at} {outcome.value} in {took:.0f} s", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(work, folders, sessions))
-    return {"places": places, "mutants": mutants} | judged(sessions)
+    return numbers | judged(sessions)
 
 
 def judged(sessions: list[str]) -> dict[str, object]:
@@ -154,8 +240,7 @@ def judged(sessions: list[str]) -> dict[str, object]:
         with use_db(session, WorkDB.Mode.open) as db:
             where = {item.job_id: item.mutations[0] for item in db.work_items}
             results += [(where[job], result) for job, result in db.results]
-    known = tomllib.loads((ROOT / RESULTS / "equivalent.toml").read_text(encoding="utf-8")).get("mutant", [])
-    reasons = {(each["file"], each["old"], each["new"]): each["why"] for each in known}
+    reasons = {(each["file"], each["old"], each["new"]): each["why"] for each in listed("mutant")}
     alive = [described(at, each.diff or "") for at, each in results if each.test_outcome != TestOutcome.KILLED]
     for each in alive:
         each["equivalent"] = reasons.get((each["file"], each["old"], each["new"]), "")
@@ -177,6 +262,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no more mutants are begun")
     parser.add_argument("--tests", help="test files and folders; default: those of TESTS in this file")
     parser.add_argument("--record", type=Path, help="JSON file to write")
+    parser.add_argument("--gpu", action="store_true", help="also the tests that need a GPU, and what only a GPU runs")
     parser.add_argument("--python", help="the Python in which accelerant's tests run")
     options = parser.parse_args()
     if min(options.sample, options.jobs) < 1 or not options.minutes > 0:
@@ -197,6 +283,8 @@ def main() -> None:
         f"\n{module}: {found['killed']} of {found['sample']} killed, {found['equivalent']} of the others equivalent: "
         f"{found['killed_share']:.1%}"
     )
+    for each in found["left_out"]:
+        print(f"left out: {each['places']} places of {each['file']}: {each['why']}")
     if options.record is not None:
         tool = f"cosmic-ray {importlib.metadata.version('cosmic-ray')}"
         about = {"module": module, "tests": tests, "tool": tool, "date": datetime.now(UTC).date().isoformat()}

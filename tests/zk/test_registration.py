@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accelerant.algebra.curve import launch
+from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.program import ENTRIES
@@ -122,6 +124,14 @@ def test_checks_of_points(g1):
             g1.add(point, GENERATOR)
     with pytest.raises(FormatError, match="is not on bls12_377_g1"):
         g1.double(off[0])
+
+
+def test_many_points_of_an_even_order_are_tested_one_by_one(g1):
+    """Sums of subsets of these are in the subgroup, since addition with the point of order 2 is wrong."""
+    n = launch._FEWEST
+    points = [GENERATOR] * (n // 2) + [negate(g1.parameters, GENERATOR)] * (n // 2 - 1) + [ORDER_TWO]
+    words = launch.to_montgomery(HOST, g1.parameters, encode_points(g1.parameters, points))
+    assert launch.first_off(HOST, g1.parameters, "off_subgroup", words) == n - 1
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -157,6 +157,18 @@ def test_the_contract_of_snarkjs_answers_the_same(tmp_path):
     assert ours["answers"] == theirs["answers"]
 
 
+def test_the_points_of_the_key_are_the_arguments_of_the_pairings(parts):
+    """(-a, b), (alpha, beta), (sum, gamma), (c, delta): of G2 the coefficient of u comes first, as in EIP-197."""
+    json_, key = json.loads(parts.texts["verification_key"]), parts.key
+    alpha, beta, gamma, delta = (json_[f"vk_{name}"] for name in ("alpha_1", "beta_2", "gamma_2", "delta_2"))
+    second = ((8, beta), (14, gamma), (20, delta))
+    expected = {6: alpha[0], 7: alpha[1]}
+    expected |= {at + 2 * i + j: point[i][1 - j] for at, point in second for i in (0, 1) for j in (0, 1)}
+    assigned = re.findall(r"^ +pairs\[(\d+)\] = (.+);$", key.to_solidity(), re.MULTILINE)
+    assert [int(at) for at, _ in assigned] == list(range(24))
+    assert {int(at): value for at, value in assigned if value.isdecimal()} == expected
+
+
 def test_what_has_no_contract(parts):
     folder = VECTORS / "formats" / "bls12_381"
     key = VerificationKey.from_json((folder / "verification_key.json").read_text())
