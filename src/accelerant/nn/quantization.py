@@ -4,8 +4,8 @@ quantize(model) replaces each linear layer by a LinearInt8. A layer then takes h
 product with few rows, as in decoding for one user, reads half the bytes, which bound its time. mode="dynamic" rounds
 the inputs too and multiplies integers, for products with many rows.
 
-Quantized layers are not trained, but gradients pass through them, so adapters can be: quantize leaves those of peft as
-they are, and peft takes a LinearInt8 for the torch.nn.Linear that it derives from.
+Quantized weights are not trained; biases remain parameters. Gradients pass through, so adapters can be trained.
+quantize leaves those of peft as they are, and peft takes a LinearInt8 for the torch.nn.Linear that it derives from.
 """
 
 from __future__ import annotations
