@@ -505,6 +505,14 @@ def test_calls_of_small_arrays_are_counted_and_told_apart(uninterpreted):
             assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
             np.testing.assert_array_equal(got, wanted)
     assert sum(row["calls"] for row in ledger().to_dict()["ops"]) == 7 * len(kinds)
+    several, alone = acl.fuse(lambda x: (x.sum(), x * 2, x + 1, x.max(0))), acl.fuse(lambda x: x.sum())
+    for _ in range(7):
+        total, twice, more, largest = several(x)
+        assert type(total) is np.float32
+        assert total == 15
+        for got, wanted in ((twice, x * 2), (more, x + 1), (largest, x.max(0))):
+            np.testing.assert_array_equal(got, wanted)
+        assert type(alone(x)) is np.float32
     same = fused(x, x, 2)
     assert fused(x, x, 2) is not same
     scale = 4.0

@@ -729,11 +729,11 @@ FUSED_REMAINDERS(double, fused_mod_d, fused_mod_d_floor, FUSED_WIDE)
 _C_CALL = """\
 __attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i64, i32, i32, i32, void *);
 __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *args, const char *out) {
-    const i64 head = p[0], arrays = p[4], constants = p[5], pointers = p[6];
+    const i64 head = p[0], arrays = p[4], constants = p[5], pointers = p[6], results = p[7];
     i64 *t = (i64 *)p[3], data[16];
-    const i64 *items = (const i64 *)(args + p[1]);
+    const i64 *items = (const i64 *)(args + p[1]), *made = (const i64 *)(out + p[1]);
     if (*(const i64 *)(args + head) != p[2]) return 1;
-    p += 7;
+    p += 8;
     for (i64 i = 0; i < arrays; i++) {
         const i64 *x = (const i64 *)(items[p[0]] + head), count = p[4];
         if (x[-1] != p[1] || x[5] != p[2] || (int)x[1] != count || x[0] & p[3]) return 1;
@@ -746,7 +746,7 @@ __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *
     for (i64 i = 0; i < constants; i++, p += 2)
         if (items[p[0]] != p[1]) return 1;
     for (i64 i = 0; i < pointers; i++, p += 2) t[i] = data[p[0]] + p[1];
-    t[pointers] = *(const i64 *)(out + head);
+    for (i64 i = 0; i < results; i++) t[pointers + i] = *(const i64 *)(made[i] + head);
     return acl_run_fused(0, 1, 1, 1, 1, 1, 1, t);
 }
 """

@@ -441,7 +441,7 @@ class FusedFunction:
         arrays = [args[i] for i in places]
         if (
             chosen is None or chosen.decision.implementation != "portable" or plan in self._learned
-            or plan.captured or plan.reads is None or not plan.single or not serves_quick(arrays)
+            or plan.captured or plan.reads is None or not math.prod(plan.shape) or not serves_quick(arrays)
         ):  # fmt: skip
             return
         self._learned.append(plan)
@@ -456,15 +456,8 @@ class FusedFunction:
             sources.append((places[index], view.__array_interface__["data"][0] - x.__array_interface__["data"][0]))
         launch = launch_of(plan.program, plan.shape, tuple(steps))
         if launch.parts == 1:
-            quick = quick_call(
-                launch,
-                args,
-                sources,
-                plan.results[0],
-                _NUMPY_ALL[plan.program.results[0].dtype],
-                chosen.record,
-                plan.reads,
-            )
+            dtypes = [_NUMPY_ALL[each.dtype] for each in plan.program.results]
+            quick = quick_call(launch, args, sources, plan.results, dtypes, plan.single, chosen.record, plan.reads)
             self._quick = (*self._quick, quick)
 
     def program(self, *args: Any, **options: Any) -> Program:

@@ -197,8 +197,8 @@ def serves_quick(arrays: Sequence[Any]) -> bool:
 
 
 def quick_call(
-    launch: Launch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shape: tuple[int, ...],
-    dtype: np.dtype[Any], record: OpRecord, reads: Reads,
+    launch: Launch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[np.dtype[Any]], single: bool, record: OpRecord, reads: Reads,
 ) -> Callable[[tuple[Any, ...]], Any]:  # fmt: skip
     """Return a function of a call's arguments, that returns the result, or None for a call of another kind.
 
@@ -206,10 +206,10 @@ def quick_call(
     `sources` are the argument of each input that is read, and its offset in bytes.
     """
     table, scratch = launch.table.copy(), np.empty(max(1, launch.scratch), np.int64)
-    table[launch.inputs + 9] = scratch.ctypes.data
+    table[launch.inputs + len(shapes) + 8] = scratch.ctypes.data
     places = [i for i, x in enumerate(values) if type(x) is np.ndarray]
     plan = [_HEAD, tuple.__basicsize__, len(values), table.ctypes.data]
-    plan += [len(places), len(values) - len(places), len(sources)]
+    plan += [len(places), len(values) - len(places), len(sources), len(shapes)]
     for i in places:
         x = values[i]
         plan += [i, id(np.ndarray), id(x.dtype), x.dtype.alignment - 1, x.ndim]
@@ -221,8 +221,10 @@ def quick_call(
         plan += [places.index(place), offset]
     numbers = np.array(plan, np.int64)
     order = launch.order
-    size = shape if order is None else tuple(launch.shapes[0][k] for k in order)
-    back = None if order is None else tuple(order.index(k) for k in range(len(shape)))
+    sizes = shapes if order is None else [tuple(size[k] for k in order) for size in launch.shapes]
+    back = None if order is None else tuple(order.index(k) for k in range(len(order)))
+    kinds = list(zip(sizes, dtypes, strict=True))
+    (size, dtype), plain = kinds[0], single and back is None and sizes[0] != ()
     compute, address, empty = _CALL(("fused_call", launch.kernel.handle.library)), numbers.ctypes.data, np.empty
     constants = [x if i not in places else x.dtype for i, x in enumerate(values)]
     provider = registry.create("cpu")
@@ -231,19 +233,22 @@ def quick_call(
         for read, space, name, value in reads:
             if read(space, name) is not value:
                 return None
-        y = empty(size, dtype)
+        made = (empty(size, dtype),) if single else tuple([empty(*kind) for kind in kinds])
         calls = record.calls + 1
         if calls > 4 and calls % SAMPLE_EVERY:
-            if compute(address, args, y):
+            if compute(address, args, made):
                 return None
             record.calls += 1  # without the ledger's lock: CPython changes threads at calls and jumps alone
         else:
             start = _ledger.begin(record, provider, 0)
-            if compute(address, args, y):
+            if compute(address, args, made):
                 _ledger.discount(record)
                 return None
             if start is not None:
                 _ledger.end(record, start, provider, 0)
-        return y if back is None else y.transpose(back)
+        if plain:
+            return made[0]
+        shown = tuple([y[()] if back is None else y.transpose(back) for y in made])  # of no dimension: a number
+        return shown[0] if single else shown
 
     return call
