@@ -35,8 +35,13 @@ def test_products_are_exact(field, threshold, count):
     assert torch.equal(shamir.combine(product(x, z, matrix=True)), a @ b.T)
     twice = product(x, product(x, y))
     assert torch.equal(shamir.combine([share + 1 for share in twice]), a * a * b + 1)
-    empty = shamir.split(torch.zeros(0, 2, dtype=torch.int64), threshold, count, field=field)
-    assert shamir.combine(product(empty, x, matrix=True)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("field", ["goldilocks", "bn254_fr"])
+def test_matrix_products_of_no_rows(field):
+    """The words of an element are one or four, in an axis of their own."""
+    x, y = (shamir.split(torch.ones(size, dtype=torch.int64), 2, 2, field=field) for size in ((0, 2), (2, 3)))
+    assert shamir.combine(product(x, y, matrix=True)).shape == (0, 3)
 
 
 def test_truncation_is_within_one_unit():
