@@ -6,9 +6,11 @@ import json
 import os
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -292,6 +294,23 @@ def test_a_read_is_repeated_while_the_service_starts_again(answering, monkeypatc
 
     assert asyncio.run(ask()) == []
     assert len(seen) == 2
+
+
+def test_what_does_not_reach_a_service_that_drained_is_repeated():
+    def steps():
+        return Client("http://127.0.0.1:1", trust_env=False)._answered("POST", "/x", time.monotonic() + 600.0)
+
+    unanswered, steps = steps(), steps()
+    assert next(steps).method == "POST"
+    assert steps.send(httpx.Response(503, headers={"retry-after": "5"})) == 5.0
+    assert next(steps).method == "POST"
+    assert steps.throw(httpx.ConnectError("refused")) < 1.0
+    assert next(steps).method == "POST"
+    with pytest.raises(httpx.ReadError):  # it may have come to work
+        steps.throw(httpx.ReadError("reset"))
+    next(unanswered)
+    with pytest.raises(httpx.ConnectError):  # of an address that never answered
+        unanswered.throw(httpx.ConnectError("refused"))
 
 
 def test_url_and_key_come_from_the_environment(monkeypatch, answering):

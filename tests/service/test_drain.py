@@ -60,6 +60,7 @@ def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving):
             paths = ("/v2/health/live", "/metrics", f"/jobs/{job.id}", "/v2/health/ready", f"/jobs/{job.id}/result")
             assert [(await http.get(path)).status_code for path in paths] == [200, 200, 200, 503, 409]
             body = {"inputs": [{"name": n, "shape": [1], "datatype": "UINT64", "data": [3]} for n in "xy"]}
+            assert server.config.app.state.telemetry._thread.is_alive()  # it still reads the devices
             for headers in ({}, {"prefer": "respond-async"}):
                 refused = await http.post("/v2/models/field_mul/infer", json=body, headers=headers)
                 assert (refused.status_code, refused.json()["type"]) == (503, "Draining")

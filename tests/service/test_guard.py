@@ -583,7 +583,10 @@ def test_requests_that_follow_a_body_in_one_packet_are_served(raw):
 def test_head_and_body_are_one_write():
     """Not one of writelines, which in Python 3.12 buffers without a limit and writes to closed connections."""
     proceed, written = b"HTTP/1.1 100 Continue\r\n\r\n", []
-    answer = _OneWrite(SimpleNamespace(write=written.append, is_closing=None, close=lambda: written.append(None)))
+    ended = []
+    answer = _OneWrite(
+        SimpleNamespace(write=written.append, is_closing=lambda: bool(ended), close=lambda: written.append(None))
+    )
     for part in (proceed, b"head", proceed, b"more"):
         answer.write(part)
     assert written == [proceed, b"head" + proceed, b"more"]
@@ -591,6 +594,9 @@ def test_head_and_body_are_one_write():
     answer.write(b"head")
     answer.close()
     assert written[3:] == [b"head", None]
+    ended.append(True)  # TLS of asyncio raises where something is written then
+    _OneWrite(answer._transport).write(proceed)
+    assert written[5:] == []
 
 
 async def empty(scope, receive, send):

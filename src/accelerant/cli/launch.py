@@ -82,6 +82,9 @@ def launch(
     logging.disable(logging.CRITICAL)  # the processes say why they end
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ENDING_S)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or each process warns of another that has ended
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # rank 0 has the store: it outlives a launcher that is killed
+    )
     taken = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
     taken = [name for name in taken if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup stays so
     name = f"{OWN_LAUNCH}{os.getpid()}-{uuid.uuid4().hex}"

@@ -239,7 +239,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
                 observers.append(telemetry.observe)
                 loop = asyncio.get_running_loop()
                 app.state.on_stop += [
-                    telemetry.close,
+                    telemetry.end_events,
                     partial(loop.call_soon_threadsafe, app.state.jobs.stop_claiming),
                 ]
                 gc.collect()

@@ -380,7 +380,8 @@ class _Calls:
     def _answered(self, method: str, path: str, until: float, **options: Any) -> Steps[httpx.Response]:
         """Send a request, again if the service says when, and return the response; raise if it is an error.
 
-        A read is also repeated while the service, or a proxy's way to it, is away: it may be starting again.
+        A read is also repeated while the service, or a proxy's way to it, is away: it may be starting again. So is what
+        did not reach it, once it has answered: a server that drains says 503 and then refuses connections.
         """
         pause_s, longest_s = _POLL_S
         patience = time.monotonic() + _AWAY_S[self._was_there]
@@ -388,13 +389,14 @@ class _Calls:
             left = until - time.monotonic()
             request = self._http.build_request(method, path, timeout=max(0.001, left), **options)
             again_at = time.monotonic() + pause_s
-            waits = method == "GET" and again_at < min(until, patience)
+            in_time, is_read = again_at < min(until, patience), method == "GET"
             try:
                 answer: httpx.Response = yield request
             except httpx.TimeoutException:
                 raise
-            except httpx.TransportError:
-                if not waits:
+            except httpx.TransportError as error:
+                unsent = self._was_there and isinstance(error, httpx.ConnectError)
+                if not in_time or not (is_read or unsent):
                     raise
             else:
                 if answer.status_code < 400:
@@ -402,9 +404,14 @@ class _Calls:
                     return answer
                 wait_s = _retry_after_s(answer)
                 if answer.status_code in (429, 503) and wait_s is not None and time.monotonic() + wait_s <= until:
+                    self._was_there, patience = True, time.monotonic() + wait_s + _AWAY_S[True]
                     yield wait_s
                     continue
-                if answer.status_code not in (502, 503, 504) or not (waits and self._was_there) or wait_s is not None:
+                if (
+                    answer.status_code not in (502, 503, 504)
+                    or not (in_time and is_read and self._was_there)
+                    or wait_s is not None
+                ):
                     raise _error(answer)
             yield pause_s
             pause_s = min(longest_s, 1.5 * pause_s)

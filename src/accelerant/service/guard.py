@@ -636,9 +636,10 @@ class GuardedProtocol(HttpToolsProtocol):
         state["crowded"] = len(self.open) > self.open.most
         if self.scope["http_version"] == "1.0":  # which knows no interim answers
             self.cycle.waiting_for_100_continue = False
-        if self.scope["method"] != "HEAD":  # whose body is not written
-            one = _OneWrite(self.transport, self._close)
-            self.cycle.transport = one  # type: ignore[assignment]  # all that a cycle uses
+        one = _OneWrite(self.transport, self._close)
+        if self.scope["method"] == "HEAD":  # whose body is not written
+            one._head = None
+        self.cycle.transport = one  # type: ignore[assignment]  # all that a cycle uses
 
     def _use_origin_form(self) -> None:
         """Take the host of a target such as http://host/path, which counts more than the header (RFC 9112, 3.2.2)."""
@@ -764,6 +765,8 @@ class _OneWrite:
         self._head: bytes | None = b""  # None once it is sent
 
     def write(self, data: bytes) -> None:
+        if self.is_closing():  # a request behind this one made uvicorn forget it; TLS of asyncio raises
+            return
         if self._head is None or (not self._head and data == b"HTTP/1.1 100 Continue\r\n\r\n"):
             self._transport.write(data)
         elif not self._head:

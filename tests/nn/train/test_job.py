@@ -31,6 +31,7 @@ from accelerant.nn.train import (
 from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.corpus import load_corpus
+from accelerant.nn.train.environment import StopRequest
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import History, MetricsFile, read_metrics
 from accelerant.nn.train.job import cpu_flops_per_s, duration_note, prompt_of, steps_until, windows_at_once
@@ -610,6 +611,17 @@ def test_torchs_global_settings_are_put_back(train):
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_a_signal_to_all_processes_that_the_launcher_passes_on_does_not_interrupt_the_checkpoint():
+    with StopRequest() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert stop.signal == signal.SIGTERM
+        stop._at -= 2.0
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_presets_are_as_documented():

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,13 +63,15 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
 
 
 class StopRequest:
-    """Records the first SIGINT or SIGTERM, so that the run can stop after its step; a second signal interrupts it.
+    """Records the first SIGINT or SIGTERM, so that the run can stop after its step; a later SIGINT interrupts it.
 
+    A SIGTERM does not, nor a SIGINT within a second: a supervisor signals all processes, and the launcher passes it on.
     A context manager. Its number is `signal`, None before, and outside the main thread, where Python has no handlers.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at = 0.0
         self._before: dict[int, object] = {}
 
     def __bool__(self) -> bool:
@@ -85,9 +88,10 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]  # the result of signal.signal
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self._at = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self._at + 1.0:
             raise KeyboardInterrupt
-        self.signal = number
 
 
 # --- random generators -----------------------------------------------------------------------------------------------
