@@ -477,6 +477,24 @@ def test_a_final_end_and_a_killed_launcher_say_how_to_go_on(text, tmp_path):
     assert (status, bool(re.search(ended, errors))) == (137, True), errors
 
 
+@gloo
+@linux
+@pytest.mark.slow
+def test_an_error_of_the_process_that_holds_the_store_is_said_once(text, tmp_path):
+    """Rank 0 ends at once, at a limit of files, while the other one still asks it why."""
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        run = Launched(tmp_path / "run", text, "--device", "cpu", "--gpus", 2, "--out", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    status, _, errors = run.end()
+    assert status == 1
+    assert errors.count("[Errno 27] File too large") == 1
+    assert "holds the store" not in errors
+
+
 GO_ON = "accelerant: continue with:  accelerant train --resume {} --gpus 2\n"
 
 

@@ -28,6 +28,7 @@ __all__ = ["Watch"]
 _BEAT_S: Final = 0.5
 _SAMPLE_S: Final = 5.0  # without a beat, where a collective has failed
 _ENDED: Final = 1 << 40
+_STORE_ENDED: Final = 0, "ProtocolError", "it holds the store, and has ended"
 
 _watches = itertools.count()
 
@@ -48,6 +49,7 @@ class Watch:
         self._processes, self._silent_s, self._grace_s = Processes(), silent_s, grace_s
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._seen: tuple[int, str, str] | None = None  # the failure, as long as there was a store
 
     def __enter__(self) -> Watch:
         if self._processes.size > 1:
@@ -73,7 +75,10 @@ class Watch:
         rank, seen = self._processes.rank, dict[int, tuple[int, float]]()
         watched = [each for each in range(self._processes.size if rank == 0 else 1) if each != rank]
         with contextlib.suppress(RuntimeError):  # torch's errors of a store whose process has ended
-            while not self._ended.wait(_BEAT_S) and self._failed() is None:
+            while not self._ended.wait(_BEAT_S):
+                self._seen = self._failed()
+                if self._seen is not None:
+                    break
                 self._store.add(f"beat-{rank}", 1)
                 now = time.monotonic()
                 for other in watched:
@@ -84,8 +89,9 @@ class Watch:
                         self._silent(other, self._silent_s)
         if not self._ended.wait(self._grace_s):
             with contextlib.suppress(RuntimeError):
-                failed = self._failed() or (0, "", "it holds the store, and has ended")
-                print(f"error: rank {failed[0]}: {failed[2]}", file=sys.stderr, flush=True)
+                self._seen = self._seen or self._failed()
+            failed = self._seen or _STORE_ENDED
+            print(f"error: rank {failed[0]}: {failed[2]}", file=sys.stderr, flush=True)
             os._exit(1)
         with contextlib.suppress(RuntimeError):
             self._store.add(f"beat-{rank}", _ENDED)
@@ -115,7 +121,9 @@ class Watch:
             if not waited:
                 kind = type(error).__name__
                 self._fail(self._processes.rank, text if hasattr(errors, kind) else f"{kind}: {text}", kind)
-                if not first:
+                if first:
+                    time.sleep(2 * _BEAT_S)  # in which the others read it: the store ends with this process
+                else:
                     vars(error)["shared"] = True  # rank 0 shows it, too
                 return
             ranks = range(self._processes.size)
@@ -130,7 +138,7 @@ class Watch:
                 self._fail(*peer)
             failed = self._failed()
         except RuntimeError:
-            failed = 0, "ProtocolError", "it holds the store, and has ended"
+            failed = self._seen or _STORE_ENDED
         if failed is not None:
             rank, name, message = failed
             cause = getattr(errors, name, errors.ProtocolError)
