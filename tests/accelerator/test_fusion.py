@@ -171,7 +171,17 @@ def test_every_function_has_a_case():
     tested = set().union(*(case.__code__.co_names for case in CASES.values()), UNARY)
     operators = {"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "pos", "neg"}
     others = {"bitwise_and", "bitwise_or", "bitwise_not", "where", "half", "bfloat16", "double", "contiguous", "clone"}
-    others |= {"round", "floor_divide", "remainder", "atan2", "bitwise_xor", "logical_and", "logical_or", "logical_not"}
+    others |= {
+        "round",
+        "floor_divide",
+        "remainder",
+        "atan2",
+        "bitwise_xor",
+        "rint",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+    }
     others |= {"int", "long", "permute", "transpose", "swapaxes", "diff"}  # of test_fusion_random and below
     assert set(FUNCTIONS) - tested - operators - others == set()
 
@@ -481,9 +491,34 @@ def test_results_are_written_to_out(uninterpreted, make):
             fused(make(x), make(y), out=out)
     with pytest.raises(ShapeError, match="out must be 2 arrays, got 1"):
         sums(make(x), out=(make(np.zeros(4, np.float32)),))
+    with pytest.raises(ShapeError, match="out must be 2 arrays, got 1"):
+        sums(make(x), out=make(np.zeros(4, np.float32)))
     with pytest.raises(UnsupportedCase, match="out= has no gradient"):
         fused(torch.ones(2, requires_grad=True), torch.ones(2), out=torch.ones(2))
     assert acl.fuse(lambda x, out: x + out)(make(x), out=1.0)[0, 0] == 1  # the function's own
+
+
+def test_out_may_be_memory_of_an_argument(uninterpreted):
+    """As if it were assigned afterwards: one of several results, numbers of another width, and negated views."""
+    for size in (9, 70_000):
+        line, column = np.arange(size, dtype=np.float32), np.arange(size, dtype=np.float32)[:, None].copy()
+        wide = np.ones((size, 3), np.float32)
+        short, long = np.ones(2 * size, np.float32), np.ones(size)
+        for apply, args, out in (
+            (lambda x, y: (y + 1, x * 2), (line, np.ones_like(line)), (line, np.empty_like(line))),
+            (lambda x, y: (x + 1, x * y), (column, wide), (column, wide.copy())),
+            (lambda x: x.astype(np.float64) * 2, (short[:size],), short.view(np.float64)),
+            (lambda x: x.astype(np.float32) * 2, (long,), long.view(np.float32)[:size]),
+        ):
+            fused, wanted = acl.fuse(apply), apply(*args)
+            fused(*args)
+            fused(*args, out=out)
+            for y, each in zip(tupled(out), tupled(wanted), strict=True):
+                np.testing.assert_array_equal(y, each)
+    x, negated = torch.arange(3.0), torch.zeros(3, dtype=torch.complex64).conj().imag
+    double = acl.fuse(lambda x: x * 2)
+    double(x)
+    assert torch.equal(double(x, out=negated), x * 2)
 
 
 def test_calls_of_small_arrays_are_counted_and_told_apart(uninterpreted):
@@ -714,6 +749,8 @@ def test_bad_arguments_are_refused():
         double(torch.ones(2), [1.0])
     with pytest.raises(ShapeError, match=r"\(2,\), \(3,\) do not broadcast"):
         double(torch.ones(2), torch.ones(3))
+    with pytest.raises(UnsupportedDtype, match="does not multiply matrices"):
+        double(np.ones((2, 2), np.float32).view(np.matrix))
     with pytest.raises(ConfigError, match="takes a function, got int"):
         acl.fuse(3)
     with pytest.raises(ConfigError, match="nonsense"):
@@ -728,6 +765,7 @@ def test_decorated_methods_and_compile():
             return x * 2
 
     assert Scaled()(torch.ones(2)).tolist() == [2, 2]
+    assert acl.fuse(lambda x: Scaled()(x) + 1)(torch.ones(2)).tolist() == [3, 3]
     assert torch.func.grad(lambda x: acl.fuse(torch.square)(x).sum())(torch.ones(2)).tolist() == [2, 2]
 
 

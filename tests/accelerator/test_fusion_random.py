@@ -239,3 +239,25 @@ def test_torch_raises_where_an_integer_is_divided_by_zero():
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             acl.fuse(apply)(torch.tensor([1, 2]), torch.tensor([1, 0]))
         assert acl.fuse(apply)(np.array([5, -7]), np.array([0, 2])).tolist() == [0, -4 if apply(-7, 2) == -4 else 1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int64])
+def test_quotients_of_the_least_and_largest_integers_are_numpys(dtype):
+    least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    numbers = np.array(
+        [least, least + 1, 2, 0, 1, -1 % 256 if dtype is np.uint8 else -1, 7, largest - 1, largest], dtype
+    )
+    x, y = numbers[:, None].repeat(len(numbers), 1), numbers[None].repeat(len(numbers), 0)
+    for apply in (lambda x, y: (x // y, x % y), lambda x, y: (3 // y, 3 % y), lambda x, y: (np.rint(x), np.sign(x))):
+        with np.errstate(all="ignore"):
+            wanted = apply(x, y)
+        for got, each in zip(acl.fuse(apply)(x, y), wanted, strict=True):
+            assert got.dtype == each.dtype
+            np.testing.assert_array_equal(got, each)
+
+
+def test_signs_and_roots_of_specials_are_numpys():
+    x = np.array([*SPECIAL, 4.0], np.float32)
+    for apply in (np.sign, lambda x: np.maximum(x, -0.0) ** -0.5):
+        with np.errstate(all="ignore"):
+            np.testing.assert_allclose(acl.fuse(apply)(x), apply(x), rtol=2e-7)

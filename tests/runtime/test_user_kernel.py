@@ -198,6 +198,24 @@ def test_a_grid_from_the_shape(backend):
         acl.kernel("ACL_KERNEL void none(i32 n) { (void)n; }", device=backend)(3)
 
 
+def test_threads_of_a_block_run_one_after_the_other_on_the_cpu():
+    """Kernels that others wrote without atomic operations add up there: they are not made vectors."""
+    count = acl.kernel("""ACL_KERNEL void count(ACL_GLOBAL const i32 *bins, ACL_GLOBAL float *y, i32 n) {
+        i32 i = acl_global_id();
+        if (i < n) y[bins[i]] += 1;
+    }""")
+    bins, y = np.arange(1000, dtype=np.int32) % 5, np.zeros(5, np.float32)
+    count(1, 1000, bins, y, 1000)
+    assert y.tolist() == [200] * 5
+
+
+def test_negated_views_of_torch_are_refused():
+    add, view = acl.kernel(ADD, device="cpu"), torch.zeros(2, 2, dtype=torch.complex64).conj().imag
+    for x, y in ((view, torch.zeros(2, 2)), (torch.zeros(2, 2), view)):
+        with pytest.raises(LaunchError, match=r"a negated view.*resolve_neg"):
+            add(x, y)
+
+
 def test_arrays_backwards_on_the_cpu():
     x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.zeros((3, 4), np.float32)
     acl.kernel(ADD, device="cpu")(x[::-1, ::-1], y)

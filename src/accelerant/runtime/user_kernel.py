@@ -444,6 +444,8 @@ class UserKernel:
             raise self._refused(position, "the kernel may write it, and it requires a gradient; pass x.detach()")
         if tensor.is_meta:
             raise self._refused(position, "the tensor has no memory (device meta)")
+        if tensor.is_neg() or tensor.is_conj():
+            raise self._refused(position, "a negated view, whose memory has other numbers; pass x.resolve_neg()")
         if library in _IMMUTABLE and written:
             tensor = tensor.clone()
         if isinstance(getattr(tensor, "buffer", None), Buffer):

@@ -93,16 +93,17 @@ class _Writer(ABC):
                 levels.setdefault(level[index], []).append(index)
         for each in sorted(levels):
             self.reduce(levels[each])
-        for index, wide, store in stores:
-            if not wide:
-                store(self.value(index))
-        if any(wide for _, wide, _ in stores):
-            self.before_loop([index for index, wide, _ in stores if wide])
+        columns = [(index, store) for index, wide, store in stores if wide]
+        values = [(store, self.value(index)) for index, wide, store in stores if not wide]
+        self.before_loop([index for index, _ in columns])
+        for store, value in values:  # after all loads: a result may be written over an input
+            store(value)
+        if columns:
             outer = dict(self.known)
             self.open_loop()
-            for index, wide, store in stores:
-                if wide:
-                    store(self.value(index))
+            values = [(store, self.value(index)) for index, store in columns]
+            for store, value in values:
+                store(value)
             self.close_loop()
             self.known = outer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel, used_inputs
-from accelerant.accelerator.fusion.functions import DTYPES, NAMES, View, Viewed
+from accelerant.accelerator.fusion.functions import DTYPES, NAMES, Traced, View, Viewed
 from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Input, Program, Result, gradient_of
 from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
 from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
@@ -352,7 +352,7 @@ class FusedFunction:
                 result = quick(args)
                 if result is not None:
                     return result
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or any(isinstance(x, Traced) for x in (*args, *options.values())):
             return self._function(*args, **options)
         out = options.pop("out", None) if self._writes_out else None
         values = (*args, *options.values())
@@ -360,6 +360,10 @@ class FusedFunction:
         if not places:
             raise UnsupportedDtype(f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX")
         arrays = [values[i] for i in places]
+        if any(isinstance(x, np.matrix) for x in arrays):
+            raise UnsupportedDtype(
+                f"{self._name[6:]}: fuse does not multiply matrices: pass np.asarray(x) of np.matrix"
+            )
         if self.device is not None and not self.device.torch_device:
             if out is not None:
                 raise UnsupportedCase(f"{self._name[6:]}: out= on {self.device.backend}; assign the result")
@@ -379,7 +383,8 @@ class FusedFunction:
 
     def _written(self, plan: _Plan, tensors: Sequence[Tensor], first: Any, out: Any) -> Any:
         """Compute into the arrays `out`, in their memory where the kernel can write there; they are checked before."""
-        name, targets = self._name[6:], (out,) if plan.single else tuple(out)
+        several = not plan.single and isinstance(out, (tuple, list))
+        name, targets = self._name[6:], tuple(out) if several else (out,)
         if len(targets) != len(plan.results):
             raise ShapeError(f"{name}: out must be {len(plan.results)} arrays, got {len(targets)}")
         for number, (y, size, made) in enumerate(zip(targets, plan.results, plan.program.results, strict=True)):
@@ -420,10 +425,11 @@ class FusedFunction:
             if not isinstance(given, Tensor) and address != given.__array_interface__["data"][0]:
                 return False  # a copy: of another byte order
             layout = y if launch.order is None else y.permute(launch.order)
-            if not layout.is_contiguous():
+            if not layout.is_contiguous() or y.is_neg():
                 return False
             for x in (*read, *(other for other in arrays if other is not y)):
-                within = len(launch.stages) == 1 and not program.reduces and x.data_ptr() == address
+                within = len(launch.stages) == 1 and not program.reduces and x.itemsize == y.itemsize
+                within = within and x.data_ptr() == address
                 same = within and tuple(x.shape) == tuple(y.shape) == size and x.stride() == y.stride()
                 if not same and _overlap(x, y):
                     return False

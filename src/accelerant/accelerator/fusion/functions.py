@@ -203,7 +203,7 @@ _ALIASES = {
     "absolute": "abs", "negative": "neg", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "power": "pow", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "equal": "eq", "not_equal": "ne", "invert": "bitwise_not", "positive": "pos", "clip": "clamp", "astype": "to",
-    "log_sigmoid": "logsigmoid", "copy": "clone", "arctan2": "atan2", "rint": "round", "mod": "remainder",
+    "log_sigmoid": "logsigmoid", "copy": "clone", "arctan2": "atan2", "mod": "remainder",
     "around": "round", "swapdims": "swapaxes",
 }  # fmt: skip
 _REDUCERS = {"add": "sum", "maximum": "amax", "minimum": "amin"}
@@ -416,10 +416,11 @@ def _by_zero(op: str) -> Callable[..., Traced]:
         elif b.node.op == "constant" and b.node.value not in (0, -1):
             expr = a.do(op, b)
         elif as_numpy:  # -1: the quotient of the least number wraps
-            zero, unit = b.equals(0), b.equals(-1)
+            zero, nothing = b.equals(0), a.graph.constant(0, a.node.dtype)
+            unit = b.equals(-1) if dtype != torch.uint8 else zero
             safe = where(zero.do("or", unit), b.graph.constant(1, b.node.dtype), b)
-            one = -a if op == "floordiv" else a.graph.constant(0, a.node.dtype)
-            expr = where(zero, a.graph.constant(0, a.node.dtype), where(unit, one, a.do(op, safe)))
+            expr = where(unit, -a if op == "floordiv" else nothing, a.do(op, safe))
+            expr = where(zero, nothing, expr)
         else:
             expr = a.do(op, b, value="raises")
         return _like(expr, dtype, x, y)
@@ -449,7 +450,9 @@ def _power(x: Any, y: Any) -> Traced:
         base, exponent = (each.node.value if each.node.op == "constant" else None for each in (a, b))
         if base == 2:
             return _like(b.do("exp2"), dtype, x, y)
-        return _like(a.do("pow", b) if exponent is None else _power_of(a, exponent), dtype, x, y)
+        if exponent is None:
+            return _like(a.do("pow", b), dtype, x, y)
+        return _like(_power_of(a, exponent, _traced(x, y)[0].recording.as_numpy), dtype, x, y)
     if isinstance(y, Traced) or dtype == torch.bool:
         raise TypeError("a power of integers with an array as exponent: convert one to floats")
     if y < 0:
@@ -457,19 +460,23 @@ def _power(x: Any, y: Any) -> Traced:
     return _like(power(_pair(x, y, dtype)[0], int(y)), dtype, x)
 
 
-def _power_of(a: Expr, n: float) -> Expr:
+def _power_of(a: Expr, n: float, as_numpy: bool) -> Expr:
     if n == 0.5:
         return a.do("sqrt")
     if n == -0.5:
-        return a.do("rsqrt")
+        return (a + 0.0).do("rsqrt") if as_numpy else a.do("rsqrt")  # of -0.0, inf is NumPy's and -inf torch's
     if not math.isfinite(n) or n != int(n) or abs(n) > 1024:
         return a.do("pow", n)
     return power(a, int(n))
 
 
-def _sign(x: Expr) -> Expr:
-    one, less = (x.graph.constant(number, x.node.dtype) for number in (1, -1))
-    return where(x > 0, one, where(x < 0, less, 0))
+def _sign(x: Traced) -> Traced:
+    def build(a: Expr) -> Expr:
+        one, less = (a.graph.constant(number, a.node.dtype) for number in (1, -1))
+        nan = where(a.equals(a), 0.0, a) if x.recording.as_numpy and x.dtype.is_floating_point else 0  # torch's is 0
+        return where(a > 0, one, where(a < 0, less, nan))
+
+    return _unary(build, integers=True)(x)
 
 
 def _clamp(x: Traced, min: Any = None, max: Any = None, *, out: None = None) -> Traced:
@@ -773,9 +780,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name in ("neg", "abs", "floor", "ceil")
     },
     "round": _rounded,
+    "rint": _unary(lambda x: x.do("round")),
     "square": _unary(lambda x: x * x, integers=True),
     "reciprocal": _unary(lambda x: 1.0 / x),
-    "sign": _unary(_sign, integers=True),
+    "sign": _sign,
     "pos": lambda x: x,
     "contiguous": lambda x: x,
     "clone": lambda x: x,

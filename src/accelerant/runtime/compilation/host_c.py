@@ -6,8 +6,8 @@ Each entry point becomes a function
 
 that runs the blocks [begin, end) of a grid of so many columns and rows. Blocks do not wait for each other, so the
 provider gives them to several cores; the threads of a block run in turn, row by row. Where the text has no barrier a
-row is a loop, which the compiler turns into vectors, as its threads are independent. Threads that wait at a barrier
-have stacks of their own (host_block.c).
+row is a loop, which the compiler turns into vectors where it sees that the result is the same. Threads that wait at a
+barrier have stacks of their own (host_block.c).
 
 `acl_here`, the indices of the thread, is a hidden first argument of the kernel, which a macro of the kernel's name
 adds; as memory of the process it would prevent the vectors. Only where a helper function reads an index, or a barrier
@@ -75,11 +75,6 @@ _LOOP = """\
         const i64 acl_x = acl_group % acl_grid, acl_y = acl_group / acl_grid % acl_rows;
         for (i32 acl_outer = 0; acl_outer < acl_threads; acl_outer += acl_width) {{
             const i32 acl_local_y = acl_outer / acl_width % acl_height;
-#if defined(__clang__)
-#pragma clang loop vectorize(assume_safety)
-#else
-#pragma GCC ivdep
-#endif
             for (i32 acl_local = 0; acl_local < acl_width; acl_local++) {{
                 {body}
             }}
