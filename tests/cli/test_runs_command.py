@@ -71,8 +71,30 @@ def test_runs_are_listed_and_unfinished_ones_say_how_far_they_are(runs, tmp_path
     assert (status, len(output.splitlines())) == (0, 3)
     assert errors == "accelerant: left out: runs/model/config.json is not a run's of this program\n"
     shutil.rmtree(folder / "runs" / "model")
+    listed = runs()[1]
+    assert runs("runs")[1] == listed
     monkeypatch.chdir(tmp_path)
+    assert runs(folder / "runs")[1].count(" finished ") == 2
     assert "no runs in the folder runs" in runs()[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokenizers", "texts"),
+    [
+        ({}, False, False),
+        ({"seed": 5}, False, True),
+        ({"vocab_size": 300}, True, False),
+        ({"tokenizer": "bpe", "context": 8}, True, True),
+    ],
+)
+def test_a_note_says_which_losses_do_not_compare(runs, folder, tmp_path, changes, tokenizers, texts):
+    other = shutil.copytree(folder / "runs" / "a", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    for place in (config["run"], config["run"]["recipe"]):
+        place |= {name: value for name, value in changes.items() if name in place}
+    (other / "config.json").write_text(json.dumps(config))
+    note = json.loads(runs("runs/a", other, "--json")[1])["note"]
+    assert ("The tokenizers differ" in note, "The held-out texts differ" in note) == (tokenizers, texts)
 
 
 def test_a_run_is_exported(runs, tmp_path):

@@ -229,6 +229,8 @@ def test_a_copy_of_an_output_has_its_logits():
     copied = type(output)({name: x.float() for name, x in output.items()})
     assert not is_computed(copied)
     assert (copied.logits.dtype, output.logits.dtype) == (torch.float32, torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(dict(model(**inputs).items()))["logits"], wanted)
     apart.logits = None
     assert apart.logits is None
     assert type(output)(loss=output.loss).to_tuple() == (output.loss,)

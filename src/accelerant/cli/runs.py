@@ -43,7 +43,8 @@ def register(app: typer.Typer) -> None:
 
 def runs(
     folders: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs. Default: those in runs.")
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders of runs, or one folder with them. Default: runs."),
     ] = None,
     report: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a page with the curves of the losses in one plot there.")
@@ -63,7 +64,11 @@ def runs(
         export_run(Path(folders[0]).expanduser(), Path(export).expanduser())
         print(json.dumps({"out": export}) if json_output else f"model and tokenizer  {escaped(export)}")
         return
-    shown = [_Run.read(Path(name).expanduser()) for name in folders or ()] or _found(Path("runs"))
+    place = Path(folders[0] if folders else "runs").expanduser()
+    listed = not folders or (len(folders) == 1 and not (place / "config.json").exists() and place.is_dir())
+    shown = _found(place) if listed else [_Run.read(Path(name).expanduser()) for name in folders or ()]
+    if folders and not shown:
+        raise FormatError(f"{escaped(place)} holds no run: there is no config.json")
     if not shown and not json_output:
         print("no runs in the folder runs: `accelerant train` makes one; or name the folders of runs")
     differing, note = _differing(shown), _not_comparable(shown)
@@ -75,7 +80,7 @@ def runs(
         values = {run.name: {"status": run.status, "settings": run.settings, "figures": run.figures} for run in shown}
         print(json.dumps({"runs": values, "differing": differing, "note": note}))
         return
-    if not folders:
+    if listed:
         names = ("steps", "seconds", "validation_nats_per_byte")
         rows = [
             (run.name, run.status, str(run.settings["name"]), *(_text(run.figures.get(name)) for name in names))
@@ -85,7 +90,7 @@ def runs(
         shown_rows = text_table([head, *rows] if rows else [], numbers=head[3:])
     else:
         shown_rows = text_table(_rows(shown, differing))
-    print("\n".join(map(escaped, [*shown_rows, *([note] if note and folders else [])])))
+    print("\n".join(map(escaped, [*shown_rows, *([note] if note and not listed else [])])))
     if report is not None:
         print(f"report  {escaped(report)}")
 
@@ -156,9 +161,12 @@ def _differing(shown: Sequence[_Run]) -> dict[str, list[Any]]:
 def _not_comparable(shown: Sequence[_Run]) -> str:
     """Return why losses do not compare, or an empty text."""
     texts = {(run.settings.get("corpus sha256"), run.settings["seed"], run.settings["context"]) for run in shown}
-    if len({run.settings["tokenizer"] for run in shown}) > 1:
-        return "The tokenizers differ: compare losses a byte, not a token."
-    return "The held-out texts differ, by data, seed or context: so do losses by chance." if len(texts) > 1 else ""
+    notes = []
+    if len({(run.settings["tokenizer"], run.settings["vocab_size"]) for run in shown}) > 1:
+        notes.append("The tokenizers differ: compare losses a byte, not a token.")
+    if len(texts) > 1:
+        notes.append("The held-out texts differ, by data, seed or context: so do losses by chance.")
+    return " ".join(notes)
 
 
 def _rows(shown: Sequence[_Run], differing: dict[str, list[Any]]) -> list[tuple[str, ...]]:

@@ -914,6 +914,8 @@ def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_t
     assert all(torch.equal(value.double(), opened.state_dict()[name]) for name, value in model.state_dict().items())
     with pytest.raises(UnsupportedCase, match=r"is a run of a GPT: GPT\.from_pretrained opens it"):
         Llama.from_pretrained(out)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "generation_config.json").write_text('{"eos_token_id": 101}')  # of a model that was there
     export_run(out, tmp_path / "export")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     for text in ("le 3\u1d49 café\n\n süß", "the 9th line  of\tsome \U0001f600", "日本", ""):
@@ -976,6 +978,16 @@ def test_a_folder_that_is_deleted_during_a_run_is_no_wrong_path_and_keeps_the_we
         train("run", watch=watcher(2, lambda: shutil.rmtree(tmp_path / "run")))
     assert type(gone.value) is OSError  # of FileNotFoundError the command's status says that its input is wrong
     assert load_run(next(Path(tempfile.gettempdir()).iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"), [({}, False), ({"seed": 4}, True), ({"context": 8}, True)], ids=["same", "seed", "context"]
+)
+def test_a_model_that_was_trained_on_text_that_is_held_out_is_named(train, straight, watcher, changes, told):
+    watch = watcher()
+    train("run", watch=watch, init_from=str(straight), steps=1, **changes)
+    assert any("some of the text that is held out here" in note for note in watch.notes) == told
+    assert all("give --seed 3 and --context 16, as there" in note for note in watch.notes)
 
 
 def test_a_context_above_that_of_the_model_to_begin_with_is_refused(train, straight, tmp_path):

@@ -7,6 +7,7 @@ computed from the hidden states, some rows at a time, and the logits are compute
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -297,6 +298,9 @@ class _Lazy(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.whole(), memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"logits({tuple(self.shape)}, {self.dtype}, computed when they are read)"

@@ -220,7 +220,7 @@ def _tokenized(
         with processes.agreed(same, _HIDDEN):
             if processes.first == turn:
                 text = tokenize(run, progress, tokenizer_from=tokenizer_from, fixed=extension.name != Extension.name)
-                for note in text.notes:
+                for note in (*text.notes, *_seen(run, text.sha256, extension)):
                     progress.note(note)
             if not turn:
                 same |= {"the text": text.sha256, "its tokenizer": tokenizer_hash(text.tokenizer)}
@@ -362,8 +362,11 @@ def export_run(run: str | os.PathLike[str], folder: str | os.PathLike[str]) -> N
     model, tokenizer = load_run(run)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if (end := tokenizer.end) is not None:
-        RunFolder.write_json(Path(folder) / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    generation = Path(folder) / "generation_config.json"
+    if (end := tokenizer.end) is None:
+        generation.unlink(missing_ok=True)  # of a model that was there
+    else:
+        RunFolder.write_json(generation, {"bos_token_id": end, "eos_token_id": end})
 
 
 def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> GPTConfig | CharRNNConfig:
@@ -410,6 +413,29 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
         tokenizer="bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe",
     )  # fmt: skip
     return sized, model.train(), tokenizer
+
+
+def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
+    """Return a note if the model that a run begins with was trained on text that the run holds out.
+
+    Raises:
+        ConfigError: a private run begins with a model that was trained on its text without noise.
+    """
+    try:
+        config = hugging_face.read_object(RunFolder(Path(run.init_from)).config) if run.init_from else {}
+    except FormatError:  # moved since the run began
+        return ()
+    match config:
+        case {"corpus": {"sha256": text}, "run": {"seed": seed, "recipe": {"context": context}}} if text == sha256:
+            knows = f"the model in {run.init_from} was trained on"
+            if extension.name != Extension.name:
+                raise ConfigError(
+                    f"{knows} this text without noise, and epsilon would not cover that: begin with another"
+                )
+            if (seed, context) != (run.training.seed, run.training.context):
+                too_low = "some of the text that is held out here, so that the held-out loss is too low"
+                return (f"{knows} {too_low}: give --seed {seed} and --context {context}, as there",)
+    return ()
 
 
 _PROBE_S = 0.1

@@ -413,6 +413,14 @@ def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
         run_training(changed, tmp_path / "out", CPU, progress=Watcher(), ledger=dict, extension=extension)
 
 
+def test_a_model_that_has_seen_the_text_without_noise_is_no_beginning_of_a_private_run(run, finished_run, tmp_path):
+    run_training(run.replaced(steps=1), tmp_path / "seen", CPU, progress=Watcher(), ledger=dict)
+    with pytest.raises(ConfigError, match="seen was trained on this text without noise, and epsilon would not cover"):
+        train(run.replaced(init_from=str(tmp_path / "seen")), tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+    train(run.replaced(init_from=str(finished_run), steps=1), tmp_path / "out")
+
+
 @pytest.fixture
 def accelerant(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
