@@ -328,7 +328,8 @@ class PerExampleClipper:
         if not self.wants(weight):
             return
         g = _by_example(dy, examples)
-        tokens = tokens.reshape(-1, g.shape[1]).long().expand(examples, -1)
+        shared = tokens if examples else tokens[:0]  # positions are those of every example
+        tokens = shared.reshape(-1, g.shape[1]).long().expand(examples, -1)
         if padding_idx is not None:
             g = g.masked_fill((tokens == padding_idx).unsqueeze(2), 0)
         self.contribute(weight, Lookup(tokens, g, weight.shape[0], distinct), examples)
