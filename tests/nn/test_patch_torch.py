@@ -194,6 +194,7 @@ def test_what_reads_the_forward_finds_torchs(name, caller, graph):
 
 def test_accelerate_in_mixed_precision_and_the_way_back():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's Accelerator has float32
     model, x = MODULES["sequential"](), torch.randn(2, 3, 16)
     wanted = model(x)
     acl.nn.patch(model)

@@ -4,6 +4,7 @@ Each round ends with `assert_nothing_leaks`: the secrets that the server and its
 and no sum of fewer honest clients than the settings allow may be left without a mask.
 """
 
+import itertools
 import os
 import struct
 
@@ -400,10 +401,10 @@ def test_a_sparse_graph_of_too_few_members_is_refused():
 def test_a_client_of_a_sparse_graph_has_masks_with_those_that_it_drew():
     w = LyingServer(24, 16, 0, "auto", earlier=False)
     w.share()
-    drawn = set(w.states[0].drawn)
-    undrawn = next(j for j in w.everyone[1:] if j not in drawn and 0 not in w.sealed[j])
-    received = pack_pieces({sender: to[0] for sender, to in w.sealed.items() if 0 in to})
-    assert not w.tell("mask", 0, w.answer("mask", 0, pack_ids(drawn | {undrawn}) + received))
+    pairs = itertools.permutations(w.everyone, 2)
+    me, undrawn = next((i, j) for i, j in pairs if j not in w.states[i].drawn and i not in w.sealed[j])
+    received = pack_pieces({sender: to[me] for sender, to in w.sealed.items() if me in to})
+    assert not w.tell("mask", me, w.answer("mask", me, pack_ids({*w.states[me].drawn, undrawn}) + received))
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
