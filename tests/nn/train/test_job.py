@@ -360,6 +360,14 @@ def test_a_folder_below_a_file_is_refused(train, text):
         train("text.txt/run")
 
 
+def test_a_folder_of_the_text_is_refused(train, text):
+    link = text.parent / "link"
+    link.symlink_to(text.parent)
+    with pytest.raises(ConfigError, match="is a folder of the text, to which the run's files would be added"):
+        train("", data=(str(text), str(link)))
+    assert files(text.parent) == ["link", "text.txt"]
+
+
 def test_resume_refuses_what_is_no_run(tmp_path, watcher, cpu):
     def resume():
         resume_training(tmp_path, cpu, progress=watcher(), ledger=lambda: NO_CALLS)

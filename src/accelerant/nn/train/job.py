@@ -133,6 +133,10 @@ def run_training(
         with processes.agreed(same):
             if epochs is not None:
                 run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
+            if out.is_dir() and any(out.resolve() == Path(name).resolve() for name in run.data):
+                raise ConfigError(
+                    f"--out {out} is a folder of the text, to which the run's files would be added: give another"
+                )
             share_of(run.training.batch_size, processes)
             _require_memory(run, device, processes)
             if run.init_from:
