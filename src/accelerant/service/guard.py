@@ -54,7 +54,7 @@ __all__ = [
 _LOG = logging.getLogger("accelerant.service")
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_HOST = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
 _NOT_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
 _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
@@ -234,7 +234,7 @@ class Guard:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
         if sum([len(key) + len(value) for key, value in headers]) > self.settings.header_bytes:
             raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
-        _require_one_meaning(scope, headers)
+        _require_one_meaning(scope, fields)
         origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
         if origin is not None and _netloc(origin.decode("latin-1")) != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
@@ -271,13 +271,13 @@ def _joined(headers: Headers) -> dict[bytes, bytes]:
     return fields
 
 
-def _require_one_meaning(scope: Scope, headers: Headers) -> None:
+def _require_one_meaning(scope: Scope, fields: Mapping[bytes, bytes]) -> None:
     """Raise Refused for a request that a proxy may read otherwise than this server (RFC 9110 and 9112)."""
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1 or (not hosts and scope.get("http_version") == "1.1"):
-        raise Refused(400, "BadRequest", f"a request has one Host header, got {len(hosts)}")
-    if hosts and not _HOST.fullmatch(hosts[0].decode("latin-1")):
-        raise Refused(400, "BadRequest", f"Host is no host and port: {hosts[0][:80].decode('latin-1')!r}")
+    host = fields.get(b"host")  # of several headers their list, which is no host
+    if host is None and scope.get("http_version") == "1.1":
+        raise Refused(400, "BadRequest", "a request has a Host header")
+    if host is not None and not _HOST.fullmatch(host):
+        raise Refused(400, "BadRequest", f"Host is not one host and port: {host[:80].decode('latin-1')!r}")
     target = scope.get("raw_path") or b""
     if b"%" in target and (wrong := _NOT_PERCENT.search(target)):
         found = target[wrong.start() : wrong.start() + 3].decode("latin-1")
@@ -621,11 +621,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _PIPELINED_MOST:
             self._stop(503, f"more than {_PIPELINED_MOST} requests wait on this connection")
         for i, (name, value) in enumerate(self.headers):
-            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-                self._stop(501, "of transfer encodings there is chunked alone")
-            if name in (b"transfer-encoding", b"content-length") and self.parser.should_upgrade():
-                self._upgrade_body = b"%s: %s" % (name, value)
-            if name == b"connection" and not self.parser.should_keep_alive():
+            if name in (b"transfer-encoding", b"content-length"):
+                if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                    self._stop(501, "of transfer encodings there is chunked alone")
+                if self.parser.should_upgrade():
+                    self._upgrade_body = b"%s: %s" % (name, value)
+            elif name == b"connection" and not self.parser.should_keep_alive():
                 self.headers[i] = (name, b"close")  # which uvicorn looks for, whatever the case, and in no list
         if self.url[:1] != b"/":
             self._use_origin_form()
