@@ -180,10 +180,11 @@ async def show_job(id: str, request: Request) -> dict[str, Any]:
 async def job_result(id: str, request: Request) -> Response:
     """The outputs of a job, in the format of Accept."""
     owner, jobs, inference = _owner(request).key_id, request.app.state.jobs, request.app.state.inference
-    format = answer_format(request.headers.get("accept", "*/*"), JSON)
+    state = request.scope["state"]
+    format = answer_format(state["fields"].get(b"accept", b"*/*").decode("latin-1"), JSON)
     job = await jobs.get(id, owner)
     operation = operation_named(request.app.state.operations, job.operation)
-    inference.hold(request.scope["state"]["record"], job.result_bytes or 0)
+    inference.hold(state["record"], job.result_bytes or 0)
     answer = await written(operation, await jobs.result(id, owner), format, inference.settings.json_bytes)
     return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})
 
