@@ -1,6 +1,7 @@
 """`accelerant runs`: runs are listed, compared and exported."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,18 @@ def test_runs_are_listed_and_unfinished_ones_say_how_far_they_are(runs, tmp_path
     monkeypatch.chdir(tmp_path)
     assert runs(folder / "runs")[1].count(" finished ") == 2
     assert "no runs in the folder runs" in runs()[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "many", None, [1]])
+@pytest.mark.parametrize("name", ["steps", "validation_loss", "private"])
+def test_a_received_summary_is_shown_without_what_is_no_figure(runs, folder, tmp_path, name, value):
+    other = shutil.copytree(folder / "runs" / "a", tmp_path / "other")
+    summary = json.loads((other / "summary.json").read_text())
+    (other / "summary.json").write_text(
+        json.dumps(summary | {name: {"epsilon": value} if name == "private" else value})
+    )
+    assert runs(other, "--report", tmp_path / "page.html")[0] == 0
+    assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", runs(other, "--json")[1]))
 
 
 @pytest.mark.parametrize(

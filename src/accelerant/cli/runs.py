@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,9 +122,7 @@ class _Run:
             more = config.get(name)
             if isinstance(more, dict):
                 flat = {**more, **more.pop("settings", {})} if isinstance(more.get("settings", {}), dict) else more
-                settings |= {
-                    f"{name} {key}": value for key, value in flat.items() if isinstance(value, str | int | float)
-                }
+                settings |= {f"{name} {key}": value for key, value in _shown(flat).items()}
         records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
         done = records[-1].step if records else 0
         figures: dict[str, Any] = {"steps": done}
@@ -132,12 +131,20 @@ class _Run:
             figures["validation_loss"] = held[-1]
         if folder.finished:
             summary = folder.read_summary()
-            figures |= {name: summary[name] for name in _FIGURES if isinstance(summary.get(name), str | int | float)}
-            private = summary.get("private")
-            if isinstance(private, dict):
-                figures |= {name: private.get(name) for name in ("epsilon", "delta")}
+            known = _shown(summary)
+            figures |= {name: known[name] for name in _FIGURES if name in known}
+            if isinstance(private := summary.get("private"), dict):
+                figures |= {name: value for name, value in _shown(private).items() if name in ("epsilon", "delta")}
         status = "finished" if folder.finished else f"step {done:,} of {recipe['steps']:,}"
         return cls(str(path), status, settings, figures, records)
+
+
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a file of a run that a table can show: texts, and numbers that are finite."""
+    return {
+        name: value for name, value in values.items()
+        if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    }  # fmt: skip
 
 
 def _found(folder: Path) -> list[_Run]:
@@ -196,8 +203,8 @@ def _page(shown: Sequence[_Run], differing: dict[str, list[Any]], note: str) -> 
         losses = [(float(record.step), record.loss) for record in run.records]
         training.append(Line(run.name, smoothed(losses, max(1, len(losses) // 40)), f"s{number}"))
         points = [(float(r.step), r.validation_loss) for r in run.records if r.validation_loss is not None]
-        if isinstance(last := run.figures.get("validation_loss"), float) and run.status == "finished":
-            points.append((float(run.figures["steps"]), last))
+        if isinstance(last := run.figures.get("validation_loss"), float) and run.status == "finished" and run.records:
+            points.append((float(run.records[-1].step), last))
         held.append(Line(run.name, points, f"s{number}", dots=True))
     charts = "".join(
         card(title, line_chart(lines, x_label="step", y_label="nats a token"))
