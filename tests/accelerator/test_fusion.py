@@ -703,7 +703,12 @@ def test_the_default_eps_of_rms_norm_is_torchs(dtype):
 
 REFUSED = {
     "control": (lambda x: x if x.sum() > 0 else -x, "decides what the function does.*use torch.where.*line"),
-    "number": (lambda x: math.exp(x[0]) if False else math.exp(x), "decides what the function does"),
+    "chain": (lambda x: np.where(0 < x < 1, x, 0), "& and . for `and`"),
+    "number": (lambda x: math.exp(x), "a number is wanted of an array.* in place of math's"),
+    "shift": (lambda x: x.int() << 1, "lshift is not supported"),
+    "misspelled": (lambda x: torch.add(x, 1).sigmoids(), "sigmoids of an array .*did you mean sigmoid"),
+    "in place": (lambda x: x.__iadd__(1), "an argument.* would change in place; write x = x"),
+    "in place of less": (lambda x: (x.int() * 1).__iadd__(0.5), "int32 cannot become float32 in place"),
     "item": (lambda x: x * x.amax(-1).item(), "item.. reads values"),
     "unknown": (lambda x: torch.cumsum(x, -1), "torch.cumsum is not supported .*test_fusion.py, line"),
     "method": (lambda x: x.cumsum(-1), "cumsum of an array is not supported"),
@@ -730,6 +735,23 @@ REFUSED = {
     "nothing": (lambda x: (), "returns nothing"),
     "conditions": (lambda x: ((x > 0) + (x > -1)) * x, "a sum of conditions"),
 }
+
+
+def _accumulated(x, y):
+    n = y * 1
+    for _ in range(3):
+        n += x * x.size
+    n -= 1.0
+    return n
+
+
+def test_what_is_computed_changes_in_place_and_keeps_its_dtype():
+    x, y = np.arange(6.0).reshape(2, 3), np.ones((2, 3), np.float32)
+    result = acl.fuse(_accumulated)(x, y)
+    np.testing.assert_allclose(result, _accumulated(x, y))
+    assert result.dtype == np.float32
+    with pytest.raises(ShapeError, match=r"\(3,\) cannot become one of \(2, 3\) in place"):
+        acl.fuse(_accumulated)(x, y[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -344,6 +344,9 @@ def test_selectors_name_labels_of_the_pods(tmp_path):
         (VALUES["cpu"] | {"settings": {"host": "::"}}, "settings"),
         (VALUES["cpu"] | {"settings": {"a\nhost": "::"}}, "settings"),
         (VALUES["cpu"] | {"persistence": {"size": "20 GB"}}, "persistence.size"),
+        (VALUES["cpu"] | {"priorityClassName": "High"}, "priorityClassName"),
+        (VALUES["cpu"] | {"secret": {"existing": "our_keys"}}, "secret.existing"),
+        (VALUES["cpu"] | {"image": {"tag": "a b"}}, "image.tag"),
     ],
 )
 def test_wrong_values_are_refused(tmp_path, values, reason):

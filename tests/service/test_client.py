@@ -171,6 +171,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
         (lambda: Client().field_add([1], [2], field="nope"), "unknown field"),
         (lambda: Client().job(""), "'' is not the name"),
         (lambda: Client().job("../x"), "'../x' is not the name"),
+        (lambda: Client(key="acl_1\nacl_2"), "the API key must be one line of ASCII, as"),
         (lambda: Client("http://127.0.0.1:99999"), "must be 1 to 65535, got 'http://127.0.0.1:99999'"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
@@ -316,7 +317,7 @@ def test_what_does_not_reach_a_service_that_drained_is_repeated():
 def test_url_and_key_come_from_the_environment(monkeypatch, answering):
     url, seen = answering(DEVICES)
     monkeypatch.setenv("ACCELERANT_URL", f"{url}/")
-    monkeypatch.setenv("ACCELERANT_API_KEY", "acl_secret")
+    monkeypatch.setenv("ACCELERANT_API_KEY", "acl_secret\n")  # as a file has it
     with Client(trust_env=False) as client:
         client.devices()
         assert "acl_secret" not in repr(client)

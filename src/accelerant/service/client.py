@@ -123,7 +123,9 @@ class _Calls:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
         self.timeout_s, self.progress, self._was_there = timeout_s, progress, False
         headers = {"User-Agent": f"accelerant/{__version__}"}
-        if key := key or os.environ.get("ACCELERANT_API_KEY"):
+        if key := (key or os.environ.get("ACCELERANT_API_KEY") or "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise ConfigError("the API key must be one line of ASCII, as `accelerant keys create` printed it")
             headers["Authorization"] = f"Bearer {key}"
         kind = httpx.Client if isinstance(self, Client) else httpx.AsyncClient
         given: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout_s, **options}

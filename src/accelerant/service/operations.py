@@ -706,5 +706,6 @@ def served(settings: ServiceSettings) -> dict[str, ServedOperation]:
 
 def _named(table: Mapping[str, Path], name: str, what: str) -> Path:
     if name not in table:
-        raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {', '.join(table) or 'none'}")
+        known = ", ".join(table) or f"none: the service's setting `{what if what == 'data' else 'models'}` names them"
+        raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {known}")
     return table[name]

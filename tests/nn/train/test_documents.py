@@ -165,6 +165,14 @@ def test_a_folder_says_what_it_leaves_out_and_what_outweighs_the_rest(tmp_path):
     assert "secret" not in described + b"".join(d.data for d in corpus.train).decode()
 
 
+def test_the_results_of_a_run_in_the_folder_of_its_text_are_no_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"format": "accelerant-train-1"}))
+    for name in ("metrics.jsonl", "sample.txt", "report.html", "privacy-ledger.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "a.txt").write_text(ENGLISH * 9)
+    assert [name for name, _ in load_corpus([str(tmp_path)]).reading.read] == ["a.txt"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_an_unreadable_file_is_left_out_of_a_folder_and_refused_where_it_is_named(tmp_path):
     (tmp_path / "a.txt").write_text(ENGLISH * 9)

@@ -358,7 +358,9 @@ class FusedFunction:
         values = (*args, *options.values())
         places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
         if not places:
-            raise UnsupportedDtype(f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX")
+            raise UnsupportedDtype(
+                f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX: numpy.asarray(x)"
+            )
         arrays = [values[i] for i in places]
         if any(isinstance(x, np.matrix) for x in arrays):
             raise UnsupportedDtype(
@@ -498,7 +500,9 @@ class FusedFunction:
         for x in tensors:
             if x.dtype not in DTYPES:
                 known = ", ".join(map(name_of, DTYPES))
-                raise UnsupportedDtype(f"{self._name[6:]}: fuse takes arrays of {known}, got {name_of(x.dtype)}")
+                raise UnsupportedDtype(
+                    f"{self._name[6:]}: fuse takes arrays of {known}, got {name_of(x.dtype)}: convert it"
+                )
             if x.layout is not torch.strided:
                 raise UnsupportedCase(f"{self._name[6:]}: fuse takes dense arrays, got {x.layout}: use .to_dense()")
             if x.device != tensors[0].device:

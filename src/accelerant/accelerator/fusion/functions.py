@@ -6,6 +6,7 @@ the user's code.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import linecache
 import math
@@ -52,6 +53,11 @@ def refuse(text: str) -> NoReturn:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         text += f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno}{': ' + line if line else ''})"
     raise UnsupportedCase(f"fuse: {text}")
+
+
+def _close(name: str) -> str:
+    close = difflib.get_close_matches(name, [*FUNCTIONS, *_ALIASES], 1, 0.8)
+    return f"; did you mean {close[0]}?" if close else "; call it outside of the fused function"
 
 
 class Traced:
@@ -109,22 +115,32 @@ class Traced:
         if name in _READS:
             refuse(f"{name}() reads values, which are not known while the function is recorded")
         if name not in FUNCTIONS and name not in _ALIASES:
-            refuse(f"{name} of an array is not supported")
+            refuse(f"{name} of an array is not supported{_close(name)}")
         return lambda *args, **options: _call("array", name, (self, *args), options)
 
     def _control(self, *_: object) -> NoReturn:
         refuse(
-            "a value of an array decides what the function does, and is not known while it is recorded; use torch.where"
+            "a value of an array decides what the function does, and is not known while it is recorded; use "
+            "torch.where or numpy.where, and & and | for `and`, `or` and chained comparisons"
         )
 
-    __bool__ = __int__ = __float__ = __index__ = __complex__ = __iter__ = __contains__ = __array__ = _control
+    def _number(self, *_: object) -> NoReturn:
+        refuse(
+            "a number is wanted of an array, whose values are not known while it is recorded; use torch's or NumPy's "
+            "functions in place of math's, and astype in place of float() and int()"
+        )
+
+    __bool__ = __iter__ = __contains__ = _control
+    __int__ = __float__ = __index__ = __complex__ = __array__ = _number
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one of its sizes."""
-        return self.shape if dim is None else self.shape[dim]
+    @property
+    def size(self) -> Any:
+        """NumPy's number of elements; torch's method, which returns the shape or one of its sizes."""
+        shape = self.shape
+        return (lambda dim=None: shape if dim is None else shape[dim]) if self.recording.of_torch else shape.numel()
 
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
@@ -144,13 +160,29 @@ class Traced:
         return _viewed(self, "permute", tuple(reversed(range(self.ndim))))
 
     def __setitem__(self, key: object, value: object) -> None:
-        refuse("an assignment to elements is not supported")
+        refuse("an assignment to elements is not supported; select by numpy.where, or write to a view of out=")
 
 
 def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     def method(self: Traced, other: Any = None) -> Any:
         args = (self,) if name in ("neg", "abs", "invert", "pos") else (other, self) if reflected else (self, other)
         return _call("operator", name, args, {})
+
+    return method
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    def method(self: Traced, other: Any) -> Any:
+        if self.view is not None:
+            refuse("an argument, or a view of one, would change in place; write x = x + y, and pass out=x at the call")
+        result = _call("operator", name, (self, other), {})
+        if result._size != self._size:
+            raise ShapeError(f"a value of shape {self._size} cannot become one of {result._size} in place")
+        if result.dtype == self.dtype:
+            return result
+        if not torch.can_cast(result.dtype, self.dtype):
+            refuse(f"a value of {name_of(self.dtype)} cannot become {name_of(result.dtype)} in place; convert it first")
+        return _call("array", "to", (result, self.dtype), {})
 
     return method
 
@@ -162,6 +194,10 @@ for _name, _function in (
 ):  # fmt: skip
     setattr(Traced, f"__{_name}__", _operator(_function))
     setattr(Traced, f"__r{_name}__", _operator(_function, reflected=True))
+    setattr(Traced, f"__i{_name}__", _in_place(_function))
+for _name in ("divmod", "lshift", "rshift"):
+    setattr(Traced, f"__{_name}__", _operator(_name))
+    setattr(Traced, f"__r{_name}__", _operator(_name, reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "pos"):
     setattr(Traced, f"__{_name}__", _operator(_name))
 
@@ -173,7 +209,7 @@ def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, 
     """Record a call of a function by its name."""
     function = FUNCTIONS.get(_ALIASES.get(name, name))
     if function is None:
-        refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported")
+        refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported{_close(name)}")
     recording = _traced(*args, *options.values())[0].recording
     args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)
     given = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from accelerant.errors import ConfigError
+from accelerant.nn.train.folder import RunFolder
 from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, read_regular
 from accelerant.runtime.memory.limits import size_text
 
@@ -228,7 +229,8 @@ def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
 
     for folder, folders, names in os.walk(root, onerror=unreadable):
         here = Path(folder)
-        if here != root and _is_run(here, names):
+        run = _is_run(here, names)
+        if here != root and run:
             skip(here, "a run of accelerant train")
             folders.clear()
             continue
@@ -246,6 +248,8 @@ def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
             try:
                 if name.startswith("."):
                     skip(path, "hidden")
+                elif run and name in (*RunFolder.FILES, RunFolder.LEDGER):
+                    skip(path, "of a run of accelerant train")
                 elif not path.is_file():
                     skip(path, "a broken link" if path.is_symlink() else "no regular file")
                 elif is_virtual(path):
