@@ -18,6 +18,7 @@ from accelerant.config import override
 from accelerant.errors import (
     AccelerantError,
     CompileError,
+    ConfigError,
     DeviceLost,
     FallbackWarning,
     LaunchError,
@@ -94,6 +95,11 @@ def test_a_bound_call_is_counted_and_obeys_what_changes(book):
     op.forget()
     assert [call(8), call(9)] == ["plain", "bound, 9"]
     assert ran(book) == {("probe", "fast"): 9, ("probe", "slow"): 1}
+
+
+def test_what_is_explained_must_be_a_function():
+    with pytest.raises(ConfigError, match=r"takes a function, as accelerant\.ops\.gelu, .* got 'gelu'"):
+        explain_quietly("gelu", 7)
 
 
 def test_a_bound_call_that_fails_falls_back(book):

@@ -187,8 +187,8 @@ def test_a_directory_that_others_read_is_refused(running, settings):
 
 def test_a_worker_that_does_not_start_is_an_error(running):
     async def main():
-        with pytest.raises(ServiceError, match="no worker starts: the worker of nothing ended with status 1"):
-            async with running(devices=("nothing",)):
+        with pytest.raises(ServiceError, match="no worker starts: the worker of cpu:9 ended with status 1"):
+            async with running(devices=("cpu:9",)):
                 pass
 
     asyncio.run(main())

@@ -36,6 +36,7 @@ def test_file_environment_and_arguments_in_rising_order(tmp_path):
         ('log = "xml"', "json or text"),
         ('tls_key = "key.pem"', "belong together"),
         ('models = "tiny"', "models must be"),
+        ('devices = ["cpu", "cudaa:1"]', "unknown backend 'cudaa' .did you mean 'cuda'"),
         ("port = ", "not TOML"),
     ],
 )
@@ -63,7 +64,8 @@ def test_addresses_and_secrets():
         ("--state-url", "foo://x", 2, "accelerant: state_url must be of sqlite or postgresql, got 'foo'"),
         ("--state-url", "sqlite:////absent/x.db", 1, "cannot use sqlite:////absent/x.db: unable to open"),
         ("--directory", "empty", 2, "empty cannot be made: File exists"),
-        ("--device", "toaster", 1, "worker of toaster: unknown backend 'toaster'"),
+        ("--device", "toaster", 2, "accelerant: unknown backend 'toaster'"),
+        ("--device", "cpu:9", 1, "worker of cpu:9: "),
         ("--tls-certificate", "absent", 2, "tls_certificate absent and tls_key empty must be the PEM files"),
         ("--tls-certificate", "empty", 2, "tls_certificate empty and tls_key empty must be the PEM files"),
     ],

@@ -30,6 +30,7 @@ from typing import Any
 
 from accelerant.config import similar
 from accelerant.errors import ConfigError
+from accelerant.runtime.registry import backend_named
 
 __all__ = ["PREFIX", "ServiceSettings", "load"]
 
@@ -120,6 +121,9 @@ class ServiceSettings:
             raise ConfigError(f"setting port must be 0 to 65535, got {self.port}")
         if self.log not in ("json", "text"):
             raise ConfigError(f"setting log must be json or text, got {self.log!r}")
+        for device in self.devices:
+            if (name := device.partition(":")[0]).lower() != "gpu":  # for which the GPUs would be looked for
+                backend_named(name)
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError("settings tls_certificate and tls_key belong together: give both or none")
         if not self.state_url:

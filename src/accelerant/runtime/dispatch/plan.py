@@ -161,6 +161,8 @@ _observers_lock = fork_safe(threading.Lock())
 
 def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call fn as `explain` does, without printing."""
+    if not callable(fn):
+        raise ConfigError(f"explain takes a function, as accelerant.ops.gelu, and its arguments; got {fn!r:.80}")
     decisions: list[Decision] = []
     with _observers_lock:
         observers.append(decisions.append)
