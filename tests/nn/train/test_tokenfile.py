@@ -303,9 +303,10 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_inside_the_folder_is_not_its_own_input(tmp_path, text):
-    first = prepare_tokens([tmp_path], tmp_path / "out.tokens", tokenizer="bytes")
-    second = prepare_tokens([tmp_path], tmp_path / "out.tokens", tokenizer="bytes")
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_output_inside_the_folder_is_not_its_own_input(tmp_path, text, tokenizer):
+    first = prepare_tokens([tmp_path], tmp_path / "out.tokens", tokenizer=tokenizer, vocab_size=400)
+    second = prepare_tokens([tmp_path], tmp_path / "out.tokens", tokenizer=tokenizer, vocab_size=400)
     assert first.sha256 == second.sha256
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.config import STDLIB, RunConfig, TrainConfig
 from accelerant.nn.train.data import permutation, require_windows
-from accelerant.nn.train.documents import Document, Reading
+from accelerant.nn.train.documents import TOKENIZER_SUFFIX, Document, Reading
 from accelerant.nn.train.tokenfile import BYTES, TokenFile, TokenFileInfo, Tokens, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import (
     BPETokenizer,
@@ -329,7 +329,7 @@ def _mapped(path: Path, tokenizer_from: Path | None, training: TrainConfig) -> T
 
 def tokenizer_path(tokens: Path) -> Path:
     """Return the path of a token file's tokenizer."""
-    return tokens.with_name(f"{tokens.name}.tokenizer.json")
+    return tokens.with_name(tokens.name + TOKENIZER_SUFFIX)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

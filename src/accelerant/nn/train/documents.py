@@ -23,7 +23,7 @@ from accelerant.nn.train.folder import RunFolder
 from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, read_regular
 from accelerant.runtime.memory.limits import size_text
 
-__all__ = ["Document", "NotTextError", "Reading", "encoding_of", "files_below"]
+__all__ = ["TOKENIZER_SUFFIX", "Document", "NotTextError", "Reading", "encoding_of", "files_below"]
 
 _BLOCK = 1 << 22  # bytes at a time
 _SKIPPED_FOLDERS = {
@@ -33,6 +33,7 @@ _SHOWN = 5  # names in a note; the report has more
 _REPORTED = 50
 _DOMINANT = 0.8  # of the text, in one file
 _SAME = "the same text as"
+TOKENIZER_SUFFIX = ".tokenizer.json"  # appended to the name of a token file
 
 T = TypeVar("T")
 
@@ -254,6 +255,8 @@ def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
                     skip(path, "a broken link" if path.is_symlink() else "no regular file")
                 elif is_virtual(path):
                     skip(path, "made by the system")
+                elif name.removesuffix(TOKENIZER_SUFFIX) in names and name.endswith(TOKENIZER_SUFFIX):
+                    skip(path, "the tokenizer of a token file")
                 else:
                     yield path
             except OSError as error:  # it vanished
