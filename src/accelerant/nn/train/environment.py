@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -63,9 +64,9 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
 
 
 class StopRequest:
-    """Records the first SIGINT or SIGTERM, so that the run can stop after its step; a later SIGINT interrupts it.
+    """Records the first SIGINT, SIGTERM or SIGHUP, so that the run stops after its step; a later SIGINT interrupts it.
 
-    A SIGTERM does not, nor a SIGINT within a second: a supervisor signals all processes, and the launcher passes it on.
+    Others do not, nor a SIGINT within a second: a supervisor signals all processes, and the launcher passes it on.
     A context manager. Its number is `signal`, None before, and outside the main thread, where Python has no handlers.
     """
 
@@ -79,7 +80,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._before[number] = signal.signal(number, self._received)
         return self
 
