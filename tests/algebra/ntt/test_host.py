@@ -101,6 +101,16 @@ def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
     assert sum(step.variant.split for step in passes) == 1
 
 
+def test_split_twiddles(monkeypatch):
+    """Two passes over the few points with which the low table is shorter than a row of twiddles."""
+    monkeypatch.setattr(ntt_launch, "_LOG_ROWS", 5)
+    monkeypatch.setattr(ntt_launch, "_LOG_TABLE", 4)
+    field, options = FIELDS["babybear"], {"inverse": False, "coset": 1, "order": "natural"}
+    x = field_elements(field, 1 << 10, TRANSFORM_BASE)
+    assert [step.variant.split for step in HostNttPlan(field, 10, 1, form="scalar", **options).passes] == [True, False]
+    assert transformed(field, "scalar", x, 10, 1, **options) == expected(field, x, 10, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["goldilocks", "babybear"])
 def test_three_passes_as_they_are_used(name):
