@@ -44,6 +44,7 @@ TESTS = {
     "service/jobs": "tests/service/test_job_store.py tests/service/test_job_queue.py tests/service/test_job_service.py",
     "service/guard": "tests/service/test_guard.py tests/service/test_api_keys.py",
     "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py",
+    "privacy/dp/clipping": "tests/privacy/dp/clipping tests/privacy/dp/training/test_optimizer.py",
     "privacy/dp/ledger": "tests/privacy/dp/ledger",
     "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_masks.py "
     "tests/privacy/mpc/test_secagg_search.py",

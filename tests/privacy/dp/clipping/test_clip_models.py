@@ -46,7 +46,7 @@ def test_gpt_with_a_frozen_part(frozen):
     model = GPT(GPTConfig(vocab_size=V, context=6, layers=1, heads=2, width=8))
     for name, each in model.named_parameters():
         each.requires_grad_(frozen not in name)
-    check(model, tokens(4, 4), by_method)
+    check(model, tokens(4, 5), by_method)
 
 
 @pytest.mark.sample(3)
@@ -55,7 +55,7 @@ def test_gpt_with_a_frozen_part(frozen):
 @pytest.mark.parametrize("loss", [by_method, by_logits])
 def test_llama(tied, loss, norms):
     config = LlamaConfig(vocab_size=V, context=8, layers=2, heads=2, kv_heads=1, width=8, hidden=12, tied=tied)
-    check(Llama(config), tokens(4, 4), loss, norms=norms)
+    check(Llama(config), tokens(4, 5), loss, norms=norms)
 
 
 @modes
