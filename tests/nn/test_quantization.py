@@ -171,6 +171,13 @@ class Head(nn.Module):
         self.body.append(self.body[0])
 
 
+def test_each_conv1d_of_transformers_is_left_with_the_reason():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    report = ann.quantize(nn.Sequential(conv1d(4, 4), nn.Linear(4, 4)), skip=lambda name, layer: not layer.in_features)
+    assert report.replaced == ("1",)
+    assert "layers of accelerant.nn.GPT.from_pretrained are" in report.skipped["0"]
+
+
 def test_what_is_left_and_why():
     report = ann.quantize(Head())
     assert report.replaced == ("body.0", "body.1", "body.2")

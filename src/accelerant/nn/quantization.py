@@ -270,11 +270,12 @@ def quantize(
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield each occurrence of each linear layer: name, parent, key in the parent, layer."""
+    """Yield each occurrence of each linear layer, or Conv1D: name, parent, key in the parent, layer."""
+    kinds = (*_KINDS, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
     seen: set[tuple[nn.Module, str]] = set()
     for path, parent in model.named_modules(remove_duplicate=False):
         for key, child in parent._modules.items():
-            if isinstance(child, _KINDS) and (parent, key) not in seen:
+            if isinstance(child, kinds) and (parent, key) not in seen:
                 seen.add((parent, key))
                 yield (f"{path}.{key}" if path else key), parent, key, child
 
@@ -302,6 +303,8 @@ def _reason_against(
     name = name.removesuffix(".base_layer")  # of one that peft has wrapped
     if isinstance(layer, LinearInt8):
         return "it is quantized already"
+    if not isinstance(layer, _KINDS):
+        return "a Conv1D of transformers is not quantized; the layers of accelerant.nn.GPT.from_pretrained are"
     if callable(skip):
         if skip(name, layer):
             return "left by the function given as skip"
