@@ -830,10 +830,17 @@ def compile_kernels(target, names):
     for name in names:
         program = acl.fuse(CASES[name]).program(*arguments(name))
         backward, _ = gradient_of(program, tuple(range(len(program.inputs))))
-        parts = [program]
-        while backward.over_rows and backward.reduces:
-            part, backward, _ = backward.split
+        parts = []
+
+        def run(part, shape, *tensors, parts=parts):
             parts.append(part)
+            return part.run_torch(shape, *tensors)
+
+        for each in (program, backward):
+            sizes = [(5 if x.by_row else 1, 7 if x.by_column else 1) for x in each.inputs]
+            ones = [torch.ones(size, dtype=x.dtype) for size, x in zip(sizes, each.inputs, strict=True)]
+            function._staged(run, each, (5, 7), ones)
+        assert len(parts) >= 2
         for each in parts:
             for schedule in ("whole", "looped") if each.reduces else ("stream",):
                 kernel = code.triton_kernel(each, schedule)
