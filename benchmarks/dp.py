@@ -23,7 +23,6 @@ import torch
 
 from accelerant.bench.record import Row, failure_note
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.suites.noise import measure_noise
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPTConfig
@@ -45,6 +44,7 @@ from benchmarks.dp_steps import (
     step_without_privacy,
 )
 from benchmarks.gpt_steps import Step, TokenBatches, cpu_step_ms, step_flops
+from benchmarks.noise import measure_noise
 
 __all__ = ["DpSuite"]
 

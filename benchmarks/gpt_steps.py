@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.bench.ceilings import threads_text
-from accelerant.bench.plain_models import PlainGPT
-from accelerant.bench.suites.model import TokenBatches, step_flops, step_times
 from accelerant.bench.timer import time_in_turns
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
+from benchmarks.model import TokenBatches, step_flops, step_times
+from benchmarks.plain_models import PlainGPT
 
 __all__ = [
     "BETAS",

@@ -32,7 +32,6 @@ from typing import Any, Self
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import field_of
 from accelerant.bench.ceilings import threads_text
-from accelerant.bench.groth16_circuit import Circuit
 from accelerant.bench.record import Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing
@@ -43,6 +42,7 @@ from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from benchmarks import groth16_memory
+from benchmarks.groth16_circuit import Circuit
 from benchmarks.groth16_process import FinishedProcess, Snarkjs, accelerant, environment, find_snarkjs, run
 
 __all__ = ["Groth16Suite", "case_name"]

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from accelerant import zk
-from accelerant.bench import zk_inputs
 from accelerant.cli.app import exit_status
 from accelerant.errors import FormatError
 from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
+from benchmarks import zk_inputs
 
 __all__ = ["main"]
 

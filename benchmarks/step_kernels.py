@@ -1,4 +1,4 @@
-"""The kernels of one training step on a GPU, by torch.profiler: a captured step of ours, or a model's of `bench user`.
+"""The kernels of one training step on a GPU, by torch.profiler: a captured step of ours, or of benchmarks.user.
 
     python -m benchmarks.step_kernels --batch 32 --precision fp8
     python -m benchmarks.step_kernels --private 64x1024
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from accelerant.bench.record import OURS
-from accelerant.bench.suites.user import MODEL_CASES, MODEL_RUNNERS, model_step
 from accelerant.bench.timer import back_to_back_ms
 from accelerant.cli.app import exit_status
 from accelerant.errors import AccelerantError, ConfigError
@@ -29,6 +28,7 @@ from accelerant.runtime.provider import ComputeDevice
 from benchmarks.dp_steps import PrivateKind, parse_case, private_step
 from benchmarks.gpt_steps import WARM_UP, TokenBatches, own_step
 from benchmarks.training import GPT2
+from benchmarks.user import MODEL_CASES, MODEL_RUNNERS, model_step
 
 __all__ = [
     "KINDS",
@@ -89,7 +89,7 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
 
 
 def model_step_shares(device: ComputeDevice, case: str, runner: str) -> list[KernelShare]:
-    """Return the time by the clock of a step of a case of `bench user`, its kernels, and what the host does in it."""
+    """Return the time of a step of a case of benchmarks.user by the clock, its kernels, and what the host does in it."""
     where = torch.device(device.torch_device)
     with model_step(MODEL_CASES[case], runner, where) as (step, _):
         for _ in range(WARM_UP):

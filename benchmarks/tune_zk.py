@@ -26,10 +26,10 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.words import random
 from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
-from accelerant.bench.zk_inputs import msm_answer, msm_points, msm_scalars
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
+from benchmarks.zk_inputs import msm_answer, msm_points, msm_scalars
 
 _ORDER = "natural_to_bit_reversed"
 _CALLS = 20

@@ -40,7 +40,6 @@ from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import dtype_of
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
-from accelerant.bench import zk_inputs
 from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
@@ -51,7 +50,7 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import msm, ntt
 from accelerant.zk.multi_scalar.op import FixedBase
-from benchmarks import zk_first_call
+from benchmarks import zk_first_call, zk_inputs
 from benchmarks.zk_multiplier import CARRY, measure_multiplier, msm_multiplies, msm_products, ntt_multiplies
 
 __all__ = ["CPU_CASES", "GPU_CASES", "ZkCase", "ZkSuite"]

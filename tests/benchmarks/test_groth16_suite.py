@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench import groth16_circuit
-from accelerant.bench.groth16_circuit import Circuit
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
@@ -23,8 +21,9 @@ from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from benchmarks import groth16 as suite
-from benchmarks import groth16_process
+from benchmarks import groth16_circuit, groth16_process
 from benchmarks.groth16 import Groth16Suite
+from benchmarks.groth16_circuit import Circuit
 
 R = field_of("bn254_fr").modulus
 

@@ -13,7 +13,6 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.reference import bit_reversed
-from accelerant.bench import zk_inputs
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.timer import Timing
@@ -23,7 +22,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks import zk as suite
-from benchmarks import zk_first_call, zk_multiplier
+from benchmarks import zk_first_call, zk_inputs, zk_multiplier
 from benchmarks.zk import CPU_CASES, GPU_CASES, ZkCase, ZkSuite
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))

@@ -38,23 +38,13 @@ _SUITES = {
     "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",
     "runtime": "accelerant.bench.suites.runtime:RuntimeSuite",
     "bandwidth": "accelerant.bench.suites.bandwidth:BandwidthSuite",
-    "model": "accelerant.bench.suites.model:ModelSuite",
-    "train": "accelerant.bench.suites.model:TrainSuite",
-    "noise": "accelerant.bench.suites.noise:NoiseSuite",
-    "he": "accelerant.bench.suites.he:HeSuite",
-    "secagg": "accelerant.bench.suites.secagg:SecaggSuite",
-    "user": "accelerant.bench.suites.user:UserSuite",
-    "scale": "accelerant.bench.suites.scale:ScaleSuite",
-    "service": "accelerant.bench.suites.service:ServiceSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
-_ALL = ("neural", "algebra", "runtime", "bandwidth")
-"""Suites of `bench all`; the others are run by --suite."""
-
 _MOVED = {
     "training": "training", "curve": "loss_curve", "patch": "patch", "decode": "decode", "dp": "dp", "zk": "zk",
-    "groth16": "groth16",
+    "groth16": "groth16", "model": "model", "train": "presets", "noise": "noise", "he": "he", "secagg": "secagg",
+    "user": "user", "scale": "scale", "service": "service",
 }  # fmt: skip
 """Command of an earlier version -> module in the repository's benchmarks/ folder."""
 
@@ -372,7 +362,7 @@ def everything(
     compiled = {} if peers is None else {"compiled": "compile" in peers}
     neural = {"op": tuple(op or ())} | ({} if peers is None else {"against": peers})
     own: dict[str, dict[str, Any]] = {"neural": neural, "algebra": compiled}
-    chosen = [name for name in _SUITES if name in (suite or _ALL)]
+    chosen = [name for name in _SUITES if name in (suite or _SUITES)]
     options = _RunOptions(device=device, out=out, csv=csv, report=report, compare=compare, json_output=json_output)
     options.run([_load(name)(**{"budget_s": budget_s, "cpu": cpu, **own.get(name, {})}) for name in chosen])
 

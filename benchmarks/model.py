@@ -1,6 +1,8 @@
-"""Training steps of GPTs: `bench model` by number of parameters, `bench train` on the device and on the CPU.
+"""Training steps of GPTs, by number of parameters.
 
-Tokens are random with Zipf's distribution of words, weights are random, and AdamW updates. `bench model` predicts the
+    python -m benchmarks.model --parameters 124M,1.3B --batch 8
+
+Tokens are random with Zipf's distribution of words, weights are random, and AdamW updates. The suite predicts the
 peak memory of a step from shapes before a model is allocated, and refuses one that does not fit. It measures forward
 pass, backward pass and update one after the other, then the whole step as `accelerant train` runs it, which a GPU
 replays as a graph.
@@ -20,21 +22,19 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import OURS, OUT_OF_MEMORY, Row
-from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, wall_ms
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
-from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.step import TrainStep
-from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import available_bytes, size_text
 from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step, predict_step
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["MODELS", "ModelSuite", "TokenBatches", "TrainSuite", "predict_model", "step_flops", "step_times"]
+__all__ = ["MODELS", "ModelSuite", "Steps", "TokenBatches", "predict_model", "step_flops", "step_times"]
 
 MODELS = {
     "0.5M": GPTConfig(256, 64, 2, 4, 128),
@@ -50,8 +50,6 @@ MODELS = {
 
 _RATE, _CLIP = 1e-4, 1.0
 _WARM_UP, _LEAST, _MOST = 3, 3, 100
-_NEAR = 0.05
-"""Allowed distance of the first losses of two devices, whose precisions may differ."""
 
 
 # --- tokens and steps ------------------------------------------------------------------------------------------------
@@ -114,7 +112,7 @@ def _optimizer(parameters: Sequence[nn.Parameter]) -> AdamW:
     return AdamW(list(parameters), lr=_RATE)
 
 
-class _Steps:
+class Steps:
     """A model of a shape on a device, with its optimizer and batches."""
 
     def __init__(self, config: GPTConfig, batch: int, where: torch.device) -> None:
@@ -160,7 +158,7 @@ class _Steps:
         return step_times(step, self.data, self.where, budget_s), losses
 
 
-# --- bench model -----------------------------------------------------------------------------------------------------
+# --- the suite --------------------------------------------------------------------------------------------------------
 
 
 def predict_model(config: GPTConfig, batch: int, where: torch.device) -> PeakPrediction:
@@ -234,7 +232,7 @@ class ModelSuite(Suite):
         if run.gpu:
             torch.cuda.empty_cache()
         run.progress(f"gpt {name}: forward, backward, update")
-        steps = _Steps(config, batch, where)
+        steps = Steps(config, batch, where)
         for phase, timing in steps.phases(self.budget_s).items():
             share = {"forward": flops // 3, "backward": flops - flops // 3}.get(phase, 0)
             part = replace(row, case=f"{shape} {phase}", implementation="eager", flops=share)
@@ -254,64 +252,5 @@ class ModelSuite(Suite):
         run.add(replace(row.timed(timing), peak_bytes=peak, note=note))
 
 
-# --- bench train -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainSuite(Suite):
-    """Measure training steps of a preset on the device, and the same steps on this machine's CPU."""
-
-    name = "train"
-    examples: ClassVar[tuple[str, ...]] = ("--preset tiny --against cpu", "--preset small --against none --json")
-
-    preset: str = option("tiny", f"Of {', '.join(PRESETS)}.", same=True)
-    against: tuple[str, ...] = option(("cpu",), "cpu, or none.", metavar="LIST", comma=True, same=True)
-    budget_s: float = option(2.0, "Seconds of steps behind each figure.", min=0.0, same=True)
-
-    def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite; ConfigError for an unknown preset or opponent."""
-        check_names("--preset", "preset", (self.preset,), tuple(PRESETS))
-        check_names("--against", "opponent", self.against, ("cpu",))
-        return self
-
-    def cases(self, run: SuiteRun) -> list[SuiteCase]:
-        """Return the one case."""
-        return [SuiteCase(f"train {self.preset}", self._measure, on_cpu=self._on_cpu)]
-
-    def _on_cpu(self, run: SuiteRun) -> CpuColumn:
-        row, _ = self._row(run)
-        return {(row.op, row.case): (row.p50 or 0.0, threads_text())}
-
-    def _row(self, run: SuiteRun) -> tuple[Row, list[float]]:
-        """Return the row of the preset's steps on a device, and the first losses."""
-        known = preset(self.preset)
-        config = GPTConfig(known.vocab_size, known.training.context, known.layers, known.heads, known.width)
-        batch = known.training.batch_size
-        tokens = batch * config.context
-        shape = f"{batch}x{config.context} {config.layers} layers of {config.width} step"
-        before = torch.get_num_threads()
-        torch.set_num_threads((not run.gpu and known.cpu_threads) or before)
-        try:
-            threads = "" if run.gpu else f", {threads_text()}"
-            timing, losses = _Steps(config, batch, run.torch_device).whole(self.budget_s)
-        finally:
-            torch.set_num_threads(before)
-        name = f"{'bf16 autocast' if run.gpu else 'float32'} on {run.device.name}{threads}"
-        row = Row("train", f"train {self.preset}", shape, OURS, name, flops=step_flops(config, tokens))
-        note = f"{1e3 * tokens / timing.p50_ms:,.0f} tokens/s, losses {losses[0]:.4f} to {losses[-1]:.4f}"
-        return replace(row.timed(timing), note=note), losses
-
-    def _measure(self, run: SuiteRun) -> None:
-        run.progress(f"train {self.preset}: {run.device.name}")
-        row, losses = self._row(run)
-        run.add(row)
-        if "cpu" not in self.against:
-            return
-        if not run.gpu:
-            run.record.notes.append("this run has no GPU that torch sees: the CPU alone was measured")
-            return
-        run.progress(f"train {self.preset}: the CPU")
-        there, other = self._row(replace(run, device=registry.choose("cpu")))
-        if abs(losses[0] - other[0]) > _NEAR:
-            raise AccelerantError(f"train {self.preset}: losses {losses}, on the CPU {other}")
-        run.add(replace(there, runner="cpu"))
+if __name__ == "__main__":
+    run_command(ModelSuite)

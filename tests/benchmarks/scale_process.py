@@ -12,7 +12,7 @@ import torch
 def measured(settings, folder, processes=2):
     """Return the results that rank 0 wrote; the processes are forked by one server, which imports torch once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accelerant.bench.suites.scale_work", "torch._dynamo"])
+    context.set_forkserver_preload(["benchmarks.scale_work", "torch._dynamo"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -32,7 +32,7 @@ def measured(settings, folder, processes=2):
 
 
 def _enter(rank, size, port, settings, out):
-    from accelerant.bench.suites.scale_work import work
+    from benchmarks.scale_work import work
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),

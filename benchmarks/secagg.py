@@ -12,6 +12,7 @@ import torch
 from accelerant.bench.record import OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.timer import Timing, time_ms
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import crypto
@@ -85,3 +86,7 @@ class SecaggSuite(Suite):
         row = Row(self.name, "masks", self._case, "numpy", "cryptography ChaCha20", bytes=4 * n * size,
                   note=f"on one core, scaled from {len(few)} masks")  # fmt: skip
         run.add(row.timed(scaled))
+
+
+if __name__ == "__main__":
+    run_command(SecaggSuite)

@@ -43,6 +43,7 @@ from accelerant.bench.timer import (
     time_ms,
     wall_ms,
 )
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
@@ -371,7 +372,7 @@ def _measure_model(case: ModelCase, this: _UserRun) -> None:
         AccelerantError: a patched model computes another loss.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise MissingDependency("transformers", "huggingface", "bench user")
+        raise MissingDependency("transformers", "huggingface", "benchmarks.user")
     compiled = this.peers("compile")
     pairs = ["torch", *[EAGER] * this.run.gpu], [*compiled, *[COMPILED] * (case.short and bool(compiled))]
     others = [*this.peers("liger"), OURS, *[STEP] * case.short]
@@ -592,3 +593,7 @@ def _measure_first(this: _UserRun) -> None:
     for label, samples in zip(labels, zip(*times[1:], strict=True), strict=True):
         row = this.row(label, target=_FIRST_MS).timed(Timing.of(list(samples), wall=True))
         this.run.add(replace(row, timing=timing))
+
+
+if __name__ == "__main__":
+    run_command(UserSuite)

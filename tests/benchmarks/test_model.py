@@ -1,4 +1,4 @@
-"""`bench model`, `bench train` and `bench noise`: small ones for real, large ones predicted and refused."""
+"""The suites model, presets and noise: small ones for real, large ones predicted and refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from accelerant.bench import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.suites import model, noise
-from accelerant.bench.suites.he import HeSuite
-from accelerant.bench.suites.model import MODELS, ModelSuite, TrainSuite, predict_model
-from accelerant.bench.suites.noise import NoiseSuite
-from accelerant.cli.app import main
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy.he import bfv, paillier
 from accelerant.runtime import registry
 from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step
+from benchmarks.he import HeSuite
+from benchmarks.model import MODELS, ModelSuite, predict_model
+from benchmarks.noise import NoiseSuite
+from benchmarks.presets import PresetsSuite
 from requirements import require_module
 
 
@@ -76,7 +77,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated(cpu, small,
 @pytest.mark.slow
 def test_a_tiny_net_trains_on_the_cpu_and_a_sentence_says_that_there_is_no_gpu(capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["bench", "train", "--preset", "tiny", "--against", "cpu", "--device", "cpu", "--budget-s", "0", "--json"])
+        run_command(PresetsSuite, ["--against", "cpu", "--device", "cpu", "--budget-s", "0", "--json"])
     assert not exit_.value.code
     table = json.loads(capsys.readouterr().out)
     (row,) = table["rows"]
@@ -88,7 +89,7 @@ def test_a_tiny_net_trains_on_the_cpu_and_a_sentence_says_that_there_is_no_gpu(c
 
 @pytest.mark.gpu
 def test_a_gpu_trains_as_the_cpu_does():
-    record = run_suite(TrainSuite(budget_s=0.1), registry.choose("cuda"))
+    record = run_suite(PresetsSuite(budget_s=0.1), registry.choose("cuda"))
     assert [row.runner for row in record.rows] == ["accelerant", "cpu"]
     assert record.rows[0].speedup > 0
 
@@ -109,8 +110,8 @@ def test_a_models_memory_on_a_gpu_is_near_its_prediction():
     ("suite", "message"),
     [
         (ModelSuite(parameters=("2B",)), "no size '2B'; there are 0.5M"),
-        (TrainSuite(preset="huge"), "no preset 'huge'"),
-        (TrainSuite(against=("gpu",)), "no opponent 'gpu'; there are cpu"),
+        (PresetsSuite(preset="huge"), "no preset 'huge'"),
+        (PresetsSuite(against=("gpu",)), "no opponent 'gpu'; there are cpu"),
         (NoiseSuite(draws="many"), "wanted 1 to 2.45 draws"),
         (NoiseSuite(draws="0"), "got '0'"),
         (NoiseSuite(draws="1e99"), "got '1e99'"),

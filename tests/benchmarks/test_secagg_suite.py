@@ -1,9 +1,9 @@
-"""`bench secagg`: a small one for real."""
+"""The suite secagg: a small one for real."""
 
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun
-from accelerant.bench.suites.secagg import SecaggSuite
 from accelerant.runtime import registry
+from benchmarks.secagg import SecaggSuite
 
 
 def test_masks_cancel_and_are_timed():

@@ -22,6 +22,7 @@ from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import Timing, synchronize, time_ms
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
@@ -206,3 +207,7 @@ def noise_row(one: NoiseCall, n: int, run: SuiteRun, timing: Timing, suite: str 
         target=target, note="; ".join(filter(None, (note, one.note))),
     )  # fmt: skip
     return row.timed(timing)
+
+
+if __name__ == "__main__":
+    run_command(NoiseSuite)

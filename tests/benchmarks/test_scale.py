@@ -6,10 +6,10 @@ from scale_process import measured
 
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.suite import SuiteRun, run_suite
-from accelerant.bench.suites.scale import ScaleSuite, rows
-from accelerant.bench.suites.scale_model import BESIDE, OPS, PEER_SUM, WAITS, Costs, Link, outlook
-from accelerant.cli.app import main
+from accelerant.cli.bench import run_command
 from accelerant.runtime import registry
+from benchmarks.scale import ScaleSuite, rows
+from benchmarks.scale_model import BESIDE, OPS, PEER_SUM, WAITS, Costs, Link, outlook
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -116,7 +116,7 @@ def test_costs_need_every_collective_of_a_record():
 )
 def test_refuses(options, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "scale", "--device", "cpu", *options])
+        run_command(ScaleSuite, ["--device", "cpu", *options])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def test_the_launcher_and_the_predictions():
 def test_a_case_that_takes_too_long_keeps_the_rows_of_others(tmp_path):
     out = tmp_path / "record.json"
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "scale", "--device", "cpu", "--cases", "context,msm", "--limit-each-s", "1", "--log-points",
+        run_command(ScaleSuite, ["--device", "cpu", "--cases", "context,msm", "--limit-each-s", "1", "--log-points",
               "5", "--steps", "3", "--out", str(out)])  # fmt: skip
     assert ended.value.code != 0
     rows = Record.load(out).rows

@@ -1,4 +1,4 @@
-"""`bench user`: plain calls of ops, zk and Hugging Face's models beside torch's, with nothing raced or prepared."""
+"""The suite user: plain calls of ops, zk and Hugging Face's models beside torch's, with nothing raced or prepared."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from accelerant.bench import Environment, Record, Row
 from accelerant.bench.record import COMPILED, EAGER, STEP
 from accelerant.bench.suite import SuiteRun, collect, run_suite
 from accelerant.bench.suites import algebra, user
-from accelerant.bench.suites.user import UserSuite
-from accelerant.cli.app import main
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Sample, Subject
 from accelerant.runtime import registry
+from benchmarks.user import UserSuite
 
 
 @pytest.fixture
@@ -158,12 +158,12 @@ def test_a_model_is_trained_by_each_runner_and_resumed(tmp_path, capsys, monkeyp
     """Liger is absent here: its row says so, and the others are measured."""
     pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    command = ["bench", "user", "--device", "cpu", "--against", "torch,liger", "--budget-s", "0", "--json"]
+    command = ["--device", "cpu", "--against", "torch,liger", "--budget-s", "0", "--json"]
     command += ["--out", str(tmp_path / "run"), "--case", "gpt2 2x16 bf16 autocast, AdamW, clipping"]
     kept = []
     for more in ([], ["--resume", "--case", "babybear"]):
         with pytest.raises(SystemExit) as exit_:
-            main([*command, *more])
+            run_command(UserSuite, [*command, *more])
         assert not exit_.value.code
         kept.append(json.loads(capsys.readouterr().out))
     first, second = kept

@@ -1,4 +1,4 @@
-"""`bench service`: a small one for real."""
+"""The suite service: a small one for real."""
 
 import asyncio
 
@@ -6,10 +6,10 @@ import pytest
 
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun
-from accelerant.bench.suites.service import ServiceSuite
-from accelerant.bench.suites.service_load import connections, started
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
+from benchmarks.service import ServiceSuite
+from benchmarks.service_load import connections, started
 from requirements import require_module
 
 

@@ -28,13 +28,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from accelerant.bench.groth16_circuit import Circuit
+import accelerant
 from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.suites.model import MODELS
-from accelerant.bench.suites.scale_model import Costs, outlook
 from accelerant.bench.timer import Timing
-from accelerant.bench.zk_inputs import msm_answer, msm_points, msm_scalars
+from accelerant.cli.bench import run_command
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.host import usable_cores
@@ -46,12 +44,16 @@ from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from accelerant.zk.multi_scalar.op import FixedBase
+from benchmarks.groth16_circuit import Circuit
+from benchmarks.model import MODELS
+from benchmarks.scale_model import Costs, outlook
+from benchmarks.zk_inputs import msm_answer, msm_points, msm_scalars
 
 __all__ = ["CASES", "ScaleSuite", "rows"]
 
 CASES = ("collectives", "data", "tensor", "context", "sharded", "proof", "many", "msm", "jobs")
 
-_PROGRAM = "accelerant.bench.suites.scale_work"
+_PROGRAM = "benchmarks.scale_work"
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,8 @@ def _launched(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        package = str(Path(__file__).absolute().parents[4])
-        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        roots = [str(Path(each).absolute().parents[1]) for each in (__file__, accelerant.__file__)]
+        paths = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
         threads = {} if settings["gpu"] else {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes))}
         done = subprocess.Popen(
             [*command, "-m", _PROGRAM, json.dumps(settings), str(out)], text=True, start_new_session=True,
@@ -464,3 +466,7 @@ def _cluster(count: int) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+if __name__ == "__main__":
+    run_command(ScaleSuite)

@@ -28,11 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from accelerant import distributed, ops
-from accelerant.bench.plain_models import PlainGPT, PlainLlama
 from accelerant.bench.record import DEVICE, OURS
 from accelerant.bench.suites.bandwidth import size_name
-from accelerant.bench.suites.model import MODELS, TokenBatches
-from accelerant.bench.suites.scale_model import BESIDE, COPIED, OPS, PEER_SUM, WAITS
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.generation import Decoding, Sampling
@@ -40,6 +37,9 @@ from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
+from benchmarks.model import MODELS, TokenBatches
+from benchmarks.plain_models import PlainGPT, PlainLlama
+from benchmarks.scale_model import BESIDE, COPIED, OPS, PEER_SUM, WAITS
 
 __all__ = ["work"]
 

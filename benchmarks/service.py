@@ -18,7 +18,11 @@ import numpy as np
 
 from accelerant.bench.record import OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.suites.service_load import (
+from accelerant.bench.timer import Timing
+from accelerant.cli.bench import run_command
+from accelerant.errors import AccelerantError
+from accelerant.zk import field, ntt
+from benchmarks.service_load import (
     Answer,
     Connection,
     Endpoint,
@@ -28,9 +32,6 @@ from accelerant.bench.suites.service_load import (
     run_loop,
     started,
 )
-from accelerant.bench.timer import Timing
-from accelerant.errors import AccelerantError
-from accelerant.zk import field, ntt
 
 __all__ = ["ServiceSuite"]
 
@@ -316,3 +317,7 @@ def _traffic() -> Iterator[tuple[str, bytes, bytes]]:
         wanted = np.asarray(ntt(x, "goldilocks")).tobytes()
         for headers in ("", "Prefer: respond-async\r\n"):
             yield "ntt", infer(_PATH.format("ntt"), {"x": x}, headers=headers), wanted
+
+
+if __name__ == "__main__":
+    run_command(ServiceSuite)

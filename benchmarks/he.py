@@ -20,6 +20,7 @@ import torch
 from accelerant.bench.record import OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import Timing, time_ms
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.provider import ComputeDevice
@@ -182,3 +183,7 @@ def _bfv_calls(n: int, batch: int, run: SuiteRun) -> Iterator[_Call]:
     yield "bfv add", "TenSEAL", lambda: a + b, lambda c: c.decrypt()[:4]
     yield "bfv multiply", "TenSEAL", lambda: a * b, lambda c: c.decrypt()[:4]
     yield "bfv decrypt", "TenSEAL", a.decrypt, lambda found: found[:4]
+
+
+if __name__ == "__main__":
+    run_command(HeSuite)
