@@ -112,7 +112,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 soak-service: $(VENV)/.installed-dev  ## the service under load, with a worker killed every 20 s, and its record: make soak-service MINUTES=30
-	$(BIN)/accelerant bench service --minutes $(MINUTES) --device cpu --out benchmarks/results/service-cpu.json
+	$(BIN)/python -m benchmarks.service --minutes $(MINUTES) --device cpu --out benchmarks/results/service-cpu.json
 
 clean:           ## remove the environment and what runs left behind
 	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

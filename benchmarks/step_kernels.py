@@ -89,7 +89,7 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
 
 
 def model_step_shares(device: ComputeDevice, case: str, runner: str) -> list[KernelShare]:
-    """Return the time of a step of a case of benchmarks.user by the clock, its kernels, and what the host does in it."""
+    """Return the time by the clock of a step of a case of benchmarks.user, its kernels, and the host's part of it."""
     where = torch.device(device.torch_device)
     with model_step(MODEL_CASES[case], runner, where) as (step, _):
         for _ in range(WARM_UP):

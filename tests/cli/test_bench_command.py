@@ -345,12 +345,6 @@ def test_help_has_an_example(command, capsys):
     assert "Example" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "module"), [("zk", "zk"), ("curve", "loss_curve"), ("train", "presets")])
-def test_a_comparison_outside_the_package_is_named(name, module, capsys):
-    assert status(name, "--device", "cpu", "--batch", "2") == 2
-    assert f"run `python -m benchmarks.{module}`" in capsys.readouterr().err
-
-
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 
 

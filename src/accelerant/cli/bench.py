@@ -41,13 +41,6 @@ _SUITES = {
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
-_MOVED = {
-    "training": "training", "curve": "loss_curve", "patch": "patch", "decode": "decode", "dp": "dp", "zk": "zk",
-    "groth16": "groth16", "model": "model", "train": "presets", "noise": "noise", "he": "he", "secagg": "secagg",
-    "user": "user", "scale": "scale", "service": "service",
-}  # fmt: skip
-"""Command of an earlier version -> module in the repository's benchmarks/ folder."""
-
 _Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
 _Out = Annotated[
     Path | None,
@@ -84,9 +77,6 @@ def register(app: typer.Typer) -> None:
     group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
     group.command("compare", epilog="accelerant bench compare before.json after.json")(compare_records)
     group.command("check", epilog=_epilog("accelerant bench check", _CHECK_EXAMPLES))(check)
-    for name in _MOVED:
-        settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-        group.command(name, hidden=True, add_help_option=False, context_settings=settings)(_moved(name))
     app.add_typer(group, name="bench", rich_help_panel="Kernels")
 
 
@@ -118,16 +108,6 @@ def _load(name: str) -> type[Suite]:
     module, _, kind = _SUITES[name].partition(":")
     suite: type[Suite] = getattr(importlib.import_module(module), kind)
     return suite
-
-
-def _moved(name: str) -> Callable[[], None]:
-    def command() -> None:
-        raise ConfigError(
-            f"bench {name} compares with other libraries and is not part of the package: in a checkout of the "
-            f"repository, run `python -m benchmarks.{_MOVED[name]}`"
-        )
-
-    return command
 
 
 def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
