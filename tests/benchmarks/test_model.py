@@ -10,13 +10,13 @@ import torch
 
 from accelerant.bench import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
-from accelerant.bench.suites import model, noise
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy.he import bfv, paillier
 from accelerant.runtime import registry
 from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step
+from benchmarks import model, noise
 from benchmarks.he import HeSuite
 from benchmarks.model import MODELS, ModelSuite, predict_model
 from benchmarks.noise import NoiseSuite
@@ -65,7 +65,7 @@ def test_a_model_is_measured_by_phases_and_as_a_whole(cpu, small):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated(cpu, small, monkeypatch):
-    monkeypatch.setattr(model, "_Steps", lambda *_: pytest.fail("the model was allocated"))
+    monkeypatch.setattr(model, "Steps", lambda *_: pytest.fail("the model was allocated"))
     predicted = PeakPrediction(0, 0, 0, 0, 0, 0, total=1 << 60, phase="backward")
     monkeypatch.setattr(model, "predict_model", lambda *_: predicted)
     (row,) = run_suite(ModelSuite(parameters=("0.5M",)).resolve(cpu), cpu).rows

@@ -13,11 +13,12 @@ import accelerant.ops
 from accelerant.bench import Environment, Record, Row
 from accelerant.bench.record import COMPILED, EAGER, STEP
 from accelerant.bench.suite import SuiteRun, collect, run_suite
-from accelerant.bench.suites import algebra, user
+from accelerant.bench.suites import algebra
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Sample, Subject
 from accelerant.runtime import registry
+from benchmarks import user
 from benchmarks.user import UserSuite
 
 
