@@ -9,14 +9,13 @@ import torch
 
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun
-from accelerant.bench.suites import noise
 from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
 from benchmarks import dp as suite
-from benchmarks import dp_steps
+from benchmarks import dp_steps, noise
 from benchmarks.dp import DpSuite
 from benchmarks.dp_steps import PEERS, PrivateKind, StepResult, opacus_step, parse_case
 from benchmarks.gpt_steps import PlainGPT, plain_step

@@ -34,8 +34,6 @@ from accelerant.accelerator.methods import (
 )
 from accelerant.errors import AccelerantError, ConfigError, ShapeError, TimeLimitExceeded, UnsupportedCase
 
-__all__ = ["Batch", "PendingCall"]
-
 _SMALL_BYTES = {"cpu": 1 << 16}
 _SMALL_BYTES_ELSEWHERE = 1 << 22
 """Largest input that is joined with others. Joining reads and writes it once more, which takes longer than the launch

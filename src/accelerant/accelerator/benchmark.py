@@ -17,8 +17,6 @@ from accelerant.runtime.files import JsonRecord, clipped, plain
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 
-__all__ = ["OpBenchmark", "OpTiming", "named_call", "sample_ms", "time_implementations"]
-
 _MOST_S, _LEAST = 2.0, 3
 """Seconds after which a slow call is not repeated, once it has run a few times."""
 

@@ -60,8 +60,6 @@ from accelerant.runtime.time_limit import check_time, is_limited, time_limit
 from accelerant.zk.multi_scalar.op import FixedBase
 from accelerant.zk.transform import ntt
 
-__all__ = ["Accelerator", "AcceleratorConfig"]
-
 T = TypeVar("T")
 
 

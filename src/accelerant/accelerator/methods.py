@@ -37,11 +37,6 @@ from accelerant.zk.multi_scalar.op import scratch_bytes as msm_scratch_bytes
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
-__all__ = [
-    "DEFAULT_CURVE", "DEFAULT_FIELD", "METHODS", "WITH_SCRATCH", "ArrayOrigin", "Method", "Operations", "dtypes_of",
-    "joined_arguments", "metas_of", "scratch_of", "sizes_of", "tensors_of", "to_tensors", "to_torch",
-]  # fmt: skip
-
 Tensors = tuple[torch.Tensor, ...]
 Results = torch.Tensor | Tensors
 Merge = Literal["elements", "rows", "first", "stack"]

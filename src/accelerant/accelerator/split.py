@@ -35,8 +35,6 @@ from accelerant.accelerator.methods import (
 from accelerant.algebra.field import prime_field
 from accelerant.zk.elliptic_curve import curve as curve_named
 
-__all__ = ["Split", "devices_worth_using", "run_on_devices", "split_along_rows", "work_s"]
-
 _PER_S: dict[str, float] = {"attention": 3e14, "conv2d": 2e13, "linear_gelu": 3e13, "ntt": 4e11, "msm": 6e10}
 _PER_S_ELSEWHERE = 3e12
 """Operations a second, as Method.flops counts them, of an H200: products of an NTT, additions of points."""

@@ -21,8 +21,6 @@ from torch import Tensor
 from accelerant.bench.subjects import OPS
 from accelerant.errors import UnsupportedCase
 
-__all__ = ["COMPOSITIONS", "NOT_BY_ROWS", "naive", "numpy_call", "unfused"]
-
 Composition = Callable[..., Any]
 
 _LAST = {"axis": -1, "keepdims": True}

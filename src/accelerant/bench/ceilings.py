@@ -9,8 +9,6 @@ import torch
 
 from accelerant.bench.timer import Timing, second_call_s, time_ms
 
-__all__ = ["cpu_time_ms", "cpu_timing", "measure_copy", "measure_link", "measure_matmul", "threads_text"]
-
 
 def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
     """Return "copy GB/s" as measure_copy, and "matmul TFLOP/s" of an n x n x n product of random data.

@@ -45,8 +45,6 @@ from accelerant.runtime.html_page import card, document, facts, table
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Certificate", "CertificateRow", "CertifiedDevice", "Verdict", "build_page", "certify"]
-
 Verdict = Literal["exact", "within", "wrong", "not served"]
 """Equal, within the tolerance, neither (or the call raised), or refused with a reason."""
 

@@ -32,8 +32,6 @@ from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["EXACT", "Case", "Check", "Found", "checks", "compare"]
-
 EXACT = Tolerance(0.0, 0.0)
 
 

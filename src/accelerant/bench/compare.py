@@ -16,8 +16,6 @@ from accelerant.errors import FormatError
 from accelerant.runtime.files import plain
 from accelerant.runtime.html_page import text_table
 
-__all__ = ["Change", "Comparison", "check_comparable", "compare"]
-
 _LEAST = 0.05
 """Change of a median from run to run by clocks and memory layouts, however steady each run is."""
 

@@ -24,8 +24,6 @@ from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular
 from accelerant.runtime.html_page import text_table
 
-__all__ = ["Floor", "FloorCheck", "check_floors", "floors_text", "read_floors"]
-
 _DIRECTIONS = ("forward", "backward", "both")
 _FIELDS = {"times", "peer", "ms"}
 

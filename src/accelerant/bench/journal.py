@@ -21,8 +21,6 @@ from accelerant.bench.record import Environment, Record, Row
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, open_regular, read_regular, typed
 
-__all__ = ["SAME", "Journal"]
-
 _FORMAT = 1
 SAME = ("device", "accelerant", "commit", "packages", "driver")
 """Fields of the environment that a resumed run must share with the one that it continues."""

@@ -34,11 +34,6 @@ from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "COMPILED", "DETERMINISTIC", "DEVICE", "EAGER", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP",
-    "UNFUSED", "Environment", "Record", "Row", "environment_variable", "failure_note", "installed_version",
-]  # fmt: skip
-
 DEVICE, OURS = "device", "accelerant"
 """Runners of rows that measure the device itself, and of those that a user's call runs, with dispatch's choice."""
 

@@ -19,8 +19,6 @@ from accelerant.bench.record import DETERMINISTIC, OURS, OWN, Record, Row
 from accelerant.runtime.files import plain, write_atomic
 from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table
 
-__all__ = ["build_report", "roofline", "write_report"]
-
 _STYLE = """
 .soft { font-size: 13.5px; margin: 0 0 12px; }
 .warn { border-color: var(--two); } .warn ul { margin: 0; padding-left: 20px; overflow-wrap: anywhere; }

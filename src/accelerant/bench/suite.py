@@ -38,11 +38,6 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "CaseFailedError", "Clock", "Collected", "Progress", "Suite", "SuiteCase", "SuiteRun", "check_names", "collect",
-    "measure_cases", "option", "run_suite", "same_on_cpu",
-]  # fmt: skip
-
 Progress = Callable[[str], None]
 
 _CEILINGS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {

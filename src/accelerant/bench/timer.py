@@ -27,11 +27,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = [
-    "Timing", "back_to_back_ms", "back_to_back_times_ms", "covers", "first_ms", "host_time_us", "host_times_us",
-    "rotated_ms", "second_call_s", "synchronize", "time_in_turns", "time_ms", "wall_ms",
-]  # fmt: skip
-
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS, _MAX_REPEATS = 10, 200
 _SLOW_S, _SLOW_REPEATS = 0.05, 3

@@ -24,8 +24,6 @@ from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["SHRINKS", "TuneResult", "count_calls", "tune_ops"]
-
 _COMPILE_S, _COMPILE_SHARE = 60.0, 0.3
 """Seconds that compiling first may take, and its share of the time limit."""
 

@@ -28,8 +28,6 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "InvalidProofError", "build_app", "exit_status", "main", "write"]
-
 GROUPS = (
     "train",
     "sample",

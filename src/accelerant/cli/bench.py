@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from accelerant.bench.record import Record
     from accelerant.bench.suite import Suite
 
-__all__ = ["check_writable", "register", "run_command"]
-
 _SUITES = {
     "neural": "accelerant.bench.suites.neural:NeuralSuite",
     "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",

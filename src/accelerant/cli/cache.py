@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accelerant.runtime.compilation.kernel import KernelSource
     from accelerant.runtime.provider import ComputeProvider
 
-__all__ = ["Shipped", "clear", "list_entries", "register", "shipped_kernels", "warm"]
-
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")

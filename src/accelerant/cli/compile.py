@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
 
-__all__ = ["compile_file", "known_targets_of", "register"]
-
 _Failed: TypeAlias = "dict[str, tuple[str, list[CompilerMessage]]]"
 """Architecture -> the compiler's log, and its errors."""
 

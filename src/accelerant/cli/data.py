@@ -22,8 +22,6 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from accelerant.nn.train.tokenfile import TokenFileInfo
 
-__all__ = ["register"]
-
 _EXAMPLES = """\
 accelerant data prepare ~/books --out books.tokens
 accelerant data prepare dump.jsonl --out dump.tokens --tokenizer gpt2/tokenizer.json

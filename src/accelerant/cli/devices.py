@@ -12,8 +12,6 @@ from accelerant.cli.terminal import print_table
 if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["devices", "register"]
-
 _EXAMPLES = """\
 accelerant devices
 accelerant devices --json"""

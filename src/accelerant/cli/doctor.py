@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from accelerant.bench.certificate import Certificate
     from accelerant.cli.doctor_checks import Check
 
-__all__ = ["doctor", "register"]
-
 _EXAMPLES = """\
 accelerant doctor
 accelerant doctor --json > report.json

@@ -45,8 +45,6 @@ from accelerant.runtime.monitoring.nvidia import driver_version, minimum_driver,
 from accelerant.runtime.monitoring.readers import nvml_missing
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
-__all__ = ["Check", "Status", "checks"]
-
 _TIMEOUT_S = 60
 _PACKAGE = Path(__file__).parents[1]
 

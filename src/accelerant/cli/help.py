@@ -23,8 +23,6 @@ from accelerant.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Application", "HelpCommand", "HelpGroup"]
-
 _MOST_COLUMNS = 100
 _NAME_COLUMNS = 30
 """Longer names have their text below them."""

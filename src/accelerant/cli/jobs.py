@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accelerant.service.client import Client
     from accelerant.service.jobs.model import Job
 
-__all__ = ["cancel", "list_jobs", "register", "show"]
-
 _Url = Annotated[
     str | None, typer.Option("--url", help="The service; ACCELERANT_URL, or http://127.0.0.1:8080, by default.")
 ]

@@ -16,8 +16,6 @@ from accelerant.errors import MissingDependency
 if TYPE_CHECKING:
     from accelerant.service.keys import KeyStore
 
-__all__ = ["create", "list_keys", "register", "revoke", "rotate"]
-
 _Config = Annotated[Path | None, typer.Option(help="The service's TOML file.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Days = Annotated[float | None, typer.Option(min=0, max=36500, help="Days until the secret expires. Default: never.")]

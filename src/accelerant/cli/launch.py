@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["joined", "launch", "own_device", "rank", "world_size"]
-
 _MEETING_S = 300.0  # for the processes of all machines to begin
 _ENDING_S = "60"  # for a step and its checkpoint after Ctrl-C, before the launcher kills
 _LOST = 75  # status of a process whose device is lost: another process may do better (EX_TEMPFAIL of sysexits.h)

@@ -17,8 +17,6 @@ from accelerant.runtime.files import escaped, exact, plain
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.accounting import Spent
 
-__all__ = ["calibrate", "epsilon", "register", "statement"]
-
 _MOST_STEPS = 10**9
 
 _Q = Annotated[float, typer.Option("--q", help="Sampling rate: probability of each record to be in a step; 1: all.")]

@@ -25,8 +25,6 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["profile", "register"]
-
 _EXAMPLES = """\
 accelerant profile train.py --epochs 1
 accelerant profile --trace trace.json --limit 10 train.py

@@ -19,8 +19,6 @@ from accelerant.runtime.html_page import Line, card, document, line_chart, smoot
 if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
 
-__all__ = ["register", "runs"]
-
 _EXAMPLES = """\
 accelerant runs
 accelerant runs runs/a runs/b

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from accelerant.nn.text import TextModel
 
-__all__ = ["register", "sample"]
-
 _EXAMPLES = """\
 accelerant sample runs/tiny --prompt "def "
 accelerant sample ./gpt2 --prompt "Once upon a time" --tokens 100 --seed 1

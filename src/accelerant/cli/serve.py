@@ -10,8 +10,6 @@ import typer
 
 from accelerant.errors import ConfigError, MissingDependency
 
-__all__ = ["register", "serve"]
-
 _EXAMPLES = """\
 accelerant serve
 accelerant keys create --name ci --scope field --scope zk

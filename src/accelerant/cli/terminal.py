@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = [
-    "COMPILING",
-    "ProgressLine",
-    "columns",
-    "console",
-    "is_live",
-    "prepare_streams",
-    "print_table",
-    "table_lines",
-    "wrapped",
-]
-
 COMPILING = "compiling kernels (once)"
 """Shown instead of a stage while a kernel is compiled, which the disk cache has from then on."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
     from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["register", "top"]
-
 _EXAMPLES = """\
 accelerant top
 accelerant top --interval 0.5

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from accelerant.nn.train.callbacks import Extension
     from accelerant.nn.train.config import RunConfig
 
-__all__ = ["choose_device", "register", "train"]
-
 _EXAMPLES = """\
 accelerant train
 accelerant train notes.txt --out runs/notes

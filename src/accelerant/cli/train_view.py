@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
     from accelerant.nn.train.job import Outcome
 
-__all__ = ["BarView", "LineView", "SilentView", "View", "make_view", "verdict"]
-
 _LINE_EVERY_S = 5.0
 
 _TITLE_COLUMNS, _MEMORY_COLUMNS, _DEVICE_COLUMNS = 56, 80, 104

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from accelerant.bench.tuning import TuneResult
 
-__all__ = ["register", "tune"]
-
 _EXAMPLES = """\
 accelerant tune
 accelerant tune --op softmax --op gelu --dtype bfloat16

@@ -19,8 +19,6 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof
 
-__all__ = ["calldata", "export_vk", "inspect", "prove", "prove_many", "register", "setup", "verifier", "verify"]
-
 
 def _file(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text)

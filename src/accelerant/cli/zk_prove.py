@@ -21,10 +21,6 @@ from accelerant.cli.terminal import COMPILING, ProgressLine
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
-__all__ = [
-    "StageDisplay", "plain", "prove_files", "read_json", "read_texts", "resolve_targets", "warn_forgeable", "write_all",
-]  # fmt: skip
-
 _MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read: a verification key of 300,000 public inputs has that size."""
 

@@ -25,8 +25,6 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import VerificationKey
 
-__all__ = ["prove_many_files"]
-
 _LARGEST = 1 << 27
 _SUFFIXES = (".proof.json", ".public.json")
 

@@ -42,8 +42,6 @@ from accelerant.ops.attention.op import attention_bwd, check_heads, checked, opt
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["context_parallel", "context_parallel_attention", "join_sequence", "split_sequence"]
-
 M = TypeVar("M", bound=LanguageModel)
 
 _MERGE = TritonKernel("accelerant.distributed.triton_kernels", "merge")

@@ -20,8 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from accelerant.errors import ConfigError, UnsupportedCase
 
-__all__ = ["group_of", "shard"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

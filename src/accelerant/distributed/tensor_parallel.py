@@ -39,9 +39,6 @@ from accelerant.ops.decode.launch import usual_plan
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.peers import PeerSum
 
-__all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_dict"]
-
-
 # --- exchanges -------------------------------------------------------------------------------------------------------
 
 

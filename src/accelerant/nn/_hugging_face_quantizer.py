@@ -9,8 +9,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelerant.nn.quantization import float_state_dict
 
-__all__ = ["attach"]
-
 
 class _Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers does not type it
     """Lets save_pretrained write floating-point weights, which transformers loads, and Trainer train adapters."""

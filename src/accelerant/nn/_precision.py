@@ -18,8 +18,6 @@ from torch import Tensor
 
 from accelerant.ops.linear_fp8.op import Float8Weight, Float8Weights
 
-__all__ = ["LowWeights", "float8_of", "lowered"]
-
 
 class LowWeights:
     """Low-precision copies of the parameters that layers requested while it was active.

@@ -12,8 +12,6 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._images import Pair, pair
 
-__all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
-
 
 class Conv2d(nn.Module):
     """A convolution; see accelerant.ops.conv2d.

@@ -32,11 +32,6 @@ from accelerant.ops.transformer.block import (
 )
 from accelerant.runtime.memory.live_set import only_counts
 
-__all__ = [
-    "DRAW_NOTHING", "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
-    "float8_weights", "fuses", "has_hooks", "modes_kept", "require_float8", "require_width",
-]  # fmt: skip
-
 FUSED = {"cuda"}
 """Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""
 

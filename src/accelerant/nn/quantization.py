@@ -25,8 +25,6 @@ from accelerant import ops
 from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, compute_dtype, require_width
 
-__all__ = ["LinearInt8", "QuantizationReport", "quantize"]
-
 _MODES = ("weight_only", "dynamic")
 _KINDS = (nn.Linear, Linear)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -15,8 +15,6 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.ops.recurrent.op import recurrent
 
-__all__ = ["GRU", "LSTM", "RNN"]
-
 
 def _initial_states(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     """Check x and the states; return the states, zeros if none are given."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from accelerant.nn.models.language_model import LanguageModel
     from accelerant.nn.train.tokenizer import Tokenizer
 
-__all__ = ["TextModel", "load_text_model"]
-
 
 @dataclass(frozen=True)
 class TextModel:

@@ -11,11 +11,6 @@ import torch
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = [
-    "Benchmark", "Compilation", "Fractions", "Indices", "OpCases", "Sample", "Stated", "Subject", "Tolerance", "draw",
-    "size_name", "specialized", "tolerances",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

@@ -56,8 +56,6 @@ from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
-__all__ = ["CpuFastPath", "DifferentiableOp", "recorders"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -24,12 +24,6 @@ from accelerant.runtime.memory.live_set import has_fakes, predictions
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
-__all__ = [
-    "SHORT", "STREAM", "STREAMS", "Elementwise", "Repeats", "RowPlan", "StreamKernel", "accesses", "add_product",
-    "are_repeatable", "as_rows", "ceil_div", "eviction", "launch_map", "multiprocessors", "next_power_of_2",
-    "product_cost", "split_rows", "triton_operation", "whole_rows",
-]  # fmt: skip
-
 _KNOWN_LIMIT = 4096
 _INTERPRETED_MULTIPROCESSORS = 2  # so that persistent loops run more than once in the interpreter, too
 

@@ -20,11 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "composed", "composite_of", "define",
-    "is_distributed", "is_ordinary", "is_plain", "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
-]  # fmt: skip
-
 library = torch.library.Library("accelerant", "DEF")
 """Registrations live as long as this object."""
 

@@ -23,11 +23,6 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 
-__all__ = [
-    "Forming", "PerExampleSink", "announce", "attach", "detach", "examples_of", "first_sink", "is_traced",
-    "mark_traced", "sink_of",
-]  # fmt: skip
-
 _NAME = "_per_example_sink"
 _MARK = "_per_example_forward"
 

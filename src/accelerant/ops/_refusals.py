@@ -11,11 +11,6 @@ from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "FLOATING", "check_dtype", "check_matches", "check_or_float32", "checked_dim", "not_a_tensor", "refuses_float64",
-    "refuses_triton_kernel",
-]  # fmt: skip
-
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that the ops take; kernels compute in float32, and torch's functions serve float64."""
 

@@ -21,8 +21,6 @@ from typing import Any
 
 from accelerant.runtime.dispatch import operations
 
-__all__ = ["PublicOp", "public_op", "public_ops", "register"]
-
 _LIBRARIES = {"cublaslt": "cuBLASLt", "cudnn": "cuDNN", "torch": "torch"}
 _KERNELS = {"triton": "Triton", "hopper": "CUDA C++ for Hopper", "llvm": "LLVM on a CPU"}
 

@@ -30,12 +30,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-__all__ = [
-    "MAX_DEPTH", "AtomicFile", "Content", "JsonRecord", "clipped", "decode_json", "escaped", "exact", "is_virtual",
-    "open_regular", "plain", "read_regular", "remove_folder_of", "remove_leftovers", "temporary_path", "typed",
-    "write_atomic", "write_together",
-]  # fmt: skip
-
 MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
 

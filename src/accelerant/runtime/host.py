@@ -14,11 +14,6 @@ from glob import iglob
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "control_group_room", "fork_safe", "has_gpu_node", "host_memory", "processor_facts", "processor_name",
-    "python_child", "read_meminfo", "refuse_masked", "refuse_without_values", "set_usable_cores", "usable_cores",
-]  # fmt: skip
-
 from accelerant.errors import UnsupportedCase, UnsupportedDtype
 
 LockT = TypeVar("LockT")

@@ -15,11 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = [
-    "Bar", "Line", "Point", "Reference", "bars", "card", "document", "facts", "line_chart", "short_number", "smoothed",
-    "table", "text_table", "ticks",
-]  # fmt: skip
-
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
   --one: #3b6fe0; --one-soft: #b9cdf8; --two: #d9631e; --three: #0f9d76; --four: #8a5bd6; --peer: #b3bdcc; }

@@ -37,8 +37,6 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.host import fork_safe, python_child, set_usable_cores, usable_cores
 
-__all__ = ["Engine", "Outcome", "Prepare", "connect_ray", "engine_of", "ray_module", "run_jobs"]
-
 Engine = Literal["local", "ray"]
 Prepare = Callable[[], Callable[[Any], Any]]
 

@@ -26,11 +26,6 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeProvider, Event
 
-__all__ = [
-    "Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "Section", "ledger", "merged", "observers",
-    "prometheus_text", "quantile", "row_cells", "sections",
-]  # fmt: skip
-
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device and case of a record."""
 
@@ -623,6 +618,8 @@ _LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran",
 
 
 def label_text(row: dict[str, Any], labels: tuple[str, ...]) -> str:
+    """Return the labels of a row as Prometheus writes them, without their braces."""
+
     def escaped(value: object) -> str:
         return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

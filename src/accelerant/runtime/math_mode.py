@@ -16,8 +16,6 @@ import torch
 
 from accelerant.errors import ConfigError
 
-__all__ = ["MathMode", "configure_math"]
-
 
 def _read() -> tuple[str, str, str, bool]:
     """Return torch's settings of products, convolutions and recurrent layers, and cuDNN's search."""

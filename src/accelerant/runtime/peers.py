@@ -26,8 +26,6 @@ from accelerant.errors import LaunchError, UnsupportedCase
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.ledger import FallbackRecord, ledger
 
-__all__ = ["PeerMemory", "PeerSum", "PeerSums", "silent_peer"]
-
 _PATIENCE_S = 600
 """Longest wait of a GPU for the others, after which its process fails; NCCL's default."""
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from accelerant import errors
 from accelerant.errors import ConfigError
 
-__all__ = ["OWN_LAUNCH", "Processes", "attempt", "launch_id"]
-
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
 

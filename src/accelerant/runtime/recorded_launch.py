@@ -19,8 +19,6 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
 from accelerant.runtime.provider import ComputeProvider, Pointer, lacks_host_memory
 
-__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "forget", "launch", "on_forget", "sole_record"]
-
 _ledger = ledger()
 _kernels: dict[tuple[str, str, str, int], Kernel] = {}
 """Compiled kernels, by program, entry point, backend and device."""

@@ -34,26 +34,6 @@ from accelerant.runtime.provider import ComputeBackend, ComputeDevice, ComputePr
 if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
-__all__ = [
-    "BACKENDS",
-    "PROVIDERS",
-    "DeviceLike",
-    "Devices",
-    "automatic_backends",
-    "backend_named",
-    "backends",
-    "choose",
-    "create",
-    "devices",
-    "find_device",
-    "provider_of",
-    "reason_absent",
-    "reason_without_gpu",
-    "reason_without_kernels",
-    "register",
-    "unregister",
-]  # fmt: skip
-
 BACKENDS = tuple(backend.value for backend in ComputeBackend)
 """Every backend of the design, the preferred first; `backends()` adds those of other packages."""
 

@@ -41,8 +41,6 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, ComputeDevice, ComputeProvider, check_scalar
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["UserKernel", "kernel"]
-
 _DTYPES = {
     "bool": "bool", "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
     **{f"{sign}{bits}": f"{'u' * (sign == 'u')}int{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},

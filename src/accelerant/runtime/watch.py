@@ -23,8 +23,6 @@ from accelerant import errors
 from accelerant.runtime.peers import silent_peer
 from accelerant.runtime.processes import Processes
 
-__all__ = ["Watch"]
-
 _BEAT_S: Final = 0.5
 _SAMPLE_S: Final = 5.0  # without a beat, where a collective has failed
 _ENDED: Final = 1 << 40

@@ -35,8 +35,6 @@ from accelerant.service.operations import served
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import Telemetry
 
-__all__ = ["create_app"]
-
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 _ERRORS: dict[int | str, dict[str, Any]] = {

@@ -22,11 +22,6 @@ import numpy.typing as npt
 from accelerant.errors import FormatError, MissingDependency, UnsupportedDtype
 from accelerant.runtime.files import clipped, decode_json
 
-__all__ = [
-    "ARROW", "BINARY", "DATATYPES", "JSON", "NPY", "SAFETENSORS", "Values", "datatype_of", "read_kserve",
-    "read_tensors", "write_kserve", "write_tensors",
-]  # fmt: skip
-
 JSON = "application/json"
 BINARY = "application/octet-stream"
 SAFETENSORS = "application/x-safetensors"

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from accelerant.privacy.he.paillier import EncryptedTensor, PublicKey
     from accelerant.zk.groth16 import Proof
 
-__all__ = ["DEFAULT_URL", "AsyncClient", "Client"]
-
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 _P = ParamSpec("_P")

@@ -20,11 +20,6 @@ from __future__ import annotations
 
 from accelerant import errors as library
 
-__all__ = [
-    "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
-    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost", "error_named", "refusal_of",
-]  # fmt: skip
-
 
 class ServiceError(library.AccelerantError):
     """Base class of the service's errors."""

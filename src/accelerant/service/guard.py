@@ -38,19 +38,6 @@ from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
 
-__all__ = [
-    "Connections",
-    "Guard",
-    "GuardedProtocol",
-    "RequestRecord",
-    "authorize",
-    "error_body",
-    "guarded_protocol",
-    "log_to",
-    "read_body",
-    "token_of",
-]
-
 _LOG = logging.getLogger("accelerant.service")
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")

@@ -40,8 +40,6 @@ from accelerant.service.jobs.service import JobService
 from accelerant.service.operations import Parameters, ServedOperation
 from accelerant.service.settings import ServiceSettings
 
-__all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
-
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
 _TYPE, _LENGTH = b"content-type", b"inference-header-content-length"
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, unless it is told otherwise

@@ -24,8 +24,6 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile, decode_json, read_regular, typed
 from accelerant.service.operations import SCOPES
 
-__all__ = ["ANONYMOUS", "Key", "KeyStore"]
-
 _LOG = logging.getLogger("accelerant.service")
 _TOKEN = re.compile(r"acl_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _RATE_MOST = 1e9

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from accelerant.accelerator import Accelerator
     from accelerant.service.jobs.worker import Context
 
-__all__ = ["OPERATIONS", "SCOPES", "Parameters", "ServedOperation", "TensorSpec", "served", "warm"]
-
 Arrays = Mapping[str, npt.NDArray[Any]]
 Results = dict[str, npt.NDArray[Any]]
 

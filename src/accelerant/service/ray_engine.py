@@ -34,8 +34,6 @@ from accelerant.service.server import require_keys
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import Telemetry
 
-__all__ = ["run"]
-
 _LOG = logging.getLogger("accelerant.service")
 _NAME = "accelerant"
 

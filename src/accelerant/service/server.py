@@ -20,8 +20,6 @@ from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
 
-__all__ = ["require_keys", "run"]
-
 _LOG = logging.getLogger("accelerant.service")
 _FILES = 512
 """Files beside connections: of jobs, the store and the workers."""

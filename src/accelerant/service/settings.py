@@ -32,8 +32,6 @@ from accelerant.config import similar
 from accelerant.errors import ConfigError
 from accelerant.runtime.registry import backend_named
 
-__all__ = ["PREFIX", "ServiceSettings", "load"]
-
 PREFIX = "ACCELERANT_SERVE_"
 
 

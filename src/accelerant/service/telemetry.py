@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from accelerant.service.jobs.service import JobService
     from accelerant.service.settings import ServiceSettings
 
-__all__ = ["BUCKETS_S", "Telemetry", "lost_devices"]
-
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper ends of the buckets of latencies, in seconds; the last bucket is open."""
 

@@ -29,8 +29,6 @@ from accelerant.zk import operands
 from accelerant.zk.multi_scalar.op import FixedBase
 from accelerant.zk.operands import Operand
 
-__all__ = ["EllipticCurve", "curve", "pairing_product_is_one", "register_curve"]
-
 Device = str | ComputeDevice | None
 
 

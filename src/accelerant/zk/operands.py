@@ -26,11 +26,6 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
 
-__all__ = [
-    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "montgomery_points", "moved",
-    "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
-]  # fmt: skip
-
 Shape = tuple[int, ...]
 Check = Literal["", "curve", "subgroup"]
 """Check of points, in addition to reduced coordinates: none, on the curve, or on the curve and in the subgroup.

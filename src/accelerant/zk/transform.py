@@ -18,8 +18,6 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["ntt"]
-
 
 def ntt(
     x: Any,

@@ -31,8 +31,6 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["Schedule", "portable_source", "stages_of", "triton_kernel", "triton_text", "used_inputs"]
-
 Schedule = Literal["stream", "whole", "looped"]
 
 _TRITON_TYPES = {

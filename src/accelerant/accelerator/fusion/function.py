@@ -35,8 +35,6 @@ from accelerant.runtime.ledger import observers
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["FusedFunction", "fuse"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALLS_LIMIT = 4096

@@ -28,8 +28,6 @@ from accelerant.ops._refusals import FLOATING
 if TYPE_CHECKING:
     from accelerant.accelerator.fusion.recorder import Recording
 
-__all__ = ["DTYPES", "FUNCTIONS", "NAMES", "Traced", "View", "Viewed", "refuse"]
-
 _OURS = tuple(str(Path(path).parent) + os.sep for path in (__file__, torch.__file__, np.__file__))
 _Extreme = namedtuple("_Extreme", "values indices")
 DTYPES = (*FLOATING, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

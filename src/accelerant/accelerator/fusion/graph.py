@@ -22,11 +22,6 @@ from torch import Tensor
 
 from accelerant.runtime.dispatch import Cost
 
-__all__ = [
-    "OPERATIONS", "REDUCTIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "computed_in", "counted",
-    "gradient_of", "layout_of", "leading_to", "power", "where",
-]  # fmt: skip
-
 Layout = Literal["full", "column", "row", "scalar", "row sum", "sum"]
 """A result's numbers: one for each element; for each row, (M, 1); for each column, (1, N); one, (1, 1). The last two
 are sums over the rows, of the parts of a program that one kernel computes."""

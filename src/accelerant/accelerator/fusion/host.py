@@ -28,8 +28,6 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.ledger import SAMPLE_EVERY, OpRecord, ledger
 
-__all__ = ["Launch", "launch_of", "quick_call", "serves_quick"]
-
 _PART = 16384
 """Elements of a part."""
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["Reads", "reads_of", "unchanged"]
-
 Reads: TypeAlias = list[tuple[Callable[[Any, Any], Any], Any, Any, Any]]
 """Function that reads, its two arguments, and what it returned."""
 

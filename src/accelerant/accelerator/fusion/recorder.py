@@ -22,8 +22,6 @@ from accelerant.accelerator.fusion.graph import (
 )
 from accelerant.errors import UnsupportedCase
 
-__all__ = ["Domain", "Recording", "Returned", "view_of"]
-
 _OUTSIDE = 1 << 20
 """The first number of a captured array, until the number of the other inputs is known."""
 

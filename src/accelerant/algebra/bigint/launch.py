@@ -21,10 +21,6 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
-__all__ = [
-    "BLOCK", "DeviceResidues", "Modulus", "ints_of", "kernel_source", "lanes_of", "limbs_of", "modulus_at", "words_of",
-]  # fmt: skip
-
 BLOCK = 128
 """Most threads per block."""
 

@@ -18,8 +18,6 @@ from accelerant.algebra.bigint.residues import gmp
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.runtime.recorded_launch import RecordedLaunch
 
-__all__ = ["DevicePairs"]
-
 _U32 = np.dtype(np.uint32)
 _SECRET_WINDOW, _PUBLIC_WINDOW = 4, 5
 """Bits of an exponent for each product: a table that is read whole is small."""

@@ -21,8 +21,6 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.errors import MissingDependency, ShapeError
 from accelerant.runtime.host import usable_cores
 
-__all__ = ["FixedBase", "Residues", "gmp", "residues_of"]
-
 
 @functools.cache
 def gmp() -> Any:

@@ -36,10 +36,6 @@ from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "Layout", "check_points", "decode_points", "encode_points", "point_bytes", "points_from_bytes", "points_to_bytes",
-]  # fmt: skip
-
 E = TypeVar("E")
 U64 = npt.NDArray[np.uint64]
 Layout = Literal["evm", "uncompressed", "compressed"]

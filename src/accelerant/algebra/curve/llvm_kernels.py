@@ -43,8 +43,6 @@ from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, program
 
-__all__ = ["ENTRIES", "POINTERS", "Lanes", "curve_kernels", "curve_program", "from_memory", "store_affine"]
-
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
 _PACKS = 256

@@ -41,11 +41,6 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = [
-    "Cell", "Element", "Elements", "Packs", "Pair", "Projective", "Scratch", "add", "add_affine", "batch_add", "double",
-    "functions", "load_point", "public_digits", "store_point", "to_projective",
-]  # fmt: skip
-
 Element = tuple[str, ...]
 
 _SMALL = 16

@@ -45,8 +45,6 @@ from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["final_tape", "loops", "miller_tape", "product", "product_is_one", "product_tape"]
-
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 

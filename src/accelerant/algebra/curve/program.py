@@ -24,11 +24,6 @@ from accelerant.algebra.field.program import prefixed as replace_prefixes
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
-__all__ = [
-    "ADDS", "BLOCK", "ENTRIES", "coordinate", "cuda_program", "grid_and_block", "kernel_source", "point_text",
-    "prefixed",
-]  # fmt: skip
-
 BLOCK = 128
 """Most threads per block in the C dialects; a power of two. Each may use 255 registers and more."""
 

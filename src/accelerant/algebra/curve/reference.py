@@ -14,11 +14,6 @@ from typing import TypeVar
 
 from accelerant.algebra.curve.weierstrass import Affine, Curve
 
-__all__ = [
-    "Jacobian", "add", "double", "in_subgroup", "jacobian_add", "jacobian_add_mixed", "jacobian_double",
-    "jacobian_from_affine", "jacobian_to_affine", "multiply", "negate",
-]  # fmt: skip
-
 E = TypeVar("E")
 Jacobian = tuple[E, E, E]
 

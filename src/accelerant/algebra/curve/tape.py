@@ -54,11 +54,6 @@ from accelerant.runtime.compilation.kernel import Binary, KernelSource, LlvmProg
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
 from accelerant.runtime.recorded_launch import launch
 
-__all__ = [
-    "ADD", "MUL", "SUB", "Program", "Recorder", "Segment", "Tape", "TapeFunction", "cached", "kernel_source",
-    "multiple", "run_tape",
-]  # fmt: skip
-
 T = TypeVar("T")
 ADD, SUB, MUL = 0, 1, 2
 _INPUT, _CONSTANT = -1, -2

@@ -14,8 +14,6 @@ from accelerant.algebra.curve.tape import Recorder, multiple
 from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates
 from accelerant.algebra.field.parameters import FQ2
 
-__all__ = ["FQ12_SIZE", "Fq2", "Fq12", "Line", "Projective", "RecordedTower", "flat", "flat12", "pairs"]
-
 Fq2 = tuple[int, int]
 Fq6 = tuple[Fq2, Fq2, Fq2]
 Fq12 = tuple[Fq6, Fq6]

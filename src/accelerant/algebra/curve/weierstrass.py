@@ -13,11 +13,6 @@ from typing import Generic, Protocol, TypeVar
 
 from accelerant.algebra.field.parameters import Field, QuadraticField
 
-__all__ = [
-    "SCALAR_WORDS", "Affine", "Coordinates", "Curve", "Pair", "PrimeCoordinates", "QuadraticCoordinates",
-    "signed_windows",
-]  # fmt: skip
-
 E = TypeVar("E")
 Pair = tuple[int, int]
 Affine = tuple[E, E] | None

@@ -41,8 +41,6 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["FieldArray", "PrimeField", "prime_field", "register_field"]
-
 Device = str | ComputeDevice | None
 
 

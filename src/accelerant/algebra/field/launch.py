@@ -22,11 +22,6 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, compiled, launch, sole_record
 
-__all__ = [
-    "Representation", "binary", "check_reduced", "checked_at_once", "cuda_space", "dotted", "element",
-    "first_unreduced", "inverse", "power", "summed", "unary",
-]  # fmt: skip
-
 Representation = Literal["canonical", "montgomery"]
 Words = Any
 

@@ -26,8 +26,6 @@ from accelerant.algebra.field.llvm_packed import ELEMENT, PackedField
 from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, lane_constants
 
-__all__ = ["LANE_ORDER", "LIMB_BITS", "PackedIfma", "all_zero", "limb_of", "rotated", "word_of"]
-
 LIMB_BITS = 52
 LANE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The element of a pack in memory that each lane holds: loads leave them interleaved."""

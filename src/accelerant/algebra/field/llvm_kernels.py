@@ -42,8 +42,6 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
-__all__ = ["ENTRIES", "FORMS", "SOURCES", "entry_functions", "field_kernels", "host_form", "host_has", "packed_field"]
-
 FORMS = ("scalar", "vector")
 """One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
 

@@ -49,8 +49,6 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = ["ELEMENT", "PackedBabyBear", "PackedField", "PackedGoldilocks", "PackedLimbs", "PackedMersenne61", "hide"]
-
 ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
 """Arguments of the functions that read or write elements of an array."""
 

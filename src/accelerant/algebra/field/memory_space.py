@@ -20,10 +20,6 @@ from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
 
-__all__ = [
-    "HOST", "MemorySpace", "Verdict", "in_kind", "is_tensor", "signed_view", "space_at", "space_of", "stacked",
-]  # fmt: skip
-
 Shape = tuple[int, ...]
 _ALIGNMENT = 16
 """Bytes of the kernels' widest access; elements of several limbs are a multiple of it."""

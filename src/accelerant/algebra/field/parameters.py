@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
-__all__ = ["FIELDS", "FQ2", "Field", "QuadraticField", "field_of", "register_field"]
-
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -25,11 +25,6 @@ from accelerant.algebra.field.wgsl import kernel_wgsl
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header, sources_hash
 
-__all__ = [
-    "BLOCK", "INVERSES", "CudaProgram", "defined", "entries", "field_add_source", "field_text", "kernel_source",
-    "montgomery_radix", "prefixed", "read_files",
-]  # fmt: skip
-
 BLOCK = 256
 """Most threads per block in the C dialects; a power of two."""
 

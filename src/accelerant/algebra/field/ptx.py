@@ -25,8 +25,6 @@ from collections.abc import Sequence
 
 from accelerant.algebra.field.parameters import Field
 
-__all__ = ["ptx_macros"]
-
 _BITS = 32
 Limbs = list[str]
 

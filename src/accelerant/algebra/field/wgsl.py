@@ -9,8 +9,6 @@ from pathlib import Path
 from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.wgsl import bindings, constants, elementwise, words
 
-__all__ = ["accessors", "field_wgsl", "kernel_wgsl"]
-
 _HEAD = """
 @compute @workgroup_size(BLOCK_X)
 fn {entry}(

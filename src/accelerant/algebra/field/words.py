@@ -19,11 +19,6 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.errors import FormatError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "check_words", "decode", "dtype_of", "element_shape", "encode", "index_of", "not_below", "random", "sizes_of",
-    "tail_of",
-]  # fmt: skip
-
 Words = npt.NDArray[Any]
 Shape = tuple[int, ...]
 _DTYPES: dict[int, np.dtype[Any]] = {32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}

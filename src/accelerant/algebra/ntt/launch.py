@@ -28,8 +28,6 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.time_limit import check_time, is_limited
 
-__all__ = ["LOG_MOST", "DeviceNttPlan", "Division", "HostNttPlan", "division_of", "run", "scratch_bytes", "transform"]
-
 LOG_MOST = 27
 """Log2 of the largest number of points of a transform."""
 

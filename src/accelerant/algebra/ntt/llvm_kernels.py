@@ -35,8 +35,6 @@ from accelerant.algebra.ntt.plan import Variant
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
 
-__all__ = ["POINTERS", "SCALARS", "by_limbs", "pass_kernel"]
-
 
 def by_limbs(packed: PackedField) -> bool:
     """Return whether tables for FIELD_each hold 52-bit limbs."""

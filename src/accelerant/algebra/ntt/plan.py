@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.reference import bit_reversed
 
-__all__ = ["ORDERS", "Layout", "Pass", "Powers", "Twiddles", "Variant", "make_passes", "powers"]
-
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
 """Orders of input and output; in "natural" both are."""
 

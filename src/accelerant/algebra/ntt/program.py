@@ -15,8 +15,6 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 from accelerant.runtime.compilation.wgsl import bindings, constants
 
-__all__ = ["LADDER", "Tile", "has_quotients", "kernel_source", "powers_source"]
-
 LADDER = 28
 """Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points."""
 

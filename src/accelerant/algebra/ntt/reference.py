@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from accelerant.algebra.field.parameters import field_of
 
-__all__ = ["bit_reversed", "ntt_reference", "permuted"]
-
 
 def bit_reversed(index: int, bits: int) -> int:
     """Return the number whose lowest `bits` bits are those of the index in the opposite order."""

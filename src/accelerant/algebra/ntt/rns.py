@@ -28,8 +28,6 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 from accelerant.runtime.recorded_launch import launch
 
-__all__ = ["MOST_SOURCES", "Conversion", "RnsPrimes", "is_prime", "primes_below", "rns_source"]
-
 U32 = np.dtype(np.uint32)
 Words = npt.NDArray[np.uint32]
 

@@ -15,8 +15,6 @@ from accelerant.algebra.field.llvm_kernels import host_has
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, program, vector
 
-__all__ = ["BLOCK", "ENTRIES", "rns_program"]
-
 BLOCK = 16
 """Coefficients of an index of all kernels but the transforms: a line of the cache. An index of a transform is a row."""
 

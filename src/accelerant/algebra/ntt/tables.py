@@ -27,8 +27,6 @@ from accelerant.algebra.ntt.plan import Pass, Powers, powers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, powers_source
 from accelerant.runtime.recorded_launch import launch
 
-__all__ = ["Tables", "device_tables", "limbs_of_52_bits", "pass_tables", "roots_of"]
-
 Words = npt.NDArray[Any]
 
 _MASK = (1 << 52) - 1

@@ -21,8 +21,6 @@ from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["AlgebraSuite", "first_wrong", "kernel_launch", "operands"]
-
 _P = prime_field("goldilocks").modulus
 _SIGN = -(2**63)
 _EPSILON = 2**32 - 1

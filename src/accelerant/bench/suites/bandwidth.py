@@ -26,8 +26,6 @@ from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import copy_async
 
-__all__ = ["BandwidthSuite", "default_sizes", "parse_sizes", "size_name"]
-
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PERIOD = 251
 """Period of the bytes that are sent; a prime, so that misplaced bytes show."""

@@ -64,8 +64,6 @@ from accelerant.runtime.memory.limits import available_bytes, size_text
 from accelerant.runtime.memory.live_set import LiveSet
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["PEERS", "NeuralSuite", "calls", "compiling", "own_kernels", "runners_of"]
-
 PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers that come with torch; the first alone by default on a CPU, where torch.compile takes 10 s a case."""
 

@@ -24,11 +24,6 @@ from accelerant.ops._registry import public_op
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "ALLOWED_ERROR", "CaseWork", "OpCase", "Oracle", "as_tuple", "benchmarks_of", "call_of", "first_rows",
-    "leaves_of", "shapes_label", "shrunk", "work_of",
-]  # fmt: skip
-
 _TARGETS_OF = "H200"
 """The device model for which the benchmarks name targets."""
 

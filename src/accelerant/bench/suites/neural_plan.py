@@ -25,8 +25,6 @@ from accelerant.errors import ConfigError
 from accelerant.ops._cases import Benchmark, Fractions, Indices, Sample, Stated
 from accelerant.ops._registry import public_op
 
-__all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "parse_sizes", "plan", "sized", "sweep_sizes"]
-
 Maker = Callable[[], Callable[..., Any]]
 """Returns a peer's function; raises UnsupportedCase where its library is absent."""
 

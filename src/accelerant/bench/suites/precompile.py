@@ -32,8 +32,6 @@ from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Task", "compile_first", "groups_of", "precompile"]
-
 Task = Callable[[ComputeDevice], None]
 """Compiles something for a device; it can be pickled."""
 

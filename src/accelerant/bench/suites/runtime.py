@@ -28,8 +28,6 @@ from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import ChunkedRun, stream_chunks
 
-__all__ = ["RuntimeSuite"]
-
 _LAUNCH_US, _CALL_US, _WARM_MS = 8.0, 25.0, 5.0
 """Host times to reach on an H200: a launch through the provider, an eager op call, a compile from the disk cache."""
 

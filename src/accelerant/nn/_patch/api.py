@@ -14,8 +14,6 @@ from accelerant.errors import ConfigError
 from accelerant.nn._patch import plain
 from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
-__all__ = ["optimize", "patch", "unpatch"]
-
 _PADDING = ("exact", "skip")
 
 _REPLICATE = "_replicate_for_data_parallel"

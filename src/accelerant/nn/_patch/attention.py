@@ -24,8 +24,6 @@ from accelerant import ops
 from accelerant.nn._patch.plain import EXPORT_REASON, SMALL_REASON, is_exported, is_small
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Capture
 
-__all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
-
 _PATTERN = "_accelerant_pattern"
 
 _bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)  # from transformers 5

@@ -41,13 +41,6 @@ from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 from accelerant.runtime.streams.graphs import ahead_of_capture
 
-__all__ = [
-    "bert_layer_forward", "bert_output_forward", "clip_layer_forward", "decoder_layer_forward", "gated_mlp_forward",
-    "gelu_mlp_forward", "gpt2_block_forward",
-    "is_plain_forward", "keyword_decoder_layer_forward", "layer_norm_scale_forward", "layer_plan",
-    "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound", "rms_norm_forward", "rotary", "vit_layer_forward",
-]  # fmt: skip
-
 _HALF_TABLES = "_accelerant_half_tables"
 """Attribute of a rotary cos table: both tables as our rope takes them."""
 

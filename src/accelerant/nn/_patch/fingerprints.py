@@ -17,8 +17,6 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FORMS", "TESTED", "differs", "fingerprint", "form_of", "unknown"]
-
 TESTED = ((5, 17), (5, 24))
 """The oldest and the newest transformers whose functions were compared with these forms."""
 

@@ -44,8 +44,6 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
-__all__ = ["EAGER_CALLS", "MOST_GRAPHS", "Graphs", "graphed_forward"]
-
 EAGER_CALLS = 3
 """Calls of a key before its capture, which compile kernels; they are watched for what a replay would not do."""
 

@@ -24,8 +24,6 @@ from accelerant.nn._patch.plain import is_exported
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare
 from accelerant.ops._library import autocast_dtype
 
-__all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss"]
-
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 COMPILED = 2**28
 """Logits below which torch.compile has torch's own loss: our ops, which it cannot look into, cost the host more than

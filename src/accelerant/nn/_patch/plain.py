@@ -24,12 +24,6 @@ from accelerant.ops._library import autocast_dtype
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
-__all__ = [
-    "EXPORT_REASON", "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "else_class", "embedding_forward",
-    "gelu_forward", "is_exported", "is_small", "keeps_dtype", "layer_norm_forward", "leaves", "linear_gelu",
-    "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu", "silu_forward",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -23,11 +23,6 @@ from torch import nn
 from accelerant.errors import ConfigError
 from accelerant.runtime.html_page import table, text_table
 
-__all__ = [
-    "ATTENTION_NAME", "MARK", "PARTS", "RECORD", "Capture", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport",
-    "Record", "has_hooks", "is_bare", "runs_forward",
-]  # fmt: skip
-
 ATTENTION_NAME = "accelerant"
 """The attention implementation that a patched model's config names instead of "sdpa"."""
 

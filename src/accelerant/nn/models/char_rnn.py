@@ -23,8 +23,6 @@ from accelerant.nn.models.generation import Cache, require_tokens
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.nn.recurrent import GRU, LSTM
 
-__all__ = ["CharRNN", "CharRNNConfig"]
-
 _CELLS: dict[str, type[LSTM] | type[GRU]] = {"lstm": LSTM, "gru": GRU}
 
 

@@ -19,11 +19,6 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = [
-    "STOP_INTERVAL", "Cache", "Decodable", "Decoding", "Sampling", "cache_capacity",
-    "padded_prompt_length", "require_tokens",
-]  # fmt: skip
-
 STOP_INTERVAL = 16
 """Tokens between two checks whether every sequence has ended: a check synchronizes with the device."""
 

@@ -39,8 +39,6 @@ from accelerant.ops.cross_entropy.op import mean_by_torch
 from accelerant.ops.decode.op import append
 from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
 
-__all__ = ["GPT", "GPTConfig"]
-
 _PAD_MULTIPLE = 64  # rows of the vocabulary matrix: tensor cores work on whole tiles
 
 

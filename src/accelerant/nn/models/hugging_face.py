@@ -28,8 +28,6 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn.quantization import float_state_dict
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
-__all__ = ["Fields", "Layout", "Part", "is_run", "load", "read_object", "save"]
-
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _LONGEST_NAME = 255  # bytes, on Linux, macOS and Windows
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")

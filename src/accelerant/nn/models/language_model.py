@@ -17,8 +17,6 @@ from accelerant.nn.models.hugging_face import is_run
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.ledger import ledger
 
-__all__ = ["LanguageModel", "ModelConfig"]
-
 
 class ModelConfig(JsonRecord):
     """Base class of the frozen dataclasses that describe a model."""

@@ -29,8 +29,6 @@ from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
 
-__all__ = ["Llama", "LlamaConfig", "decode_linear"]
-
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig(ModelConfig):

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from accelerant.nn.train.history import History
     from accelerant.nn.train.trainer import Trainer
 
-__all__ = ["Callback", "Curve", "Extension", "PrintProgress", "Step", "TensorBoard"]
-
 
 class Callback:
     """Receives the events of a training; each method does nothing until a subclass overrides it.

@@ -39,11 +39,6 @@ from accelerant.runtime.processes import Processes
 if TYPE_CHECKING:
     from accelerant.nn.train.sharded_checkpoint import Shards, ShardSaver
 
-__all__ = [
-    "BestModel", "Checkpoints", "gathered", "is_full", "load_checkpoint", "read_tensors", "require_same_config",
-    "require_same_shapes", "require_space", "restored", "save_checkpoint", "write_tensors",
-]  # fmt: skip
-
 _FORMAT = "accelerant-checkpoint-1"
 
 

@@ -12,8 +12,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
 
-__all__ = ["PRESETS", "RunConfig", "TrainConfig", "preset"]
-
 OptimizerName = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]

@@ -38,11 +38,6 @@ from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.tokenfile import TokenFile, Tokens, require_tokens
 from accelerant.runtime.processes import Processes
 
-__all__ = [
-    "Batch", "Data", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source", "permutation",
-    "prefetched", "random_windows", "require_windows", "split",
-]  # fmt: skip
-
 Batch = tuple[Tensor, ...]
 """Tensors whose first dimension is the rows of a batch."""
 

@@ -23,8 +23,6 @@ from accelerant.nn.train.folder import RunFolder
 from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, read_regular
 from accelerant.runtime.memory.limits import size_text
 
-__all__ = ["TOKENIZER_SUFFIX", "Document", "NotTextError", "Reading", "encoding_of", "files_below"]
-
 _BLOCK = 1 << 22  # bytes at a time
 _SKIPPED_FOLDERS = {
     "site-packages": "installed packages", "dist-packages": "installed packages", "__pycache__": "a cache",

@@ -21,8 +21,6 @@ from torch import Tensor
 from accelerant.errors import FormatError
 from accelerant.runtime.host import usable_cores
 
-__all__ = ["StopRequest", "forked_random", "numerics", "random_state", "require_random", "restore_random"]
-
 
 @contextmanager
 def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:

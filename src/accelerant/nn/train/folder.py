@@ -22,8 +22,6 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 
-__all__ = ["RunFolder", "RunLock"]
-
 _FORMAT = "accelerant-train-1"
 _ADD_UP = "this run begins a new ledger. Trainings on the same data add up: give --ledger {} to continue that one"
 

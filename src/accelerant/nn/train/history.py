@@ -27,11 +27,6 @@ from accelerant.runtime.files import decode_json, open_regular, read_regular, ty
 from accelerant.runtime.html_page import table
 from accelerant.runtime.memory.limits import size_text
 
-__all__ = [
-    "History", "KernelTime", "MetricsFile", "Status", "StepProfiler", "StepRecord", "StepTimer", "kernel_table",
-    "peak_memory_bytes", "read_metrics", "reserved_memory_bytes", "used_memory_bytes",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

@@ -60,11 +60,6 @@ from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.host import host_memory
 from accelerant.runtime.processes import Processes, attempt, launch_id
 
-__all__ = [
-    "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "export_run", "load_run", "prompt_of", "resume_training",
-    "run_training", "steps_until", "windows_at_once",
-]  # fmt: skip
-
 _GPT2_WIDTH = 768
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 

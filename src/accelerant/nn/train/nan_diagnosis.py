@@ -27,8 +27,6 @@ from accelerant.runtime.processes import Processes
 if TYPE_CHECKING:
     from accelerant.nn.train.trainer import Trainer
 
-__all__ = ["NanDiagnosis", "NotFinite", "find_not_finite"]
-
 _CHECKED = ("cpu",)  # devices on which gradients are checked before the update, since nothing has to wait there
 _NOTHING = "computed again, every part is finite by itself: their sum overflows, or the step varies from run to run"
 _MAX_REPEATED_STEPS = 1000  # more steps are not repeated; the message says so

@@ -22,8 +22,6 @@ from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
 from accelerant.runtime.processes import Processes
 
-__all__ = ["Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "precision_of"]
-
 Metric = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns the mean over the rows."""
 

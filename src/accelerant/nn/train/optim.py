@@ -16,11 +16,6 @@ from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "MakeOptimizer", "learning_rate", "load_optimizer", "make_optimizer", "optimizer_state",
-    "require_optimizer_tensors",
-]  # fmt: skip
-
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}

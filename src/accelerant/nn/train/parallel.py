@@ -31,8 +31,6 @@ from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.peers import PeerMemory, PeerSums
 from accelerant.runtime.processes import Processes
 
-__all__ = ["GradientReduction", "described", "is_reduced_elsewhere", "share_of", "start_equal"]
-
 _BUCKET_BYTES, _COPIED_BYTES = 100 << 20, 25 << 20
 """Size of a bucket that NCCL or gloo sum, and of one that copy engines do.
 

@@ -25,8 +25,6 @@ from accelerant.runtime.html_page import (
 from accelerant.runtime.ledger import row_cells, sections
 from accelerant.runtime.memory.limits import size_text
 
-__all__ = ["build_report"]
-
 _MOST_DOTS = 40  # on a curve
 _ROWS_SHOWN = 16  # of the ledger; a sample adds many cases of few calls each
 

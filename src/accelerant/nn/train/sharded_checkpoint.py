@@ -45,8 +45,6 @@ from torch.distributed.tensor import zeros as distributed_zeros
 from accelerant.errors import FormatError
 from accelerant.runtime.files import clipped, open_regular, typed
 
-__all__ = ["ShardSaver", "Shards", "load_shards", "placed"]
-
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

@@ -36,10 +36,6 @@ from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import Processes
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
-__all__ = [
-    "EAGER_STEPS", "GraphedStep", "LossScale", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar",
-]  # fmt: skip
-
 # --- steps as CUDA graphs --------------------------------------------------------------------------------------------
 
 T = TypeVar("T")

@@ -28,10 +28,6 @@ from numpy.typing import NDArray
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile, decode_json, open_regular, typed
 
-__all__ = [
-    "BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "Tokens", "is_token_file", "require_tokens", "token_dtype",
-]  # fmt: skip
-
 Tokens = NDArray[np.uint16 | np.uint32]
 
 _MAGIC = b"ACLTOKEN"

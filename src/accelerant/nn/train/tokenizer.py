@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from accelerant.nn.train.corpus import Corpus
     from accelerant.nn.train.documents import Document
 
-__all__ = [
-    "BPETokenizer",
-    "ByteTokenizer",
-    "Tokenizer",
-    "last_cut",
-    "load_bpe",
-    "load_exported",
-    "train_bpe",
-    "train_bpe_on",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 
 Watch = Callable[[float], None]

@@ -71,8 +71,6 @@ from accelerant.runtime.processes import Processes
 from accelerant.runtime.time_limit import check_time, time_limit
 from accelerant.runtime.watch import Watch
 
-__all__ = ["Trainer", "fit"]
-
 _SHARED_BYTES = 1 << 20
 """A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too short for two.
 On a busy machine, where each waits for a core at its end, two threads take 20 times as long."""

@@ -19,11 +19,6 @@ from accelerant.ops._launch import ceil_div
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
 
-__all__ = [
-    "LaunchCache", "is_hopper", "pack", "product_program", "product_tiles", "readable", "refuses_device",
-    "refuses_product", "ring_bytes", "tensor_map",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ import torch
 
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 
-__all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load"]
-
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """Value of the macro ELEMENT by dtype."""
 

@@ -12,8 +12,6 @@ from accelerant.ops.aten.device import TensorDevice
 from accelerant.ops.aten.table import TABLE, aten, dim_of, elementwise, operand, register, representable, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__: list[str] = []
-
 
 def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:
     source = operand(place, x)

@@ -25,18 +25,6 @@ from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 if TYPE_CHECKING:
     from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__ = [
-    "FUNCTIONS",
-    "SEVERAL",
-    "TENSOR_DEVICES",
-    "TensorDevice",
-    "expanded",
-    "merged",
-    "named",
-    "serves",
-    "tensor_device",
-]
-
 FUNCTIONS = (
     "exp", "log", "exp2", "log2",
     "sqrt", "tanh", "sin", "cos", "floor", "ceil", "trunc", "rint", "pow", "erf",  # of floating values

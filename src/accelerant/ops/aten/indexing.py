@@ -13,7 +13,6 @@ from accelerant.ops.aten.device import SEVERAL, TensorDevice
 from accelerant.ops.aten.table import aten, dim_of, elementwise, fits, operand, register, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__: list[str] = []
 _INDICES = (torch.int32, torch.int64)
 
 

@@ -30,9 +30,6 @@ from accelerant.ops.aten.table import (
 from accelerant.ops.aten.tensor import DeviceTensor, note_fallback
 from accelerant.runtime.dispatch.operation import recoverable
 
-__all__: list[str] = []
-
-
 # --- matrix products -------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
 
-__all__ = ["OpenclTensors"]
-
 _STORAGE = {
     torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "ushort",
     torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "uchar",

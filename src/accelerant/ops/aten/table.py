@@ -22,25 +22,6 @@ from torch import Tensor
 from accelerant.ops.aten.device import TensorDevice
 from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__ = [
-    "TABLE",
-    "aten",
-    "deep_product",
-    "dim_of",
-    "dims_of",
-    "elementwise",
-    "fits",
-    "operand",
-    "promoted",
-    "reduced",
-    "reduction",
-    "register",
-    "representable",
-    "spreads",
-    "strided",
-    "wide",
-]
-
 TABLE: dict[Any, Callable[..., Any]] = {}
 """Aten operation -> func(device, *args, **kwargs)."""
 

@@ -35,8 +35,6 @@ from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger
 from accelerant.runtime.provider import Buffer
 from accelerant.runtime.recorded_launch import RecordedLaunch
 
-__all__ = ["DeviceTensor", "note_fallback", "to"]
-
 _ledger = ledger()
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _T = TypeVar("_T")

@@ -26,8 +26,6 @@ from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
 
-__all__ = ["WebgpuTensors", "matmul_source"]
-
 _STORAGE = {
     torch.float32: "f32", torch.int32: "i32", torch.int64: "vec2<u32>", torch.float16: "u32", torch.bfloat16: "u32",
     torch.bool: "u32", torch.uint8: "u32",

@@ -25,8 +25,6 @@ from accelerant.ops.attention.composite import torch_backward, torch_forward, wi
 from accelerant.runtime.dispatch import Case, Implementation
 from accelerant.runtime.memory.live_set import ordinary_tensors
 
-__all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_4", "TORCH", "VARLEN_FLASH", "nvidia_capability"]
-
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 

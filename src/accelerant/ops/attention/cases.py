@@ -11,8 +11,6 @@ from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, State
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
 
-__all__ = ["FAMILY", "KERNELS"]
-
 
 def _sample(B: int, Hq: int, S: int, D: int, *, Hkv: int = 0, Skv: int = -1, **options: Any) -> Sample:
     Hkv, Skv = Hkv or Hq, S if Skv < 0 else Skv

@@ -14,11 +14,6 @@ from torch import Tensor
 
 from accelerant.ops.attention.launch import like, with_rows
 
-__all__ = [
-    "HIDDEN", "attend", "dense_backward", "torch_backward", "torch_forward", "unfolded", "with_layout_of",
-    "with_layouts_of",
-]  # fmt: skip
-
 aten = torch.ops.aten
 _unsafe_view = aten._unsafe_view.default
 _forward, _backward = (

@@ -21,11 +21,6 @@ from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = [
-    "KINDS", "PARTS", "BackwardPlan", "Shares", "bind_launch", "launch_hopper", "plan_for", "program", "refuses",
-    "shares_for",
-]  # fmt: skip
-
 KINDS = ("struct",)
 """Kinds of each kernel's arguments: one struct by value."""
 

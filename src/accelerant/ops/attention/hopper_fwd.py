@@ -22,18 +22,6 @@ from accelerant.runtime.memory.live_set import ordinary_tensors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = [
-    "KINDS",
-    "PLANS",
-    "ForwardPlan",
-    "bind_launch",
-    "launch_hopper",
-    "plan_for",
-    "program",
-    "refuses",
-    "refuses_heads",
-]
-
 KINDS = ("struct", "struct", "struct", "struct", "*f32", "*u32", "struct", "f32")
 """Kinds of the kernel's arguments: tensor maps of q, k, v and o; lse; ticket counter; struct Shape; scale log2(e)."""
 

@@ -12,12 +12,6 @@ from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "CANDIDATES", "KERNELS", "MAX_WIDTH", "TUNED", "AttentionPlan", "as_laid", "constants", "launch_backward",
-    "launch_forward", "launch_varlen_backward", "launch_varlen_forward", "like", "plan_for", "plans_for",
-    "triton_capability", "with_rows",
-]  # fmt: skip
-
 _NAMES = ("fwd", "bwd_q", "bwd_kv")
 KERNELS = {name: TritonKernel("accelerant.ops.attention.triton_kernels", f"attention_{name}") for name in _NAMES}
 

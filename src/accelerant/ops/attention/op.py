@@ -25,8 +25,6 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.files import clipped
 
-__all__ = ["attend_by_torch", "attention", "attention_bwd", "attention_fwd"]
-
 _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 

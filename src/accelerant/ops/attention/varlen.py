@@ -28,9 +28,6 @@ from accelerant.ops.attention.op import (
 )
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["attention_varlen", "attention_varlen_bwd", "attention_varlen_fwd"]
-
-
 # --- implementations -------------------------------------------------------------------------------------------------
 
 

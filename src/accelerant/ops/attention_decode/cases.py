@@ -8,8 +8,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, specia
 from accelerant.ops.attention_decode.op import KERNELS as _KERNELS
 from accelerant.ops.attention_decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 
-__all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
-
 KIND = "plain"
 
 

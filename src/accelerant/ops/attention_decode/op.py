@@ -20,11 +20,6 @@ from accelerant.ops.attention.reference import attention_reference
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = [
-    "KERNELS", "MAX_SPLITS", "NUM_WARPS", "attention_decode", "attention_decode_fwd", "attention_decode_reference",
-    "constants", "launch_forward", "splits_for", "stages_for",
-]  # fmt: skip
-
 KERNELS = {
     name: TritonKernel("accelerant.ops.attention_decode.triton_kernels", f"attention_decode_{name}")
     for name in ("fwd", "combine")

@@ -22,11 +22,6 @@ from accelerant.ops._images import to_channels_first, to_channels_last
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 
-__all__ = [
-    "Gradients", "channels_last", "channels_last_backward", "patches", "patches_backward", "refuses_channels_last",
-    "refuses_patches",
-]  # fmt: skip
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _MIN_ELEMENTS = 2**20

@@ -8,8 +8,6 @@ import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(x: tuple[int, ...], weight: tuple[int, ...], *, bias: bool = False, **options: Any) -> Sample:
     shapes = (x, weight, *([weight[:1]] if bias else []))

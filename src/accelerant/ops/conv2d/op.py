@@ -25,8 +25,6 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.files import clipped
 
-__all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd", "conv2d_reference"]
-
 
 def _two(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value)

@@ -21,8 +21,6 @@ from accelerant.ops.cross_entropy.launch import (
 )
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(*shape: int, **options: Any) -> Sample:
     V = shape[-1]

@@ -17,8 +17,6 @@ from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
 from accelerant.runtime.compilation.kernel import Kernel as CompiledKernel
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["KINDS", "PLANS", "SharedRowPlan", "launch_hopper", "launch_rows", "plan_for", "program", "refuses"]
-
 KINDS = ("*bf16", "*i64", "*f32", "*f32", "*bf16", "*i32", "i32", "i32", "i64", "i64", "i64", "f32")
 """Kinds of the kernel's arguments: logits, targets, losses, statistics, gradient, counts; M, N; row strides of the
 logits and of the gradient; ignore_index; smoothing."""

@@ -27,12 +27,6 @@ from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
 from accelerant.runtime.memory.live_set import ordinary_tensors
 
-__all__ = [
-    "COUNTS", "FEW", "FEW_ROWS", "FEW_WARPS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE",
-    "WIDE_FROM", "WIDE_PLANS", "WidePlan", "backward_plan", "bind_forward", "count", "launch_backward",
-    "launch_forward", "launch_rows", "reduce", "row_plan", "scale_", "wide_plan", "wide_plans",
-]  # fmt: skip
-
 _WIDTHS = {
     "count": (),
     "reduce": (),

@@ -22,11 +22,6 @@ from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_reference",
-    "mean_by_torch",
-]  # fmt: skip
-
 REDUCTIONS = ("mean", "sum", "none")
 _EAGER = (torch.bfloat16, torch.float32)
 """Dtypes whose gradient may be computed together with the loss; see _ahead."""

@@ -17,8 +17,6 @@ from torch.nn import functional
 from accelerant.ops.cross_entropy.launch import COUNTS
 from accelerant.runtime.compilation.triton import refuses_triton
 
-__all__ = ["CHUNK", "is_low", "torch_backward", "torch_composite", "torch_forward", "torch_rows"]
-
 CHUNK = 2**19
 """Logits per chunk on a CPU: 2 MiB of float32; chunks of half that size take a sixth longer."""
 

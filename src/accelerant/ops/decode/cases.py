@@ -6,8 +6,6 @@ from accelerant.ops._cases import Compilation, specialized
 from accelerant.ops.decode.launch import KERNELS as _KERNELS
 from accelerant.ops.decode.launch import WORDS_PLANS, DecodePlan, usual_plan
 
-__all__ = ["KERNELS", "KIND"]
-
 KIND = "mutating"
 
 

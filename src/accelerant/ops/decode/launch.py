@@ -12,11 +12,6 @@ from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "KERNELS", "PLANS", "TUNED", "TUNED_WORDS", "WORDS_MIN_BYTES", "WORDS_PLANS", "DecodePlan", "launch_linear",
-    "launch_rope", "launch_words", "usual_plan",
-]  # fmt: skip
-
 KERNELS = {
     name: TritonKernel("accelerant.ops.decode.triton_kernels", f"decode_{name}")
     for name in ("linear", "planes", "words", "rope")

@@ -18,9 +18,6 @@ from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
 from accelerant.ops.decode.launch import WORDS_MIN_BYTES, launch_linear, launch_rope, launch_words
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["append", "decode_linear", "decode_rope", "linear"]
-
-
 # --- implementations -------------------------------------------------------------------------------------------------
 
 

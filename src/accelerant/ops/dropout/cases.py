@@ -7,8 +7,6 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
 from accelerant.ops.dropout.op import GROUP, NUM_WARPS, kernel
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
-
 ON_CPU = "llvm"
 """The implementation that runs on a CPU, if not torch."""
 

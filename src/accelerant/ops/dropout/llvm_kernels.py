@@ -29,8 +29,6 @@ from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
 from accelerant.runtime.compilation.philox import ROUNDS, WEYL, philox
 
-__all__ = ["COUNTERS", "LANES", "DropoutKernel", "MaskKernel", "refuses_half"]
-
 COUNTERS = 8
 """Counters of an index of DropoutKernel, which lie in the lanes of a vector."""
 

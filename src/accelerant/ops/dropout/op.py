@@ -24,11 +24,6 @@ from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeProvider
 
-__all__ = [
-    "GROUP", "NUM_WARPS", "dropout", "dropout_bwd", "dropout_fwd", "empty_mask", "kernel", "launch", "launch_llvm",
-    "launch_llvm_backward", "launch_llvm_masked", "refuses_llvm", "threshold", "torch_dropout", "torch_masked",
-]  # fmt: skip
-
 _FEW = 8192
 """Up to this many elements torch's dropout is faster on a CPU with a gradient; without one it is up to 2,048.
 

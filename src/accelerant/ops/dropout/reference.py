@@ -7,8 +7,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["dropout_reference", "keep_reference", "philox_reference"]
-
 _Words = npt.NDArray[np.uint64]
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)

@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_
 from accelerant.ops.elementwise.launch import KERNELS as _KERNELS
 from accelerant.ops.elementwise.launch import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
 
-__all__ = ["FAMILY", "KERNELS"]
-
 _SHAPES = ((1,), (7,), (3, 5), (), (0,), (4, 0, 2), (2, 3, 129), (33, 257))
 
 

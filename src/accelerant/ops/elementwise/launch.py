@@ -22,11 +22,6 @@ from accelerant.ops._launch import (
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "KERNELS", "STREAM_KERNELS", "TUNED", "SumPlan", "add_row_backward", "is_row", "launch_binary", "mul_backward",
-    "mul_row_backward", "row_tile", "sum_plan", "sum_plans",
-]  # fmt: skip
-
 _MODULE = "accelerant.ops.elementwise.triton_kernels"
 _OPS = ("relu", "sigmoid", "tanh", "silu", "mul")
 STREAM_KERNELS = {

@@ -30,11 +30,6 @@ from accelerant.ops.elementwise.launch import (
 )
 from accelerant.runtime.dispatch import Case, Cost, case_of
 
-__all__ = [
-    "add", "add_reference", "mul", "mul_reference", "relu", "relu_reference", "sigmoid", "sigmoid_reference", "silu",
-    "silu_reference", "tanh", "tanh_reference",
-]  # fmt: skip
-
 _aten = torch.ops.aten
 _Needs = Sequence[bool]
 _Gradients = tuple[Tensor | None, Tensor | None]

@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, size_
 from accelerant.ops.embedding.op import AT_ONCE, CHUNK, FEW, constants, embedding_plan
 from accelerant.ops.embedding.op import KERNELS as _KERNELS
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(
     shape: tuple[int, ...], V: int, D: int, *, used: int | None = None, padding_idx: int | None = None

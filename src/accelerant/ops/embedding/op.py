@@ -19,12 +19,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "AT_ONCE", "CHUNK", "CHUNKS", "FEW", "KERNELS", "TUNED", "TUNED_CHUNK", "EmbeddingPlan", "constants", "embedding",
-    "embedding_plan", "embedding_plans", "embedding_reference", "launch_backward_atomic", "launch_backward_sorted",
-    "launch_forward",
-]  # fmt: skip
-
 _FEW_ELEMENTS = 2**14
 """Up to this many elements, copying the table to float32 on a CPU is faster than an autograd function in Python."""
 

@@ -7,8 +7,6 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
 from accelerant.ops.gelu.op import backward_kernel, forward_kernel
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(approximate: str, *shape: int) -> Sample:
     return Sample(f"{size_name(shape)}-{approximate}", (shape,), {"approximate": approximate})

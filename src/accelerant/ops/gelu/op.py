@@ -16,8 +16,6 @@ from accelerant.ops._refusals import check_dtype
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.files import clipped
 
-__all__ = ["backward_kernel", "forward_kernel", "gelu", "gelu_bwd", "gelu_fwd", "gelu_reference"]
-
 forward_kernel = StreamKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
 backward_kernel = StreamKernel("accelerant.ops.gelu.triton_kernels", "gelu_bwd", SHORT)
 

@@ -18,8 +18,6 @@ from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["gelu_on", "source"]
-
 _BLOCK = 256
 F32 = npt.NDArray[np.float32]
 

@@ -8,8 +8,6 @@ import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
-
 RUNS = ("torch", "triton")  # the products; the kernels of cross_entropy
 
 

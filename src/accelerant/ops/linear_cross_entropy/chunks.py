@@ -20,8 +20,6 @@ from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 
-__all__ = ["chunk_rows", "run"]
-
 CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 """Limit of a chunk's logits by device type. A chunk may also take as much memory as the weight's float32 gradient,
 which is read and written once per chunk (4 of 38 ms at 8192 rows, 4096 columns, 128256 classes on an H200)."""

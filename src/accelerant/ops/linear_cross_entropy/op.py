@@ -21,10 +21,6 @@ from accelerant.ops.cross_entropy.torch_ops import torch_composite
 from accelerant.ops.linear_cross_entropy import chunks
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = [
-    "linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "linear_cross_entropy_reference",
-]  # fmt: skip
-
 _WHOLE = 2**20
 """Up to this many logits, torch's functions are faster on a CPU than chunks: 4 MiB of float32."""
 

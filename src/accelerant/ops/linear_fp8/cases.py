@@ -6,8 +6,6 @@ from accelerant.ops._cases import Compilation, specialized
 from accelerant.ops.linear_fp8.launch import KERNELS as _KERNELS
 from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, row_plan
 
-__all__ = ["KERNELS", "KIND", "MATRICES", "WEIGHTS"]
-
 KIND = "mutating"  # no public function
 
 MATRICES = ((0, 16), (1, 1), (3, 7), (16, 128), (129, 130), (5, 768), (40, 48), (2, 3072))

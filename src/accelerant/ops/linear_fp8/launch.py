@@ -11,11 +11,6 @@ from torch import Tensor
 from accelerant.ops._launch import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = [
-    "KERNELS", "LONGEST", "LONGEST_DGELU", "TARGETS", "constants", "dgelu_plan", "gelu_plan", "launch_dgelu",
-    "launch_gelu", "launch_rows", "row_plan",
-]  # fmt: skip
-
 E4M3 = torch.float8_e4m3fn
 
 TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")

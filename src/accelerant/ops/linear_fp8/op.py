@@ -31,11 +31,6 @@ from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.memory.live_set import ordinary_tensors
 
-__all__ = [
-    "MULTIPLE", "Float8Weight", "Float8Weights", "flattened", "gelu_linear", "linear", "linear_dx", "linear_dz",
-    "refuses_device", "rounded_dx", "unflattened",
-]  # fmt: skip
-
 MULTIPLE = 16
 """Both sizes of a weight must be multiples of this: rows of 16 bytes."""
 

@@ -8,8 +8,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Sample, specialized, t
 from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
 from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
-
 RUNS = ("torch",)  # the products of the backward pass
 
 

@@ -16,8 +16,6 @@ from accelerant.ops._hopper.program import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = ["KINDS", "PLANS", "GeluHopperPlan", "launch_hopper", "plan_for", "program"]
-
 KINDS = ("struct", "struct", "struct", "struct", "*u32", "struct")
 """Kinds of the kernel's arguments: tensor maps of x, weight, y and z; bias; struct Shape."""
 

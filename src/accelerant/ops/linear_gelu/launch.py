@@ -14,11 +14,6 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "BACKWARD", "BIAS", "HOPPER_PLANS", "JOINS", "KERNELS", "PLANS", "SMALL_PLAN", "TUNED", "GeluTilePlan",
-    "launch_dz", "launch_forward", "launch_join", "spans",
-]  # fmt: skip
-
 _NAMES = ("fwd", "fwd_persistent", "bwd", "join")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_gelu.triton_kernels", f"linear_gelu_{name}") for name in _NAMES}
 

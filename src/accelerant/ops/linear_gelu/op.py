@@ -22,8 +22,6 @@ from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.files import clipped
 
-__all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd", "linear_gelu_reference"]
-
 _APPROXIMATIONS = ("none", "tanh")
 
 

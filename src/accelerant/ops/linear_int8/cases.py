@@ -8,8 +8,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, speci
 from accelerant.ops.linear_int8 import launch
 from accelerant.ops.linear_int8.launch import Int8TilePlan, StripPlan
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> Sample:
     """Return the sample of x (..., K) and N outputs; dynamic calls have a straight-through gradient and own tests."""

@@ -16,10 +16,6 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
 
-__all__ = [
-    "KINDS", "PLANS", "UNALIGNED", "Int8RowPlan", "is_aligned", "launch_hopper", "plan_for", "program", "refuses",
-]  # fmt: skip
-
 UNALIGNED = "unaligned"
 """Option of a case whose x or weight the kernel cannot read, see is_aligned."""
 

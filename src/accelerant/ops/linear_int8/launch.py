@@ -12,12 +12,6 @@ from accelerant.ops._hopper.launch import is_hopper
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
-__all__ = [
-    "DYNAMIC_PLANS", "FEW_BACKWARD_PLANS", "FEW_PLANS", "FEW_ROWS", "KERNELS", "MATMUL_PLANS", "SMALL_PLANS",
-    "SPLIT_PLAN", "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward",
-    "splits", "strip_plan", "tile_plan",
-]  # fmt: skip
-
 _NAMES = ("row", "fwd", "dynamic", "bwd", "sum")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}") for name in _NAMES}
 

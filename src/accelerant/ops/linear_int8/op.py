@@ -19,8 +19,6 @@ from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynami
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["linear_int8", "linear_int8_reference"]
-
 _MAX_PRODUCTS = (2**31 - 1) // (128 * 127)
 """Products of an int8 weight and q, at most 127 in magnitude, whose sum cannot overflow int32."""
 _MAX_ROWS = 512

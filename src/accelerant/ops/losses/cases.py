@@ -9,8 +9,6 @@ from accelerant.ops._launch import STREAM
 from accelerant.ops.losses.op import KERNELS as _KERNELS
 from accelerant.ops.losses.op import PARTS
 
-__all__ = ["ELEMENT_LOADS", "FAMILY", "KERNELS"]
-
 _CALLS = (
     ((3, 5), "mean"), ((3, 5), "none"), ((1,), "sum"), ((0,), "sum"), ((4, 0, 2), "none"), ((), "mean"),
     ((2, 3, 129), "sum"), ((33, 257), "mean"), ((33, 257), "none"),

@@ -20,11 +20,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "KERNELS", "PARTS", "binary_cross_entropy", "binary_cross_entropy_reference", "binary_cross_entropy_with_logits",
-    "binary_cross_entropy_with_logits_reference", "l1_loss", "l1_loss_reference", "mse_loss", "mse_loss_reference",
-]  # fmt: skip
-
 REDUCTIONS = ("mean", "sum", "none")
 KERNELS = {
     way: TritonKernel("accelerant.ops.losses.triton_kernels", f"losses_{way}") for way in ("fwd", "bwd", "total")

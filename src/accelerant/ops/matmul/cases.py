@@ -6,8 +6,6 @@ import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _sample(*shapes: tuple[int, ...]) -> Sample:
     return Sample("@".join("x".join(map(str, shape)) for shape in shapes), shapes)

@@ -18,8 +18,6 @@ from accelerant.ops._library import autocast_dtype, below_autograd, cast_for_aut
 from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["matmul", "matmul_op", "matmul_reference"]
-
 
 def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum over the last dimension of a and the second to last of b (the only one of a vector)."""

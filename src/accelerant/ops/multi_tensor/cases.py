@@ -8,8 +8,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.multi_tensor.op import KERNELS as _KERNELS
 from accelerant.ops.multi_tensor.op import PLANS, SMALL
 
-__all__ = ["BENCHMARKS", "GPT2_SHAPES", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
-
 KIND = "mutating"
 
 _BLOCK = (

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["adamw_reference", "clip_reference", "global_norm_reference", "sgd_reference"]
-
 
 def adamw_reference(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, *, lr: float, beta1: float, beta2: float, eps: float,

@@ -15,8 +15,6 @@ from torch import Tensor
 from accelerant.ops._library import composed
 from accelerant.ops.multi_tensor.tables import AdamWGroup, SGDGroup, Tensors, Update, same_layout
 
-__all__ = ["torch_adamw", "torch_clip", "torch_norm", "torch_sgd"]
-
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
 _fused_adamw: Callable[..., None] = torch._fused_adamw_
 _fused_sgd: Callable[..., None] = torch._fused_sgd_

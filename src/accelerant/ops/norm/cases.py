@@ -19,8 +19,6 @@ from accelerant.ops.norm.launch import (
 )
 from accelerant.ops.norm.launch import KERNELS as _KERNELS
 
-__all__ = ["FAMILY", "KERNELS"]
-
 # One rounding of a result of magnitude about 1 (the interpreter cuts bfloat16 instead of rounding it), and float32 sums
 # over as many terms as the cases have, relative to the largest element of the result.
 TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 4e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))

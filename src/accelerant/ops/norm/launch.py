@@ -31,12 +31,6 @@ from accelerant.runtime.memory.live_set import predictions
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
-__all__ = [
-    "KERNELS", "TUNED", "WIDE_BACKWARD", "WIDE_FORWARD", "backward_constants", "backward_plan", "backward_plans",
-    "forward_constants", "forward_plan", "forward_plans", "launch_backward", "launch_backward_each", "launch_forward",
-    "reduce_plan",
-]  # fmt: skip
-
 _WIDTHS = {
     "fwd": (8, 9, 10), "bwd": (8, 9, 10, 11), "bwd_reduce": (5,),
     "fwd_wide": (8, 9, 10), "bwd_wide": (6, 7, 8, 9), "bwd_columns": (5, 6, 7),

@@ -20,11 +20,6 @@ from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Operation, case_of
 
-__all__ = [
-    "add_layer_norm", "add_layer_norm_reference", "add_rms_norm", "add_rms_norm_reference", "layer_norm",
-    "layer_norm_reference", "rms_norm", "rms_norm_reference",
-]  # fmt: skip
-
 # --- references for any dtype; the oracle of the tests in float64 ----------------------------------------------------
 
 

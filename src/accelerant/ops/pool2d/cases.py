@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_
 from accelerant.ops.pool2d.launch import KERNELS as _KERNELS
 from accelerant.ops.pool2d.launch import Window, plan_of
 
-__all__ = ["ELEMENT_LOADS", "FAMILY", "KERNELS"]
-
 
 def _sample(*shape: int, **options: Any) -> Sample:
     settings = "".join(f"-{key[:3]}{value}".replace(" ", "") for key, value in options.items())

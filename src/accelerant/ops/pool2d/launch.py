@@ -13,8 +13,6 @@ from torch import Tensor
 from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["KERNELS", "PoolPlan", "Window", "launch_backward", "launch_forward", "layout_of", "plan_of"]
-
 KERNELS = {name: TritonKernel("accelerant.ops.pool2d.triton_kernels", f"pool2d_{name}") for name in ("fwd", "bwd")}
 
 _SMALL_WINDOW = 16

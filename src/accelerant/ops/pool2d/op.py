@@ -20,8 +20,6 @@ from accelerant.runtime.compilation.triton import interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
-__all__ = ["avg_pool2d", "max_pool2d"]
-
 _aten = torch.ops.aten
 
 _MAX_UNROLLED = 64

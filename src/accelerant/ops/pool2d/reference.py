@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["avg_pool2d_reference", "max_pool2d_reference"]
-
 _Pair = int | Sequence[int]
 
 

@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, siz
 from accelerant.ops.quantize_int8.op import KERNELS as _KERNELS
 from accelerant.ops.quantize_int8.op import WIDE, constants, row_plan
 
-__all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
-
 KIND = "plain"
 
 

@@ -14,11 +14,6 @@ from accelerant.ops._refusals import checked_dim
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = [
-    "KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "quantize_int8", "quantize_int8_reference",
-    "quantize_rows", "row_plan", "torch_quantize",
-]  # fmt: skip
-
 
 def quantize_int8_reference(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Return each row divided by its scale and rounded, and the scales, in the dtype of x; the tests' oracle.

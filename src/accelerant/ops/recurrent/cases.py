@@ -8,8 +8,6 @@ from accelerant.ops._cases import Compilation
 from accelerant.ops.recurrent.op import KERNELS as _KERNELS
 from accelerant.ops.recurrent.op import constants, num_warps
 
-__all__ = ["KERNELS", "KIND"]
-
 KIND = "mutating"  # no public function: the layers are tested in tests/ops/test_recurrent.py and tests/nn
 
 

@@ -35,8 +35,6 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = ["GATES", "RecurrentKernel", "lanes", "vectors"]
-
 GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
 """Cells, and the number of their gates."""
 

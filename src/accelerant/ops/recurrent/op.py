@@ -35,10 +35,6 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.provider import ComputeProvider
 
-__all__ = [
-    "KERNELS", "constants", "gru_fwd", "layer_reference", "lstm_fwd", "num_warps", "recurrent", "rnn_fwd", "run_layers",
-]  # fmt: skip
-
 
 def layer_reference(
     cell: str, x: Tensor, h: Tensor, c: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,

@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.rope.op import KERNELS as _KERNELS
 from accelerant.ops.rope.op import constants, usual_plan
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "SMALLEST", "TOLERANCES"]
-
 
 def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: bool = False) -> Sample:
     table = (B, S, D // 2) if own else (S, D // 2)

@@ -18,11 +18,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "KERNELS", "TUNED", "RopePlan", "constants", "launch", "rope", "rope_plan", "rope_plans", "rope_reference",
-    "usual_plan",
-]  # fmt: skip
-
 _CHUNK = 2**18
 """Elements per chunk on a CPU: 1 MiB of float32."""
 _FEW, _FEW_INTERLEAVED = 2**15, 2**11

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 
-__all__ = ["Llama3Scaling", "rope_tables"]
-
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:

@@ -10,8 +10,6 @@ from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_
 from accelerant.ops.softmax.op import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
 from accelerant.ops.softmax.op import KERNELS as _KERNELS
 
-__all__ = ["FAMILY", "KERNELS"]
-
 
 def _sample(*shape: int, dim: int = -1) -> Sample:
     return Sample(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})

@@ -28,11 +28,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "KERNELS", "TUNED", "constants", "inner_plan", "launch", "log_softmax",
-    "log_softmax_reference", "row_plan", "softmax", "softmax_reference",
-]  # fmt: skip
-
 
 def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
     """Return exp(x) over its sum, with the maximum subtracted from the exponents; the tests' oracle in float64."""

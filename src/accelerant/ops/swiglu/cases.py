@@ -11,8 +11,6 @@ from accelerant.ops._launch import STREAM
 from accelerant.ops.swiglu.op import KERNELS as _KERNELS
 from accelerant.ops.swiglu.op import row_plan
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
-
 
 def _two(*shape: int) -> Sample:
     return Sample(size_name(shape), (shape, shape))

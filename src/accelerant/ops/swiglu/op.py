@@ -27,11 +27,6 @@ from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = [
-    "KERNELS", "PACKED", "launch_backward", "launch_forward", "row_plan", "swiglu",
-    "swiglu_bwd", "swiglu_fwd", "swiglu_reference",
-]  # fmt: skip
-
 _PACKED = ("packed",)
 
 

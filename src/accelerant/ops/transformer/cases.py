@@ -7,8 +7,6 @@ from accelerant.ops.embedding.op import constants, embedding_plan
 from accelerant.ops.transformer.op import COLUMNS, SQUARE
 from accelerant.ops.transformer.op import KERNELS as _KERNELS
 
-__all__ = ["KERNELS", "KIND", "MATRICES", "TOLERANCES"]
-
 KIND = "mutating"  # no public function
 
 MATRICES = ((0, 5), (4, 0), (1, 1), (3, 7), (16, 128), (129, 130), (300, 48))

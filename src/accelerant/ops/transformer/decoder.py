@@ -22,8 +22,6 @@ from accelerant.ops.transformer.block import Gradients, gradients_of, placed
 from accelerant.ops.transformer.op import column_sums, linear_dw
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["DecoderLayer", "DecoderSpec", "fused_decoder_layer"]
-
 
 class DecoderSpec(NamedTuple):
     """The configuration of a decoder layer.

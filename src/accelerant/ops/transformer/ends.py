@@ -20,9 +20,6 @@ from accelerant.ops.transformer.op import KERNELS
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["embed", "embed_backward", "scaled", "tied_loss"]
-
-
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 

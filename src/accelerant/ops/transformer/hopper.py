@@ -15,8 +15,6 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = ["KINDS", "launch_dz", "program", "refuses"]
-
 KINDS = ("struct", "struct", "struct", "struct", "struct", "*f32", "struct")
 """Kinds of the kernel's arguments: tensor maps of x, weight, z, dz and a; partial sums; struct Shape."""
 

@@ -28,11 +28,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
-__all__ = [
-    "COLUMNS", "KERNELS", "SQUARE", "attend", "attend_backward", "column_sums", "column_sums_each", "dgelu",
-    "linear", "linear_dw", "linear_dx", "linear_dz", "norm_backward", "norm_backward_each",
-]  # fmt: skip
-
 KERNELS = {
     name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}")
     for name in ("columns", "turn", "embed")

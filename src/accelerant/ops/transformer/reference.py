@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from accelerant.ops.attention.reference import attention_reference
 
-__all__ = ["BlockSpec", "block_reference", "mlp_reference", "packed_attention_reference"]
-
 
 class BlockSpec(NamedTuple):
     """The configuration of a transformer block.

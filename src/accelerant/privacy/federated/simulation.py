@@ -28,8 +28,6 @@ from accelerant.privacy.mpc.secagg.server import StageReport
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
 from accelerant.runtime.files import clipped
 
-__all__ = ["FederatedReport", "Simulation", "digits_demonstration", "simulate"]
-
 Data = tuple[Tensor, Tensor]
 
 

@@ -37,8 +37,6 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["MAX_LOG_Q", "Parameters", "Scheme", "centered", "error_polynomials", "residues", "ternary", "uniform_rows"]
-
 MAX_LOG_Q = {
     128: {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881},
     192: {1024: 19, 2048: 37, 4096: 75, 8192: 152, 16384: 305, 32768: 611},

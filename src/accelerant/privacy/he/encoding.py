@@ -16,11 +16,6 @@ from accelerant.errors import ConfigError, RangeError, UnsupportedDtype
 from accelerant.privacy.he.messages import Origin, in_kind
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "DTYPES", "EXPONENT_MOST", "FLOATS", "SLOT_BITS", "decode", "encode", "encode_words", "in_slots", "joint_dtype",
-    "out_of_slots", "scale_of", "signed_numbers",
-]  # fmt: skip
-
 SLOT_BITS, SLOT_VALUE = 31, 2**23
 """Bits of a slot of a packed plaintext, of which the value has 24 (sign included) and additions the others, and the
 largest magnitude of a value: 66 slots in 2048 bits, 99 in 3072, and 127 additions."""

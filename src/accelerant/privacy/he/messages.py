@@ -19,8 +19,6 @@ from accelerant.errors import ConfigError, FormatError, MissingDependency, Unsup
 from accelerant.runtime.files import AtomicFile
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
-__all__ = ["KINDS", "Origin", "Reader", "host_array", "in_kind", "open_box", "sealed", "write_private"]
-
 KINDS = ("torch", "numpy", "cupy", "jax")
 """Libraries of arrays."""
 

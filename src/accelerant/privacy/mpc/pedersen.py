@@ -30,8 +30,6 @@ from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import HOST, in_kind, signed_view, space_of
 from accelerant.errors import FormatError
 
-__all__ = ["add", "check_points", "commit", "evaluate", "scale", "second_generator"]
-
 
 @functools.cache
 def second_generator(name: str) -> Affine[int]:

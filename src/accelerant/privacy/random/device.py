@@ -23,11 +23,6 @@ from accelerant.runtime.compilation.kernel import Builder, Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = [
-    "KEYSTREAM_BLOCK", "Taken", "chacha20_text", "compiled", "index_of", "keystream", "keystream_source",
-    "reserve_source", "take",
-]  # fmt: skip
-
 KEYSTREAM_BLOCK = 256
 """Most threads per block of chacha20_keystream; each generates a block of keystream."""
 

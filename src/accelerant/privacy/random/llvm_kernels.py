@@ -27,8 +27,6 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = ["KeystreamBlocks", "KeystreamKernel", "VectorKernel", "Vectors", "host_vectors", "lanes", "update_elements"]
-
 Load = Callable[[], Value]
 
 

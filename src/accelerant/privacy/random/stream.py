@@ -26,11 +26,6 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.runtime.host import fork_safe
 
-__all__ = [
-    "BLOCK_WORDS", "CONSTANTS", "DOUBLE_ROUNDS", "QUARTERS", "SecureStream", "Words", "chacha20_blocks",
-    "chacha20_words", "key_words", "renewed_after_fork",
-]  # fmt: skip
-
 BLOCK_WORDS = 16
 CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # the characters "expand 32-byte k", little-endian
 DOUBLE_ROUNDS = 10

@@ -19,8 +19,6 @@ from accelerant.errors import BoundsError
 from accelerant.runtime.compilation.kernel import KernelSource, first_line
 from accelerant.runtime.compilation.signatures import Parameter, closing_at, find_kernels, without_comments
 
-__all__ = ["REPORT_BYTES", "checked_source", "raise_if_out_of_bounds"]
-
 REPORT_BYTES = 256
 """Bytes of the report, and of the memory of an array without elements."""
 

@@ -41,8 +41,6 @@ from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.files import JsonRecord, decode_json
 from accelerant.runtime.host import fork_safe
 
-__all__ = ["CacheEntry", "KernelCache", "compiling", "kernel_key", "watch_compilation"]
-
 _FORMAT = 2
 _KEY = re.compile("[0-9a-f]{64}")
 _FILES = ("report.json", "code")

@@ -19,11 +19,6 @@ from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource,
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import host_code
 
-__all__ = [
-    "DIALECTS", "NvrtcResult", "compile_cuda", "compiler_version", "cuda_key", "explained", "load_nvrtc",
-    "read_resources", "run_nvrtc", "toolkit_headers",
-]  # fmt: skip
-
 DIALECTS = ("cuda", "portable", "triton")
 """Dialects that are compiled, the preferred first."""
 

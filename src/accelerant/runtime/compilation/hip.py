@@ -20,8 +20,6 @@ from accelerant.runtime.compilation.host_c import run_compiler
 from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, first_line, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 
-__all__ = ["HIP_DIALECTS", "compile_hip", "hip_key", "hiprtc_version", "library_names"]
-
 HIP_DIALECTS = ("portable",)
 """Dialects that are compiled."""
 

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__: list[str] = []
-
 
 def _load(names: Sequence[str]) -> Any:
     for name in names:

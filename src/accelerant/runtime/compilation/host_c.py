@@ -43,8 +43,6 @@ from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import find_kernels, without_comments
 from accelerant.runtime.files import read_regular
 
-__all__ = ["c_compiler", "c_key", "compile_c", "load_c", "run_compiler"]
-
 _TIMEOUT_S = 300
 _FLAGS = (
     "-std=gnu11",

@@ -26,11 +26,6 @@ from accelerant.errors import CompileError
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
-__all__ = [
-    "CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "LlvmProgram", "Resources",
-    "builder_key", "first_line", "portable_header", "sources_hash",
-]  # fmt: skip
-
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
 

@@ -23,11 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = [
-    "INLINE", "NOINLINE", "REGISTERS", "FunctionBuilder", "Operand", "Value", "Variable", "constant", "lane_constants",
-    "program", "suffix", "vector",
-]  # fmt: skip
-
 INLINE = "alwaysinline nounwind"
 NOINLINE = "noinline nounwind"
 

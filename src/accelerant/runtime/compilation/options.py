@@ -26,8 +26,6 @@ from typing import Any
 from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.files import read_regular
 
-__all__ = ["CompileOptions", "header_hashes"]
-
 _PARTS = ("ftz", "prec_div", "prec_sqrt", "fmad")
 _PRECISE = "-cl-fp32-correctly-rounded-divide-sqrt"
 _FAST_C = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")

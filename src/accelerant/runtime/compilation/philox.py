@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value
 
-__all__ = ["ROUNDS", "WEYL", "philox"]
-
 ROUNDS = 10
 WEYL = (0x9E3779B9, 0xBB67AE85)
 """Added to the two words of the key after each round, modulo 2^32."""

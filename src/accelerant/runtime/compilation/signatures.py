@@ -17,11 +17,6 @@ from dataclasses import dataclass, field
 
 from accelerant.errors import CompileError
 
-__all__ = [
-    "KernelSignature", "Parameter", "closing_at", "dialect_of", "entry_of", "find_kernels", "host_code",
-    "without_comments",
-]  # fmt: skip
-
 _MARKS = {"cuda": "__global__", "opencl": "__kernel|kernel", "portable": "ACL_KERNEL"}
 _STRINGS = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", re.DOTALL)
 _ATTRIBUTES = re.compile(r"(__\w+|ACL_BLOCK|alignas|decltype)\Z")

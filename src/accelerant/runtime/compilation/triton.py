@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda import CudaProvider
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
-__all__ = ["TritonKernel", "interpreting", "refuses_triton"]
-
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64", torch.int8: "*i8",
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",

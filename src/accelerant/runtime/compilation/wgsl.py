@@ -6,8 +6,6 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["bindings", "constants", "elementwise", "windowed", "words"]
-
 _TYPES = {"f32": "f32", "bool": "u32", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i32")}
 _TYPES |= dict.fromkeys(("u8", "u16", "u32", "u64"), "u32")
 

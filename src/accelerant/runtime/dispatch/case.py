@@ -13,11 +13,6 @@ import torch
 from accelerant.config import Settings, choice_overrides, settings
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "FEW_ELEMENTS", "Case", "Cost", "Implementation", "PlanCache", "Rules", "case_of", "group_of", "rules", "saved_by",
-    "torch_wants_determinism",
-]  # fmt: skip
-
 
 class Case(NamedTuple):
     """Everything that a choice may depend on; hashable and cheap.

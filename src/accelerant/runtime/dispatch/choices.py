@@ -39,8 +39,6 @@ from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 from accelerant.runtime.host import fork_safe
 
-__all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of", "rounded", "versions"]
-
 _FORMAT = 1
 _VERSIONS_KEPT = 4
 _LOCK_WAIT_S = 2.0

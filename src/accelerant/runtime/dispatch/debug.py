@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import DivergenceError
 
-__all__ = ["checked"]
-
 
 def checked(run: Callable[..., Any], named: str, *, mutates: bool) -> Callable[..., Any]:
     """Return an implementation that raises DivergenceError for a result that is not finite.

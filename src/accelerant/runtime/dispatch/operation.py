@@ -72,8 +72,6 @@ from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, Op
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
 from accelerant.runtime.provider import Launches, lacks_host_memory
 
-__all__ = ["Operation", "force", "operations", "recoverable"]
-
 _RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
 
 

@@ -30,8 +30,6 @@ from accelerant.errors import DeviceLost
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["MARGIN", "RACED_DEVICES", "Outcome", "fastest", "obstacle", "race", "reason_of"]
-
 MARGIN = 0.03
 """Candidates within 3% of the fastest count as ties, so that noise does not decide against the preferred one."""
 

@@ -29,8 +29,6 @@ from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, k
 from accelerant.runtime.dispatch.plan import Explanation, explain_quietly
 from accelerant.runtime.dispatch.race import RACED_DEVICES, fastest, obstacle, race, reason_of
 
-__all__ = ["Tuned", "tune"]
-
 P = TypeVar("P", bound=Hashable)
 
 

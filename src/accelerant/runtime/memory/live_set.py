@@ -26,11 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from accelerant.errors import OutOfMemory, UnsupportedCase
 
-__all__ = [
-    "CUDA_GRANULARITY", "LiveSet", "count", "has_fakes", "only_counts", "ordinary_tensors", "predicting", "predictions",
-    "predicts_here", "storage_bytes", "uncounted",
-]  # fmt: skip
-
 CUDA_GRANULARITY = 512
 """torch's CUDA allocator rounds each request up to a multiple of this."""
 

@@ -41,12 +41,6 @@ from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.memory.limits import peak_recorded, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, predicting, storage_bytes
 
-__all__ = [
-    "ModelStep", "OptimizerLike", "PeakComparison", "PeakPrediction", "bind_forward", "compare_peak", "device_of",
-    "measure_step", "modules_restored", "predict_peak", "predict_step", "restored_state", "run_step",
-    "shadow_parameters", "with_batch",
-]  # fmt: skip
-
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """An optimizer, or what makes one from a list of parameters: torch.optim.AdamW, lambda ps: SGD(ps, lr=0.1)."""
 

@@ -14,11 +14,6 @@ from typing import Any
 
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "MINIMUM_DRIVERS", "OLDEST_CAPABILITY", "capability_problem", "cuda_dtypes", "driver_problem", "driver_version",
-    "hidden_slices", "matrix_dtypes", "minimum_driver", "profile_of", "slow_down_reasons", "visible_devices_problem",
-]  # fmt: skip
-
 MINIMUM_DRIVERS = {13: "580.65.06", 12: "525.60.13"}
 """Major version of CUDA -> the oldest driver of Linux that runs programs built for any of its releases."""
 

@@ -31,11 +31,6 @@ from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.monitoring.nvidia import profile_of, slow_down_reasons
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "FIGURES", "Absent", "CpuReader", "ProcessMemory", "Reader", "TableReader", "amdsmi_reader", "apple_reader",
-    "cuda_reader",
-]  # fmt: skip
-
 FIGURES = (
     "utilisation_percent", "core_percents", "memory_used_bytes", "memory_total_bytes", "power_w", "temperature_c",
     "clock_mhz", "memory_clock_mhz", "slow_down", "ecc_corrected", "ecc_uncorrected", "processes",

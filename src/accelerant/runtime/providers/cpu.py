@@ -60,8 +60,6 @@ from accelerant.runtime.provider import (
     room_fraction,
 )
 
-__all__ = ["CpuProvider"]
-
 _ALIGNMENT = 256
 _LEVEL = 3
 _PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")

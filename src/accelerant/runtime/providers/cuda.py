@@ -52,8 +52,6 @@ from accelerant.runtime.providers.cuda_launch import Library, LoadedKernel, chec
 from accelerant.runtime.providers.torch_devices import TorchProvider
 from accelerant.runtime.streams.stream import capturing, cuda_event
 
-__all__ = ["CudaProvider", "OfflineCudaProvider"]
-
 _PROBE = """
 import ctypes, sys
 try:

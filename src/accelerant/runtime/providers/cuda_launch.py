@@ -26,11 +26,6 @@ from accelerant.runtime.memory.live_set import predictions, predicts_here
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, check_owner, check_scalar, log_launch, noted, watched
 
-__all__ = [
-    "Library", "LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "check_memory", "cuda_error",
-    "driver_value", "load_error", "make_ready",
-]  # fmt: skip
-
 _SHAPES_LIMIT = 1024
 
 _STICKY = re.compile(

@@ -51,8 +51,6 @@ from accelerant.runtime.provider import (
     probe_in_child,
 )
 
-__all__ = ["OpenclProvider"]
-
 _PROBE = """
 import os, sys, tempfile
 private = tempfile.TemporaryDirectory()  # PoCL shows no device where it cannot write its cache, in the user's folder

@@ -41,8 +41,6 @@ from accelerant.runtime.provider import (
 from accelerant.runtime.providers.cuda_launch import check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
 
-__all__ = ["RocmProvider", "rocm_description"]
-
 
 class RocmProvider(TorchProvider):
     """AMD GPUs, as torch numbers them."""

@@ -27,8 +27,6 @@ from accelerant.runtime.provider import (
     out_of_memory,
 )
 
-__all__ = ["AppleProvider", "TorchProvider", "torch_provider"]
-
 
 class TorchProvider(ComputeProvider):
     """A backend whose memory is torch's; by itself without kernels of Accelerant."""

@@ -62,8 +62,6 @@ from accelerant.runtime.provider import (
     probe_in_child,
 )
 
-__all__ = ["WebgpuProvider", "adapters"]
-
 _PROBE = """
 import sys
 try:

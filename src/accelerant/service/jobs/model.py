@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Job", "JobRequest", "JobState", "QueueStats", "WorkerStats", "merge_kind"]
-
 
 class JobState(StrEnum):
     """The states of a job; the last three are final."""

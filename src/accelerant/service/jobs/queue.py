@@ -24,8 +24,6 @@ from accelerant.service.errors import DeadlineExceeded
 from accelerant.service.jobs.model import JobRequest
 from accelerant.service.jobs.store import check_bounds
 
-__all__ = ["Call", "CallQueue", "Launch", "launches_of"]
-
 
 @dataclass(eq=False, slots=True)
 class Call:

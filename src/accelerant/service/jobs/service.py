@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from accelerant.service.operations import ServedOperation
     from accelerant.service.settings import ServiceSettings
 
-__all__ = ["JobService", "open_directory"]
-
 _log = logging.getLogger("accelerant.service")
 _T = TypeVar("_T")
 

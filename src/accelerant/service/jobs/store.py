@@ -40,8 +40,6 @@ from accelerant.errors import ConfigError, MissingDependency
 from accelerant.service.errors import JobNotFound, QueueFull, StoreUnavailable
 from accelerant.service.jobs.model import Job, JobState
 
-__all__ = ["Claim", "JobStore"]
-
 _metadata = sa.MetaData()
 _jobs = sa.Table(
     "accelerant_jobs",

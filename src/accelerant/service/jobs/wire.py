@@ -20,19 +20,6 @@ import numpy as np
 
 from accelerant.errors import FormatError, UnsupportedDtype
 
-__all__ = [
-    "PREFIX",
-    "Buffers",
-    "bytes_of",
-    "described",
-    "frame",
-    "prefix",
-    "read_file",
-    "restored",
-    "wipe",
-    "write_file",
-]
-
 PREFIX = struct.Struct("<IQ")
 Buffers = list[bytes | memoryview]
 

@@ -38,8 +38,6 @@ from accelerant.service.jobs import wire
 if TYPE_CHECKING:
     from accelerant.service.operations import ServedOperation
 
-__all__ = ["Context", "Suspended", "load_operations", "main"]
-
 _REPORT_S = 0.25
 """Least time between two reports of a job's progress."""
 

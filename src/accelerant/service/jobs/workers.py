@@ -22,8 +22,6 @@ from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import WorkerStats
 from accelerant.service.jobs.queue import Call, Launch, launches_of
 
-__all__ = ["WorkerProcess"]
-
 _log = logging.getLogger("accelerant.service")
 
 _BACKOFF_S = (0.05, 10.0)

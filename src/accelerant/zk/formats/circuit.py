@@ -33,8 +33,6 @@ from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedD
 from accelerant.zk.formats.container import U64, Cursor, FilePath, Layout, MappedFile, write_container
 from accelerant.zk.formats.elements import check_below, first_not_below, prime_bytes, read_family, words_of
 
-__all__ = ["TERM", "CustomGate", "R1cs", "Witness", "write_r1cs", "write_wtns"]
-
 Terms = npt.NDArray[np.void]
 
 _HEADER, _CONSTRAINTS, _LABELS, _GATES, _USES = range(1, 6)

@@ -32,11 +32,6 @@ import numpy.typing as npt
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
 
-__all__ = [
-    "HEAD", "MAX_SECTIONS", "PREFIX", "Cursor", "FilePath", "Layout", "MappedFile", "Payload", "Section",
-    "regular_file", "writable_target", "write_container",
-]  # fmt: skip
-
 U64 = npt.NDArray[np.uint64]
 FilePath = str | os.PathLike[str]
 

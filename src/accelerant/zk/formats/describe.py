@@ -11,8 +11,6 @@ from accelerant.zk.formats.elements import KINDS, Label, count_infinities
 from accelerant.zk.formats.ptau import Ptau
 from accelerant.zk.formats.zkey import Zkey
 
-__all__ = ["describe", "open_file"]
-
 _FORMATS: tuple[type[MappedFile], ...] = (Zkey, Witness, R1cs, Ptau)
 
 

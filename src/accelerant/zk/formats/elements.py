@@ -24,12 +24,6 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import U64, Cursor, MappedFile, Payload
 
-__all__ = [
-    "KINDS", "Label", "check_below", "check_points", "check_size", "contribution_payloads", "count_infinities",
-    "first_not_below", "montgomery_points", "point_words", "prime_bytes", "read_family", "read_label", "read_points",
-    "words_of",
-]  # fmt: skip
-
 Which = Literal["q", "r"]
 
 _CHUNK_BYTES = 1 << 22

@@ -39,8 +39,6 @@ from accelerant.algebra.curve.parameters import Curve, Family, endomorphism
 from accelerant.algebra.curve.reference import add
 from accelerant.zk.formats.container import U64
 
-__all__ = ["why_forgeable"]
-
 _MOST = 16
 """Largest numerator and denominator of a factor."""
 

@@ -33,8 +33,6 @@ from accelerant.zk.formats import elements
 from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import Label, point_words, words_of
 
-__all__ = ["CONTRIBUTION_POINTS", "Powers", "Ptau", "PtauContribution", "write_ptau"]
-
 Powers = Literal["tau_g1", "tau_g2", "alpha_g1", "beta_g1"]
 
 _HEADER, _TAU_G1, _TAU_G2, _ALPHA_G1, _BETA_G1, _BETA_G2, _CONTRIBUTIONS = range(1, 8)

@@ -35,8 +35,6 @@ from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, P
 from accelerant.zk.formats.elements import Label, check_points, first_not_below, point_words, words_of
 from accelerant.zk.formats.forgeable import why_forgeable
 
-__all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
-
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
 _NAMES = {
     _PROTOCOL: "protocol", _HEADER: "header", _IC: "IC", _COEFFICIENTS: "coefficients", _A: "A", _B1: "B1", _B2: "B2",

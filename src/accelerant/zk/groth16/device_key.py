@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from accelerant.runtime.streams.graphs import Graph
     from accelerant.runtime.streams.stream import Event, Stream  # which import torch
 
-__all__ = ["Budgets", "DeviceKey", "KeyPart", "Queues", "SectionPoints", "budgets", "shares"]
-
 T = TypeVar("T")
 Words = Any
 Mark = Any

@@ -32,11 +32,6 @@ from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scala
 from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan
 from accelerant.zk.multi_scalar.op import run_sums
 
-__all__ = [
-    "SECTIONS", "Devices", "HostKey", "KeySums", "ProgressCallback", "ProvingKey", "Stages", "UnreducedError",
-    "proving_key", "spaces_of",
-]  # fmt: skip
-
 U64 = npt.NDArray[np.uint64]
 ProgressCallback = Callable[[str], None]
 Devices = str | ComputeDevice | Sequence[str | ComputeDevice]

@@ -37,11 +37,6 @@ from accelerant.runtime.compilation.llvm import FunctionBuilder, program
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
-__all__ = [
-    "BLOCK", "ELEMENTS_PER_THREAD", "LONG_ROW", "DeviceMatrix", "SparseMatrix", "gather", "quotient",
-    "snarkjs_scalar_field", "unreduced_blocks",
-]  # fmt: skip
-
 U64 = npt.NDArray[np.uint64]
 Words = Any
 

@@ -30,8 +30,6 @@ from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
 
-__all__ = ["precompile_kernels", "work"]
-
 _PROGRAM = "import sys; from accelerant.zk.groth16.precompile import work; work(sys.argv[1], int(sys.argv[2]))"
 
 _PAIRINGS = 4

@@ -26,11 +26,6 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase, Unsuppo
 from accelerant.runtime.files import clipped, decode_json
 from accelerant.zk.operands import point_operand, points_inward
 
-__all__ = [
-    "SNARKJS_CURVES", "G1Point", "G2Point", "Proof", "abbreviated", "check_inputs", "dump_json", "encoded_points",
-    "most_public_bytes", "named", "parse_groth16", "point_from_json", "point_to_json",
-]  # fmt: skip
-
 U64 = npt.NDArray[np.uint64]
 G1Point = tuple[int, int] | None
 G2Point = tuple[tuple[int, int], tuple[int, int]] | None

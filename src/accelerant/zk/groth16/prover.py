@@ -36,8 +36,6 @@ from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import Statement, VerificationKey
 
-__all__ = ["Prover", "prove"]
-
 
 class Prover:
     """A proving key in memory, for proofs of many witnesses.

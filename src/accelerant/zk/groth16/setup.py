@@ -36,8 +36,6 @@ from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, 
 from accelerant.zk.formats.container import writable_target
 from accelerant.zk.groth16.matrices import SparseMatrix, snarkjs_scalar_field
 
-__all__ = ["LABEL", "Constraints", "FixedBaseTable", "setup_with_known_tau"]
-
 U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]
 

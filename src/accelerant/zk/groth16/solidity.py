@@ -23,8 +23,6 @@ from accelerant.runtime.files import clipped
 if TYPE_CHECKING:
     from accelerant.zk.groth16.verifier import VerificationKey
 
-__all__ = ["verifier_contract"]
-
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,79}", re.ASCII)
 
 _KEYWORDS = """

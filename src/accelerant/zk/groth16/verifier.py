@@ -52,8 +52,6 @@ from accelerant.zk.groth16.solidity import verifier_contract
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import point_operand, points_inward
 
-__all__ = ["Statement", "VerificationKey", "verify", "verify_many"]
-
 U64 = npt.NDArray[np.uint64]
 
 _MAX_INPUTS = 1 << 24

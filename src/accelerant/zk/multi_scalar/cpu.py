@@ -33,8 +33,6 @@ from accelerant.runtime.host import usable_cores
 from accelerant.runtime.time_limit import check_time, is_limited
 from accelerant.zk.multi_scalar.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 
-__all__ = ["CpuBases", "CpuPlan", "cpu_plan", "scratch_bytes", "shared_cpu_plan"]
-
 U64 = npt.NDArray[np.uint64]
 
 _TASK_POINTS = 1 << 20

@@ -43,8 +43,6 @@ from accelerant.zk.multi_scalar.device_plan import (
 )
 from accelerant.zk.multi_scalar.window_reduction import reduce_windows
 
-__all__ = ["STREAMED_BYTES", "DeviceBases", "PendingMsm", "start_msm"]
-
 U64 = npt.NDArray[np.uint64]
 Words = Any
 Load = Callable[[npt.NDArray[Any]], Words]

@@ -11,13 +11,6 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import defined, read_files
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
-__all__ = [
-    "ACCUMULATE_BLOCK", "ACCUMULATION", "AFFINE_BLOCK", "BINS_LOCAL_BYTES", "COUNTERS", "ENTRIES_PER_THREAD",
-    "INVERSIONS_PER_THREAD", "INVERT_BLOCK", "MAX_BIN_BITS", "MAX_SEGMENT_UNITS", "MAX_WINDOW_BINS", "MULTIPLES_BLOCK",
-    "PIECE", "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE", "accumulate_source", "affine_source", "bins_source",
-    "fold_source", "multiples_source", "reduce_block", "sort_source",
-]  # fmt: skip
-
 Sizes = Mapping[str, int | str]
 
 SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two

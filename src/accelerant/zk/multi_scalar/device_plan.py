@@ -64,11 +64,6 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.recorded_launch import compiled, on_forget
 from accelerant.zk.multi_scalar import device_kernels as kernels
 
-__all__ = [
-    "MAX_INDICES", "Chunk", "DevicePlan", "PreparedLaunch", "coordinate_words", "device_plan", "prepare",
-    "prepared_sum", "scratch_shapes", "sort_launches",
-]  # fmt: skip
-
 _PRODUCTS_PER_ENTRY = 10
 _PRODUCTS_PER_BUCKET = 30
 """Costs that determine the window: one addition of an affine point per entry, and a bit more than two of the additions

@@ -43,8 +43,6 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, constant, program
 
-__all__ = ["PACKS", "SIGN", "SIZES", "WorkerMemory", "kernel_source"]
-
 SIGN = 1 << 31
 """Bit of an entry whose point is subtracted."""
 

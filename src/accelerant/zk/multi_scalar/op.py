@@ -46,8 +46,6 @@ from accelerant.zk.multi_scalar.device_plan import device_plan
 from accelerant.zk.multi_scalar.window_reduction import canonical
 from accelerant.zk.operands import Operand, array_operand, field_operand, moved, scalar_words
 
-__all__ = ["FixedBase", "msm", "msm_record", "run_sums", "scratch_bytes", "starter_of", "sums_outward"]
-
 Words = Any
 Devices = Sequence[str | ComputeDevice] | None
 _Check = Callable[[], FormatError | None]

@@ -31,8 +31,6 @@ from accelerant.algebra.field.program import montgomery_radix
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.zk.multi_scalar.llvm_kernels import kernel_source
 
-__all__ = ["canonical", "reduce_by_kernel", "reduce_by_python", "reduce_windows"]
-
 U64 = npt.NDArray[np.uint64]
 
 _PYTHON_SUMS = 4

@@ -14,8 +14,6 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, merged
 from accelerant.privacy.dp.clipping.launch import Gram, bounded, margin, unresolved, wide
 
-__all__ = ["BackwardPass", "ClippedGroup", "ClippingPlan", "Group", "makes_gradient"]
-
 
 @dataclass(slots=True)
 class Group:

@@ -23,8 +23,6 @@ from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lo
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
-__all__ = ["LARGEST_NORM", "LEAST_NORM", "PerExampleClipper", "batch_size", "require_norm"]
-
 LEAST_NORM, LARGEST_NORM = 1e-10, 1e30
 """Bounds of max_grad_norm, of one layer too. Norms that lack what float32 loses (launch.unresolved) are smaller."""
 

@@ -32,8 +32,6 @@ from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.launch import Gram, chunks, wide
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = ["Contribution", "Dense", "Lookup", "Rows", "cross", "merged", "prefers_ghost"]
-
 
 class Contribution(ABC):
     """A part of one parameter's per-example gradients."""

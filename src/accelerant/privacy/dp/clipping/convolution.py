@@ -19,8 +19,6 @@ from accelerant.privacy.dp.clipping.launch import chunks, wide
 from accelerant.privacy.dp.clipping.layers import require_first_visit, to_autocast
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
-__all__ = ["Convolution", "Windows"]
-
 
 class Windows(NamedTuple):
     """A convolution's stride, padding and dilation in each dimension of the image, and its groups."""

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_map
 
 from accelerant.errors import UnsupportedCase
 
-__all__ = ["NotForEachExample", "Region", "current", "in_region", "mapped", "region"]
-
 _CHECKPOINT = (
     "checkpoint(), or other hooks for saved tensors, are called in the forward pass of a module that runs for each "
     "example by itself, and do not know that: call them outside of that module, or in a layer of it"

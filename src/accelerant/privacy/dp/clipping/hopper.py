@@ -15,8 +15,6 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = ["KINDS", "launch_form", "program", "refuses"]
-
 KINDS = ("struct", "struct", "struct", "*f32", "struct")
 """Argument types: tensor maps of g, a and the result; partial sums of squares; struct Tiles."""
 

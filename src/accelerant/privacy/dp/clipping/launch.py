@@ -38,12 +38,6 @@ from accelerant.privacy.dp.clipping import hopper
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = [
-    "FLOAT32_ROUNDOFF", "KERNELS", "Gram", "add_rows_", "bounded", "chunks", "cleared", "factor_roundoff", "factors",
-    "form", "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved",
-    "weighted_dtype", "weighted_sum", "wide",
-]  # fmt: skip
-
 _NAMES = ("squares", "sum", "scale", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 

@@ -31,8 +31,6 @@ from accelerant.privacy.dp.clipping.examples import NotForEachExample, in_region
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.rules import LayerRule, Methods, model_methods, register
 
-__all__ = ["SECOND_PASS", "expanded", "linear", "lookup", "require_first_visit", "scale_shift", "to_autocast"]
-
 _Gradients = tuple[Tensor | None, ...]
 
 SECOND_PASS = (

@@ -26,8 +26,6 @@ from accelerant.privacy.dp.clipping.layers import expanded
 from accelerant.privacy.dp.clipping.rules import OwnParameters, computing_hooks, holders, register, replace_methods
 from accelerant.runtime.memory.peak import modules_restored
 
-__all__: list[str] = []
-
 _TOLERANCE = 1e-2
 """Largest difference of the plain result from that of single examples, over the largest value: rounding, or TF32."""
 
@@ -46,6 +44,7 @@ class OwnParametersRule(OwnParameters):
         self._hooks = computing_hooks(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, computed example by example and, the first time, compared with the plain one."""
         count = self._count(args, kwargs)
         result = self._by_example(count, args, kwargs)
         mode = self.module.training
@@ -55,6 +54,7 @@ class OwnParametersRule(OwnParameters):
         return result
 
     def inside(self, region: Region, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output with the region's parameters in place of its own."""
         with self._substituted(region):
             return self.plain(*args, **kwargs)
 
@@ -224,6 +224,7 @@ class WholeModel(OwnParametersRule):
         return self._runs_plain and not self._by_itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output; inside a region of another module, its plain forward's."""
         if self._by_itself or in_region():
             return super().forward(*args, **kwargs)
         sink, before = self._clipper, self._clipper.inputs

@@ -37,11 +37,6 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink, mark_traced
 from accelerant.privacy.dp.clipping import examples
 
-__all__ = [
-    "LayerRule", "Methods", "OwnParameters", "Survey", "attach_rule", "computing_hooks", "hide_marked", "holders",
-    "mark", "model_methods", "register", "replace_methods", "require_frozen", "survey", "watch_frozen",
-]  # fmt: skip
-
 Forward = Callable[..., Any]
 Methods = dict[str, Forward]
 MakeMethods = Callable[[Any, PerExampleSink], Methods]

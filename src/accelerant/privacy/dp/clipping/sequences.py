@@ -25,8 +25,6 @@ from accelerant.ops.recurrent.op import run_layers
 from accelerant.privacy.dp.clipping.layers import expanded, linear, require_first_visit
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
-__all__: list[str] = []
-
 _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Matrices for inputs and states, and their biases."""
 

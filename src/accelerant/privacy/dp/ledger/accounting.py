@@ -34,11 +34,6 @@ from accelerant.privacy.dp.ledger.events import (
     check_whole,
 )
 
-__all__ = [
-    "Method", "Release", "Spent", "calibrate", "check_method", "last_within", "most_within", "pld_epsilon",
-    "rdp_epsilon", "rdp_values", "release_of", "remaining", "spent",
-]  # fmt: skip
-
 Method = Literal["pld", "rdp"]
 
 _MAX_RELEASES: Final = 16  # distinct ones composed exactly: each costs 0.3 s once. More have their noise rounded down

@@ -14,11 +14,6 @@ from typing import Any, Final, Literal, cast, get_args
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
 
-__all__ = [
-    "CHARGED_UP_TO", "DEFAULT_DELTA", "Event", "Mechanism", "Neighbouring", "Sampling", "about", "check_delta",
-    "check_neighbouring", "check_number", "check_whole",
-]  # fmt: skip
-
 Mechanism = Literal["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]
 Sampling = Literal["poisson", "none", "unknown", "shuffled"]
 Neighbouring = Literal["add-or-remove-one", "replace-one"]

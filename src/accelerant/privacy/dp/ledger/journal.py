@@ -24,8 +24,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, open_regular, read_regular
 
-__all__ = ["Contents", "Journal", "read_journal"]
-
 _START: Final = "0" * 64
 _LINE: Final = b'{"record":{"kind":"'
 

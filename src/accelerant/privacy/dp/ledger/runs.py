@@ -32,8 +32,6 @@ from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighb
 from accelerant.privacy.dp.ledger.journal import Journal
 from accelerant.runtime.files import clipped, typed
 
-__all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "fresh_id", "versions"]
-
 VERSION: Final = 1
 
 _Budget = tuple[float, float, str]

@@ -16,8 +16,6 @@ from accelerant.runtime.files import escaped, exact, plain
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import Ledger
 
-__all__ = ["Statement", "make_statement"]
-
 _RELATIONS: Final = {
     "add-or-remove-one": "neighbouring data sets differ by one {unit} added or removed",
     "replace-one": "neighbouring data sets differ by one {unit} replaced",

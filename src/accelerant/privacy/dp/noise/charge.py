@@ -43,10 +43,6 @@ from accelerant.privacy.dp.noise.discrete import (
     make_plan,
 )
 
-__all__ = [
-    "EPSILON_LIMIT", "FINENESS", "LEAST_STEPS", "Charge", "charge", "choose_grid", "grid_steps", "laplace_charge",
-]  # fmt: skip
-
 EPSILON_LIMIT = CHARGED_UP_TO  # Charge.delta holds for a total epsilon up to this
 FINENESS = 64  # rounding to choose_grid's grid adds at most 1 / FINENESS to the sensitivity
 LEAST_STEPS = 1024  # of choose_grid's grid in a deviation

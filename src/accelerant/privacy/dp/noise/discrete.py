@@ -68,14 +68,6 @@ import numpy.typing as npt
 from accelerant.errors import ConfigError
 from accelerant.privacy.random.stream import BLOCK_WORDS
 
-__all__ = [
-    "BASE_LIMIT", "CELLS", "CELL_FIELD", "CELL_SHIFT", "COMPARED", "COMPARED_REST", "CUT", "GROUP", "LAPLACE_POOL",
-    "MAX_TERMS", "POOL", "SMOOTH", "TOTAL_BITS", "TRIGGER", "UNIT_BLOCKS", "WIDEST", "WIDEST_LAPLACE",
-    "GaussianPlan", "base_weights", "digits_of", "draws_of_unit", "groups_of", "laplace_blocks",
-    "laplace_distance", "log_ratio", "make_plan", "make_tables", "smoothing_widths", "split_weights", "table_distance",
-    "thresholds",
-]  # fmt: skip
-
 # --- the base sampler's tables ---------------------------------------------------------------------------------------
 
 CELLS = 512

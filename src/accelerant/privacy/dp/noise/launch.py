@@ -40,12 +40,6 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = [
-    "BLOCK", "KINDS", "PHILOX_GROUP", "PHILOX_THREADS", "ROWS", "SHARED_BYTES", "THREADS", "add_steps", "fused_dtypes",
-    "fused_source", "gaussian_add", "gaussian_source", "gaussian_steps", "host_philox_source", "laplace_source",
-    "laplace_steps", "noted", "packed_rows", "philox_source",
-]  # fmt: skip
-
 BLOCK = 128  # the largest block of the portable kernels
 THREADS = 512  # of the CUDA kernel: 512 with 80 registers draw 2^28 in 3.99 ms on an H200, 1024 with 64 in 4.23
 ROWS = 192  # the most tensors of a launch of the CUDA kernel, whose arguments have 4 KiB

@@ -42,8 +42,6 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = ["GaussianKernel", "LaplaceKernel"]
-
 _TOGETHER = 2
 """Lookups that share loads of the table. With 5, registers run out: a draw of five terms takes 1.4 times as long."""
 

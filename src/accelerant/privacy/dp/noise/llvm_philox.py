@@ -25,8 +25,6 @@ from accelerant.runtime.compilation.llvm import (
 )
 from accelerant.runtime.compilation.philox import philox
 
-__all__ = ["PhiloxKernel"]
-
 _LOGARITHM = (
     0.33333298563957214, -0.25000008940696716, 0.20002824068069458, -0.16668526828289032, 0.14207574725151062,
     -0.12389998883008957, 0.11952442675828934, -0.11787271499633789, 0.06747034937143326,

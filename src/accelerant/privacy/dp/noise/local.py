@@ -25,8 +25,6 @@ from accelerant.privacy.dp.ledger.events import Event, check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_source
 from accelerant.privacy.random import SecureStream
 
-__all__ = ["LocalGaussian", "LocalLaplace", "RandomizedResponse"]
-
 _MOST_CHOICES = 1 << 20
 
 

@@ -28,8 +28,6 @@ from accelerant.privacy.dp.noise.charge import LEAST_STEPS
 from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, charge_of, grid_of, make_source
 from accelerant.runtime.host import refuse_masked
 
-__all__ = ["gaussian_noise_", "laplace_noise_", "release"]
-
 _EXACT = 2**53
 _WIDEST_ON_WHOLE = 2.0**24
 _T = TypeVar("_T", Tensor, Sequence[Tensor])

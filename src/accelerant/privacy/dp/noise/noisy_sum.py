@@ -25,17 +25,6 @@ from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.charge import Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH
 
-__all__ = [
-    "Kind",
-    "NoisePlan",
-    "NoisySum",
-    "charge_of",
-    "grid_of",
-    "make_source",
-    "require_client_unit",
-    "require_clipped_unit",
-]
-
 Kind = Literal["gaussian", "laplace"]
 _CHARGES = {"gaussian": charge, "laplace": laplace_charge}
 

@@ -30,8 +30,6 @@ from accelerant.runtime.compilation.philox import ROUNDS, WEYL
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["FastSource", "NoiseSource", "SecureSource"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTERS = PHILOX_GROUP // 4  # of a group of elements. A tensor begins a new group
 _ALIGNMENT = 16

@@ -30,8 +30,6 @@ from torch.utils.data import (
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger.events import Sampling, check_whole
 
-__all__ = ["Draw", "DrawTracker", "DrawnBatch", "PoissonBatches", "require_poisson", "rows_of", "sampling_of"]
-
 _Rows = Callable[[Tensor], Any]
 
 

@@ -28,11 +28,6 @@ from accelerant.privacy.dp.ledger.events import about, check_whole
 from accelerant.privacy.dp.sampling.batches import require_poisson
 from accelerant.privacy.random import SecureStream
 
-__all__ = [
-    "GroupedSampler", "PoissonSampler", "RareDraws", "Units", "delta_remark", "require_groups",
-    "require_sampler",
-]  # fmt: skip
-
 _BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly
 _LOW: Final = _BITS - 8
 _BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepare

@@ -23,8 +23,6 @@ from accelerant.privacy.dp.noise import NoiseSource
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum
 from accelerant.runtime.processes import Processes
 
-__all__ = ["AdaptiveClipping", "AdaptiveNorm"]
-
 _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0
 """Least multiplier of the count over the whole's: the gradients then get 2.1% more noise than without the count."""

@@ -26,8 +26,6 @@ from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_sour
 from accelerant.runtime.files import plain
 from accelerant.runtime.host import refuse_masked
 
-__all__ = ["GradientPrivatizer", "Privatizer", "least_noise"]
-
 Gradients = Tensor | NDArray[Any] | Mapping[str, Tensor | NDArray[Any]] | Sequence[Tensor | NDArray[Any]]
 """One tensor or array, or several by name or in a list."""
 

@@ -35,8 +35,6 @@ from accelerant.ops._differentiable import recorders
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import _tensors as tensors_of
 
-__all__ = ["LossCheck"]
-
 _FIRST = 10
 """Backward passes whose loss is repeated."""
 

@@ -35,8 +35,6 @@ from accelerant.privacy.dp.training.losses import LossCheck
 from accelerant.privacy.dp.training.separation import SeparationCheck, running_losses
 from accelerant.runtime.processes import Processes
 
-__all__ = ["PrivateOptimizer", "require_float32", "settings_of"]
-
 _FOREIGN_BATCH = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
     "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, nor twice in "

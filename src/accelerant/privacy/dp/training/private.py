@@ -52,8 +52,6 @@ from accelerant.privacy.dp.training.gradients import least_noise
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32, settings_of
 from accelerant.runtime.processes import Processes
 
-__all__ = ["Clipping", "PrivateTraining", "make_private"]
-
 Clipping = Literal["flat", "per_layer", "adaptive"]
 
 _private: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -41,8 +41,6 @@ from accelerant.privacy.dp.training.step import PrivateStep
 from accelerant.runtime.files import exact, plain, typed, write_atomic
 from accelerant.runtime.processes import Processes
 
-__all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
-
 _CURVE_POINTS = 12
 _NO_TARGET = -100  # ignored by the loss
 _SPENT = "the privacy budget is spent"

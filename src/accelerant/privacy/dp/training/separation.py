@@ -45,8 +45,6 @@ from accelerant.privacy.dp.clipping.clipper import batch_size
 from accelerant.privacy.dp.clipping.rules import model_methods
 from accelerant.runtime.memory.peak import modules_restored
 
-__all__ = ["SeparationCheck", "running_losses"]
-
 _TOLERANCE = 2e-5
 """Largest change of an example's gradient that counts as none in float32, relative to the layer's largest."""
 

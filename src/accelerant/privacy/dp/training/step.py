@@ -26,8 +26,6 @@ from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = ["PrivateResult", "PrivateStep"]
-
 
 class PrivateResult(NamedTuple):
     """The result of a step, on the device.

@@ -24,8 +24,6 @@ from accelerant.runtime.files import clipped
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger import Ledger
 
-__all__ = ["Result", "check_leaving", "run_round", "secure_aggregate"]
-
 Leaving = Mapping[str, Collection[int]]
 """Clients that send nothing from a stage of STAGES on."""
 

@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger import Ledger
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
-__all__ = [
-    "SEALED_BYTES", "SECRET_BYTES", "SHARE_BYTES", "Client", "check_statement", "combined_shares", "derived",
-    "mask_seed", "survivors_digest",
-]  # fmt: skip
-
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
 SHARE_BYTES = 40  # 5 field elements
 SEALED_BYTES = 2 * SHARE_BYTES + 16  # the shares that a client sends to another, encrypted

@@ -42,8 +42,6 @@ from accelerant.privacy.dp.noise.source import SecureSource
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
-__all__ = ["Encoding", "make_encoding", "real_tensor", "scaled_down", "wrapped"]
-
 _HALF = 2**31
 _TAIL = 12
 _LEAST_STEPS = 4  # of a client's deviation, so that sums of the noise are smooth

@@ -25,8 +25,6 @@ from accelerant.runtime.compilation.kernel import Builder, KernelSource, builder
 from accelerant.runtime.compilation.llvm import constant, lane_constants, vector
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["SignedSeed", "mask_sums", "mask_sums_source"]
-
 SignedSeed = tuple[bytes, int]
 """A seed of 32 bytes and its sign, 1 or -1."""
 

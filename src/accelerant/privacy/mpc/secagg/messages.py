@@ -19,11 +19,6 @@ from typing import Any, Final
 
 from accelerant.errors import FormatError, MissingDependency, ProtocolError
 
-__all__ = [
-    "ADVERTISE", "CONSISTENCY", "MASK", "SHARE", "STAGES", "STATEMENT", "UNMASK", "Reader", "check_signature",
-    "crypto", "pack_ids", "pack_message", "pack_pieces", "pack_signed", "read_client", "read_server",
-]  # fmt: skip
-
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
 STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
 """The stages in order; each begins with messages of the clients and ends with the server's answers."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger import Ledger
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
-__all__ = ["Aggregate", "Server", "StageReport"]
-
 
 @dataclass(slots=True)
 class StageReport:

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from accelerant.privacy.mpc.secagg.client import Client
     from accelerant.privacy.mpc.secagg.server import Server
 
-__all__ = ["SECURITY", "SecureAggregation", "failure_log2", "least_neighbours", "local_threshold", "make_identities"]
-
 SECURITY: Final = -40.0  # log2 of the probability that a sparse graph fails
 _MOST_CLIENTS = 65_535
 _MOST_SIZE = 1 << 31
