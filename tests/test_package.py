@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pickle
 import pkgutil
 import statistics
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import accelerant
 from accelerant import errors
+from accelerant.service import errors as service_errors
 
 PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelerator", "accelerant.runtime.provider")
 NOT_FOR_USERS = {
@@ -72,6 +74,23 @@ def test_errors_form_the_tree_that_the_docstring_draws():
         kind = getattr(errors, name)
         assert name in errors.__doc__
         assert issubclass(kind, errors.AccelerantError) or issubclass(kind, Warning)
+
+
+def test_errors_cross_processes():
+    made = [errors.BackendUnavailable("cuda", "no driver"), errors.MissingDependency("ray", "ray", "a cluster")]
+    made += [errors.CompileError("no", log="line 1"), errors.MissingFile("a.txt: no such file")]
+    made += [service_errors.QueueFull("full", 3.0), service_errors.Refused(401, "key", "no key")]
+    for error in made:
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_errors_are_also_those_of_python():
+    assert issubclass(errors.MissingFile, FileNotFoundError)
+    assert issubclass(errors.MissingFile, errors.FormatError)
+    assert issubclass(errors.MissingFile, errors.ConfigError)
+    assert issubclass(errors.OutOfMemory, MemoryError)
+    assert issubclass(errors.MissingDependency, ImportError)
 
 
 @functools.cache

@@ -2,17 +2,18 @@
 
     AccelerantError
     ├── BackendUnavailable      an explicitly chosen backend is not on this machine
-    ├── MissingDependency       an optional package is needed; the message names the extra
+    ├── MissingDependency       an optional package is needed; the message names it (also ImportError)
     ├── CompileError            a kernel did not compile; carries the compiler's log
     ├── LaunchError             the device refused a launch; nothing ran
     ├── BoundsError             a kernel passed the end of an array (setting debug)   (also IndexError)
-    ├── OutOfMemory             an allocation failed or would pass a limit
+    ├── OutOfMemory             an allocation failed or would pass a limit  (also MemoryError)
     ├── DeviceLost              a sticky device error: this process can no longer use the device
     ├── ShapeError              incompatible shapes                         (also ValueError)
     ├── UnsupportedDtype        a dtype that the operation does not take    (also TypeError)
     ├── UnsupportedCase         valid input that no implementation serves
     ├── FormatError             a malformed file or message                 (also ValueError)
     ├── ConfigError             an invalid setting or argument              (also ValueError)
+    ├── MissingFile             no such file or folder (also FormatError, ConfigError and FileNotFoundError)
     ├── RangeError              a number beyond what its encoding holds     (also OverflowError)
     ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
     ├── ProtocolError           a multi-party protocol was not followed
@@ -26,16 +27,29 @@ Messages state what was expected, what was given and what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AccelerantError", "BackendUnavailable", "BoundsError", "BudgetExceeded", "CompileError", "ConfigError",
     "DeviceLost", "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency",
-    "OutOfMemory", "ProtocolError", "RangeError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase",
+    "MissingFile", "OutOfMemory", "ProtocolError", "RangeError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase",
     "UnsupportedDtype",
 ]  # fmt: skip
 
 
 class AccelerantError(Exception):
-    """Base class of the errors that this library raises."""
+    """Base class of the errors that this library raises; they pickle, and so cross processes."""
+
+    def __reduce__(self) -> Any:
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[AccelerantError], args: tuple[Any, ...], attributes: dict[str, Any]) -> AccelerantError:
+    """Return a pickled error; its class may be made from other arguments than those that Exception keeps."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class BackendUnavailable(AccelerantError):
@@ -47,13 +61,15 @@ class BackendUnavailable(AccelerantError):
         super().__init__(f"backend {backend!r} is not available: {reason}")
 
 
-class MissingDependency(AccelerantError):
+class MissingDependency(ImportError, AccelerantError):
     """An optional package is needed and could not be imported; the extra of Accelerant installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package = package
         self.extra = extra
         super().__init__(f"{purpose} needs {package}: pip install 'accelerant[{extra}]'")
+
+    __reduce__ = AccelerantError.__reduce__  # ImportError's would call __init__ with the message
 
 
 class CompileError(AccelerantError):
@@ -72,7 +88,7 @@ class BoundsError(AccelerantError, IndexError):
     """A kernel accessed an element outside of an array, under the setting `debug`; its results are wrong."""
 
 
-class OutOfMemory(AccelerantError):
+class OutOfMemory(MemoryError, AccelerantError):
     """An allocation failed or would pass a limit."""
 
 
@@ -106,6 +122,10 @@ class FormatError(AccelerantError, ValueError):
 
 class ConfigError(AccelerantError, ValueError):
     """An invalid setting or argument; the message names it and the allowed values."""
+
+
+class MissingFile(FileNotFoundError, FormatError, ConfigError):
+    """A file or folder that was named does not exist."""
 
 
 class ProtocolError(AccelerantError):

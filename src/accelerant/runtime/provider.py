@@ -776,7 +776,9 @@ def lacks_host_memory(error: BaseException) -> bool:
 
     torch.OutOfMemoryError is for devices alone.
     """
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    if isinstance(error, MemoryError):
+        return not isinstance(error, OutOfMemory)
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def out_of_memory(size_bytes: int, device: str, memory: MemoryInfo) -> OutOfMemory:

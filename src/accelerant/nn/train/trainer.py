@@ -489,6 +489,8 @@ class _Run:
                     raise
                 kept = f"{error.strerror}; step {self._saved:,} is kept in a checkpoint, to resume from with more space"
                 raise OSError(error.errno, kept, error.filename) from None
+            except OutOfMemory:
+                raise
             except (RuntimeError, MemoryError) as error:
                 if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _CPU_MEMORY not in str(error):
                     raise
