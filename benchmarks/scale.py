@@ -43,7 +43,7 @@ from accelerant.zk import curve as curve_named
 from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
-from accelerant.zk.multi_scalar.op import FixedBase
+from accelerant.zk.multi_scalar import FixedBase
 from benchmarks.groth16_circuit import Circuit
 from benchmarks.model import MODELS
 from benchmarks.scale_model import Costs, outlook

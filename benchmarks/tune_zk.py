@@ -5,7 +5,7 @@
     python benchmarks/tune_zk.py opencl --smallest        # sizes that tell nothing, to see that it runs
 
 Every answer is compared with the CPU's before it is timed. The best divisions belong in algebra/ntt/launch.py
-(division_of) and zk/multi_scalar/device_plan.py; nothing is written here.
+(division_of) and algebra/msm/device_plan.py; nothing is written here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.words import random
+from accelerant.algebra.msm.device import DeviceBases, start_msm
 from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
 from benchmarks.zk_inputs import msm_answer, msm_points, msm_scalars
 
 _ORDER = "natural_to_bit_reversed"

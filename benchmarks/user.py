@@ -495,7 +495,7 @@ def _words(modulus: int, zero: Any, n: int) -> Any:
 def _measure_msm(log_n: int, this: _UserRun) -> None:
     """Measure msm with default arguments on the points (n + i) G, whose sum Python's integers know."""
     from accelerant import zk
-    from accelerant.algebra.curve.reference import multiply
+    from accelerant.algebra.curve.weierstrass import multiply
 
     curve, n, width = zk.curve("bls12_381_g1"), 1 << log_n, 1 << log_n // 2
     index = torch.arange(n, device=this.where)

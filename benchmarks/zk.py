@@ -33,7 +33,7 @@ import torch
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import curve_of, family_of
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
@@ -49,7 +49,7 @@ from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import msm, ntt
-from accelerant.zk.multi_scalar.op import FixedBase
+from accelerant.zk.multi_scalar import FixedBase
 from benchmarks import zk_first_call, zk_inputs
 from benchmarks.zk_multiplier import CARRY, measure_multiplier, msm_multiplies, msm_products, ntt_multiplies
 

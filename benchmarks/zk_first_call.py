@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from accelerant import zk
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.zk import msm, ntt
 
 Placed = Callable[[Any], Any]

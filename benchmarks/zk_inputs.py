@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.reference import permuted
 from accelerant.zk import FieldArray, PrimeField

@@ -23,7 +23,7 @@ The counts are of textbook algorithms, not of the kernels:
 
 The sum's scalars of b bits are read in W = ceil((b + 1) / c) signed digits of c bits. B is W 2^(c - 1), the number of
 buckets, or 2^(c - 1) with precomputed multiples of the points by 2^(c j); c is the one that takes the least. Rounds are
-counted where a device has them (zk/multi_scalar/device_plan.py): a bucket's points become as many as there are units of
+counted where a device has them (algebra/msm/device_plan.py): a bucket's points become as many as there are units of
 2^r of them, the last of which is half full on average; a pair's 3 products for a share of one inverse are among the 5.
 
 Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS"; the explicit-formulas database, short Weierstrass,
@@ -39,12 +39,12 @@ import torch
 
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.msm.device_plan import device_plan
 from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource, portable_header
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.zk.multi_scalar.device_plan import device_plan
 
 __all__ = [
     "CARRY",

@@ -11,11 +11,11 @@ from accelerant import Accelerator, AcceleratorConfig, ops, zk
 from accelerant.accelerator import methods
 from accelerant.accelerator.methods import METHODS, metas_of, scratch_of, sizes_of
 from accelerant.accelerator.split import split_along_rows
+from accelerant.algebra.msm.device_plan import device_plan
 from accelerant.errors import OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import peak_recorded
-from accelerant.zk.multi_scalar.device_plan import device_plan
-from accelerant.zk.multi_scalar.op import scratch_bytes
+from accelerant.zk.multi_scalar import scratch_bytes
 
 CPU = registry.choose("cpu")
 

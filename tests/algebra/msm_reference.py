@@ -7,7 +7,7 @@ Source: Bernstein and Lange, Explicit-Formulas Database, hyperelliptic.org/EFD, 
 names in each function.
 """
 
-from accelerant.algebra.curve.reference import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 
 
 def jacobian_negate(curve, p):

@@ -1,6 +1,6 @@
 """Points of every small order that a curve has out of its subgroup of order r, for the tests of checks."""
 
-from accelerant.algebra.curve.reference import in_subgroup, multiply
+from accelerant.algebra.curve.weierstrass import in_subgroup, multiply
 
 
 def point_out_of_subgroup(curve, seed=1):

@@ -13,11 +13,12 @@ import subprocess
 
 import pytest
 
-from accelerant.algebra.bigint.launch import kernel_source as bigint_source
+from accelerant.algebra.bigint.residues import kernel_source as bigint_source
+from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.program import kernel_source as curve_source
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source as field_source
+from accelerant.algebra.msm import device_plan as device_kernels
 from accelerant.algebra.ntt.program import powers_source
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import ConfigError
@@ -25,7 +26,6 @@ from accelerant.privacy.random.device import keystream_source
 from accelerant.runtime.compilation.inspect import amd_compiler, inspect_amd
 from accelerant.runtime.compilation.kernel import portable_header
 from accelerant.runtime.provider import self_test_source
-from accelerant.zk.multi_scalar import device_kernels
 from requirements import require
 
 CURVE = curve_of("bn254_g1")

@@ -10,7 +10,7 @@ import pytest
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.reference import bit_reversed
 from accelerant.bench.record import Environment, Record

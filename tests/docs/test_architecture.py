@@ -108,8 +108,8 @@ def test_msm():
     points = group.mul(group.generator, [1, 2, 3])
     accelerant.zk.msm([5, 7, 11], points)  # compiles outside the trace
     files = visited(lambda: accelerant.zk.msm([5, 7, 11], points))
-    device = {f"zk/multi_scalar/{name}.py" for name in ("device", "device_plan", "device_kernels", "window_reduction")}
-    assert section("## Call 2: `zk.msm`") - device - {"zk/multi_scalar/llvm_kernels.py"} <= files
+    device = {f"algebra/msm/{name}.py" for name in ("device", "device_plan")}
+    assert section("## Call 2: `zk.msm`") - device - {"algebra/msm/llvm_kernels.py"} <= files
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_a_kernels_key_has_the_fields_parameters(monkeypatch):
 @pytest.mark.parametrize("edited", ["runtime/compilation/llvm.py", "algebra/field/llvm_packed.py"])
 def test_a_kernels_key_changes_with_the_code_that_writes_it(edited, tmp_path, monkeypatch):
     package = kernel_module._PACKAGE
-    for folder in ("algebra", "zk/multi_scalar", "runtime/compilation"):
+    for folder in ("algebra", "runtime/compilation"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     kernel = field_kernels("bn254_fr", "field_mul", "scalar")
     own = kernel.key

@@ -6,11 +6,12 @@ import subprocess
 
 import pytest
 
-from accelerant.algebra.bigint.launch import kernel_source as bigint_source
+from accelerant.algebra.bigint.residues import kernel_source as bigint_source
+from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.program import kernel_source as curve_source
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source as field_source
+from accelerant.algebra.msm import device_plan as device_kernels
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import CompileError
 from accelerant.privacy.random.device import keystream_source
@@ -19,7 +20,6 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import self_test_source
-from accelerant.zk.multi_scalar import device_kernels
 from requirements import require
 
 TARGET = "gfx90a"

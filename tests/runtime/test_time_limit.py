@@ -9,12 +9,12 @@ from torch import nn
 
 from accelerant import Accelerator, AcceleratorConfig, zk
 from accelerant.accelerator import facade
+from accelerant.algebra.msm import cpu
 from accelerant.algebra.ntt import launch as ntt_launch
 from accelerant.errors import ConfigError, TimeLimitExceeded
 from accelerant.nn.train import TrainConfig, Trainer, fit
 from accelerant.runtime import time_limit as module
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
-from accelerant.zk.multi_scalar import cpu
 
 
 @pytest.fixture

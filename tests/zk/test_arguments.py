@@ -195,7 +195,7 @@ def test_points_out_of_the_subgroup_are_no_fixed_base():
     ):
         with pytest.raises(FormatError, match="out of the subgroup of bls12_381_g1"):
             call()
-    from accelerant.zk.multi_scalar.op import FixedBase
+    from accelerant.zk.multi_scalar import FixedBase
 
     with pytest.raises(FormatError, match="out of the subgroup of bls12_381_g1"):
         FixedBase("bls12_381_g1", [low])

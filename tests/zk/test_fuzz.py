@@ -23,12 +23,12 @@ from accelerant import zk
 from accelerant.algebra.curve.encoding import decode_points, points_from_bytes, points_to_bytes
 from accelerant.algebra.curve.encoding import point_bytes as point_size
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import FormatError
-from accelerant.zk.multi_scalar.op import FixedBase, msm
+from accelerant.zk.multi_scalar import FixedBase, msm
 from accelerant.zk.transform import ntt
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))

@@ -22,15 +22,16 @@ import accelerant
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.reference import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
+from accelerant.algebra.msm import cpu
+from accelerant.algebra.msm.cpu import CpuBases, CpuPlan, cpu_plan
+from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
-from accelerant.zk.multi_scalar import cpu, op
-from accelerant.zk.multi_scalar.cpu import CpuBases, CpuPlan, cpu_plan
-from accelerant.zk.multi_scalar.llvm_kernels import kernel_source
-from accelerant.zk.multi_scalar.op import FixedBase, msm
+from accelerant.zk import multi_scalar as op
+from accelerant.zk.multi_scalar import FixedBase, msm
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_buckets, msm_sum

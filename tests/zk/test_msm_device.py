@@ -21,36 +21,35 @@ import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
+from accelerant.algebra.msm import device
+from accelerant.algebra.msm import device_plan as device_kernels
+from accelerant.algebra.msm import device_plan as device_plan_module
+from accelerant.algebra.msm.device import DeviceBases, _Runner, start_msm
+from accelerant.algebra.msm.device_plan import (
+    INVERT_BLOCK,
+    MAX_INDICES,
+    MAX_SEGMENT_UNITS,
+    Chunk,
+    DevicePlan,
+    accumulate_source,
+    affine_source,
+    bins_source,
+    device_plan,
+    fold_source,
+    multiples_source,
+    prepare,
+    scratch_shapes,
+    sort_launches,
+    sort_source,
+)
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import recorded_launch
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
-from accelerant.zk.multi_scalar import device, device_kernels
-from accelerant.zk.multi_scalar import device_plan as device_plan_module
-from accelerant.zk.multi_scalar.device import DeviceBases, _Runner, start_msm
-from accelerant.zk.multi_scalar.device_kernels import (
-    INVERT_BLOCK,
-    MAX_SEGMENT_UNITS,
-    accumulate_source,
-    affine_source,
-    bins_source,
-    fold_source,
-    multiples_source,
-    sort_source,
-)
-from accelerant.zk.multi_scalar.device_plan import (
-    MAX_INDICES,
-    Chunk,
-    DevicePlan,
-    device_plan,
-    prepare,
-    scratch_shapes,
-    sort_launches,
-)
-from accelerant.zk.multi_scalar.op import FixedBase, msm, run_sums
+from accelerant.zk.multi_scalar import FixedBase, msm, run_sums
 from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))

@@ -15,17 +15,17 @@ import pytest
 
 import accelerant
 from accelerant.algebra.curve.encoding import encode_points
+from accelerant.algebra.curve.launch import ENTRIES as CURVE_ENTRIES
+from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.program import ENTRIES as CURVE_ENTRIES
-from accelerant.algebra.curve.program import kernel_source as curve_source
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.program import CudaProgram, montgomery_radix
 from accelerant.algebra.field.program import entries as field_entries
 from accelerant.algebra.field.program import kernel_source as field_source
-from accelerant.zk.multi_scalar import window_reduction
-from accelerant.zk.multi_scalar.device_kernels import accumulate_source, affine_source, fold_source, multiples_source
-from accelerant.zk.multi_scalar.window_reduction import canonical, reduce_by_kernel, reduce_by_python, reduce_windows
+from accelerant.algebra.msm import device as window_reduction
+from accelerant.algebra.msm.device import canonical, reduce_by_kernel, reduce_by_python, reduce_windows
+from accelerant.algebra.msm.device_plan import accumulate_source, affine_source, fold_source, multiples_source
 
 # --- a process without a device --------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ from accelerant.algebra.field import program
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import cuda as cuda_compile
-from accelerant.zk.multi_scalar import op
+from accelerant.zk import multi_scalar as op
 from accelerant.zk.operands import Operand
 
 keys, texts, launched = {}, [], []

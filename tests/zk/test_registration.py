@@ -11,10 +11,10 @@ import pytest
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import encode_points
+from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.program import ENTRIES
-from accelerant.algebra.curve.reference import add, double, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, double, in_subgroup, multiply, negate
 from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels, host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, field_of

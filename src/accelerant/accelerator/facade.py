@@ -57,7 +57,7 @@ from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Event, MemoryInfo, lacks_host_memory
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
-from accelerant.zk.multi_scalar.op import FixedBase
+from accelerant.zk.multi_scalar import FixedBase
 from accelerant.zk.transform import ntt
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.multi_scalar.op import msm
-from accelerant.zk.multi_scalar.op import scratch_bytes as msm_scratch_bytes
+from accelerant.zk.multi_scalar import msm
+from accelerant.zk.multi_scalar import scratch_bytes as msm_scratch_bytes
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 

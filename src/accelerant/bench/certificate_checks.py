@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.algebra.curve import reference as group_law
+from accelerant.algebra.curve import weierstrass as group_law
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.memory_space import space_at

@@ -14,7 +14,7 @@ from accelerant._lazy import lazy
 from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
 from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve
-from accelerant.zk.multi_scalar.op import msm
+from accelerant.zk.multi_scalar import msm
 from accelerant.zk.transform import ntt
 
 if TYPE_CHECKING:

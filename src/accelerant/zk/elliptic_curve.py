@@ -26,7 +26,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import operands
-from accelerant.zk.multi_scalar.op import FixedBase
+from accelerant.zk.multi_scalar import FixedBase
 from accelerant.zk.operands import Operand
 
 Device = str | ComputeDevice | None

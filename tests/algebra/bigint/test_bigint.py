@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accelerant.algebra.bigint import FixedBase, gmp, launch, residues_of
-from accelerant.algebra.bigint.launch import kernel_source, lanes_of, limbs_of
-from accelerant.algebra.bigint.pairs import _PUBLIC_WINDOW, DevicePairs
+from accelerant.algebra.bigint import FixedBase, gmp, residues_of
+from accelerant.algebra.bigint import residues as launch
+from accelerant.algebra.bigint.residues import _PUBLIC_WINDOW, DevicePairs, kernel_source, lanes_of, limbs_of
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import ConfigError, MissingDependency, ShapeError
 from accelerant.runtime.compilation.cuda import compile_cuda
@@ -179,7 +179,7 @@ def test_launches_are_in_the_ledger_and_large_batches_in_parts(monkeypatch):
     assert residues_of(x, n, space).power([12345]).ints() == [pow(u, 12345, n) for u in x]
     assert residues_of(x, n, space).power(x).ints() == [pow(u, u, n) for u in x]
     assert any(record.op == "bigint_pow" for record in ledger().records())
-    monkeypatch.setattr("accelerant.algebra.bigint.pairs.TABLE_BYTES", (8 * 16 << _PUBLIC_WINDOW) * 3)
+    monkeypatch.setattr("accelerant.algebra.bigint.residues.TABLE_BYTES", (8 * 16 << _PUBLIC_WINDOW) * 3)
     numbers = DevicePairs.of_words(space.load(launch.words_of(map(gmp().mpz, x), 48)), n, space)
     assert unpaired(numbers.power(12345), n) == [pow(u, 12345, n * n) for u in x]
 

@@ -11,7 +11,7 @@ from accelerant.algebra.curve.encoding import (
     points_from_bytes,
     points_to_bytes,
 )
-from accelerant.algebra.curve.reference import multiply, negate
+from accelerant.algebra.curve.weierstrass import multiply, negate
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 NAMES = list(CURVES)

@@ -13,9 +13,9 @@ import pytest
 from small_orders import of_small_orders, point_out_of_subgroup
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.launch import ADDS, BLOCK, ENTRIES, grid_and_block, kernel_source, point_text, prefixed
 from accelerant.algebra.curve.parameters import CURVES, Endomorphism, curve_of, endomorphism
-from accelerant.algebra.curve.program import ADDS, BLOCK, ENTRIES, grid_and_block, kernel_source, point_text, prefixed
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry

@@ -12,7 +12,7 @@ from small_orders import of_small_order, of_small_orders, point_out_of_subgroup,
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.reference import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ShapeError
 

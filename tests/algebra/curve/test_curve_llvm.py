@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.llvm_points import public_digits
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.program import ENTRIES
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry

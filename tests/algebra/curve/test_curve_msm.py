@@ -4,7 +4,7 @@ import pytest
 from msm_reference import msm_buckets, msm_sum, signed_digits
 
 from accelerant.algebra.curve import CURVES, curve_of
-from accelerant.algebra.curve.reference import multiply, negate
+from accelerant.algebra.curve.weierstrass import multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
 from vectors import MSM_ANSWERS, field_elements, msm_multipliers, msm_points, msm_scalars, splitmix64
 

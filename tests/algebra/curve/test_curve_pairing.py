@@ -14,7 +14,7 @@ from pairing_reference import (
 
 from accelerant.algebra.curve import FAMILIES, family_of
 from accelerant.algebra.curve.encoding import check_points
-from accelerant.algebra.curve.reference import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 
 GROTH16 = Path(__file__).parents[2] / "vectors" / "groth16"
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))

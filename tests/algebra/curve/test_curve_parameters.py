@@ -5,8 +5,7 @@ import pytest
 
 from accelerant.algebra.curve import CURVES, FAMILIES, curve_of, family_of
 from accelerant.algebra.curve.parameters import _checked
-from accelerant.algebra.curve.reference import multiply
-from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.curve.weierstrass import Curve, multiply
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import ConfigError
 

@@ -13,7 +13,7 @@ from msm_reference import (
 )
 
 from accelerant.algebra.curve import CURVES, curve_of
-from accelerant.algebra.curve.reference import (
+from accelerant.algebra.curve.weierstrass import (
     add,
     double,
     in_subgroup,

@@ -8,7 +8,7 @@ from pairing_reference import product_is_one
 
 from accelerant.algebra.curve import curve_of, family_of
 from accelerant.algebra.curve.encoding import point_bytes, points_from_bytes, points_to_bytes
-from accelerant.algebra.curve.reference import add, multiply
+from accelerant.algebra.curve.weierstrass import add, multiply
 from accelerant.errors import FormatError
 
 FOLDER = Path(__file__).parents[2] / "vectors"

@@ -12,8 +12,7 @@ from small_orders import of_cofactor, of_small_order, of_small_orders, point_out
 from accelerant.algebra.curve import FAMILIES, family_of
 from accelerant.algebra.curve.encoding import encode_points, point_bytes, points_from_bytes
 from accelerant.algebra.curve.pairing import product, product_is_one
-from accelerant.algebra.curve.reference import add, multiply, negate
-from accelerant.algebra.curve.weierstrass import signed_windows
+from accelerant.algebra.curve.weierstrass import add, multiply, negate, signed_windows
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 

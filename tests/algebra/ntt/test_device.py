@@ -17,11 +17,20 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
-from accelerant.algebra.ntt.launch import LOG_MOST, DeviceNttPlan, Division, division_of, run
+from accelerant.algebra.ntt.launch import (
+    LOG_MOST,
+    DeviceNttPlan,
+    Division,
+    Tables,
+    device_tables,
+    division_of,
+    pass_tables,
+    roots_of,
+    run,
+)
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
-from accelerant.algebra.ntt.tables import Tables, device_tables, pass_tables, roots_of
 from accelerant.errors import ConfigError, LaunchError
 from requirements import require_backend
 from vectors import TRANSFORM_BASE, field_elements

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.field.memory_space import HOST, space_at
-from accelerant.algebra.ntt import rns_llvm
+from accelerant.algebra.ntt import rns as rns_llvm
 from accelerant.algebra.ntt.rns import ENTRIES, RnsPrimes, is_prime, primes_below, rns_source
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS

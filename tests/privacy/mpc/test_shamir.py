@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import accelerant
-from accelerant.algebra.curve import curve_of, reference
+from accelerant.algebra.curve import curve_of
+from accelerant.algebra.curve import weierstrass as reference
 from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.field import prime_field
 from accelerant.errors import (

@@ -10,7 +10,7 @@ from parts import VECTORS, edited, offset_of, refused, resized, without
 
 from accelerant import zk
 from accelerant.algebra.curve.encoding import encode_points
-from accelerant.algebra.curve.reference import add
+from accelerant.algebra.curve.weierstrass import add
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.zk.formats import Label, Ptau, write_ptau
 

@@ -10,8 +10,7 @@ import pytest
 from parts import VECTORS, edited, offset_of, refused, resized, take_apart, without
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.reference import in_subgroup
-from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates
+from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates, in_subgroup
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import COEFFICIENT, Label, Zkey, write_zkey
 

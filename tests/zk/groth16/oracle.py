@@ -6,7 +6,7 @@ import numpy as np
 
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.reference import add, multiply
+from accelerant.algebra.curve.weierstrass import add, multiply
 from accelerant.zk.groth16 import Proof, VerificationKey
 
 GENERATOR = 5

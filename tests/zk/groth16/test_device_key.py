@@ -23,6 +23,7 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode, random
+from accelerant.algebra.msm import device as msm_device
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, FormatError, ShapeError
@@ -44,7 +45,6 @@ from accelerant.zk.groth16.matrices import (
     unreduced_blocks,
 )
 from accelerant.zk.groth16.setup import setup_with_known_tau
-from accelerant.zk.multi_scalar import device as msm_device
 from requirements import require_backend
 
 KNOWN = (12345, 2**200 + 7)

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from accelerant.algebra.curve.launch import kernel_source
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.program import kernel_source
 from accelerant.config import override
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.providers.cpu import CpuProvider

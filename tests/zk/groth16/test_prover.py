@@ -16,7 +16,7 @@ import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.reference import add, multiply
+from accelerant.algebra.curve.weierstrass import add, multiply
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError
@@ -24,7 +24,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns, write_zkey
-from accelerant.zk.formats.elements import montgomery_points
+from accelerant.zk.formats.container import montgomery_points
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.keys import Stages
 from accelerant.zk.groth16.setup import setup_with_known_tau

@@ -10,7 +10,7 @@ import pytest
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of, family_of
-from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase

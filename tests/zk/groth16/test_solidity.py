@@ -13,7 +13,7 @@ import pytest
 from circuits import write_circuit
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.cli.app import main
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify

@@ -21,14 +21,14 @@ import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import endomorphism, family_of
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode
 from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk import curve as curve_named
 from accelerant.zk.formats import Witness, Zkey, describe, write_wtns, write_zkey
-from accelerant.zk.formats.elements import montgomery_points
+from accelerant.zk.formats.container import montgomery_points
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.proof import point_to_json
 from accelerant.zk.groth16.verifier import Statement

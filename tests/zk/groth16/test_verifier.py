@@ -11,7 +11,7 @@ import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.zk import curve as curve_named
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many

@@ -30,8 +30,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.reference import in_subgroup
-from accelerant.algebra.curve.weierstrass import Affine, Curve
+from accelerant.algebra.curve.weierstrass import Affine, Curve, in_subgroup
 from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped

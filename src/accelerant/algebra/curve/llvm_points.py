@@ -27,9 +27,8 @@ from typing import Any, Protocol, TypeVar
 
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Coordinates, signed_windows
-from accelerant.algebra.field.llvm_ifma import LIMB_BITS, all_zero, limb_of, rotated, word_of
 from accelerant.algebra.field.llvm_kernels import packed_field
-from accelerant.algebra.field.llvm_packed import PackedField, hide
+from accelerant.algebra.field.llvm_packed import LIMB_BITS, PackedField, all_zero, hide, limb_of, rotated, word_of
 from accelerant.runtime.compilation.llvm import (
     NOINLINE,
     FunctionBuilder,

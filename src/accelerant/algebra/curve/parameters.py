@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from accelerant.algebra.curve.reference import in_subgroup, multiply
 from accelerant.algebra.curve.weierstrass import (
     SCALAR_WORDS,
     Affine,
@@ -25,6 +24,8 @@ from accelerant.algebra.curve.weierstrass import (
     Pair,
     PrimeCoordinates,
     QuadraticCoordinates,
+    in_subgroup,
+    multiply,
 )
 from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, field_of
 from accelerant.errors import ConfigError

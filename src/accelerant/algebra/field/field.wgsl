@@ -1,7 +1,7 @@
 // A prime field in WGSL, which has no integers of 64 bits and no high half of a product: DIGITS digits of 16 bits in u32,
 // the least significant first, so that x y + z + carry of digits fits in 32 bits. One text for every field.
 //
-// Defined by wgsl.py: DIGITS n; MODULUS p, R1 = R mod p and R2 = R^2 mod p, R = 2^(16 n); INVERSE -1/p mod 2^16;
+// Defined by program.py: DIGITS n; MODULUS p, R1 = R mod p and R2 = R^2 mod p, R = 2^(16 n); INVERSE -1/p mod 2^16;
 // CANONICAL: whether elements in "Montgomery form" are canonical, as in Goldilocks, whose products in C need no such form.
 // A product then is two Montgomery products.
 //

@@ -1,4 +1,4 @@
-// Follows field.wgsl, and the arrays x and z; INVERSES, BITS and P_MINUS_2 are from wgsl.py.
+// Follows field.wgsl, and the arrays x and z; INVERSES, BITS and P_MINUS_2 are from program.py.
 
 // 1/x of x in Montgomery form, 0 of 0: x^(p - 2). One product for both steps: compilers copy its text to each call.
 fn inverse_of(x: Element) -> Element {

@@ -29,11 +29,11 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerant.algebra.field.llvm_ifma import PackedIfma
 from accelerant.algebra.field.llvm_packed import (
     PackedBabyBear,
     PackedField,
     PackedGoldilocks,
+    PackedIfma,
     PackedLimbs,
     PackedMersenne61,
 )
@@ -45,7 +45,7 @@ from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, progr
 FORMS = ("scalar", "vector")
 """One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
 
-SOURCES = ("algebra", "zk/multi_scalar")
+SOURCES = ("algebra",)
 """Folders of the package with code that writes kernels over packs; the same for all kernels, to be hashed once."""
 
 _PACKS = 128

@@ -1,6 +1,6 @@
 // One pass of number-theoretic transforms in WGSL: what kernel.c computes, with its arguments and its grid.
 //
-// Follows field.wgsl, the arrays x, z, roots, before, after, low and high, and from wgsl.py the tile (LOG_ROWS, LOG_COLUMNS,
+// Follows field.wgsl, the arrays x, z, roots, before, after, low and high, and from program.py the tile (LOG_ROWS, LOG_COLUMNS,
 // THREADS) and the variant (ALONG_IN, ...). A block loads its columns into workgroup memory, does one level of butterflies
 // after another there, and stores them. Roots are w R mod p, without quotients, in bit-reversed order, for every field.
 //

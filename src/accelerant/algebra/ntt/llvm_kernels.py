@@ -27,9 +27,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from accelerant.algebra.field.llvm_ifma import LANE_ORDER, PackedIfma
 from accelerant.algebra.field.llvm_kernels import SOURCES, packed_field
-from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.algebra.field.llvm_packed import LANE_ORDER, PackedField, PackedIfma
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.runtime.compilation.kernel import LlvmProgram

@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_text, montgomery_radix, read_files
-from accelerant.algebra.field.wgsl import accessors, field_wgsl
+from accelerant.algebra.field.program import (
+    BLOCK,
+    CudaProgram,
+    accessors,
+    defined,
+    field_text,
+    field_wgsl,
+    montgomery_radix,
+    read_files,
+)
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError

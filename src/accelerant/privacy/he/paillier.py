@@ -42,8 +42,7 @@ import numpy.typing as npt
 import torch
 
 from accelerant.algebra.bigint import FixedBase, Residues, gmp, residues_of
-from accelerant.algebra.bigint.launch import DeviceResidues, ints_of, words_of
-from accelerant.algebra.bigint.pairs import DevicePairs
+from accelerant.algebra.bigint.residues import DevicePairs, DeviceResidues, ints_of, words_of
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
     ConfigError,

@@ -14,8 +14,8 @@ FormatError, which names the file, the section and the offset. torch is not impo
 """
 
 from accelerant.zk.formats.circuit import TERM, CustomGate, R1cs, Witness, write_r1cs, write_wtns
+from accelerant.zk.formats.container import Label
 from accelerant.zk.formats.describe import describe, open_file
-from accelerant.zk.formats.elements import Label
 from accelerant.zk.formats.ptau import Ptau, PtauContribution, write_ptau
 from accelerant.zk.formats.zkey import COEFFICIENT, Contribution, Zkey, write_zkey
 

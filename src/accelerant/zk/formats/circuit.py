@@ -30,8 +30,19 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import U64, Cursor, FilePath, Layout, MappedFile, write_container
-from accelerant.zk.formats.elements import check_below, first_not_below, prime_bytes, read_family, words_of
+from accelerant.zk.formats.container import (
+    U64,
+    Cursor,
+    FilePath,
+    Layout,
+    MappedFile,
+    check_below,
+    first_not_below,
+    prime_bytes,
+    read_family,
+    words_of,
+    write_container,
+)
 
 Terms = npt.NDArray[np.void]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from accelerant.errors import FormatError
 from accelerant.zk.formats.circuit import R1cs, Witness
-from accelerant.zk.formats.container import U64, FilePath, MappedFile, regular_file
-from accelerant.zk.formats.elements import KINDS, Label, count_infinities
+from accelerant.zk.formats.container import KINDS, U64, FilePath, Label, MappedFile, count_infinities, regular_file
 from accelerant.zk.formats.ptau import Ptau
 from accelerant.zk.formats.zkey import Zkey
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import Curve, Family, endomorphism
-from accelerant.algebra.curve.reference import add
+from accelerant.algebra.curve.weierstrass import add
 from accelerant.zk.formats.container import U64
 
 _MOST = 16

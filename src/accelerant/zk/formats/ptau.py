@@ -13,7 +13,7 @@
     13  Lagrange forms of section 3, of 2^0, ..., 2^power points            of G2
     14, 15  Lagrange forms of sections 4 and 5, like 13                     of G1
 
-`snarkjs powersoftau prepare phase2` adds sections 12 to 15. elements.py describes the encoding of points and labels.
+`snarkjs powersoftau prepare phase2` adds sections 12 to 15. container.py describes the encoding of points and labels.
 Source: files of snarkjs 0.7.6; the order of the public key's points was determined with pairings.
 """
 
@@ -29,9 +29,18 @@ import numpy as np
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats import elements
-from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
-from accelerant.zk.formats.elements import Label, point_words, words_of
+from accelerant.zk.formats import container as elements
+from accelerant.zk.formats.container import (
+    U64,
+    FilePath,
+    Label,
+    Layout,
+    MappedFile,
+    Payload,
+    point_words,
+    words_of,
+    write_container,
+)
 
 Powers = Literal["tau_g1", "tau_g2", "alpha_g1", "beta_g1"]
 

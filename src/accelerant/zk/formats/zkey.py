@@ -12,7 +12,7 @@
     10  circuit hash (64 bytes), u32 count, contributions: deltaAfter, g1_s, g1_sx of G1, g2_spx of G2,
         transcript (64 bytes), label
 
-Names ending in 1 are points of G1, in 2 of G2. elements.py describes the encoding of points and labels. A has nPublic
+Names ending in 1 are points of G1, in 2 of G2. container.py describes the encoding of points and labels. A has nPublic
 + 1 more rows than the circuit has constraints: row nConstraints + s has the value 1 for signal s. The Montgomery
 product of an entry's value and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.7.6.
 """
@@ -30,9 +30,20 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats import elements
-from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
-from accelerant.zk.formats.elements import Label, check_points, first_not_below, point_words, words_of
+from accelerant.zk.formats import container as elements
+from accelerant.zk.formats.container import (
+    U64,
+    FilePath,
+    Label,
+    Layout,
+    MappedFile,
+    Payload,
+    check_points,
+    first_not_below,
+    point_words,
+    words_of,
+    write_container,
+)
 from accelerant.zk.formats.forgeable import why_forgeable
 
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)

@@ -33,6 +33,9 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.msm import device
+from accelerant.algebra.msm.device import DeviceBases, PendingMsm, start_msm
+from accelerant.algebra.msm.device_plan import coordinate_words, device_plan
 from accelerant.errors import LaunchError, OutOfMemory
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
@@ -41,10 +44,7 @@ from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
 from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
-from accelerant.zk.multi_scalar import device
-from accelerant.zk.multi_scalar.device import DeviceBases, PendingMsm, start_msm
-from accelerant.zk.multi_scalar.device_plan import coordinate_words, device_plan
-from accelerant.zk.multi_scalar.op import msm_record
+from accelerant.zk.multi_scalar import msm_record
 
 if TYPE_CHECKING:
     from accelerant.runtime.streams.graphs import Graph

@@ -20,17 +20,17 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
+from accelerant.algebra.msm.cpu import CpuBases, cpu_plan
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.provider import ComputeDevice, compile_seconds
 from accelerant.zk.formats.circuit import Witness
-from accelerant.zk.formats.elements import first_not_below
+from accelerant.zk.formats.container import first_not_below
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
-from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan
-from accelerant.zk.multi_scalar.op import run_sums
+from accelerant.zk.multi_scalar import run_sums
 
 U64 = npt.NDArray[np.uint64]
 ProgressCallback = Callable[[str], None]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from accelerant.algebra.curve import launch
+from accelerant.algebra.curve.launch import kernel_source
 from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.program import kernel_source
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime import registry

@@ -14,34 +14,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.memory_space import MemorySpace
-from accelerant.errors import OutOfMemory
-from accelerant.runtime.recorded_launch import launch
-from accelerant.runtime.time_limit import check_time
-from accelerant.zk.multi_scalar.device_kernels import (
+from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.weierstrass import (
+    Affine,
+    Curve,
+    Jacobian,
+    jacobian_add,
+    jacobian_double,
+    jacobian_from_affine,
+    jacobian_to_affine,
+)
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.program import montgomery_radix
+from accelerant.algebra.msm.device_plan import (
     BINS_LOCAL_BYTES,
+    MAX_INDICES,
     MULTIPLES_BLOCK,
     POINTS_PER_INVERSION,
-    multiples_source,
-)
-from accelerant.zk.multi_scalar.device_plan import (
-    MAX_INDICES,
     Chunk,
     DevicePlan,
     PreparedLaunch,
     coordinate_words,
     device_plan,
+    multiples_source,
     prepared_sum,
     scratch_shapes,
 )
-from accelerant.zk.multi_scalar.window_reduction import reduce_windows
+from accelerant.algebra.msm.llvm_kernels import kernel_source
+from accelerant.errors import OutOfMemory
+from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.time_limit import check_time
 
 U64 = npt.NDArray[np.uint64]
 Words = Any
@@ -299,3 +309,95 @@ def _free_bytes(space: MemorySpace, share: float) -> int:
     """Return a share of the free memory, including what the process's pool holds unused."""
     memory = space.provider.memory(space.index)
     return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))
+
+
+_PYTHON_SUMS = 4
+"""Sums per curve that Python integers reduce before the kernel is loaded; they cost a tenth of loading it."""
+
+
+def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
+    """Return the sum over windows w and chunks of 2^(window w) times a window's sum.
+
+    Args:
+        window: bits of a digit.
+        sums: (chunks, windows, 3 coordinates), projective, Montgomery form, the lowest window first.
+
+    Returns:
+        (2 coordinates,) words: affine, Montgomery form.
+    """
+    no_doublings = sums.shape[1] == 1
+    by_python = no_doublings or next(_sums_so_far(curve.name)) < _PYTHON_SUMS
+    return (reduce_by_python if by_python else reduce_by_kernel)(curve, window, sums)
+
+
+def reduce_by_python(curve: Curve[Any], window: int, sums: U64) -> U64:
+    """reduce_windows on Python integers.
+
+    R is a common factor of projective coordinates in Montgomery form, so only the affine result is scaled.
+    """
+    k, (chunks, windows) = curve.coordinates, sums.shape[:2]
+    size, data = k.base.size_bytes, sums.astype("<u8").tobytes()
+    values = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
+    elements = [k.join(values[i : i + k.degree]) for i in range(0, len(values), k.degree)]
+    total = jacobian_from_affine(curve, None)
+    for w in reversed(range(windows)):
+        total = _doubled(curve, total, window if w < windows - 1 else 0)
+        for chunk in range(chunks):
+            x, y, z = elements[3 * (chunk * windows + w) :][:3]
+            total = jacobian_add(curve, total, (k.mul(x, z), k.mul(y, k.square(z)), z))
+    return _scaled(curve, [jacobian_to_affine(curve, total)], montgomery_radix(k.base)).reshape(-1)
+
+
+def _doubled(curve: Curve[Any], point: Jacobian[Any], times: int) -> Jacobian[Any]:
+    """Return 2^times P by jacobian_double; over Fq without calls of methods, which take a third of its time."""
+    if curve.coordinates.degree > 1:
+        for _ in range(times):
+            point = jacobian_double(curve, point)
+        return point
+    (x, y, z), p = point, curve.coordinates.base.modulus
+    for _ in range(times):
+        b, e, z = y * y % p, 3 * x * x % p, 2 * y * z % p
+        d = 4 * x * b % p
+        x = (e * e - 2 * d) % p
+        y = (e * (d - x) - 8 * b * b) % p
+    return x, y, z
+
+
+def reduce_by_kernel(curve: Curve[Any], window: int, sums: U64) -> U64:
+    """reduce_windows by the CPU kernel msm_finish."""
+    chunks, windows = sums.shape[:2]
+    partials = np.ascontiguousarray(sums[:, ::-1].swapaxes(0, 1))
+    z = np.empty(2 * sums.shape[2] // 3, np.uint64)
+    arrays = (HOST.pointer(partials), HOST.pointer(_doublings(chunks, windows, window)))
+    HOST.provider.launch(_finish(curve.name), (1,), (1,), (*arrays, windows * chunks, HOST.pointer(z)))
+    return z
+
+
+def canonical(curve: Curve[Any], points: U64) -> U64:
+    """Return the canonical words of points (n, *shape) in Montgomery form, by Python integers."""
+    base = curve.coordinates.base
+    return _scaled(curve, decode_points(curve, points, check=False), pow(montgomery_radix(base), -1, base.modulus))
+
+
+def _scaled(curve: Curve[Any], points: Iterable[Affine[Any]], factor: int) -> U64:
+    times, factor = curve.coordinates.times, factor % curve.coordinates.base.modulus
+    return encode_points(curve, [p if p is None else (times(p[0], factor), times(p[1], factor)) for p in points])
+
+
+@functools.cache
+def _sums_so_far(curve: str) -> itertools.count[int]:
+    return itertools.count()
+
+
+@functools.lru_cache(maxsize=256)
+def _doublings(chunks: int, windows: int, window: int) -> npt.NDArray[np.int64]:
+    """Return the doublings before each partial sum, highest window first; shared, read-only."""
+    counts = np.where(np.arange(windows * chunks) % chunks == 0, window, 0).astype(np.int64)
+    counts[0] = 0
+    return counts
+
+
+@functools.cache
+def _finish(curve: str) -> Kernel:
+    """Compile msm_finish in the scalar form, whose elements have the same layout as the C kernels'."""
+    return HOST.provider.compile(kernel_source(curve, "msm_finish", "scalar"))

@@ -26,12 +26,12 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.memory_space import HOST
+from accelerant.algebra.msm.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.time_limit import check_time, is_limited
-from accelerant.zk.multi_scalar.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 
 U64 = npt.NDArray[np.uint64]
 

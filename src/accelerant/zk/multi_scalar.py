@@ -31,6 +31,10 @@ from accelerant.algebra.field.memory_space import (
     space_of,
     stacked,
 )
+from accelerant.algebra.msm.cpu import CpuBases, cpu_plan, shared_cpu_plan
+from accelerant.algebra.msm.cpu import scratch_bytes as host_scratch_bytes
+from accelerant.algebra.msm.device import DeviceBases, canonical, start_msm
+from accelerant.algebra.msm.device_plan import accumulate_source, device_plan
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
@@ -38,12 +42,6 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
-from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
-from accelerant.zk.multi_scalar.cpu import scratch_bytes as host_scratch_bytes
-from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
-from accelerant.zk.multi_scalar.device_kernels import accumulate_source
-from accelerant.zk.multi_scalar.device_plan import device_plan
-from accelerant.zk.multi_scalar.window_reduction import canonical
 from accelerant.zk.operands import Operand, array_operand, field_operand, moved, scalar_words
 
 Words = Any
