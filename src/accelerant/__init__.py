@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from accelerant import errors
+from accelerant import errors, runtime
 from accelerant._lazy import lazy
 from accelerant._version import __version__
 
@@ -60,3 +60,12 @@ _NAMES = {
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)
+
+
+def _accelerator_on(backend: str, device: int) -> Accelerator:
+    from accelerant.accelerator import Accelerator
+
+    return Accelerator(backend, device, fallback=False)
+
+
+runtime.accelerator_on = _accelerator_on  # a provider has the operations as methods, and imports nothing above it

@@ -27,7 +27,6 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import subprocess
 import threading
@@ -37,13 +36,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant import runtime
 from accelerant.errors import (
     BackendUnavailable,
     CompileError,
@@ -224,9 +224,6 @@ class Event(ABC):
     def elapsed_ms(self, later: Event) -> float:
         """Return the milliseconds from this mark to a later one; both must be done."""
 
-
-_OPERATIONS = ("accelerant.accelerator", "Accelerator")
-"""Module and class whose methods are the operations on arrays; by name, since the runtime knows no op."""
 
 _REFUSED = (
     "devices", "allocate", "copy_to_device", "copy_to_host", "compile", "launch", "synchronize", "memory", "trim",
@@ -442,8 +439,7 @@ class ComputeProvider(ABC):
         """Return an operation as a function of arrays, on a device of this provider."""
         made: dict[int, Any] = vars(self).setdefault("_accelerators", {})
         if device not in made:
-            accelerator = getattr(importlib.import_module(_OPERATIONS[0]), _OPERATIONS[1])
-            made[device] = accelerator(self.name, device, fallback=False)
+            made[device] = runtime.accelerator_on(self.name, device)
         if made[device].provider is not self:
             del made[device]
             raise ConfigError(f"this provider is not the registry's for {self.name!r}: registry.register(it) first")
@@ -455,13 +451,20 @@ class ComputeProvider(ABC):
     if not TYPE_CHECKING:  # a type checker reports what is no method
 
         def __getattr__(self, name: str) -> Any:
+            """Return an operation, which becomes an attribute of this provider."""
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             try:
-                self._operation(name, 0)
+                on_first_device = self._operation(name, 0)
             except ConfigError as error:
                 raise AttributeError(str(error)) from None
-            return partial(self.execute_kernel, name)
+
+            @wraps(on_first_device)
+            def run(*args: Any, **options: Any) -> Any:
+                return self.execute_kernel(name, *args, **options) if options else on_first_device(*args)
+
+            vars(self)[name] = run
+            return run
 
     @abstractmethod
     def synchronize(self, device: int = 0) -> None:
