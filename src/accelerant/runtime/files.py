@@ -55,8 +55,8 @@ def temporary_path(path: Path) -> Path:
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file and return its descriptor; raise OSError for any other: a pipe may hang, a device not end.
 
-    Opened to write, a symlink is refused, too: in a folder from elsewhere it may lead to any file. Of the folder's own
-    path, links are followed. `flags` must not have O_TRUNC, which would empty the file before it is checked.
+    Opened to write, a symlink is refused, too. `flags` must not have O_TRUNC, which would empty the file before the
+    check.
     """
     writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if writes and os.path.islink(path):
@@ -85,10 +85,7 @@ def _virtual_devices() -> set[int]:
 
 
 def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
-    """Return the contents of a regular file; raise OSError for another, or one of more than `most_bytes`.
-
-    No more is read than the size that the system states. It is 0 for the files of /proc, which may block or not end.
-    """
+    """Return the contents of a regular file; raise OSError for another, or a longer one."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -99,11 +96,9 @@ def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
 class AtomicFile:
     """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 
-    As a context manager, it yields the open binary file, commits at the end of the block and discards on an exception.
-    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, which the next AtomicFile of `path` removes, and
-    the old file. A symlink is replaced, not followed; a device, a pipe and a folder are refused. `mode` has the
-    permissions of the new file before the umask. An OSError, of a full disk for example, names `path`, which is as it
-    was.
+    As a context manager it yields the open binary file and commits at the end of the block. A killed process leaves the
+    old file, and the temporary one, which the next AtomicFile of `path` removes. A symlink is replaced, not followed; a
+    device, a pipe and a folder are refused. An OSError names `path`, which is as it was.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
@@ -180,8 +175,8 @@ writer locks its file within microseconds of creating it."""
 def _lock(descriptor: int, *, alone: bool = False) -> bool:
     """Lock a file until its descriptor is closed or the process ends; return whether that succeeded.
 
-    A shared lock marks a temporary file whose writer lives; it neither blocks nor delays anyone. Unlike a process's
-    number, it is also valid for other containers and other hosts. An exclusive one (`alone`) succeeds without a writer.
+    A shared lock marks a temporary file whose writer lives, for other containers and hosts as well. An exclusive one
+    (`alone`) succeeds without a writer.
     """
     try:
         import fcntl
@@ -217,10 +212,7 @@ Content = bytes | Callable[[Path], None]
 
 
 def write_atomic(path: Path, content: Content) -> None:
-    """Write a file under a temporary name in its existing folder, flush it to disk, then rename it.
-
-    If the folder cannot be written or the disk is full, OSError is raised, and `path` is as it was.
-    """
+    """Write a file under a temporary name in its existing folder, flush it to disk, then rename it."""
     write_together({path: content})
 
 
@@ -258,11 +250,8 @@ class JsonRecord:
 def decode_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
 
-    With `unique` an object that gives a name twice is refused: readers disagree on which of the values counts. So are
-    NaN and Infinity, which are not JSON.
-
-    json.loads recurses once a level and stops at the interpreter's recursion limit, which other packages raise beyond
-    what the C stack holds; a deep text then ends the process. The depth, at most MAX_DEPTH, is therefore counted first.
+    With `unique` a name that an object gives twice is refused, as are NaN and Infinity. The depth is counted first,
+    since json.loads recurses once a level, and a deep text could end the process.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH:
@@ -302,10 +291,8 @@ def _fields(kind: type) -> tuple[dict[str, Any], set[str]]:
 def typed(kind: Any, value: object, name: str = "the value") -> Any:
     """Return a JSON value as a type, every part of it checked; raise ValueError, which names the part, if it is none.
 
-    Args:
-        kind: a dataclass, dict[str, X], list[X], tuple[X, Y], tuple[X, ...], a Literal of strings, a union, int, float,
-            bool, str, None, or Any. A whole number is a float, too; a boolean is no number.
-        name: of the value, for messages.
+    A type is a dataclass, dict[str, X], list[X], a tuple, a Literal of strings, a union, int, float, bool, str, None,
+    or Any. A whole number is a float, too; a boolean is no number.
     """
     if kind in _WORDS and (type(value) is kind or (kind is float and type(value) is int)) and _fits(value):
         return kind(value)  # type: ignore[call-arg]  # first, for speed
@@ -355,10 +342,7 @@ def _words(kind: Any) -> str:
 
 
 def clipped(value: object, length: int = 80, *, hexadecimal: bool = False) -> str:
-    """Return the start of a value's representation, for messages about untrusted values.
-
-    Of an integer of more than 512 bits it is the first 64 bits and the size: Python refuses to print 4,300 digits.
-    """
+    """Return the start of a value's representation, for messages; of a long integer, the first 64 bits."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         bits = value.bit_length()
         return f"{'-' * (value < 0)}{abs(value) >> bits - 64:#x}... (an integer of {bits:,} bits)"
@@ -374,7 +358,7 @@ def clipped(value: object, length: int = 80, *, hexadecimal: bool = False) -> st
 def plain(value: float | None, digits: int = 4, *, up: bool = False) -> str:
     """Return a number in some significant digits without an exponent: 12,350, 0.25, 0.0000123; "-" for None.
 
-    With up the last digit is rounded up, as that of an upper bound must be: what is printed is a bound as well.
+    With `up` the last digit is rounded up, as that of an upper bound must be.
     """
     if value is None:
         return "-"

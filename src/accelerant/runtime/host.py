@@ -27,10 +27,7 @@ _cores_of_worker: int | None = None
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may keep busy: its affinity, limited by its control group's quota.
-
-    Python and torch see the machine's cores; in a container with a quota, a thread for each would only wait.
-    """
+    """Return the number of cores this process may keep busy: its affinity, limited by its control group's quota."""
     if _cores_of_worker is not None:
         return _cores_of_worker
     affinity = getattr(os, "sched_getaffinity", None)
@@ -121,10 +118,7 @@ _MATRIX_FLAGS = {
 
 @functools.cache
 def processor_facts() -> dict[str, Any]:
-    """Return the processor's highest clock, last cache, vectors and dtypes, as ComputeDevice.properties has them.
-
-    Linux only; a figure that the system does not state is left out.
-    """
+    """Return the processor's clock, last cache, vectors and dtypes, as ComputeDevice.properties has them; on Linux."""
 
     def text(path: str) -> str:
         try:
@@ -152,15 +146,10 @@ def processor_facts() -> dict[str, Any]:
 
 
 def python_child(program: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
-    """Start a Python program in a child process that imports modules from where this process does.
+    """Start a Python program in a child process that imports from where this one does, but the current folder.
 
-    The current folder is left out, even where this process imports from it, as `python -m` does: in a folder of
-    downloaded files a module's name would be enough to run its code. -I and -S also ignore PYTHON* variables, and the
-    .pth files and sitecustomize that this process has read.
-
-    Args:
-        arguments: sys.argv[1:] of the program.
-        streams: stdin, stdout and stderr of subprocess.Popen.
+    In a folder of downloaded files a module's name would be enough to run its code. -I and -S also ignore PYTHON*
+    variables and .pth files. `arguments` are sys.argv[1:], `streams` those of subprocess.Popen.
     """
     package = str(Path(__file__).absolute().parents[2])
     paths = [path for path in sys.path if path == package or (os.path.isabs(path) and not _is_current(path))]
@@ -198,10 +187,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe(lock: LockT) -> LockT:
-    """Return a threading.Lock or RLock, which from now on is free in a forked child, whoever held it in the parent.
+    """Return a lock of threading, which from now on is free in a forked child, whoever held it.
 
-    A fork copies held locks, but not the threads that would release them. What another thread was changing under the
-    lock is in the child as that thread left it, so a lock that protects more than counts and tables needs more.
+    What another thread was changing under the lock is in the child as that thread left it.
     """
     _locks.add(lock)
     return lock

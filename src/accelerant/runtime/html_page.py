@@ -1,7 +1,6 @@
 """Tables as text, and HTML pages that load nothing from anywhere: the style sheet and the parts of a page.
 
-A page is `document(title, style, [card(...), facts(...), ...])`. Every text that an argument does not call HTML is
-escaped. Lines and dots of a chart have the classes s0 to s5.
+Every text that an argument does not call HTML is escaped. Lines and dots of a chart have the classes s0 to s5.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ footer { font-size: 13px; }
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
-    r"""Return a page of the HTML of its parts, with its own style after that of all pages; empty parts are left out.
-
-    The page can be encoded: lone surrogates, which a name in a file may have, are written as \ud800.
-    """
+    """Return a page of the HTML of its parts, with its own style after that of all pages."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     page = (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
@@ -102,10 +98,7 @@ def facts(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], numbers: Iterable[str] = ()) -> str:
-    """Return a table that scrolls sideways; cells have a CSS class and a text.
-
-    Without names of columns in `head` it has no header; those in `numbers` are right-aligned.
-    """
+    """Return a table that scrolls sideways; cells have a CSS class and a text, `numbers` align right."""
     numbers = set(numbers)
     top = "".join(f'<th class="number">{escape(x)}</th>' if x in numbers else f"<th>{escape(x)}</th>" for x in head)
     lines = ["".join(f'<td class="{style}">{escape(text)}</td>' for style, text in cells) for cells in rows]
@@ -159,10 +152,7 @@ def text_table(
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A horizontal bar of length `value`, between a label and a text, in the style "ours", "lost" or "peer".
-
-    `low` and `high` are the ends of its spread; equal for none.
-    """
+    """A horizontal bar in the style "ours", "lost" or "peer"; its spread is from low to high."""
 
     label: str
     value: float
@@ -173,10 +163,7 @@ class Bar:
 
 
 def bars(title: str, shown: Sequence[Bar], *, aside: str = "", limit: float = 0.0) -> str:
-    """Return bars on one scale, as text and boxes that reflow on a narrow screen.
-
-    The title may be "". `aside` follows it as text; `limit` is the value of a dashed line, 0 for none.
-    """
+    """Return bars on one scale, with a dashed line at `limit` unless it is 0; `aside` follows the title as text."""
     most = max([limit, *(max(bar.value, bar.high) for bar in shown)]) or 1.0
     parts = [f"<b>{escape(title)}{f'<small>{escape(aside)}</small>' if aside else ''}</b>"] if title else []
     line = f'<span class="limit" style="left:{100 * limit / most:.2f}%"></span>' if limit else ""
@@ -269,8 +256,7 @@ def line_chart(
 ) -> str:
     """Return lines over one pair of axes as an `<svg>` element without scripts or outside resources.
 
-    Points that are not finite are left out; without any point, the chart says that there is no data. Labels have units.
-    References are levels to draw where they lie inside the chart. With `zero` the y axis starts at 0.
+    Points that are not finite are left out. References are levels to draw. With `zero` the y axis starts at 0.
     """
     drawn = [(line, _drawable(line.points)) for line in lines]
     shown = [Line(line.label, _thinned(points), line.style, line.dots) for line, points in drawn if points]

@@ -1,15 +1,13 @@
 """Jobs: one function of many items, on worker processes of this host or on the nodes of a Ray cluster.
 
     for outcome in run_jobs(prepare, items):          # prepare() -> function of an item, called once by each worker
-        print(outcome.index, outcome.value, outcome.error)
+    print(outcome.index, outcome.value, outcome.error)
 
-Items are handed out as workers become free. A worker that dies is replaced, and what it had not answered is handed out
-again: the item that it worked on alone, so that an item which ends its workers is found, and is given up after three.
-Each item has one outcome.
+A worker that dies is replaced, and what it had not answered is handed out again: the item that it worked on alone, so
+that an item which ends its workers is found, and is given up after three. Each item has one outcome.
 
-Both engines send pickled items to `_Worker` and get its replies; they differ in how a worker is started, reached and
-found dead. Local workers are child processes, which read requests from standard input. Ray's are actors that Ray does
-not restart itself, since a restarted actor would not know which item had ended it.
+Both engines send pickled items to `_Worker` and get its replies. Local workers are child processes, which read requests
+from standard input. Ray's are actors that Ray does not restart: it would not know which item had ended one.
 """
 
 from __future__ import annotations
@@ -40,28 +38,18 @@ from accelerant.runtime.host import fork_safe, python_child, set_usable_cores, u
 Engine = Literal["local", "ray"]
 Prepare = Callable[[], Callable[[Any], Any]]
 
-_ATTEMPTS = 3
-"""Workers that one item may end, and starts in a row that may fail, before it is given up."""
-
+_ATTEMPTS = 3  # workers that one item may end, and starts in a row that may fail, before it is given up
 _QUICK_S = 0.05
 """An item that takes less is followed by one that waits in the worker, so that messages cost no time of it."""
 
-_READY = -1
-"""In place of an item's index, of the reply to the start."""
-
+_READY = -1  # in place of an item's index, of the reply to the start
 _GPUS = ("cuda", "rocm")
 _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an item, or the error that it ended with.
-
-    Attributes:
-        index: of the item.
-        value: what the function returned.
-        error: what it raised, with the worker's traceback as a note; or that workers died with it.
-    """
+    """The result of an item, or its error: what the function raised, or that workers died with it."""
 
     index: int
     value: Any = None
@@ -93,12 +81,10 @@ def run_jobs(
     """Yield the outcome of each item, as it ends.
 
     Args:
-        prepare: returns the function of an item; called once by each worker, before its first item. It is pickled, as
-            are items and results: by cloudpickle where pickle cannot and it is installed.
-        engine: "local", or "ray".
+        prepare: returns the function of an item; called once by each worker. It is pickled, as are items and results:
+            by cloudpickle where pickle cannot and it is installed.
         address: of a Ray cluster; by default the one of RAY_ADDRESS, or the one on this host, or a new one of it.
-        backend: a worker's, as ACCELERANT_BACKEND in it; "auto" on Ray are the GPUs of the cluster if it has any. On a
-            GPU a worker sees one GPU.
+        backend: a worker's, as ACCELERANT_BACKEND in it; "auto" on Ray are the GPUs of the cluster if it has any.
         devices: the backend's devices on this host.
         workers: their number. By default one a GPU; on the CPU one a core, each with its share of the cores.
         whole_host: by default one worker a host on the CPU, with all cores, for functions that use them all.
@@ -106,7 +92,6 @@ def run_jobs(
 
     Raises:
         ConfigError: `prepare` or an item cannot be pickled; there is no cluster at the address, or no GPU in it.
-        MissingDependency: Ray is not installed.
         AccelerantError: workers die before they are ready.
         Exception: of `prepare` in a worker.
     """
@@ -186,10 +171,7 @@ def _answered(index: int, call: Callable[[], Any]) -> _Reply:
 
 
 def _packed(error: BaseException) -> bytes:
-    """Return an exception pickled, with its traceback as a note.
-
-    One that does not survive that, or that would end who asked (SystemExit), is an AccelerantError.
-    """
+    """Return an exception pickled, with its traceback as a note; as AccelerantError if it does not survive that."""
     note = "in a worker:\n" + "".join(traceback.format_exception(error)).rstrip()
     with contextlib.suppress(Exception):  # any that its class raises; a frozen dataclass takes no note
         error.add_note(note)
@@ -505,11 +487,7 @@ def ray_module() -> Any:
 
 
 def connect_ray(address: str | None) -> None:
-    """Connect to a cluster, or start one on this host where no address is given and none is found.
-
-    Raises:
-        ConfigError: there is no cluster at the address.
-    """
+    """Connect to a cluster, or start one on this host where no address is given and none is found."""
     ray = ray_module()
     host, _, port = (address or "").rpartition(":")
     if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute

@@ -1,13 +1,8 @@
 """The ledger: what ran where, how often, how fast, and what was refused or fell back, with the reason.
 
-Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is enclosed by two
-device events, which are read later, on request or when enough of them wait; nothing waits for the device.
-
-`phase` gives a block of the program a name, such as "training". The ledger measures its wall time and divides it among
-the ops that ran in it; the rest is shown as not attributed.
-
-A CUDA graph runs its ops without Python, so nothing counts them. It has a manifest of the calls that were captured, and
-each replay counts as those; see streams/graphs.py.
+Counting is always on and costs a lock and an addition. One call in `SAMPLE_EVERY` is enclosed by two device events,
+which are read later; nothing waits for the device. `phase` names a block of the program, whose wall time is divided
+among the ops that ran in it. Replays of a CUDA graph count by the manifest of its capture; see streams/graphs.py.
 """
 
 from __future__ import annotations
@@ -59,15 +54,12 @@ class OpRecord:
         own: whether the implementation is a kernel of Accelerant or of a library.
         refused: implementations that were preferred but refused, with the reason.
         bytes_per_call: least bytes moved: each input read once, each output written once.
-        flops_per_call: floating-point or integer operations of the algorithm.
-        calls, failures: number of calls begun, and of those that raised.
         reason: of the last choice of this implementation.
         first_ms: time of the first call, which may compile the kernel; not among the samples.
         first: event before the first call, until that time is read.
         seen: calls that were counted for a phase, or ran outside of phases.
-        recording: calls left to torch's autograd in grad mode; `sampled` of them are observed by the ledger.
-        passes: backward passes through the observed calls.
-        backward: record of the backward passes through all these calls.
+        recording: calls left to torch's autograd in grad mode; `sampled` of them are observed.
+        passes, backward: backward passes through the observed calls, and the record of those through all calls.
     """
 
     op: str
@@ -97,10 +89,7 @@ class OpRecord:
         return self.op, self.implementation, self.device, self.case
 
     def total_ms(self, calls: int, *, first: bool) -> float | None:
-        """Return the time of so many calls, the first one's as measured; None if none was timed.
-
-        The mean estimates it, since calls that the host interrupts have their part in the time of a phase.
-        """
+        """Return the time of so many calls by the mean of the samples; None if none was timed."""
         samples = self.samples_ms or ([] if self.first_ms is None else [self.first_ms])
         if not samples:
             return None
@@ -130,13 +119,9 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The implementation that runs a case of an op, and the reason.
+    """The implementation that runs a case of an op, and the reason: "forced", race times, a table, the order.
 
-    Attributes:
-        refused: implementations that were preferred but refused, or failed in the race, with the reason.
-        not_tried: implementations that were neither refused nor timed.
-        reason: of the choice: "forced", race times, a shipped table, the order of preference.
-        raced: timed implementations and milliseconds per call, the chosen one among them; empty without a race.
+    `not_tried` are implementations that were neither refused nor timed; `raced` has the timed ones with milliseconds.
     """
 
     op: str
@@ -160,10 +145,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Manifest:
-    """The ops that a captured graph runs at each replay, with their number of calls.
-
-    The owner of the graph adds to `replays`; the records' counts include the first `settled` of them.
-    """
+    """The calls that a captured graph makes at each replay; the records' counts include the first `settled` replays."""
 
     name: str
     calls: Mapping[OpKey, int]
@@ -196,11 +178,7 @@ def quantile(ordered: list[float], q: float) -> float | None:
 
 
 class Ledger:
-    """Counts of calls, fallbacks and graph replays; `accelerant.ledger()` returns the one that dispatch writes.
-
-    Attributes:
-        lock: held while a count changes.
-    """
+    """Counts of calls, fallbacks and graph replays; `accelerant.ledger()` returns the one that dispatch writes."""
 
     def __init__(self) -> None:
         self.lock = fork_safe(threading.Lock())
@@ -215,8 +193,7 @@ class Ledger:
     def record(self, new: OpRecord) -> OpRecord:
         """Return the record with the same op, implementation, device and case; add this one if there is none.
 
-        Beyond 512 cases of an op the others share a record, so that a program whose shapes never repeat does not grow
-        without limit.
+        Beyond 512 cases of an op the others share a record, so that a program whose shapes never repeat stays small.
         """
         with self.lock:
             key = (new.op, new.implementation, new.device, new.case)
@@ -236,10 +213,7 @@ class Ledger:
         return self.mark(record, provider, device, calls) if calls % SAMPLE_EVERY == 0 or calls <= 4 else None
 
     def mark(self, record: OpRecord, provider: ComputeProvider, device: int, number: int = 0) -> Event | None:
-        """Record an event of a timed call; an error there, of a lost device, is a failure of the call.
-
-        Before the call, `number` is 1 if it is the first.
-        """
+        """Record an event of a timed call, the first if `number` is 1; an error there is one of the call."""
         try:
             event = provider.record_event(device)
             if number == 1:
@@ -360,7 +334,7 @@ class Ledger:
     def phase(self, name: str) -> Iterator[None]:
         """Count wall time and calls of a block for a phase, except those of phases within it.
 
-        Phases are the process's, not a thread's. The time is the host's: the block ends with a wait for the device.
+        Phases are the process's, not a thread's. The time is the host's.
         """
         entry = (name,)
         with self.lock:
@@ -466,11 +440,7 @@ class Ledger:
 
 
 def prometheus_text(exported: Mapping[str, Any]) -> str:
-    """Return the result of `Ledger.to_dict()` in Prometheus' text format 0.0.4.
-
-    Reasons are labels of `_info` metrics alone, of value 1, so that a counter's identity does not change with the
-    text of a reason; join them on the labels that both have.
-    """
+    """Return the result of `Ledger.to_dict()` in Prometheus' text format; reasons are labels of `_info` alone."""
     lines: list[str] = []
 
     def family(
@@ -505,10 +475,7 @@ def prometheus_text(exported: Mapping[str, Any]) -> str:
 
 
 def merged(exports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of `Ledger.to_dict()` of several processes as one, without phases.
-
-    Counts are added up; the times of an op are those of the process that called it most.
-    """
+    """Return the results of `Ledger.to_dict()` of several processes as one, without phases."""
     ops: dict[tuple[Any, ...], dict[str, Any]] = {}
     fallbacks: dict[tuple[Any, ...], dict[str, Any]] = {}
     graphs: dict[str, dict[str, Any]] = {}
@@ -633,10 +600,5 @@ _ledger = Ledger()
 
 
 def ledger() -> Ledger:
-    """Return the process's ledger.
-
-    >>> accelerant.ledger()                              # a table
-    >>> accelerant.ledger().to_json()                    # the same for programs
-    >>> accelerant.ledger().to_prometheus()              # the same for a scraper
-    """
+    """Return the process's ledger, which prints as a table; see also its to_json and to_prometheus."""
     return _ledger

@@ -1,11 +1,6 @@
 """Torch's float32 modes: TF32 in matrix products and convolutions, and cuDNN's search for the fastest algorithm.
 
-    configure_math(tf32=True, cudnn_benchmark=True)    # from now on
-    with configure_math(tf32=False):                   # for a block of code
-        check_against_reference()
-
-TF32 keeps 10 of float32's 23 mantissa bits in the inputs of a product and sums in float32. The settings are torch's and
-hold for the whole process; they are accepted on every device and matter on CUDA.
+TF32 keeps 10 of float32's 23 mantissa bits in the inputs of a product and sums in float32.
 """
 
 from __future__ import annotations
@@ -61,9 +56,11 @@ class MathMode:
 
 
 def configure_math(*, tf32: bool | None = None, cudnn_benchmark: bool | None = None) -> MathMode:
-    """Change torch's settings, and return those in force; use the result in a `with` to restore the former ones.
+    """Change torch's settings for the whole process, and return those in force; a `with` restores the former ones.
 
-    Without arguments it changes nothing, and the `with` restores what the block changes.
+        configure_math(tf32=True, cudnn_benchmark=True)    # from now on
+        with configure_math(tf32=False):                   # for a block of code
+            check_against_reference()
 
     Args:
         tf32: allow TF32 in float32 matrix products, convolutions and recurrent layers; None leaves the setting.

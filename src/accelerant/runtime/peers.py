@@ -1,14 +1,13 @@
 """Memory that the GPUs of one host read and write in each other, and sums in it.
 
-PeerSum sums small arrays by one kernel (accelerant.distributed.triton_kernels), PeerSums large ones by copy engines.
-NCCL's sums run on multiprocessors, which a product beside them lacks. Copy engines move the bytes without them; only
-the additions, of 1 / p of the array in each of p processes, are a kernel:
+PeerSum sums small arrays by one kernel (accelerant.distributed.triton_kernels). PeerSums sums large ones by copy
+engines, which leave the multiprocessors to a product beside them:
 
     process r of p   copies part r of the array from each other process, adds these to its own part r,
-                     then copies each other part from the process that has its sum
+                 then copies each other part from the process that has its sum
 
-As in a ring all_reduce, each process receives 2 (p - 1) / p of the array. Torch's symmetric memory maps the others'
-memory; its barrier is one block on the device, so all of it can be captured in a CUDA graph.
+As in a ring all_reduce, each process receives 2 (p - 1) / p of the array. The barrier of torch's symmetric memory is
+one block on the device, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ _ALIGNED = 16  # bytes: boundaries of the parts
 
 
 class PeerMemory:
-    """An array of zeros in each process of a group, which the other processes can reach.
-
-    Every process of the group creates it, with the same arguments.
-
-    Args:
-        elements: of each process's array.
-        group: the processes; None for all.
+    """An array of zeros in each process of a group, which the others can reach; all create it alike.
 
     Attributes:
         own: this process's array, of one dimension.
@@ -114,12 +107,7 @@ def _boot() -> str:
 class PeerSums:
     """Sums of parts of a PeerMemory over its processes, in place, which all processes start in the same order.
 
-    Args:
-        memory: the arrays.
-        longest: elements of the longest part.
-
-    Attributes:
-        memory: the arrays.
+    `longest` is the number of elements of the longest part.
     """
 
     def __init__(self, memory: PeerMemory, longest: int) -> None:
@@ -180,10 +168,7 @@ such numbers, and the limits in seconds. They are never freed: a kernel may writ
 
 
 def silent_peer() -> tuple[int, str] | None:
-    """Return the rank for which a sum of this process has waited in vain, and a message; None without one.
-
-    The kernel has ended all work of the process on its GPU.
-    """
+    """Return the rank for which a sum of this process has waited in vain, and a message; None without one."""
     for word, ranks, patience_s in _missing:
         if number := int(word):
             return ranks[number - 1], f"has sent nothing for a sum within {patience_s:g} s: it has ended, or hangs"
@@ -193,12 +178,9 @@ def silent_peer() -> tuple[int, str] | None:
 class PeerSum:
     """Sums small arrays over the processes of a mesh, all of which call it with equal shapes in the same order.
 
-    Calls are on one stream, or captured in graphs that run on one. NCCL or gloo sum what it does not take.
-
-    Args:
-        mesh: of one dimension. Every process creates it; where their GPUs cannot reach each other, the ledger gets the
-            reason, and it takes nothing.
-        patience_s: longest wait for another process; then this one's work on the GPU fails, and `silent_peer` names it.
+    Calls are on one stream, or captured in graphs that run on one. NCCL or gloo sum what it does not take; where the
+    GPUs cannot reach each other, the ledger gets the reason. After `patience_s` seconds in vain this process's work on
+    the GPU fails, and `silent_peer` names the other one.
     """
 
     def __init__(self, mesh: DeviceMesh, *, patience_s: float = _PATIENCE_S) -> None:

@@ -1,8 +1,6 @@
 """The processes of torch.distributed that work together: exchanges of small values, and agreement before work begins.
 
-Collectives are torch's. Each exchange is one collective of 4 KiB. An error of one process in `agreed` and `on_first`,
-and a disagreement, is raised in all; one between them, in a forward pass for example, leaves the others waiting in the
-next exchange until the process ends.
+Each exchange is one collective of 4 KiB. An error in `agreed` and `on_first`, and a disagreement, is raised in all.
 """
 
 from __future__ import annotations
@@ -103,15 +101,10 @@ class Processes:
     def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
         """Run a block in every process, then compare the settings that it leaves; one collective.
 
-        Args:
-            settings: numbers and texts, by the names that errors show; the block may fill it.
-            hidden: messages for settings whose values are secret.
-
-        Raises:
-            ConfigError: a setting differs, in every process, with its values.
-            Exception: of the block; elsewhere the same one with the rank where it failed, so that no process waits.
-
-        Errors that all processes raise have the attribute `shared`, so that one can show them for all.
+        Settings, which the block may fill, have the names that errors show; `hidden` has messages for those whose
+        values are secret. A setting that differs is a ConfigError in every process; an error of the block is raised in
+        all, with its rank. Errors that all processes raise have the attribute `shared`, so that one can show them for
+        all.
         """
         failed: Exception | None = None
         try:

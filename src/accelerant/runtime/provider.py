@@ -1,25 +1,20 @@
 """The interface that a backend implements, and the values that pass through it.
 
-A backend author writes one class in `runtime/providers/`, names it in `registry.py`, and runs
-`pytest tests/conformance --backend NAME`. The contract, beyond the signatures:
+A backend author writes one class in `runtime/providers/`, names it in `registry.py`, and runs `pytest tests/conformance
+--backend NAME`. The contract, beyond the signatures:
 
 * The registry makes one provider per process, after `probe()` reported a sound driver. The constructor may start the
   driver; importing the module must not.
-* Devices are numbered from 0, as the driver numbers them. A method that takes a device number raises ConfigError with
-  the valid range for one that does not exist (`check_device`).
-* `allocate` returns a Buffer of at least the requested size (0 is allowed) with undefined content, aligned to 256 bytes
-  where memory has addresses. It lives until `Buffer.free` or until its last reference goes. Use the pool that the rest
-  of the process uses. A backend whose allocator keeps no limit calls `check_limit` first.
-* A buffer that was freed, or that another provider allocated, is refused with a LaunchError before the device is used.
+* Devices are numbered from 0. A device number that does not exist is a ConfigError (`check_device`).
+* `allocate` returns undefined content, aligned to 256 bytes where memory has addresses. A backend whose allocator
+  keeps no limit calls `check_limit` first.
+* A buffer that was freed, or that another provider allocated, is a LaunchError before the device is used.
 * Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes have arrived.
-* `compile` uses the disk cache, under a key of everything that the code depends on (fixed options too), raises
-  CompileError with the compiler's log, and never leaves a broken entry. Compiling the same source twice gives kernels
-  that compute the same.
+* `compile` uses the disk cache, under a key of everything that the code depends on, and never leaves a broken entry.
 * `launch` checks its arguments before it uses the device, does not wait, and raises LaunchError where nothing ran,
   DeviceLost where the device can no longer be used.
-* Grid and block are in blocks and threads, one to three numbers each. A device without blocks (the CPU) runs the
-  flattened range grid x block over its cores; kernels compare their index with the length they are given.
-* `shutdown` may be extended to end threads and the like; buffers and kernels stay valid for a later `start`.
+* Grid and block are one to three numbers each. A device without blocks (the CPU) runs the flattened range grid x block
+  over its cores; kernels compare their index with the length they are given.
 * Methods that several threads may call hold a lock of their own. A lock that `__del__` takes must be reentrant and held
   for nothing else: the garbage collector runs in any thread, also in one that holds it.
 """
@@ -156,8 +151,7 @@ class MemoryInfo:
 class Buffer:
     """A range of device memory; released by `free`, or when its last reference goes.
 
-    The pointer is an address on the device, or the driver's handle where its memory has no addresses. The owner keeps
-    the memory alive, and its type tells the provider that allocated it.
+    The pointer is an address, or the driver's handle where memory has no addresses. The owner keeps the memory alive.
     """
 
     __slots__ = ("_pointer", "device", "owner", "size_bytes")
@@ -198,10 +192,7 @@ class MemoryCounter:
 
 
 class CountedMemory:
-    """The provider's object that keeps a Buffer's memory alive, counted while it lives.
-
-    A provider has a subclass, which tells its buffers from others.
-    """
+    """The object that keeps a Buffer's memory alive, counted while it lives; its subclass names the provider."""
 
     __slots__ = ("_counter", "_size_bytes", "memory")
 
@@ -279,9 +270,8 @@ class ComputeProvider(ABC):
     def shutdown(self) -> None:
         """Wait for the devices, return unused memory to them, and refuse every use until start(); idempotent.
 
-        Later calls raise BackendUnavailable, and the registry lists the backend as absent. Buffers and kernels stay
-        valid for the time after start(). Torch's own operations on tensors of the backend go on. Raises DeviceLost, and
-        is shut down all the same, if a kernel broke a device.
+        Buffers and kernels stay valid for the time after start(). Torch's own operations on tensors go on. Raises
+        DeviceLost, and is shut down all the same, if a kernel broke a device.
         """
         if not self.running:
             return
@@ -482,10 +472,7 @@ class ComputeProvider(ABC):
         self, source: KernelSource, entry: str, binary: Binary, target: str, *, began_s: float, from_cache: bool,
         handle: Any, device: int = 0, resources: Resources | None = None, **metadata: Any,
     ) -> Kernel:  # fmt: skip
-        """Return a Kernel of this provider's, for `compile`, which began at time.perf_counter() `began_s`.
-
-        Resources are by default the binary's, to whose metadata others are added.
-        """
+        """Return a Kernel for `compile`, which began at time.perf_counter() `began_s`."""
         took_s = time.perf_counter() - began_s
         _compiled.seconds = compile_seconds() + took_s
         return Kernel(
@@ -498,8 +485,8 @@ class ComputeProvider(ABC):
     def self_test(self, device: int = 0) -> str | None:
         """Return what is wrong with a device; empty if copies and a small kernel give the right numbers.
 
-        The automatic choice of a device asks once a process, and sets a device aside for what this returns or raises.
-        None postpones the test to the next choice.
+        The automatic choice asks once a process, and sets a device aside for what this returns or raises. None
+        postpones it.
         """
         x = np.arange(_SELF_TEST_SIZE, dtype=np.uint32)
         buffer = self.copy_to_device(x, device)
@@ -539,10 +526,7 @@ class ComputeProvider(ABC):
         return []
 
     def check_limit(self, size_bytes: int, device: int = 0) -> None:
-        """Raise OutOfMemory for an allocation that would pass a limit, ShapeError for a negative size.
-
-        Costs a dict look-up where no limit is set.
-        """
+        """Raise OutOfMemory for an allocation that would pass a limit, ShapeError for a negative size."""
         if size_bytes < 0:
             raise ShapeError(f"cannot allocate {size_bytes} bytes")
         limits = allocation_limits.get((self.name, device))
@@ -563,10 +547,7 @@ _LEFT_FREE = 0.05
 
 
 def room_fraction(total_bytes: int, free_bytes: int, own_bytes: int) -> float:
-    """Return the share of a device's memory for a process: 95 % of what other processes leave, at least 1 %.
-
-    `own_bytes` is what the process has taken from the device already.
-    """
+    """Return a process's share of a device's memory: 95 % of what others leave, at least 1 %."""
     if total_bytes <= 0:
         return 1.0
     return min(1.0, max(0.01, (1 - _LEFT_FREE) * (free_bytes + own_bytes) / total_bytes))
@@ -645,10 +626,7 @@ def compile_seconds() -> float:
 
 
 class Launches:
-    """The kernels of ours that a thread launches inside a `with` block; after one, an op's arguments may have changed.
-
-    `count` has the launches that the device accepted.
-    """
+    """The kernels of ours that a thread launches inside a `with` block; `count` has those that the device accepted."""
 
     def __init__(self) -> None:
         self.count, self._thread = 0, threading.get_ident()
@@ -691,10 +669,7 @@ _INTEGER_RANGES |= {f"i{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1)) for bits i
 
 
 def probe_in_child(program: str, driver: str, timeout_s: float) -> str:
-    """Run a Python program that tests a driver ("the NVIDIA driver") in a child process.
-
-    Returns the reason, with which the program exits, if it fails, else "".
-    """
+    """Run a Python program that tests a driver in a child process; return why it fails, else ""."""
     with python_child(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         try:
             _, errors = child.communicate(timeout=timeout_s)
@@ -764,10 +739,7 @@ _Owner = TypeVar("_Owner")
 
 
 def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -> _Owner:
-    """Return the owner of a buffer's memory, whose type tells a provider's own buffers from others.
-
-    Raises LaunchError if the buffer was freed, or another provider allocated it.
-    """
+    """Return the owner of a buffer's memory; raise LaunchError if it was freed, or another provider allocated it."""
     buffer.data_ptr()  # raises if it was freed
     if not isinstance(buffer.owner, owner):
         raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")

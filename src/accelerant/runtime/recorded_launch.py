@@ -1,11 +1,8 @@
 """Kernel launches that record themselves in the ledger, for ops with one implementation on each backend.
 
-Such ops need no dispatch, and this module no torch: the zero-knowledge CPU path runs without it. `explain` and the
-ledger show their calls like those of dispatched ops.
-
-    record = sole_record("curve_neg", "llvm", "cpu", "cpu", "8 bn254_g1", size_bytes=1024)      kept by the caller
-    with RecordedLaunch(record, space.provider, space.index):
-        launch(space, source, "curve_neg", blocks, threads, (x, z), n)
+record = sole_record("curve_neg", "llvm", "cpu", "cpu", "8 bn254_g1", size_bytes=1024)      kept by the caller
+with RecordedLaunch(record, space.provider, space.index):
+launch(space, source, "curve_neg", blocks, threads, (x, z), n)
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
 from accelerant.runtime.provider import ComputeProvider, Pointer, lacks_host_memory
 
 _ledger = ledger()
-_kernels: dict[tuple[str, str, str, int], Kernel] = {}
-"""Compiled kernels, by program, entry point, backend and device."""
+_kernels: dict[tuple[str, str, str, int], Kernel] = {}  # compiled kernels, by program, entry point, backend and device
 
 
 on_forget: list[Callable[[], object]] = []
@@ -45,10 +41,7 @@ class MemorySpace(Protocol):
 def sole_record(
     op: str, implementation: str, backend: str, device: str, case: str, *, size_bytes: int, operations: int = 0
 ) -> OpRecord:
-    """Return the ledger's record (see OpRecord) of an op's only implementation on a backend.
-
-    The ledger finds it by its fields, under a lock, so callers cache it.
-    """
+    """Return the ledger's record of an op's only implementation on a backend; callers cache it."""
     key, reason = (op, implementation, backend, device, case), f"the only one on {backend}"
     return _ledger.record(OpRecord(*key, True, (), size_bytes, operations, reason=reason))
 
@@ -56,8 +49,7 @@ def sole_record(
 class RecordedLaunch:
     """Context manager that counts its block as one call, times a sample of the calls, and notifies `explain`.
 
-    Failures are counted, and so are interrupts. An error after which the device is unusable becomes DeviceLost, and
-    exhausted memory of the host OutOfMemory.
+    An error after which the device is unusable becomes DeviceLost, and exhausted memory of the host OutOfMemory.
     """
 
     __slots__ = ("_index", "_provider", "_record", "_start")
@@ -110,11 +102,9 @@ def launch(
     space: MemorySpace, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
     *scalars: int,
 ) -> None:  # fmt: skip
-    """Launch an entry point of a program, compiled on first use.
+    """Launch an entry point of a program on contiguous arrays of the space, then scalars; compiled on first use.
 
-    The source's name must name everything that its text depends on. The entry point takes pointers to arrays, which are
-    in the space and contiguous, then scalars. On the CPU `blocks` is the number of indices that the kernel iterates
-    over, with one thread each.
+    The source's name must name everything that its text depends on. On the CPU `blocks` is the number of indices.
     """
     kernel = compiled(space, source, entry)
     space.provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))

@@ -1,17 +1,12 @@
 """The backends of this machine, and the choice of a device.
 
-The automatic choice takes the first device, in the order of BACKENDS, that is hardware and passes its self-test
-(ComputeProvider.self_test). A device that fails is set aside for the process: listed as absent with the reason, and
-used by those who ask for it by name. Devices in software (OpenCL or Vulkan on a CPU) are used by name alone; where the
-system shows no GPU at all, the automatic choice does not probe OpenCL and WebGPU, which takes seconds.
+The automatic choice takes the first device, in the order of BACKENDS, that is hardware and passes its self-test. A
+device that fails is set aside for the process: listed as absent with the reason, and used by those who ask for it by
+name, as devices in software (OpenCL or Vulkan on a CPU) are.
 
-A broken driver can end the process that loads it, so `ComputeProvider.probe` first tests each backend, in a child
-process where that is needed; only then is its provider made in this process, once.
-
-Other packages add backends by an entry point of the group "accelerant.providers" (`NAME = "module:Class"`), or in a
-running process by `register`. One that does not load or start is absent, with the error as its reason.
-
-This module imports no provider, and nothing that imports it: providers are loaded by name when they are asked for.
+A broken driver can end the process that loads it, so `ComputeProvider.probe` tests each backend first, in a child
+process where that is needed; only then is its provider made, once. Other packages add backends by an entry point of the
+group "accelerant.providers" (`NAME = "module:Class"`), or by `register`. This module imports no provider.
 """
 
 from __future__ import annotations
@@ -80,11 +75,10 @@ def _provider_class(name: str) -> type[ComputeProvider]:
 
 
 def register(provider: _ProviderT) -> _ProviderT:
-    """Add a backend to this process, under its provider's `name`, and return the provider.
+    """Add a backend under its provider's `name`, in place of an earlier one, and return the provider.
 
-    Takes a class of ComputeProvider, of which one provider is made on first use, also as a decorator; or a provider.
-    A later registration of the same name replaces an earlier one. Raises ConfigError for anything else, a class with
-    methods missing, and a name that is Accelerant's own or is not in lower case.
+    Takes a class of ComputeProvider, also as a decorator, or a provider. Raises ConfigError for anything else, a class
+    with methods missing, and a name that is Accelerant's own or is not in lower case.
     """
     kind = provider if isinstance(provider, type) else type(provider)
     if not issubclass(kind, ComputeProvider):
@@ -167,8 +161,7 @@ def _probed(name: str) -> str:
 def backend_named(name: object) -> str:
     """Return the backend, or "auto", that a name in any case means; raise ConfigError for an unknown one.
 
-    Makers, interfaces and torch's types name backends too: "mps", "apple_silicon", "nvidia", "vulkan" (webgpu), ...;
-    "gpu" is the GPU that is present.
+    Makers, interfaces and torch's types are names, too: "nvidia", "vulkan", "mps"; "gpu" is the GPU that is present.
     """
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
     found = _ALIASES.get(text, text)
@@ -223,10 +216,7 @@ def automatic_backends() -> list[str]:
 
 
 def create(name: str) -> ComputeProvider:
-    """Return the provider of a backend, made on first use; raise BackendUnavailable, which says why, without one.
-
-    A provider that was shut down is returned as it is; its start() makes it usable again.
-    """
+    """Return the provider of a backend, made on first use; raise BackendUnavailable without one."""
     provider = _created.get(name)
     if provider is not None:
         return provider
@@ -400,8 +390,7 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
 def provider_of(device: torch.device) -> ComputeProvider:
     """Return the provider of the tensors on a torch device, or raise BackendUnavailable.
 
-    An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels: torch's own
-    operations run there.
+    An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels.
     """
     name = _server(device.type)
     if name:
@@ -415,10 +404,7 @@ def provider_of(device: torch.device) -> ComputeProvider:
 
 
 def reason_without_kernels(device: torch.device) -> str:
-    """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels.
-
-    ROCm's kernels are portable C for buffers; no op on tensors has run there.
-    """
+    """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels."""
     if device.type == "meta":
         return ""
     name = _server(device.type) or device.type

@@ -1,11 +1,8 @@
 """Kernels of the user: a text or file, found, compiled on first use, and called on arrays of any library.
 
-    saxpy = acl.kernel("saxpy.cu", "saxpy")
-    saxpy(blocks, threads, 2.0, x, y, n)
-    saxpy(2.0, x, y, n)                     a thread for each element of y
-
-Arrays on a device are passed as they are; arrays of the host are copied to the device and, where the kernel may write
-them, back. Portable C runs on the CPU without copies.
+saxpy = acl.kernel("saxpy.cu", "saxpy")
+saxpy(blocks, threads, 2.0, x, y, n)
+saxpy(2.0, x, y, n)                     a thread for each element of y
 """
 
 from __future__ import annotations
@@ -109,13 +106,11 @@ class _Array:
     """An array of a launch.
 
     Attributes:
-        pointer: address on the device or host.
         owner: the array of NumPy or CuPy; or the array given, and the tensor that shares its memory.
         device: label of its device; empty on the host.
         result: the tensor of one that the kernel may write; JAX gets it as a new array.
-        stream: of CuPy, on which the array is valid.
         buffer: the memory of a tensor of `acl.to`, which has no address.
-        shape, strides: in elements; `packed`: contiguous, in C order.
+        strides: in elements; `packed`: contiguous, in C order.
     """
 
     pointer: int
@@ -170,10 +165,7 @@ class _Array:
 class UserKernel:
     """A kernel that is called with a grid, a block and its arguments; see `kernel`.
 
-    Attributes:
-        name: the entry point.
-        dialect: "cuda", "opencl" or "portable".
-        parameters: its arguments: name, kind, and whether the kernel only reads the array.
+    `parameters` are its arguments: name, kind, and whether the kernel only reads the array.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Failures of one process of torch.distributed end the work of all, with one line that names the rank.
 
-A collective whose partner has died raises an error of the network at best, and waits for its group's time-out at worst;
-neither says what happened. `Watch` says it through the store over which the processes met.
+The processes tell each other through the store over which they met.
 """
 
 from __future__ import annotations
@@ -34,13 +33,9 @@ _watches = itertools.count()
 class Watch:
     """Ends the work of all processes when one of them fails; a context manager, entered by all in the same order.
 
-    Each process counts on in torch.distributed's store that it lives. An error in the block of one is raised there, and
-    in the others with the rank in front, in place of the error of the collective that waited for it; so is the silence
-    of a process that was killed or stopped. A process that hangs on the device is ended with that line and status 1.
-
-    Args:
-        silent_s: seconds without a sign of life after which a process counts as failed.
-        grace_s: seconds in which the main thread may end by itself when another process has failed.
+    An error in the block of one is raised there, and in the others with the rank in front, in place of the error of the
+    collective that waited for it; so is the silence of a process for `silent_s` seconds. A process that hangs on the
+    device for `grace_s` seconds afterwards is ended with that line and status 1.
     """
 
     def __init__(self, *, silent_s: float = 60.0, grace_s: float = 15.0) -> None:

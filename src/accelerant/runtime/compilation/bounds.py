@@ -2,8 +2,8 @@
 
     y[i] = x[i + 1];    becomes    y[acl_checked(i, bytes of y / sizeof(*y), 1, line, report)] = x[acl_checked(...)];
 
-Checked are the accesses name[index] to the kernel's own pointers, in its body. An index out of bounds is replaced by 0,
-and the first one is written to the report. The bytes of each array and the report are hidden arguments at the end.
+An index out of bounds is replaced by 0, and the first one is written to the report. The bytes of each array and the
+report are hidden arguments at the end.
 """
 
 from __future__ import annotations

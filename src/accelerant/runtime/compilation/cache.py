@@ -5,15 +5,12 @@ One folder an entry, named by the hash of everything the result depends on:
     <cache_dir>/kernels/<sha256>/code          machine code
     <cache_dir>/kernels/<sha256>/report.json   name, target, compiler, registers, spills, shared memory, log
 
-An entry is written under a temporary name and renamed, so that readers see all of it or nothing, whatever else runs or
-dies. The report carries a checksum of the key, the report and the code: a torn or altered entry is compiled again. A
-problem with the cache costs time and one warning a process, never a result: a folder that cannot be read or written is
-bypassed, and temporary folders of dead processes are removed.
+An entry is written under a temporary name and renamed, so that readers see all of it or nothing; its checksum finds a
+torn or altered one. A problem with the cache costs time and one warning a process, never a result.
 
 Code from here runs with the rights of the process, so the folder is created for its user alone (0700). It is bypassed,
 as is an entry, if it belongs to another user than root, may be written by the group or by everyone, or is a symlink.
-Windows has no such modes; there the user's folder has an access list. A folder that root wrote into the image of a
-container serves every user who may read it.
+Windows has no such modes. A folder that root wrote into the image of a container serves every user who may read it.
 """
 
 from __future__ import annotations
@@ -66,11 +63,10 @@ def kernel_key(**parts: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry(JsonRecord):
-    """One compiled kernel source on disk.
+    """One compiled kernel source on disk, under its key, with the most registers that an entry point uses a thread.
 
-    The key is the name of its folder, and `registers` the most that an entry point uses a thread; None where the
-    compiler does not say. A damaged entry has no name but a reason, and is compiled again at the next use. One that is
-    not `trusted` is not used: another user could have written it, as `damage` says.
+    A damaged entry has no name but a reason, and is compiled again. One that is not `trusted`, since another user could
+    have written it, is not used.
     """
 
     key: str
@@ -117,10 +113,7 @@ class KernelCache:
         self.root = root if root is not None else settings().cache_dir / "kernels"
 
     def get_or_build(self, key: str, build: Callable[[], Binary], **report: object) -> tuple[Binary, bool]:
-        """Return the entry for a key from kernel_key, and whether it was in the cache; build and store it otherwise.
-
-        Errors of `build` pass through and nothing is stored. `report` has further fields of the report, for people.
-        """
+        """Return the entry for a key from kernel_key, and whether it was in the cache; build and store it otherwise."""
         try:
             cached = self._read(key)
         except PermissionError as error:
@@ -166,10 +159,7 @@ class KernelCache:
             folder.unlink()
 
     def entries(self) -> list[CacheEntry]:
-        """Return every entry, by name and target; damaged ones first. Other folders than those of keys are left out.
-
-        Raises ConfigError where the folder is not used.
-        """
+        """Return every entry, damaged ones first; raise ConfigError where the folder is not used."""
         if reason := self.refusal():
             raise ConfigError(f"kernel cache {self.root} is not used: {reason}")
         if not self.root.is_dir():
@@ -178,10 +168,7 @@ class KernelCache:
         return sorted(map(self._describe, keys), key=lambda entry: (entry.name, entry.target, entry.age_s))
 
     def clear(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-        """Remove entries and return those that were removed; processes that have loaded them are not affected.
-
-        A folder that is a link, or that has files other than an entry's, stays as it is.
-        """
+        """Remove entries, but for links and folders with files of others; return those that were removed."""
         return [entry for entry in entries if _remove_ours(self.root / entry.key)]
 
     def remove_leftovers(self) -> int:
@@ -209,10 +196,7 @@ class KernelCache:
             ) from None
 
     def _contents(self, key: str) -> list[bytes]:
-        """Return report and code of an entry; raise PermissionError if someone else could have written them.
-
-        Each file and folder is opened within the one that was checked before, so that none can be exchanged meanwhile.
-        """
+        """Return report and code of an entry; raise PermissionError if someone else could have written them."""
         if not _HAS_MODES:
             return [(self.root / key / name).read_bytes() for name in _FILES]
         contents = []

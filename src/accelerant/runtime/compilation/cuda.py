@@ -77,10 +77,7 @@ def compile_cuda(source: KernelSource, target: str) -> Binary:
 
 @dataclass(frozen=True, slots=True)
 class NvrtcResult:
-    """NVRTC's status ("NVRTC_SUCCESS"), the log of NVRTC and ptxas, and the code; empty where it did not compile.
-
-    `symbols` has the names asked for -> those in the code.
-    """
+    """NVRTC's status ("NVRTC_SUCCESS"), the log of NVRTC and ptxas, and the code; empty where it did not compile."""
 
     status: str
     log: str
@@ -114,12 +111,9 @@ def _load_nvrtc_12() -> None:
 def run_nvrtc(
     text: str, target: str, name: str, options: Sequence[str], *, portable: bool = False, names: Sequence[str] = ()
 ) -> NvrtcResult:
-    """Compile CUDA C++, or C in the portable dialect, for one architecture.
+    """Compile CUDA C++, or C in the portable dialect, for one architecture, with NVRTC's options in addition to _FIXED.
 
-    Args:
-        name: the program's, in the compiler's messages.
-        options: NVRTC's, in addition to _FIXED. CUDA's own headers are found, and those of C++ in CUDA's version.
-        names: entry points as C++ names them ("scale<float, 4>"), which are instantiated, and whose symbols are wanted.
+    `names` are entry points as C++ has them ("scale<float, 4>"), which are instantiated, and whose symbols are wanted.
     """
     nvrtc = load_nvrtc()
     folders = [*toolkit_headers(text)]

@@ -1,8 +1,7 @@
 """Compiling portable C for AMD at run time: hiprtc, which needs neither a GPU nor headers of ROCm.
 
-hiprtc is a library of ROCm, and up to ROCm 6 also a part of libamdhip64. ROCm builds of torch bring both. Without ROCm,
-Debian's packages libamdhip64-5 and libhiprtc-builtins5 have it. It runs in a child process (hiprtc.py): a process that
-has loaded Debian's, with its LLVM, aborts when PoCL loads another.
+ROCm, and ROCm builds of torch, bring the library; elsewhere Debian's libamdhip64-5 and libhiprtc-builtins5 do. It runs
+in a child process (hiprtc.py): one that has loaded it, with its LLVM, aborts when PoCL loads another.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def hip_key(source: KernelSource, target: str) -> str:
 
 
 def compile_hip(source: KernelSource, target: str) -> Binary:
-    """Compile for an architecture ("gfx90a"), without driver or device; raise CompileError with the log.
-
-    So does hiprtc's absence, and its crash: 5.2 crashes for an architecture that it does not know.
-    """
+    """Compile for an architecture ("gfx90a"), without driver or device; raise CompileError with the log."""
     found = _ask(
         f"for {target}", text=f"{portable_header()}\n{first_line(source.name)}\n{_text(source)}", name=source.name,
         options=[f"--offload-arch={target}", *_options(source)],

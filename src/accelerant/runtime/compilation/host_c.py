@@ -1,17 +1,13 @@
 """Portable kernels on the CPU, by the C compiler of the system (cc, gcc or clang), as a library of machine code.
 
-Each entry point becomes a function
+Each entry point becomes a function that runs the blocks [begin, end) of a grid of so many columns and rows:
 
     int acl_run_NAME(i64 begin, i64 end, i64 grid, i64 rows, i32 width, i32 height, i32 threads, <arguments>)
 
-that runs the blocks [begin, end) of a grid of so many columns and rows. Blocks do not wait for each other, so the
-provider gives them to several cores; the threads of a block run in turn, row by row. Where the text has no barrier a
-row is a loop, which the compiler turns into vectors where it sees that the result is the same. Threads that wait at a
-barrier have stacks of their own (host_block.c).
-
-`acl_here`, the indices of the thread, is a hidden first argument of the kernel, which a macro of the kernel's name
-adds; as memory of the process it would prevent the vectors. Only where a helper function reads an index, or a barrier
-needs it, it is a variable of the core.
+The threads of a block run in turn, row by row. Where the text has no barrier a row is a loop, which the compiler may
+turn into vectors; threads that wait at a barrier have stacks of their own (host_block.c). `acl_here`, the indices of
+the thread, is a hidden first argument of the kernel, since memory of the process would prevent the vectors; only where
+a helper function reads an index, or a barrier needs it, it is a variable of the core.
 """
 
 from __future__ import annotations
@@ -135,10 +131,7 @@ def compile_c(source: KernelSource, program: str) -> Binary:
 
 
 def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., None]:
-    """Load an entry point; the function takes begin to threads, as above, and the arguments, of these types.
-
-    Its attribute `library` has the other functions of the text.
-    """
+    """Load an entry point; the function takes begin to threads, as above, and the arguments, of these types."""
     with tempfile.TemporaryDirectory(prefix="accelerant-cc-") as folder:  # the library stays in memory without its file
         path = Path(folder) / "kernel.so"
         path.write_bytes(binary.code)

@@ -1,13 +1,12 @@
 """A kernel before and after compilation: KernelSource -> Binary -> Kernel.
 
-A source holds the same algorithm in one or more *dialects*; a provider compiles the first dialect it knows:
+A source holds the same algorithm in one or more *dialects*, each a text or a Builder that makes the program for each
+target; a provider compiles the first one it knows:
 
     portable   C with the macro header portable.h: CUDA, HIP, OpenCL and the CPU from one text
     cuda       CUDA C++
     triton     a Triton function with its specialization (made by triton.py)
     llvm       a builder of LLVM IR for the CPU
-
-A dialect's value is the program's text, or a Builder that makes the program for each target.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 @dataclass(frozen=True, slots=True)
 class Resources(JsonRecord):
-    """Resources that one thread or block of a compiled kernel uses; None where the compiler does not report them.
+    """Resources of a compiled kernel; None where the compiler does not report them.
 
-    Registers have 32 bits, and spills are the bytes stored to local memory for want of registers; both are of a thread,
-    as is the stack frame. Shared memory, static and dynamic, is that of a block.
+    Registers of 32 bits, spilled bytes and the stack frame are a thread's; shared memory, static and dynamic, is a
+    block's.
     """
 
     registers: int | None = None
@@ -48,9 +47,7 @@ class Resources(JsonRecord):
 class Binary:
     """Machine code for one target (a cubin, an object file, ...), as the disk cache keeps it, with the compiler's log.
 
-    Attributes:
-        symbols: entry name -> symbol in the code (they differ where the compiler mangles names).
-        metadata: what the launcher needs besides (threads a block, scratch arguments); JSON values only.
+    `symbols` are the names in the code by entry; `metadata`, JSON values only, is what the launcher needs besides.
     """
 
     code: bytes
@@ -150,8 +147,8 @@ class KernelSource:
 class Kernel:
     """A compiled, loaded entry point; only the provider that made it can launch it.
 
-    `arguments` are types, as in KernelSource.entries. `compile_ms` is the time of compiling, or of reading the disk
-    cache. For `metadata` see Binary; `handle` is the provider's own object.
+    `arguments` are types, as in KernelSource.entries; `compile_ms` is the time of compiling, or of reading the disk
+    cache.
     """
 
     name: str
@@ -182,11 +179,9 @@ _BUILDER = ("runtime/compilation/llvm.py", "runtime/compilation/philox.py")
 
 
 def builder_key(builder: object, *sources: str) -> str:
-    """Return the key of a Builder of LLVM IR: its fields, and the code that writes the text.
+    """Return the key of a Builder of LLVM IR: its fields, and a hash of the code that writes the text.
 
-    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend. `builder` is the
-    dataclass, or a tuple of it and what its fields only name; its repr and the code in `sources`, files and folders of
-    the package, with the IR builder's, are all that the text depends on.
+    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
     """
     return f"{builder!r} {sources_hash(*_BUILDER, *sources)}"
 
@@ -195,10 +190,7 @@ def builder_key(builder: object, *sources: str) -> str:
 class LlvmProgram:
     """A Builder of LLVM IR that a function writes, the same for each target.
 
-    Attributes:
-        parameters, sources: see builder_key.
-        write: returns the text.
-        written_out, least_share: see runtime/providers/cpu.py.
+    `parameters` and `sources` are those of builder_key, `written_out` and `least_share` those of providers/cpu.py.
     """
 
     parameters: object
@@ -221,8 +213,7 @@ class LlvmProgram:
 def sources_hash(*paths: str, endings: tuple[str, ...] = (".py",)) -> str:
     """Return the SHA-256, in hexadecimal, of this version and of these files, and of the files below these folders.
 
-    Paths are relative to the package: "algebra", "runtime/compilation/llvm.py". Of a folder's files those with the
-    endings count. Whatever the built text depends on must lie in them.
+    Paths are relative to the package. Of a folder's files those with the endings count.
     """
     digest, start = hashlib.sha256(__version__.encode()), len(str(_PACKAGE)) + 1
     for relative in paths:

@@ -9,9 +9,8 @@
     text = program([code])
 
 An operand is a Value, the name of one of the function's arguments, or a Python number, which becomes a constant of the
-other operand's type, in every lane of a vector. What changes in a loop is a `variable`, memory on the stack: LLVM's
-SROA pass makes registers and phi nodes of it, also where it holds an array of vectors. llvmlite is not needed to write
-text.
+other operand's type. What changes in a loop is a `variable`, memory on the stack: LLVM's SROA pass makes registers of
+it.
 """
 
 from __future__ import annotations
@@ -111,10 +110,9 @@ class Variable:
 
 
 class FunctionBuilder:
-    """A function's instructions.
+    """A function's instructions; arguments have type and attributes: "i64 %n", "ptr noalias %x".
 
-    Arguments are given with type and attributes: "i64 %n", "ptr noalias %x". The linkage may have a calling convention
-    ("internal fastcc"), and is "" for an entry point.
+    The linkage may have a calling convention ("internal fastcc"), and is "" for an entry point.
     """
 
     def __init__(

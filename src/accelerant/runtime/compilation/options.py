@@ -1,17 +1,12 @@
 """Compile options for a whole kernel, in the words of each compiler, and the headers that its text includes.
 
-    CompileOptions(fast_math=True, defines={"WIDTH": 8}, include=["src"], ptxas=["--maxrregcount=64"])
+| option | NVRTC | OpenCL | C compiler of the CPU | clang for AMD | |---|---|---|---|---| | optimize=0 to 3 | ptxas -O |
+0: -cl-opt-disable | -O, 3 by default | the same | | fast_math | --use_fast_math | -cl-fast-relaxed-math | _FAST_C below
+| the same, and ftz, prec_div, prec_sqrt | | ftz | --ftz | true: -cl-denorms-are-zero | true is refused |
+-fgpu-flush-denormals-to-zero | | prec_div, prec_sqrt | --prec-div, --prec-sqrt | true: _PRECISE below | precise | one
+option for both | | fmad | --fmad | -cl-mad-enable, FP_CONTRACT OFF | -ffp-contract | -ffp-contract |
 
-| option | NVRTC | OpenCL | C compiler of the CPU | clang for AMD |
-|---|---|---|---|---|
-| optimize=0 to 3 | ptxas -O | 0: -cl-opt-disable | -O, 3 by default | the same |
-| fast_math | --use_fast_math | -cl-fast-relaxed-math | _FAST_C below | the same, and ftz, prec_div, prec_sqrt |
-| ftz | --ftz | true: -cl-denorms-are-zero | true is refused | -fgpu-flush-denormals-to-zero |
-| prec_div, prec_sqrt | --prec-div, --prec-sqrt | true: _PRECISE below | precise | one option for both |
-| fmad | --fmad | -cl-mad-enable, FP_CONTRACT OFF | -ffp-contract | -ffp-contract |
-
-A part that is stated overrides fast_math; where a compiler cannot do that, it is refused. `nvrtc`, `ptxas`, `opencl`
-and `cc` are for the compiler of that name alone.
+A part that is stated overrides fast_math; where a compiler cannot do that, it is refused.
 """
 
 from __future__ import annotations
@@ -169,12 +164,10 @@ _COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|(\"(?:\\.|[^\"\\\n])*\")", re.
 
 
 def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:
-    """Return the headers that a program may include from some folders, and those that they include, with their SHA-256.
+    """Return the headers that a program may include from some folders, directly or not, with their SHA-256.
 
-    Conditions are not evaluated, so there may be more than the compiler reads. Names that no folder has belong to the
-    compiler, or do not exist; they count with an empty hash, since such a file may appear.
-
-    Raises CompileError for an include of a macro, whose file only the compiler knows, or a header that cannot be read.
+    Conditions are not evaluated. A name that no folder has counts with an empty hash, since such a file may appear. An
+    include of a macro is a CompileError, and so is a header that cannot be read.
     """
     folders = list(folders)
     if not folders:

@@ -20,10 +20,8 @@ _LOW = 0xFFFFFFFF
 def philox(code: FunctionBuilder, counter: Sequence[Operand], key: Callable[[int, int], Value]) -> list[Operand]:
     """Append the rounds; return the four words of each lane's counter.
 
-    Words of 32 bits lie in lanes of 64, so that a product of two is one instruction. The upper halves of counters and
-    results are undefined: a product reads the lower halves alone, and LLVM knows it. So a round of a vector is 2
-    products, 2 shifts and 4 exclusive ors. `counter` has the four words, vectors of i64, and key(round, word) returns
-    word 0 or 1 of a round's key as such a vector.
+    Words of 32 bits lie in lanes of 64, so that a product of two is one instruction; the upper halves are undefined.
+    key(round, word) returns word 0 or 1 of a round's key.
     """
     words = list(counter)
     for i in range(ROUNDS):

@@ -1,11 +1,8 @@
 """Entry points of a kernel's text and the types of their arguments, found by reading it; host code in such a text.
 
-    find_kernels(text, "cuda")                           [KernelSignature("saxpy", ...), ...]
-    entry_of(text, "cuda", "scale<float, 4>")            name for the compiler, and its parameters
-
 Three dialects: CUDA C++ (`__global__`, in namespaces, templates), OpenCL C (`__kernel`) and portable C (`ACL_KERNEL`).
-Comments are left out; conditions and macros with arguments are not evaluated, but `#define NAME TYPE`, typedef, using
-and the template's parameters are. An argument of another type is refused by name; the caller may state the types.
+Conditions and macros with arguments are not evaluated, but `#define NAME TYPE`, typedef, using and the template's
+parameters are. An argument of another type is refused by name; the caller may state the types.
 """
 
 from __future__ import annotations
@@ -43,12 +40,10 @@ _VECTOR = re.compile(r"(u?char|u?short|u?int|u?long|u?longlong|float|double|half
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """An argument of a kernel.
+    """An argument of a kernel; without a name it is "argument 2".
 
-    Attributes:
-        name: as written; "argument 2" without a name.
-        kind: as in KernelSource.entries: "*f32", "i32"; "*f32x4" for a pointer to float4, "*void" for any.
-        constant: a pointer whose memory the kernel only reads.
+    The kind is as in KernelSource.entries, with "*f32x4" for a pointer to float4 and "*void" for any; `constant` says
+    that the kernel only reads the memory.
     """
 
     name: str
@@ -58,14 +53,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class KernelSignature:
-    """A kernel's definition in a text.
+    """A kernel's definition in a text: its name with its namespaces, the text of each parameter, and where it is.
 
-    Attributes:
-        name: with its namespaces.
-        parameters: the text of each.
-        templates: its template parameters, as (kind, name, default).
-        body: start and end of the body in the text.
-        line: from 1.
+    Template parameters are (kind, name, default); the body is from start to end in the text, the line from 1.
     """
 
     name: str
@@ -145,13 +135,9 @@ def entry_of(
 ) -> tuple[str, tuple[Parameter, ...]]:
     """Return the name of an entry point as the compiler takes it, and its parameters.
 
-    Args:
-        name: of a kernel of the text, with template arguments ("scale<float, 4>"), with or without its namespace; None
-            for the only one.
-        macros: macros that are defined besides those in the text.
-
-    Raises:
-        CompileError: no kernel or several have the name, template arguments do not fit, or a type is unknown.
+    The name may have template arguments ("scale<float, 4>") and a namespace; None is the only kernel of the text.
+    Macros are those defined besides the text's. CompileError if no kernel or several have the name, or an argument does
+    not fit.
     """
     kernels = find_kernels(text, dialect)
     listed = ", ".join(map(str, kernels)) or "none"

@@ -1,8 +1,7 @@
 """Triton as a compiler: a Triton function and its specialization become a KernelSource.
 
-Triton makes the machine code; the provider keeps it in its disk cache, loads it and launches it as any other kernel. A
-warm start therefore imports no Triton and needs no C compiler, and a launch costs as much as a CUDA launch. Under
-TRITON_INTERPRET=1 the function runs on CPU tensors instead; tests use this without a GPU.
+The provider keeps the machine code in its disk cache and launches it as any other kernel, so a warm start imports no
+Triton. Under TRITON_INTERPRET=1 the function runs on CPU tensors instead; tests use this without a GPU.
 
 A specialization consists of the element types of the pointers, whether each pointer and integer is a multiple of 16
 (wider loads; for row lengths and strides also 8, 4 or 2), and the compile-time constants.
@@ -89,9 +88,8 @@ def _sources_hash() -> str:
 class Specialization:
     """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
 
-    `kinds` has Triton's type of each argument in order ("*bf16", "i32"), "constexpr" for constants, which have their
-    values by name or position. `multiples` has positions of arguments that are multiples of 16, 8, 4 or 2, with that
-    number.
+    `kinds` has Triton's type of each argument in order ("*bf16", "constexpr"); constants are by name or position;
+    `multiples` has positions of arguments that are multiples of 16, 8, 4 or 2, with that number.
     """
 
     module: str
@@ -184,13 +182,9 @@ class TritonKernel:
     Args:
         module, name: of the function; the module is imported only to compile or to interpret.
         targets: the architectures it is written for.
-        widths: positions of the integers that are row lengths or row strides, which bound the width of loads: rows of
-            1000 float16 loaded one number at a time took an H200 twice as long. For other integers only divisibility
-            by 16 counts, so that not every number of rows is compiled for.
+        widths: positions of the integers that are row lengths or strides, which bound the width of loads; of others
+            only divisibility by 16 counts, so that not every number of rows is compiled for.
         contracts: a product and a sum may become one operation, rounded once.
-
-    >>> gelu_fwd = TritonKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
-    >>> gelu_fwd.launch((blocks,), (x, y, n), {"BLOCK": 4096}, num_warps=8)
     """
 
     def __init__(
@@ -211,19 +205,9 @@ class TritonKernel:
     ) -> PreparedLaunch | None:  # fmt: skip
         """Run over the grid, on the current stream of the first tensor's device.
 
-        Args:
-            grid: programs, one to three numbers.
-            args: positional arguments before the constants: tensors, integers, floats; None for an absent tensor.
-            constants: the function's constexpr arguments by name.
-            num_warps, num_stages: warps a program; depth of software pipelining.
-
-        Returns:
-            the launch, to be started again with the pointers of tensors that differ in nothing else; None where nothing
-            was launched on a GPU.
-
-        Raises:
-            CompileError: with Triton's message.
-            LaunchError: the device refused.
+        `args` are the arguments before the constants (the constexpr arguments by name); None is an absent tensor.
+        Returns the launch, to be started again with the pointers of like tensors; None where nothing was launched on a
+        GPU.
         """
         if predictions and has_fakes(args):
             return None
@@ -284,10 +268,9 @@ class TritonKernel:
         self, types: Mapping[str, str], constants: Mapping[str, Any], *, multiple: int = 16, num_warps: int = 4,
         num_stages: int = 3,
     ) -> KernelSource:  # fmt: skip
-        """Return a KernelSource for given types; for compile checks without a device.
+        """Return a KernelSource for given Triton types of the arguments, for compile checks without a device.
 
-        `types` has the Triton type ("*bf16", "i32", "fp32") of each argument, without absent tensors, which are
-        constants of None. The widths are multiples of `multiple`, pointers and other integers of 16.
+        Absent tensors are constants of None. The widths are multiples of `multiple`, pointers and other integers of 16.
         """
         names = self.argument_names()
         kinds = tuple(types.get(name, "constexpr") for name in names)

@@ -11,12 +11,7 @@ _TYPES |= dict.fromkeys(("u8", "u16", "u32", "u64"), "u32")
 
 
 def bindings(arrays: Mapping[str, str], scalars: Mapping[str, str]) -> str:
-    """Declare arrays, and `scalars.NAME` for each scalar.
-
-    Args:
-        arrays: name -> type of an element: "f32", "u32", "vec4<f32>".
-        scalars: name -> type, as in KernelSource.entries. All arrive as 32 bits.
-    """
+    """Declare arrays by the type of an element ("f32", "vec4<f32>"), and `scalars.NAME` for each scalar, of 32 bits."""
     lines = [
         f"@group(0) @binding({i}) var<storage, read_write> {name}: array<{kind}>;"
         for i, (name, kind) in enumerate(arrays.items())
@@ -70,14 +65,9 @@ def words(name: str) -> str:
 
 
 def windowed(text: str, counts: Sequence[int], log_words: int) -> str | None:
-    """Return a module that binds each array in windows of 2^log_words words, one after another.
+    """Return a module that binds each array in so many windows of 2^log_words words, one after another.
 
-    Args:
-        text: a module of `bindings`.
-        counts: windows of each array; with one, an array is bound as before.
-
-    Returns:
-        The module; None if an array of several windows has no functions of `words`.
+    None if an array of several windows has no functions of `words`.
     """
     names = [match[2] for match in _BINDING.finditer(text) if match[1].startswith("storage")]
     windows = dict(zip(names, counts, strict=True))

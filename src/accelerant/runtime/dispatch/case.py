@@ -15,11 +15,7 @@ from accelerant.runtime.files import clipped
 
 
 class Case(NamedTuple):
-    """Everything that a choice may depend on; hashable and cheap.
-
-    Device and dtype are those of the (main) input. The shape has the sizes that matter to the op, for example (M, N),
-    and the options have other properties that matter, for example ("tanh",) or strides.
-    """
+    """Everything that a choice may depend on: device and dtype of the main input, the sizes, and other options."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,17 +61,13 @@ class Implementation:
         run: called with the arguments that follow the Case in a call of the Operation.
         refuses: returns why it cannot serve a case, or None; None if it serves every case.
         own: a kernel of Accelerant, not of a library.
-        deterministic: the same inputs give the same bits. An implementation that adds with atomics says False and is
-            refused where the setting `deterministic` holds.
-        mutates: changes its arguments, so that it is never raced. After a failure another implementation runs only if
-            this one is our own and had launched no kernel: a fallback starts from the arguments, and what a library had
-            written is unknown.
-        differentiable: consists of torch's differentiable functions. Where nothing else serves a case on a CPU, or
-            one of few elements on a GPU, the op can leave the gradient to torch's autograd.
-        group: implementations of an op and of its backward op that read each other's saved tensors, for example
-            "cudnn"; "" for those that share the op's own form. See saved_by.
-        bind: the arguments -> a function that does the same as `run` for arguments whose tensors differ from these in
-            their memory alone, with less for the host to do; None where there is none. See Operation.bound.
+        deterministic: the same inputs give the same bits; False where atomics add.
+        mutates: changes its arguments: it is never raced, and is followed by another implementation after a failure
+            only if it is our own and had launched no kernel.
+        differentiable: consists of torch's differentiable functions, so that torch's autograd may serve the op.
+        group: implementations of an op and of its backward op that read each other's saved tensors ("cudnn"); "" for
+            those that share the op's own form. See saved_by.
+        bind: the arguments -> a function that does the same as `run` for tensors in other memory; see Operation.bound.
     """
 
     name: str
@@ -93,11 +85,7 @@ _SAVED_BY = "saved by "
 
 
 def saved_by(group: str) -> str:
-    """Return the option of a backward case that names the group whose tensors were saved.
-
-    An implementation with a group returns it with the tensors that it saves, so that the op knows which one ran, also
-    after a fallback. The backward Operation is declared with `pairs_with` and refuses implementations of other groups.
-    """
+    """Return the option of a backward case that names the group whose tensors were saved; "" for the op's own form."""
     return f"{_SAVED_BY}{group}" if group else ""
 
 
@@ -118,9 +106,8 @@ torch_wants_determinism: Callable[[], bool] = getattr(
 class Rules(NamedTuple):
     """The settings that a choice depends on besides its case.
 
-    `race` and `tune` measure candidates without a result when they are first met; `race` is None for "auto", where no
-    shipped table serves the device. `deterministic` holds if it is set, or requested by
-    torch.use_deterministic_algorithms. `forced` has pairs of an op and its implementation.
+    `race` is None for "auto": where no shipped table serves the device. `forced` has pairs of an op and its
+    implementation.
     """
 
     race: bool | None
@@ -164,12 +151,8 @@ PLANS_LIMIT = 4096
 class PlanCache(Generic[V]):
     """Plans by case, separate for each set of rules, since a plan must not outlive the settings it was made under.
 
-    While no setting that matters is overridden and torch asks for no determinism there is one dict of plans, and a
-    look-up costs what a dict costs.
-
-    Attributes:
-        usual: the plans under the settings as loaded. Hot paths read it directly, unless `choice_overrides` of
-            config.py holds something or torch_wants_determinism() says so.
+    Hot paths read `usual`, the plans under the settings as loaded, unless `choice_overrides` of config.py holds
+    something or torch_wants_determinism() says so.
     """
 
     def __init__(self) -> None:

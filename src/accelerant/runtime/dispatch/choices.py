@@ -1,13 +1,9 @@
 """Results of races and tuning by device model: local files of this user, and tables shipped with the package.
 
-The local file of a model, `<cache_dir>/choices/<model>.json`, holds measurements by the versions of torch, Triton and
-the driver they were made with. Those of other versions are not used, since any of these may change who wins, and
-`ignored` says so. A measurement also carries a digest of the op's own sources, and is not used after these changed.
-Files are replaced atomically under a lock; a damaged or foreign one costs a warning and is replaced. Shipped tables,
-`tables/*.json`, serve where there is no local result: they name the models that they serve. They were measured with the
-release, so their versions are for people only.
-
-A measurement stands for a bucket of cases: sizes are rounded up to a power of two unless the op says otherwise.
+`<cache_dir>/choices/<model>.json` holds measurements by the versions of torch, Triton and the driver they were made
+with; those of other versions, or of other sources of the op, are not used. Files are replaced atomically under a lock;
+a damaged one costs a warning. Shipped tables, `tables/*.json`, serve the models that they name where there is no local
+result. A measurement stands for a bucket of cases: sizes are rounded up to a power of two unless the op says otherwise.
 """
 
 from __future__ import annotations
@@ -54,8 +50,7 @@ class Measurement:
 
     Attributes:
         ms, failed: name -> milliseconds per call, or why it has no time.
-        case, date: that was timed, and when: "2026-11-21".
-        sources: digest of the op's sources, see Sources; "" where they do not matter.
+        sources: digest of the op's sources; "" where they do not matter.
         table: name of the shipped table that it is from; "" for a local one.
     """
 
@@ -129,11 +124,9 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
 class Sources:
-    """The sources that an op's implementations are made of; call it for their digest.
+    """The digest of an op's sources: the modules of its functions, what they import, and kernels; computed once.
 
-    These are the modules that define the functions, the modules of ops, algebra and privacy that they import, and the
-    kernels in the folders of all of these. Comments, docstrings and layout do not change the digest. It is computed at
-    the first call, in 10 to 60 ms.
+    Comments, docstrings and layout do not change it.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
@@ -231,11 +224,7 @@ class Choices:
         self._ignored: dict[str, tuple[str, ...]] = {}
 
     def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> Measurement | None:
-        """Return the local measurement of a key (see key_of), or the shipped one, or None.
-
-        A local measurement must carry the digest that `sources`, if given, returns; it is called only where there is
-        one.
-        """
+        """Return the local measurement of a key whose digest is that of `sources`, or the shipped one, or None."""
         with self._lock:
             self._load(device)
             model = model_of(device)
@@ -251,10 +240,7 @@ class Choices:
             return bool(self._shipped[model_of(device)])
 
     def nearest(self, key: str) -> Measurement | None:
-        """Return the shipped measurement of the same op, dtype and options with the most similar sizes, or None.
-
-        It is for models that no table serves. All shipped tables are of one architecture, Hopper's.
-        """
+        """Return the shipped measurement of the same op, dtype and options with the most similar sizes, or None."""
         words, found = key.split(), []
         with self._lock:
             table = self._shipped.get(_ANY) or self._shipped.setdefault(_ANY, self._read_tables())
@@ -265,10 +251,7 @@ class Choices:
         return min(found)[2] if found else None
 
     def keep(self, device: torch.device, key: str, measured: Measurement) -> None:
-        """Store a measurement, also on disk if that can be written.
-
-        Times of other candidates in the same bucket stay if they are of the same sources.
-        """
+        """Store a measurement, also on disk; other candidates' times of the same sources stay."""
         with self._lock:
             self._load(device)
             model = model_of(device)
@@ -303,10 +286,7 @@ class Choices:
             return self._ignored[model_of(device)]
 
     def table(self, device: torch.device, serves: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the local measurements in the form of a shipped table.
-
-        `serves` has the beginnings of the names of further models that the table is good for.
-        """
+        """Return the local measurements in the form of a shipped table; `serves` has the names of further models."""
         model = model_of(device)
         local = {
             key: replace(measured, sources="").to_dict()
@@ -400,11 +380,7 @@ def _measurements(body: Mapping[str, Any], table: str = "") -> dict[str, Measure
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock the file against other processes that write it, where the system can.
-
-    Without a lock, or after waiting too long for it, the worst is that one of two results written at once is lost and
-    raced again by a later process.
-    """
+    """Lock the file against other processes; without it, one of two results written at once is lost."""
     with contextlib.ExitStack() as stack:
         try:
             import fcntl

@@ -1,8 +1,4 @@
-"""The setting `debug`: results of ops that are not finite are errors, which name op and input.
-
-Each result is read after each call, so every call waits for the device. Without the setting nothing of this is on the
-path of a call: a plan made under it runs a checked implementation.
-"""
+"""The setting `debug`: results of ops that are not finite are errors, which name op and input."""
 
 from __future__ import annotations
 
@@ -17,16 +13,11 @@ from accelerant.errors import DivergenceError
 
 
 def checked(run: Callable[..., Any], named: str, *, mutates: bool) -> Callable[..., Any]:
-    """Return an implementation that raises DivergenceError for a result that is not finite.
+    """Return an implementation that raises DivergenceError for a result that is not finite; each call waits.
 
-    A NaN is an error always, an infinity unless an input is not finite either: -inf is the usual mask of softmax. It
-    is none in later results either: attention's log-sum-exp of a row that sees nothing. Nothing is checked while a CUDA
-    graph is captured.
-
-    Args:
-        run: the implementation.
-        named: its name, op and case, for the error.
-        mutates: whether it changes its arguments, which are then its results.
+    A NaN is always an error. An infinity is none if an input is not finite either (-inf is the usual mask of softmax),
+    nor in later results (attention's log-sum-exp of a row that sees nothing). Nothing is checked in a captured CUDA
+    graph.
     """
 
     def run_checked(*args: Any) -> Any:

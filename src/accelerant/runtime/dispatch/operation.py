@@ -1,28 +1,18 @@
 """An op's implementations, the choice among them, and the fallback from one to the next.
 
-An op declares its implementations in order of preference and calls its Operation with a Case (everything a choice may
-depend on) and the arguments. The first call of a case makes a plan; later calls look it up:
-
     layer_norm_fwd = Operation("layer_norm_fwd", (
         Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", torch_forward),
     ), cost=_cost)
-    ...
     y, statistics = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
 
-Of the implementations that serve a case, the forced one runs; otherwise the fastest by the times measured on this model
-of device, a local race before a shipped table; otherwise the first. Where the setting `race` asks for it and no local
-result covers the case, the race is run on the arguments of the call. By default it does so on models of GPU that no
-table serves, for a limited time per process. Without a race on those, an own kernel comes before a library only where
-it was faster on the nearest model that has a table.
+The first call of a case makes a plan; later calls look it up. Of the implementations that serve the case, the forced
+one is chosen, else the fastest by a local race, else by a shipped table, else the first. The setting `race` says when a
+race is run on the arguments of a call.
 
-An implementation that fails before it wrote anything (compilation, a refused launch, allocation) is followed by the
-next ones from the same inputs, as the fallback policy allows: ops are functional, so nothing is half-written. One that
-did not compile or launch stays out for that case; each later call is counted, warned of or refused by the policy. One
-that lacked memory is tried again at the next call. One that changes its arguments is followed by another only if it is
-our own and had launched nothing. Where nothing is left, an out-of-memory error names the op, the bytes and the largest
-memory owners; an error after which the process has lost its device is raised as DeviceLost. What ran, what refused and
-what fell back goes into the ledger.
+An implementation that fails before it wrote anything is followed by the next one from the same inputs, as the fallback
+policy allows, and stays out for that case unless it only lacked memory. One that changes its arguments is followed by
+another only if it is our own and had launched nothing. The ledger gets what ran, what refused and what fell back.
 """
 
 from __future__ import annotations
@@ -184,8 +174,7 @@ class Operation:
     def bound(self, case: Case) -> Callable[..., Any]:
         """Return the call of a case for arguments whose tensors differ in their memory alone, which nothing checks.
 
-        Its first call decides as any does. The next ones look up no plan and run what the implementation has bound, but
-        for calls that are timed, watched by `explain`, or under other settings than usual.
+        After the first call it looks up no plan, but for calls that are timed, explained or under overridden settings.
         """
         bound: tuple[object, DispatchPlan, Callable[..., Any]] | None = None
         era, lock = self._era, _ledger.lock
@@ -220,10 +209,9 @@ class Operation:
         return call
 
     def _run_on_fakes(self, case: Case, args: tuple[Any, ...]) -> Any:
-        """Run the preferred implementation that runs on tensors without memory, without plans and ledger.
+        """Run the preferred implementation that runs on tensors without memory, without plans, launches and ledger.
 
-        Launches are left out, so an own implementation allocates what it would on real tensors. If one reads memory,
-        the next is tried; temporaries of torch's count only where torch's implementation is what really runs.
+        If one reads memory, the next is tried. Temporaries count only where torch's implementation is what really runs.
         """
         serving = self.candidates(case)
         for candidate in serving[:-1]:
@@ -235,11 +223,7 @@ class Operation:
         return result
 
     def torch_autograd_plan(self, case: Case) -> DispatchPlan | None:
-        """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate.
-
-        That is so on a CPU, and for few elements on a GPU, for an implementation that is differentiable, where no op is
-        forced. A call of such a case may run with autograd recording.
-        """
+        """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate."""
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
         if plan is None:
@@ -298,11 +282,7 @@ class Operation:
     # --- the choice --------------------------------------------------------------------------------------------------
 
     def _choose(self, case: Case, plans: dict[Any, DispatchPlan], args: tuple[Any, ...]) -> DispatchPlan:
-        """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one.
-
-        Raises UnsupportedCase where nothing serves the case, ConfigError where the forced implementation does not
-        exist.
-        """
+        """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one."""
         refusals = self.refusals(case)
         serving = [candidate for candidate, reason in refusals if reason is None]
         _require_declared(rules().forced, "setting implementation: ")
@@ -436,10 +416,7 @@ class Operation:
     def _recover(
         self, case: Case, plan: DispatchPlan, error: Exception, args: tuple[Any, ...]
     ) -> tuple[DispatchPlan, Any]:
-        """Run the remaining implementations in turn from the same inputs; return the plan that ran, and its result.
-
-        Raises the last error where nothing is left, the policy forbids a fallback, or the error allows none.
-        """
+        """Run the remaining implementations in turn from the same inputs; return the plan that ran, and its result."""
         failed: dict[str, Exception] = {}
         while True:
             _ledger.failed(plan.record)
@@ -540,10 +517,7 @@ _DECLARING = ("accelerant.ops", "accelerant.privacy.dp.clipping")
 def _by_times(
     measured: Measurement | None, serving: Sequence[Implementation], case: str
 ) -> tuple[Implementation, str, tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]:
-    """Return the fastest implementation that was measured, or the first, with the reason in words.
-
-    The times and the implementations that failed in that race, with their reasons, follow.
-    """
+    """Return the fastest implementation, or the first; the reason, the times, and what failed in the race."""
     name = fastest(measured.ms, [candidate.name for candidate in serving]) if measured is not None else None
     if measured is None or name is None:
         return serving[0], "order of preference", (), ()
@@ -595,8 +569,6 @@ def force(**implementations: str) -> Iterator[None]:
 
     >>> with force(gelu_fwd="torch"):
     ...     y = accelerant.ops.gelu(x)
-
-    An op or implementation that the ledger does not know by that name raises ConfigError.
     """
     _require_declared(tuple(implementations.items()))
     with override(implementation={**dict(settings().implementation), **implementations}):

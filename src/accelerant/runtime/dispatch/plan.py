@@ -26,10 +26,9 @@ __all__ = [
 
 @dataclass(slots=True)
 class DispatchPlan:
-    """The plan of an Operation for one case, looked up by each call and shown to people as its decision.
+    """The plan of an Operation for one case, with the decision that explains it.
 
     Attributes:
-        record: the ledger's record of these calls.
         forced: no other implementation may run.
         torch_autograd: torch alone serves the case, and its own autograd may differentiate the call.
         failed: preferred implementations that failed in an earlier call, with their errors.
@@ -52,10 +51,7 @@ _MOST_NODES = 16
 def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Callable[[float], None]]) -> None:
     """Time the backward passes through one call, which torch's autograd recorded.
 
-    Args:
-        result: tensor or tensors.
-        args: arguments of the call.
-        begin: called at the start of a pass; its result is called with the milliseconds in the call's own nodes.
+    `begin` is called at the start of a pass; its result is called with the milliseconds in the call's own nodes.
     """
     tensors = result if isinstance(result, tuple) else (result,)
     outside = {x.grad_fn for x in args if isinstance(x, torch.Tensor)}
@@ -99,8 +95,8 @@ def _ignore(_ms: float) -> None: ...
 class Explanation:
     """The result of a function, and the decisions within its call, one for each dispatch, in order.
 
-    `total_ms` is the wall time of the call with the device synchronized, with compilation if it is a first call. At the
-    prompt it shows the decisions, or one line if `explain` has just printed them (`printed`).
+    `total_ms` is the wall time of the call with the device synchronized. If `explain` has printed it, its repr is one
+    line.
     """
 
     result: Any

@@ -1,16 +1,10 @@
 """Races: candidates for the same work are timed on the actual arguments, and the fastest is named.
 
-The score is the time that a program waits for a call in a stream of calls: the longer of the host's part and the
-device's. Calls are made back to back, and the time between two device events around them is divided by their number, so
-a call that keeps the host longer than the device shows the host's time. On a GPU that leaves small inputs in the L2,
-where a candidate that reads them twice looks as good as one that reads them once; so calls are also timed one by one,
-each after a write that empties the L2, and the score is the longer of both. Those calls are queued behind writes that
-keep the device busy meanwhile, which leaves host time out of the second figure. Candidates take turns, and each turn
-begins with another one, so that clock drift affects all alike. The median of all turns counts, so that a few disturbed
-turns do not show.
-
-A candidate that raises is out, with its reason. One that is far behind after its first calls is not timed further.
-Results are dropped call by call, and random number generators are restored.
+The score is the longer of two times. The first is that of calls back to back, so that a call which keeps the host
+longer than the device shows the host's time. The second, on a GPU, is of single calls that are each queued behind
+writes which empty the L2 and keep the device busy meanwhile. Candidates take turns in rotating order, so that clock
+drift affects all alike, and medians count. One that raises or is far behind after its first calls is out. Results are
+dropped call by call, and random number generators are restored.
 """
 
 from __future__ import annotations
@@ -66,12 +60,11 @@ def race(
     runs: Sequence[tuple[str, Callable[[], object]]], device: torch.device, *, budget_s: float = 0.03,
     most_s: float = math.inf, lost: Callable[[Exception], DeviceLost | None] = lambda error: None,
 ) -> Outcome | None:  # fmt: skip
-    """Time each candidate; return None at once where another thread is racing, since the two would disturb each other.
+    """Time candidates, the preferred first; return None at once where another thread is racing.
 
-    Candidates are names and functions without side effects, whose results are dropped, the preferred first. Of the
-    device ("cuda" or "cpu") only the current stream is waited for. `budget_s` are seconds of timed calls for each
-    candidate, besides compilation; `most_s` after the first calls, which compile, no further turn begins. `lost`
-    returns the DeviceLost to raise for an error after which the device cannot be used, else None.
+    `budget_s` are seconds of timed calls for each candidate besides compilation; no turn begins later than `most_s`
+    after the first calls. `lost` returns the DeviceLost to raise for an error after which the device cannot be used,
+    else None.
     """
     if not _turn.acquire(blocking=False):
         return None

@@ -1,17 +1,10 @@
 """Launch parameters: an op's default rule, or the plan that was measured to be faster on this model of device.
 
-    def _candidates(M: int, N: int) -> list[RowPlan]: ...
-
     forward_plan = Tuned("layer_norm_fwd", default=_forward_plan, candidates=_candidates)
+    plan = forward_plan(x.device, x.dtype, (M, N), lambda plan: launch_forward(x, ..., plan=plan))
 
-    def launch_forward(x, ..., plan: RowPlan | None = None):
-        M, N = ...
-        if plan is None:
-            plan = forward_plan(x.device, x.dtype, (M, N), lambda plan: launch_forward(x, ..., plan=plan))
-
-Results are kept and shipped as those of races are, under the key "plan <name>", and stand for the same buckets of
-sizes. The rule holds where nothing was measured. Measuring happens only where the setting `tune` is "first_use", or
-inside `tune(...)`.
+Results are kept and shipped as those of races are, under the key "plan <name>". Measuring happens only where the
+setting `tune` is "first_use", or inside `tune(...)`.
 """
 
 from __future__ import annotations
@@ -38,8 +31,7 @@ class Tuned(Generic[P]):
     Args:
         name: of the kernel; unique.
         default: the rule: sizes -> plan.
-        candidates: sizes -> the plans to time, with or without the default. Their repr tells them apart, so it must be
-            short and complete, and stay the same from run to run.
+        candidates: sizes -> the plans to time. Their repr tells them apart, from run to run.
         bucket: the sizes that one measurement stands for; by default each rounded up to a power of two.
     """
 
@@ -60,8 +52,7 @@ class Tuned(Generic[P]):
     ) -> P:
         """Return the plan to launch with; a look-up after the first call for the sizes.
 
-        `dtype` is that of the main input; `sizes` are the arguments of default, candidates and bucket. `run` launches
-        with a plan, without side effects; None: nothing is measured in this call.
+        `run` launches with a plan, without side effects; None: nothing is measured in this call.
         """
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get((device, dtype, sizes))

@@ -1,11 +1,8 @@
 """Bytes in live tensors, counted op by op, for real and for fake tensors alike.
 
-While a LiveSet is active, each storage that an op returns is counted until it dies. Memory that a kernel allocates and
-frees inside one op is not seen. Aliases (views, in-place results) count once. Tensors from before count only after
-`hold`.
-
-Counting does not change what runs: layers that are fused into one autograd function are so under a LiveSet
-(`only_counts`), and on the fake tensors of a prediction (`predicting`), where kernels are not launched.
+While a LiveSet is active, each storage that an op returns is counted until it dies; aliases count once. Memory that a
+kernel allocates and frees inside one op is not seen. Counting does not change what runs: fused layers stay so
+(`only_counts`), also on the fake tensors of a prediction (`predicting`), where kernels are not launched.
 """
 
 from __future__ import annotations
@@ -98,15 +95,12 @@ def uncounted() -> Iterator[None]:
 
 
 class LiveSet(TorchDispatchMode):
-    """The storages of one device type that are alive. For one thread: torch's dispatch modes belong to a thread.
+    """The storages of one device type that are alive, for one thread, as torch's dispatch modes are.
 
     Args:
         granularity: each storage counts as the next multiple of this.
         limit_bytes: raise OutOfMemory after an op that leaves more than this alive; None for no limit.
         watch: called after each op with its name, arguments and result.
-
-    Attributes:
-        live_bytes, peak_bytes: alive now, and the most since the start or the last reset_peak().
     """
 
     def __init__(

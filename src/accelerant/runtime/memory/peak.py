@@ -4,13 +4,10 @@
     print(compare_peak(model, idx, targets, call=GPT.loss))
 
 The prediction runs the step on fake tensors, which have shapes and no memory, and counts the live storages after each
-op, forward and backward. Fused layers and own implementations run as they do on real tensors, without launching a
-kernel; other ops need a fake implementation. Memory that a library's kernel allocates inside one op is estimated: the
-figure `workspace`.
+op, forward and backward. Memory that a library's kernel allocates inside one op is estimated: the figure `workspace`.
 
-A real run does not touch the model's own tensors: it uses parameters that share the values but have gradients of their
-own, and copies of the buffers. Everything else that a step changes (random state, train or eval mode, attributes of
-modules, cached memory) is restored.
+A real run uses parameters that share the model's values but have gradients of their own, and copies of the buffers.
+Everything else that a step changes (random state, modes, attributes of modules, cached memory) is restored.
 """
 
 from __future__ import annotations
@@ -148,10 +145,7 @@ def predict_step(
     step: ModelStep, make_inputs: Callable[[FakeTensorMode], Any], device: torch.device,
     optimizer: OptimizerLike | None = None,
 ) -> PeakPrediction:  # fmt: skip
-    """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size.
-
-    A module on the meta device is predicted as if it were on `device`: a model that may not fit is never allocated.
-    """
+    """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size."""
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
     rounding = CUDA_GRANULARITY if device.type == "cuda" else 1
@@ -202,8 +196,8 @@ def _faked(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor
 class _Workspace:
     """An estimate of the memory that CUDA kernels allocate inside one op.
 
-    It consists of cuBLAS's workspace, which each thread that multiplies keeps from its first product on (autograd's
-    thread is not the caller's), and of the largest temporary of convolutions and attention.
+    It consists of cuBLAS's workspace, which each thread that multiplies keeps (autograd's is not the caller's), and of
+    the largest temporary of convolutions and attention.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -236,10 +230,7 @@ class _Workspace:
 
 
 def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int) -> tuple[int, int]:
-    """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device.
-
-    A fused step is one kernel and has no temporaries.
-    """
+    """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device."""
     if not isinstance(step.target, nn.Module):
         raise ConfigError("an optimizer steps the parameters of a module; the target is a function")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -308,9 +299,8 @@ def measure_step(
 ) -> int:  # fmt: skip
     """Measure the peak of a real run, with its parameters and inputs; the model is unchanged afterwards.
 
-    An optimizer steps too; the parameters' values are restored from the host. In place of one, `placeholder` has the
-    bytes allocated throughout, and after the backward pass. On the CPU, a run with more than limit_bytes alive stops.
-    Raises OutOfMemory or torch.OutOfMemoryError if it does not fit.
+    In place of an optimizer, `placeholder` has the bytes allocated throughout, and after the backward pass. On the CPU,
+    a run with more than limit_bytes alive stops.
     """
     with restored_state(step, device):
         state = shadow_parameters(step)
@@ -358,10 +348,7 @@ def measure_step(
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A forward pass of a module or a function of tensors, with or without its backward pass.
-
-    `call` is how a module is used, call(module, *inputs); None for module(*inputs).
-    """
+    """A forward pass of a module, call(module, *inputs), or of a function, with or without its backward pass."""
 
     target: nn.Module | Callable[..., Any]
     call: Callable[..., Any] | None = None
@@ -397,11 +384,9 @@ def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any
 def run_step(
     forward: Callable[[], Any], backward: bool, between: Callable[[], object] = lambda: None
 ) -> tuple[Any, dict[int, Tensor]]:
-    """Run forward and, if asked, backward from all of its results that require a gradient.
+    """Run forward, call `between` and, if asked, run backward from all results that require a gradient.
 
-    A result that is not a scalar gets a gradient of ones. `between` is called after the forward pass. Returns the
-    result, and the gradients by the id of their leaf tensor. Raises UnsupportedCase if gradients are wanted and nothing
-    requires one.
+    Returns the result, and the gradients by the id of their leaf tensor. A result gets a gradient of ones.
     """
     with torch.set_grad_enabled(backward):
         result = forward()
@@ -482,10 +467,7 @@ def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> An
 
 @contextmanager
 def modules_restored(model: nn.Module | None) -> Iterator[None]:
-    """Restore the random state of Python and NumPy at the end, and the attributes of a model's modules.
-
-    The content of their lists, dicts and sets is restored one level deep.
-    """
+    """Restore at the end the random state of Python and NumPy, and the attributes of a model's modules."""
     modules = [] if model is None else model.modules()
     plain = [vars(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     inner = [each for own in plain for each in own.values() if isinstance(each, (list, dict, set))]
@@ -511,10 +493,7 @@ def _holds(container: Any, items: Any) -> bool:
 
 @contextmanager
 def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
-    """Restore at the end what a step on shadow parameters may change; see the module's docstring.
-
-    The device is "meta" if nothing runs on one.
-    """
+    """Restore at the end what a step on shadow parameters may change; the device is "meta" if nothing runs on one."""
     host, cuda = torch.get_rng_state(), device.type == "cuda"
     device_state = torch.cuda.get_rng_state(device) if cuda else None
     held = torch.cuda.memory_allocated(device) if cuda else 0

@@ -40,10 +40,8 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 def driver_problem(driver_cuda: int, torch_cuda: str, bindings: str) -> str:
     """Return why a driver is too old for what is installed, and what to do; empty if it is not.
 
-    Args:
-        driver_cuda: newest CUDA that the driver supports, as it says it: 12040 is 12.4.
-        torch_cuda: version of CUDA that torch is built for: "13.0".
-        bindings: version of cuda-bindings, whose major is that of NVRTC: "13.5.0".
+    `driver_cuda` is the newest CUDA of the driver, as it says it (12040 is 12.4); the others are versions of torch's
+    CUDA and of cuda-bindings, whose major is that of NVRTC.
     """
     supported = f"the NVIDIA driver supports CUDA up to {driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
     for what, version, remedy in (
@@ -125,10 +123,7 @@ def profile_of(name: str) -> str:
 
 
 def hidden_slices(visible: set[str]) -> list[ComputeDevice]:
-    """Return the MIG slices of this machine that this process does not see, as absent devices; needs nvidia-ml-py.
-
-    `visible` has the UUIDs of the slices that it does see, without "MIG-".
-    """
+    """Return the MIG slices that this process does not see, as absent devices; `visible` has UUIDs without "MIG-"."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -170,8 +165,5 @@ hardware slowdown, software and hardware thermal slowdown, external power brake.
 
 
 def slow_down_reasons(bits: int) -> tuple[str, ...]:
-    """Return why a device lowers its clocks ("thermal", "power", ...), from NVML's mask of reasons, sorted.
-
-    Idleness, set application clocks and synchronized boards are no reasons.
-    """
+    """Return why a device lowers its clocks ("thermal", "power", ...), from NVML's mask of reasons, sorted."""
     return tuple(sorted({name for bit, name in _SLOW_DOWNS.items() if bits & bit}))

@@ -68,8 +68,7 @@ class Reader(Protocol):
 class TableReader:
     """A reader made of one function a figure, which returns it or raises Absent.
 
-    `otherwise` is the reason for every other figure. The text of `errors`, exceptions of the driver's calls, becomes
-    the reason.
+    `otherwise` is the reason for every other figure. The text of `errors` of the driver's calls becomes the reason.
     """
 
     def __init__(
@@ -339,12 +338,8 @@ def apple_reader() -> Reader:
     return TableReader(figures, "macOS reports this only to powermetrics, which needs root", (RuntimeError,))
 
 
-_LEAST_S = 0.1
-"""Least time between two readings of a rate: the kernel counts busy time in hundredths of a second."""
-
-_STALE_S = 10.0
-"""An earlier reading older than this is replaced, so that a rate is recent."""
-
+_LEAST_S = 0.1  # least time between two readings of a rate: the kernel counts busy time in hundredths of a second
+_STALE_S = 10.0  # an earlier reading older than this is replaced, so that a rate is recent
 _PROCESSES = 10
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal")
 _LOADS = ("utilisation_percent", "core_percents")

@@ -102,8 +102,7 @@ class _HostMemory(CountedMemory):
 class CpuProvider(ComputeProvider):
     """The CPU as one device, whose `cores` share each launch.
 
-    `wait_for`, if set, is called with a kernel's cache key before the cache is read; it returns when another process,
-    which is compiling the kernel, has finished.
+    `wait_for`, if set, is called with a kernel's cache key and returns when no other process is compiling the kernel.
     """
 
     name: ClassVar[str] = "cpu"
@@ -318,10 +317,7 @@ class CpuProvider(ComputeProvider):
         return Binary(code=code, symbols=entries, resources={entry: Resources() for entry in entries})
 
     def _load(self, binary: Binary, entry: str) -> tuple[int, Any]:
-        """Return the entry's address, and the library of the code, which must live as long as the entry is called.
-
-        One linker takes 0.3 ms for each library; an engine for each took 1.2 ms.
-        """
+        """Return the entry's address, and the library of the code, which must live as long as the entry is called."""
         import llvmlite.binding as llvm
 
         with self._lock:
@@ -348,10 +344,7 @@ _locks_of_forks: list[Any] = []
 
 
 def _before_fork() -> None:
-    """Wait until LLVM has finished what other threads compile, since the child has LLVM's tables as they are then.
-
-    All calls into LLVM hold llvmlite's lock.
-    """
+    """Wait until LLVM has finished what other threads compile: the child has its tables as they are then."""
     library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
     lock = getattr(library, "_lock", None) or contextlib.nullcontext()
     lock.__enter__()

@@ -1,8 +1,6 @@
 """NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda-bindings.
 
-Kernels are compiled to cubins for the device at hand and kept in the disk cache, so that a second start loads machine
-code without a compiler (compilation/cuda.py). Launches go to torch's current stream, in order with torch's own work
-(cuda_launch.py).
+Launches go to torch's current stream, in order with torch's own work (cuda_launch.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Kernel launches with little host time: everything that does not change between launches is prepared once.
 
-Kernels are loaded and launched by cuda-bindings, function by function of the driver: cuda.core, which has the same as
-classes, takes 0.1 s to import, half of a process's first call. The driver reads arguments from memory that is laid out
-once; each argument's conversion is chosen once, from its declared type.
+Kernels are launched by cuda-bindings, function by function of the driver: cuda.core takes 0.1 s to import. The driver
+reads arguments from memory that is laid out once; each conversion is chosen once, from the declared type.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _thread = threading.local()
 
 
 def cuda_error(text: str, what: str, backend: str = "cuda") -> AccelerantError:
-    """Return the error for a message of the driver or torch, also of HIP, whose messages are CUDA's.
-
-    Out of memory is an error of its own: with lazy loading, the first launch also loads the code.
-    """
+    """Return the error for a message of the driver or torch, also of HIP, whose messages are CUDA's."""
     first = text.splitlines()[0] if text else "unknown error"
     if _STICKY.search(text):
         publish(backend, "lost", f"{what}: {first}")
@@ -84,10 +80,7 @@ def driver_value(results: tuple[Any, ...]) -> Any:
 
 
 class Library:
-    """Machine code that the driver has loaded; unloaded with this object.
-
-    It keeps the source that it was compiled from, and where the code was read, for the source's other entry points.
-    """
+    """Machine code that the driver has loaded, with its source and the cache's folder; unloaded with this object."""
 
     def __init__(self, binary: Binary, source: KernelSource, root: Path) -> None:
         from cuda.bindings import driver
@@ -112,10 +105,9 @@ class Library:
 class LoadedKernel:
     """An entry point on a device, ready to launch.
 
-    `function` is the driver's handle, from the Library `code`, which must live as long. Argument types (`kinds`) are as
-    in KernelSource.entries. The compiled code takes `extra` further pointers, all null. `threads` a block are those
-    that the compiler fixed, else 0. With `overlaps`, its blocks may begin before the preceding kernel of the stream has
-    ended; the kernel then waits (griddepcontrol.wait) before it touches memory that others may use.
+    `function` is the driver's handle, from the Library `code`, which must live as long. The compiled code takes `extra`
+    further pointers, all null. `threads` a block are those that the compiler fixed, else 0. With `overlaps`, its blocks
+    may begin before the preceding kernel has ended; the kernel then waits (griddepcontrol.wait) itself.
     """
 
     def __init__(
@@ -134,10 +126,7 @@ class LoadedKernel:
         self._shapes: dict[tuple[Sequence[int], Sequence[int]], PointedLaunch] = {}
 
     def start(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], stream: int) -> None:
-        """Launch on a raw stream of the current device.
-
-        Raises LaunchError or OutOfMemory where nothing ran, DeviceLost where an earlier kernel broke the device.
-        """
+        """Launch on a raw stream of the current device."""
         shaped = self._shapes.get((grid, block))
         if shaped is None:
             if len(self._shapes) >= _SHAPES_LIMIT:
@@ -156,10 +145,7 @@ class LoadedKernel:
         shaped.enqueue(own.address, stream)
 
     def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int, threads: int = 0) -> PreparedLaunch:
-        """Return a launch that lacks only its pointers, by default of the threads a block that the compiler fixed.
-
-        Raises LaunchError if an argument or the grid does not fit.
-        """
+        """Return a launch that lacks only its pointers, by default of the threads a block that the compiler fixed."""
         positions = tuple(i for i, convert in enumerate(self._converters) if convert is None)
         shape = self._shape(grid, (threads or self.threads,))
         return PreparedLaunch(self, shape, self._in_memory(args), device, self._attribute(), positions)
@@ -177,10 +163,7 @@ class LoadedKernel:
     def point(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, threads: int, overlaps: bool = False
     ) -> PointedLaunch:
-        """Return a launch that lacks its first few pointers, which change from call to call.
-
-        `overlaps`: as for the class, for this launch.
-        """
+        """Return a launch that lacks its first few pointers, which change from call to call."""
         shape, values = self._shape(grid, (threads,)), self._in_memory(args)
         return PointedLaunch(self, shape, values, device, self._attribute(overlaps))
 
@@ -225,10 +208,7 @@ class LoadedKernel:
 
 
 class PackedLaunch:
-    """A complete launch; see LoadedKernel.pack.
-
-    Threads may share it: only its configurations by stream change after construction.
-    """
+    """A complete launch, which threads may share; see LoadedKernel.pack."""
 
     __slots__ = ("_attribute", "_code", "_configs", "_device", "_driver", "_launch", "_name", "_shape", "_where")
 
@@ -299,10 +279,7 @@ _ATTRIBUTES = {
 
 
 class PreparedLaunch(PackedLaunch):
-    """A launch that lacks its pointers, those at `positions`; see LoadedKernel.prepare.
-
-    The driver reads the arguments during the call; each thread has its own memory for them.
-    """
+    """A launch that lacks its pointers, those at `positions`; each thread has its own memory for the arguments."""
 
     __slots__ = ("_own", "_positions")
 

@@ -1,8 +1,6 @@
 """AMD: ROCm builds of torch, whose tensors have the type "cuda"; portable C through hiprtc, launched by HIP.
 
-Tensor ops run torch's operations (registry.reason_without_kernels); the portable kernels serve buffers and tensors
-that are passed to `launch`. They are kept in the disk cache and launched on torch's current stream. No AMD GPU has
-run this module: hiprtc's part is tested without one, and the self-test judges the rest before the automatic choice.
+Tensor ops run torch's operations. No AMD GPU has run this module: the self-test judges it before the automatic choice.
 
 Source: HIP API reference, "Module management" (hipModuleLoadData, hipModuleGetFunction, hipModuleLaunchKernel).
 """

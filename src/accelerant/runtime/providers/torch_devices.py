@@ -1,8 +1,4 @@
-"""Providers over torch's own devices, by themselves without kernels: Apple silicon, others.
-
-Without kernels of Accelerant, tensors run torch's operations: every op refuses its own implementations, with a reason
-that the ledger records (registry.reason_without_kernels).
-"""
+"""Providers over torch's own devices, by themselves without kernels: Apple silicon, others."""
 
 from __future__ import annotations
 
@@ -125,10 +121,7 @@ class TorchProvider(ComputeProvider):
         return None
 
     def self_test(self, device: int = 0) -> str | None:
-        """Compute by an operation of torch, which needs no compiler; on CUDA once the process has a context there.
-
-        A context takes hundreds of megabytes of the device, which a choice alone must not.
-        """
+        """Compute by torch; on CUDA once the process has a context there, which takes hundreds of megabytes."""
         check_device(self.name, device, self._count)
         driver: Any = torch._C  # whose stubs depend on the build
         if self.torch_type == "cuda" and not driver._cuda_hasPrimaryContext(device):

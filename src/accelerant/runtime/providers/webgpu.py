@@ -2,20 +2,17 @@
 
 The dialect "wgsl" is a WGSL module as a browser takes it, with these conventions, which wgsl.py writes:
 
-* All pointers of an entry point are storage buffers, `var<storage, read_write>`, in group 0 at binding 0, 1, ... in the
-  order of the arguments. Its scalars are 4 bytes each, in the order of the arguments, in a uniform struct at the next
-  binding. WGSL has no 64-bit numbers: an i64 or u64 argument arrives as i32 or u32, and a larger value is refused.
+* The pointers of an entry point are storage buffers in group 0 at binding 0, 1, ... in the order of the arguments. Its
+  scalars are 4 bytes each in a uniform struct at the next binding; 64-bit values that do not fit are refused.
 * The threads of a block are `@workgroup_size(BLOCK_X)`, an override, or numbers, which a launch must repeat.
 * A one-dimensional grid beyond the device's limit is folded into two dimensions for a module that finds its block by
   `linear_group`; others are refused.
 * `//! elementwise 8 8 4` in a module says that element i of the result depends on element i of each array alone, with
-  the bytes of an element of each pointer, and that the last argument is the number of elements. Arrays larger than a
-  binding may be are then split over several dispatches. Of another module, arrays that are read and written by the
-  functions of wgsl.words are bound in several windows, as many as the device binds; other kernels refuse them.
+  the bytes of an element of each; the last argument is the number of elements. Arrays larger than a binding may be are
+  then split over several dispatches, or bound in several windows where the module uses the functions of wgsl.words.
 
 Dispatches are encoded into one command buffer, which is submitted when it has _BATCH of them, and before anything waits
-or copies. The scalars of a batch are written by one copy before it. Devices through OpenGL are left out: they repeat
-those of Vulkan. There is no machine code to keep: the disk cache notes modules that the driver has accepted.
+or copies. There is no machine code to keep: the disk cache notes modules that the driver has accepted.
 """
 
 from __future__ import annotations
@@ -75,12 +72,8 @@ if not found:
     sys.exit("no driver of Vulkan, Metal or Direct3D 12 shows a device")
 """
 _PROBE_TIMEOUT_S = 60
-_BATCH = 256
-"""Dispatches in a command buffer."""
-
-_SCALAR_BYTES = 256
-"""Bytes for the scalars of a dispatch: a uniform binding starts at a multiple of 256."""
-
+_BATCH = 256  # dispatches in a command buffer
+_SCALAR_BYTES = 256  # bytes for the scalars of a dispatch: a uniform binding starts at a multiple of 256
 _SCALARS = {"f32": "f", "bool": "I", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i")}
 _SCALARS |= dict.fromkeys(("u8", "u16", "u32", "u64"), "I")
 _LIMITS = (
@@ -108,10 +101,7 @@ def adapters() -> list[Any]:
 
 
 def _load_triton() -> None:
-    """Load Triton's library, if it is installed, before Mesa's LLVM: after it, the import of Triton ends the process.
-
-    Both have symbols of LLVM that are unique in a process, of different versions. torch.optim imports Triton.
-    """
+    """Load Triton's library before Mesa's LLVM: after it, the import of Triton ends the process."""
     spec = importlib.util.find_spec("triton")
     for folder in (spec and spec.submodule_search_locations) or ():
         for library in Path(folder).glob("_C/libtriton*.so"):
@@ -616,8 +606,7 @@ class _WebgpuEvent(Event):
         return (later._at_ns - self._at_ns) / 1e6
 
 
-_Binding: TypeAlias = tuple[_PooledMemory | _Part, int, int]
-"""Memory, its first byte and the number of bytes."""
+_Binding: TypeAlias = tuple[_PooledMemory | _Part, int, int]  # memory, its first byte and the number of bytes
 
 
 def _defines(source: KernelSource) -> str:
@@ -651,10 +640,7 @@ def _split(
     opened: _WebgpuDevice, program: _Program, name: str, grid: Sequence[int], block: tuple[int, int, int],
     buffers: Sequence[_PooledMemory | _Part], values: Sequence[int | float],
 ) -> Iterator[tuple[_Program, tuple[int, int, int], list[_Binding], Sequence[int | float]]]:  # fmt: skip
-    """Yield program, grid, parts of the buffers and scalars of each dispatch of a launch: one, or several of parts.
-
-    Raises LaunchError before the first one.
-    """
+    """Yield program, grid, parts of the buffers and scalars of each dispatch of a launch."""
     limit = opened.binding_bytes
     sizes = [memory.size for memory in buffers]
     if max(sizes, default=0) <= limit:
