@@ -35,14 +35,10 @@ MAX_DEPTH = 100
 
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string matches to the end, once
 
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""Brackets as signed bytes: 1 opens a level, -1 closes one."""
-
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # brackets as signed bytes: 1 opens a level, -1 closes one
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
-_SHOWN_BITS = 512
-"""Bits of the largest integer that `clipped` shows whole."""
-
+_SHOWN_BITS = 512  # bits of the largest integer that `clipped` shows whole
 _NAME_CHARACTERS = 32
 """Characters of a file's name (at most 128 bytes) in its temporary file's name, which then fits any file system."""
 

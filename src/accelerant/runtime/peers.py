@@ -25,9 +25,7 @@ from accelerant.errors import LaunchError, UnsupportedCase
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.ledger import FallbackRecord, ledger
 
-_PATIENCE_S = 600
-"""Longest wait of a GPU for the others, after which its process fails; NCCL's default."""
-
+_PATIENCE_S = 600  # longest wait of a GPU for the others, after which its process fails; NCCL's default
 _ALIGNED = 16  # bytes: boundaries of the parts
 
 
@@ -151,12 +149,8 @@ class PeerSums:
 
 # --- small arrays ----------------------------------------------------------------------------------------------------
 
-_ROOM = 1 << 14
-"""Words of 4 bytes of the longest array; NCCL is faster for longer ones."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of arrays whose sums are those of float32."""
-
+_ROOM = 1 << 14  # words of 4 bytes of the longest array; NCCL is faster for longer ones
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of arrays whose sums are those of float32
 _WARPS = 4
 _BLOCK = 32 * _WARPS  # a word a thread, so that a warp writes 256 bytes in a row
 

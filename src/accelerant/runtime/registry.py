@@ -54,12 +54,9 @@ DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
 _lock = fork_safe(threading.RLock())
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
-_tested: dict[ComputeDevice, str] = {}
-"""Device -> what its self-test found, empty if it passed."""
+_tested: dict[ComputeDevice, str] = {}  # device -> what its self-test found, empty if it passed
 _registered: dict[str, type[ComputeProvider]] = {}
-_searched: list[str] = []
-"""The groups of entry points that were read."""
-
+_searched: list[str] = []  # the groups of entry points that were read
 _ProviderT = TypeVar("_ProviderT", bound="ComputeProvider | type[ComputeProvider]")
 
 
@@ -174,8 +171,7 @@ def backend_named(name: object) -> str:
     return found
 
 
-_INDEX_DIGITS = 10
-"""Digits of a device's number that is too long to be one."""
+_INDEX_DIGITS = 10  # digits of a device's number that is too long to be one
 
 
 def _parsed(device: object) -> tuple[str, int | None]:

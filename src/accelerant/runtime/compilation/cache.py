@@ -48,11 +48,8 @@ _LEFTOVER_S = 3600.0
 
 _log = logging.getLogger("accelerant.cache")
 _lock = fork_safe(threading.Lock())
-_warned: set[Path] = set()
-"""Folders and entries that a warning was given for."""
-
-_swept: set[Path] = set()
-"""Folders that were searched for leftovers."""
+_warned: set[Path] = set()  # folders and entries that a warning was given for
+_swept: set[Path] = set()  # folders that were searched for leftovers
 
 
 def kernel_key(**parts: object) -> str:
@@ -290,8 +287,7 @@ class KernelCache:
                 self.remove(key)
 
 
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
-"""Errors from reading a report that is not what was written."""
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # errors from reading a report that is not what was written
 
 
 def _checksum(key: str, report: dict[str, Any], code: bytes) -> str:

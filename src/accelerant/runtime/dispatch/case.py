@@ -141,9 +141,7 @@ def rules() -> Rules:
 
 V = TypeVar("V")
 
-_RULES_LIMIT = 64
-"""Maximum number of rules that plans are kept for."""
-
+_RULES_LIMIT = 64  # maximum number of rules that plans are kept for
 PLANS_LIMIT = 4096
 """Maximum number of plans under one set of rules."""
 

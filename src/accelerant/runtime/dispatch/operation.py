@@ -80,13 +80,10 @@ RACES_S, RACE_S = 60.0, 2.0
 race times no further calls. Compilation counts as seconds of the process."""
 
 _race_s = 0.0
-_TABLED = frozenset({"cuda"})
-"""Types of torch device whose models have tables."""
-
+_TABLED = frozenset({"cuda"})  # types of torch device whose models have tables
 _ledger = ledger()
 _operations: dict[str, Operation] = {}
-_UNBOUND: tuple[Any, Any, Any] = object(), None, None
-"""What a bound call has before it was made."""
+_UNBOUND: tuple[Any, Any, Any] = object(), None, None  # what a bound call has before it was made
 
 
 def _has_no_table(device: torch.device) -> bool:

@@ -44,8 +44,7 @@ class DispatchPlan:
     failed: tuple[tuple[str, Exception], ...] = ()
 
 
-_MOST_NODES = 16
-"""Nodes of torch's autograd in one call; there are more only where an input's own node was not found."""
+_MOST_NODES = 16  # nodes of torch's autograd in one call; there are more only where an input's own node was not found
 
 
 def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Callable[[float], None]]) -> None:

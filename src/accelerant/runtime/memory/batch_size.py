@@ -39,8 +39,7 @@ _SHARE = {"cuda": 0.9, "cpu": 0.5}
 """Default budget as a fraction of the available memory; the CPU's is shared with everything else."""
 
 _RUNS_LIMIT = 8
-_CLOSE_ENOUGH = 1 / 64
-"""Real runs stop when the batch could grow by no more than this fraction."""
+_CLOSE_ENOUGH = 1 / 64  # real runs stop when the batch could grow by no more than this fraction
 
 
 @dataclass(frozen=True, slots=True)

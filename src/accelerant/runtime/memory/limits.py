@@ -49,8 +49,7 @@ __all__ = [
 _CUDA_ROUNDING = 22 << 20
 """The CUDA allocator takes memory from the device in segments of 2 and 20 MiB, so up to this much beyond a request."""
 
-_former_peaks: dict[int, int] = {}
-"""CUDA index -> the peak before peak_recorded() restarted the allocator's own."""
+_former_peaks: dict[int, int] = {}  # CUDA index -> the peak before peak_recorded() restarted the allocator's own
 
 
 @dataclass(frozen=True, slots=True)

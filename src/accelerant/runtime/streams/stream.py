@@ -282,9 +282,7 @@ def _waiting_for(stream: Stream) -> Iterator[None]:
         own._awaited = None
 
 
-_shared: list[Stream] = []
-"""The CPU's stream that Stream.current returns, once it is made."""
-
+_shared: list[Stream] = []  # the CPU's stream that Stream.current returns, once it is made
 _shared_lock = fork_safe(threading.Lock())
 
 

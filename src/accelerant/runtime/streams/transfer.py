@@ -143,8 +143,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 _CHUNK_BYTES = 64 << 20
-_DEPTH = 4
-"""Chunks in flight: one in each of the three stages, and one whose buffers the host fills."""
+_DEPTH = 4  # chunks in flight: one in each of the three stages, and one whose buffers the host fills
 
 
 @dataclass(slots=True)
