@@ -22,11 +22,7 @@ from accelerant.ops.linear_fp8.op import Float8Weight, Float8Weights
 class LowWeights:
     """Low-precision copies of the parameters that layers requested while it was active.
 
-    Args:
-        float8: matrices that products use in 8-bit floating point.
-
-    Raises:
-        ShapeError: a dimension of such a matrix is not a multiple of 16.
+    Products use the matrices in `float8` in 8-bit floating point; ShapeError for a dimension that is no multiple of 16.
     """
 
     def __init__(self, dtype: torch.dtype, float8: Iterable[Tensor] = ()) -> None:

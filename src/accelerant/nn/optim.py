@@ -53,10 +53,9 @@ _SUBSETS_LIMIT = 64  # cached subsets of parameters that had a gradient
 class _DeviceParameters:
     """The parameters on one device, their states and the indices of their groups.
 
-    Attributes:
-        complete: whether each state has all tensors that its group needs.
-        ordinary: whether no parameter, or no local part of one, is a tensor subclass or on the meta device.
-        distributed: whether a parameter is a DTensor, of which this process updates its part.
+    `complete`: each state has all tensors that its group needs. `ordinary`: no parameter, or local part of one, is a
+    tensor subclass or on the meta device. `distributed`: a parameter is a DTensor, of which this process updates its
+    part.
     """
 
     params: list[Tensor] = field(default_factory=list)

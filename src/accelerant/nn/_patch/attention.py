@@ -178,15 +178,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention for a transformers module, by our op or by torch's.
 
-    Args:
-        query: (B, Hq, S, D).
-        key, value: (B, Hkv, Skv, D).
-        attention_mask: a mask from `attention_mask` or the user's own, (B or 1, 1, S, Skv).
-        scaling: of the scores; None for 1 / sqrt(D).
-        is_causal: None for the module's setting. Without a mask, queries are aligned with the first keys.
-
-    Returns:
-        (B, S, Hq, D), and None in place of the weights.
+    queries are (B, Hq, S, D), keys and values (B, Hkv, Skv, D), the mask (B or 1, 1, S, Skv); `is_causal` None takes
+    the module's setting. Without a mask, queries are aligned with the first keys. Returns (B, S, Hq, D), and None in
+    place of the weights.
     """
     mark = getattr(module, MARK, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

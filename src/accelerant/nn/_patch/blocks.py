@@ -174,11 +174,9 @@ def rebound(function: Any, name: str, value: Any) -> Any:
 
 @functools.cache
 def rotary(apply: Any, *, partial: bool) -> Forward:
-    """Return transformers' apply_rotary_pos_emb by our rope.
+    """Return transformers' apply_rotary_pos_emb by our rope, and by `apply` for tables that ours does not take.
 
-    Args:
-        apply: the function of the model, which is called for tables that ours does not take.
-        partial: whether tables may be narrower than heads; the other features stay.
+    `partial` allows tables that are narrower than heads; the other features stay.
     """
 
     def rotated(

@@ -110,11 +110,7 @@ _FORM_OF = {digest: form for form, digests in FORMS.items() for digest in digest
 def fingerprint(function: Callable[..., Any]) -> str:
     """Return a digest of a function's statements without decorators, annotations, docstring, comments and f-strings.
 
-    Names are those that transformers had before it renamed them.
-
-    Raises:
-        OSError: its source is not available.
-        TypeError: it is not a Python function, or is a lambda.
+    Names are those that transformers had before it renamed them. OSError or TypeError without a def statement to read.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     if not isinstance(tree, ast.FunctionDef):

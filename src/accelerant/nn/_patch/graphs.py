@@ -233,10 +233,8 @@ class _Captured:
     def run_again(self, again: _Again, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call by running it eagerly: those may be differentiated, and computed repeatedly.
 
-        Args:
-            again: the call's arguments that are tensors, their versions then, and what was before the call: the state
-                of the device's random number generator, if it draws, and the buffers into which it writes.
-            grads: gradients of the outputs.
+        `again` has the call's arguments that are tensors, their versions then, the state of the device's random number
+        generator before it (if it draws), and of the buffers into which it writes.
         """
         given, versions, drawn, buffers = again
         if _versions(given) != versions:
@@ -548,8 +546,7 @@ def _shortest_ms(laps: Sequence[_Lap]) -> float:
 class _Trial:
     """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass.
 
-    Attributes:
-        laps: from the start of the call to that of the model's next one, once that has begun.
+    `laps` are from the start of the call to that of the model's next one, once that has begun.
     """
 
     def __init__(self) -> None:
@@ -584,12 +581,7 @@ def _needed_bytes(trial: _Trial, model: nn.Module) -> int:
 
 
 def _objection(trials: Sequence[_Trial], needed: int, held: int) -> str | None:
-    """Return why no graph that needs so much memory is captured by default after these calls, or None.
-
-    Args:
-        trials: eager calls of its key.
-        needed, held: bytes of this graph, and of the model's other ones.
-    """
+    """Return why no graph of `needed` bytes beside those held is captured by default after these calls, or None."""
     if any(trial.lags() for trial in trials[1:]):  # the first one compiles
         return "the device does not wait for the host"
     total, free = needed + held, held + _free_bytes()
@@ -623,10 +615,7 @@ def may_capture() -> bool:
 class Graphs:
     """The captured calls of a patched model; calls that cannot be captured run eagerly.
 
-    Args:
-        forward: the model's forward without graphs, called with the model first.
-        report: counts calls by outcome.
-        automatic: whether to capture only where a graph helps, and to run other calls eagerly without a warning.
+    `automatic` captures only where a graph helps, and runs other calls eagerly without a warning.
     """
 
     def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:

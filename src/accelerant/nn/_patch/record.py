@@ -137,11 +137,7 @@ class PatchReport:
 
 
 class Capture:
-    """Facts about a call that is being captured as a CUDA graph, which cannot be read from the device then.
-
-    Attributes:
-        full_masks: whether its attention masks have no padding; None outside of a capture.
-    """
+    """Whether the masks of a call that is being captured have no padding; None outside of a capture."""
 
     full_masks: bool | None = None
 
@@ -196,15 +192,7 @@ class _Picklable:
 
 @dataclass(eq=False)
 class Mark(_Picklable):
-    """Settings that the replaced methods of a module read.
-
-    Attributes:
-        report: the model's report, where fallbacks are counted.
-        attention: whether attention goes to our op.
-        padding: how attention treats padded positions; see patch.
-        options: settings of the module's kind, such as its activation.
-        plain: see Record.
-    """
+    """Settings that the replaced methods of a module read, and the report, where fallbacks are counted."""
 
     report: PatchReport
     attention: bool = False
@@ -217,13 +205,8 @@ class Mark(_Picklable):
 class Record(_Picklable):
     """All changes to a model.
 
-    Attributes:
-        marked: modules with a Mark.
-        forwards: modules and the functions that replace their forward.
-        losses: models and the functions that replace their loss_function.
-        configs: configs whose attention was switched from "sdpa".
-        plain: whether the model contains no model of transformers.
-        graphs: the Graphs of a model that may run from CUDA graphs.
+    They are modules with marks, the functions in place of forwards and losses, configs that named "sdpa", and graphs.
+    `plain` says that the model contains no model of transformers.
     """
 
     report: PatchReport
@@ -316,9 +299,8 @@ def runs_forward(module: nn.Module, forward: Forward) -> bool:
 def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
     """Return whether calling a module calls hooks, its own or torch's global ones.
 
-    Args:
-        ignore_captures: whether to ignore two hooks of transformers: those on layers and attention since hidden states
-            were requested, which read attention weights, and those on embeddings under gradient checkpointing.
+    `ignore_captures` leaves out two hooks of transformers: those on layers and attention since hidden states were
+    requested, which read attention weights, and those on embeddings under gradient checkpointing.
     """
     hooks = torch.nn.modules.module
     return bool(

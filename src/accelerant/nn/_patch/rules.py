@@ -73,11 +73,7 @@ def version_note() -> str | None:
 
 
 def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan | str | None:
-    """Return the changes to a module, the reason against any, or None for a container without a rule of its own.
-
-    Args:
-        model: the innermost transformers model that contains the module.
-    """
+    """Return the changes to a module of a model, the reason against any, or None for a container without a rule."""
     kind: Any = type(module)
     rule = _rule_of(kind, kind.forward)
     if rule is None:

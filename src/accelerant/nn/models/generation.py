@@ -142,10 +142,8 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 class Decoding:
     """Sequences that grow by one token with each call of `advance`.
 
-    Args:
-        graph: whether to capture a step as a CUDA graph; None: on a GPU, for at least 8 tokens.
-
-    The model reads a window of the tokens, to which the other arguments apply as in LanguageModel.generate.
+    The model reads a window of the tokens, to which the arguments apply as in LanguageModel.generate. `graph` says
+    whether to capture a step as a CUDA graph; None: on a GPU, for at least 8 tokens.
     """
 
     def __init__(

@@ -173,11 +173,7 @@ class Extension(Callback):
         return sha256, description
 
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source | None:
-        """Return the source of the batches, before the run's folder is changed; None for ordinary windows.
-
-        Raises:
-            ConfigError: there are not enough data.
-        """
+        """Return the source of the batches, before the run's folder is changed; None for ordinary windows."""
         return None
 
     def attach(self, trainer: Trainer) -> Step | None:

@@ -272,8 +272,7 @@ class Checkpoints:
     def finished(self, *, wait: bool) -> bool:
         """Return True once for each checkpoint that has been written; with `wait`, when it has.
 
-        Raises:
-            OSError: a process cannot write; the error names its rank.
+        Raises OSError, with the rank, for a process that cannot write.
         """
         if self._saver is not None:
             return self._saver.finished(wait=wait)
@@ -455,12 +454,7 @@ def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class BestModel:
-    """The best evaluation so far: decides when to stop, and keeps the parameters.
-
-    Args:
-        patience: evaluations without a better loss after which it is enough; 0: never.
-        min_delta: a loss is better if it is lower by more than this.
-    """
+    """The best evaluation so far, better by more than `min_delta`: decides when to stop, and keeps the parameters."""
 
     NAME = "best.safetensors"
 

@@ -293,12 +293,8 @@ class RunConfig:
     def replaced(self, **changes: Any) -> RunConfig:
         """Return a copy with other values of fields, of this class or of its training.
 
-        Args:
-            changes: values by field name; `micro_batch`, the windows on the device at a time, sets accumulate. It
-                stays as it is if only `batch_size` changes.
-
-        Raises:
-            ConfigError: a value is of another type or out of range, or micro_batch does not divide batch_size.
+        `micro_batch`, the windows on the device at a time, sets accumulate; it stays as it is if only `batch_size`
+        changes. Raises ConfigError for a value of another type or range, and unless micro_batch divides batch_size.
         """
         own = {field.name for field in dataclasses.fields(self)}
         training = {name: changes.pop(name) for name in list(changes) if name not in own}
@@ -330,10 +326,7 @@ class RunConfig:
         return self.replaced(batch_size=batch, micro_batch=micro_batch)
 
     def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
-        """Return the command line that starts this run from the beginning; empty if its name is no preset's.
-
-        `out` is its folder, `backend` where it runs, `more` are options of an extension.
-        """
+        """Return the command line that starts this run in `out` anew; empty if its name is no preset's."""
         if self.name not in PRESETS:
             return ""
         training, known = self.training, PRESETS[self.name].training

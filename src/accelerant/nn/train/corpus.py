@@ -196,11 +196,8 @@ class Watcher(Protocol):
 class TokenizedText:
     """The tokens of a text in two disjoint parts, and their origin.
 
-    Attributes:
-        sha256: of the text or the token file.
-        description: for config.json: source, hash, sizes, files.
-        notes: on files that were left out, converted, or outweigh the others.
-        baselines: returns the held-out loss of a unigram and a bigram model of bytes, in nats per byte.
+    `sha256` is that of the text or the token file, `description` goes to config.json, and `baselines` returns the
+    held-out loss of a unigram and a bigram model of bytes, in nats per byte.
     """
 
     tokenizer: Tokenizer
@@ -213,17 +210,9 @@ class TokenizedText:
 
 
 def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, fixed: bool = False) -> TokenizedText:
-    """Read a run's text and tokenize it, or map its token file.
+    """Read a run's text and tokenize it, with the tokenizer.json `tokenizer_from` if given, or map its token file.
 
-    Args:
-        run: names the data and the tokenizer.
-        watcher: receives the progress.
-        tokenizer_from: a tokenizer.json to use instead of training one.
-        fixed: as for `load_corpus`.
-
-    Raises:
-        ConfigError: the data cannot be read, or are too short.
-        FormatError: a token file is torn, or its tokenizer missing.
+    Raises ConfigError for data that cannot be read or are too short, FormatError for a damaged token file or tokenizer.
     """
     watcher.phase("reading the text")
     paths = [Path(name) for name in run.data]

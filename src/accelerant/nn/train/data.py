@@ -73,16 +73,7 @@ def require_windows(tokens: Tokens, context: int, part: str) -> None:
 def random_windows(
     tokens: Tokens, *, seed: int, step: int, count: int, context: int, share: slice = slice(None)
 ) -> NDArray[np.int64]:
-    """Return the `count` windows of one step, whose positions are drawn by the counter-based generator Philox.
-
-    Args:
-        tokens: at least context + 1.
-        seed, step: the generator's key and the high word of its counter.
-        share: of the windows to return.
-
-    Returns:
-        (count, context + 1): inputs are all columns but the last, targets all but the first.
-    """
+    """Return a share of a step's `count` windows, (count, context + 1), at positions drawn by Philox(seed, step)."""
     starts = _philox(seed, step).random_raw(count) % np.uint64(len(tokens) - context)
     return gather(tokens, starts.astype(np.int64)[share], context)
 
@@ -156,9 +147,7 @@ class Source(ABC):
     """Data as batches by step.
 
     Attributes:
-        unit: of `size` and `per_step`.
-        size: samples or tokens in the data.
-        per_step: samples or tokens in a step of all processes.
+        size, per_step: samples or tokens (`unit`) in the data, and in a step of all processes.
         micro_batch: rows of the batches that the parts of a step are split into; None if they are not split.
         accumulate: batches of a step in this process; 0 for the config's.
         fixed: whether the parts of every step have the same shapes.
@@ -176,11 +165,7 @@ class Source(ABC):
         return max(1, math.ceil(epochs * self.size / self.per_step))
 
     def _divide(self, config: TrainConfig) -> None:
-        """Take this process's rows of a batch, and as many of them at a time as the config says, or fewer.
-
-        Raises:
-            ConfigError: the processes cannot have as many rows each.
-        """
+        """Take this process's rows of a batch, and as many of them at a time as the config says, or fewer."""
         processes = Processes()
         self._share, self.micro_batch = share_of(config.batch_size, processes), config.micro_batch
         if processes.size > 1:
@@ -195,12 +180,9 @@ class Source(ABC):
 
     @abstractmethod
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """Iterate the parts of each step; closing the generator releases its resources.
+        """Iterate the parts of each of some consecutive steps, from `position` on; closing it releases its resources.
 
-        Args:
-            steps: consecutive steps.
-            position: the result of `position` after the preceding step; empty for the first.
-            pin: whether to prefetch, and to return pinned memory.
+        `pin` says to prefetch, and to return pinned memory.
         """
 
     def position(self) -> dict[str, int]:
@@ -420,16 +402,9 @@ class _LoaderSource(Source):
 
 
 class TokenSource(Source):
-    """Windows of tokens, at random positions.
+    """Windows of tokens at random positions, of which an evaluation reads `evaluation_tokens` (0: all).
 
-    Args:
-        config: its batch_size, accumulate, context and seed are used.
-        fingerprint: differs for other tokens.
-        part: the tokens' name, for messages.
-        evaluation_tokens: number of tokens to read in an evaluation; 0 for all.
-
-    Attributes:
-        vocab_size: every token of a batch must be below it, else FormatError is raised; None for no check.
+    Every token of a batch must be below `vocab_size`, else FormatError is raised; None for no check.
     """
 
     unit = "tokens"
@@ -484,13 +459,7 @@ class TokenSource(Source):
 
 
 def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source:
-    """Return the source of a user's data, which are described at `Trainer.fit`.
-
-    Raises:
-        ConfigError: an unsupported kind of data, or targets given with data that contain them.
-        ShapeError: different numbers of rows.
-        FormatError: a path to something that is no token file.
-    """
+    """Return the source of a user's data, which are described at `Trainer.fit`, as the errors are."""
     if isinstance(data, str | Path):
         data = TokenFile(data)
     if isinstance(data, TokenFile | DataLoader | Dataset) and targets is not None:

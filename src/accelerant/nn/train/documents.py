@@ -50,24 +50,14 @@ class NotTextError(Exception):
 
 @dataclass(slots=True)
 class Reading:
-    """The files that were read, and those that were left out, with the reasons.
-
-    Attributes:
-        read: name, and bytes as UTF-8, of each file.
-        skipped: name and reason of each file or folder that was left out.
-        converted: name and encoding of each file that is not plain UTF-8.
-    """
+    """Files that were read, with their bytes as UTF-8; skipped, with reasons; converted, with encodings."""
 
     read: list[tuple[str, int]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     converted: list[tuple[str, str]] = field(default_factory=list)
 
     def files(self, data: Sequence[str]) -> Iterator[tuple[Path, str]]:
-        """Iterate the files that paths name, each once, with the names of their documents.
-
-        Raises:
-            ConfigError: a path does not exist, or is of the system.
-        """
+        """Iterate the files that paths name, each once, with the names of their documents."""
         seen: set[str] = set()
         for name in data:
             path = Path(name)
@@ -84,16 +74,7 @@ class Reading:
                     yield file, path.name if file == path else file.relative_to(path).as_posix()
 
     def documents(self, data: Sequence[str], *, distinct: bool = True, suffix: str = "") -> list[Document]:
-        """Read the text files that paths name.
-
-        Args:
-            data: files and folders.
-            distinct: whether a file with the same text as an earlier one is left out.
-            suffix: of the files' names.
-
-        Raises:
-            ConfigError: a path does not exist, or a file that is named itself cannot be read.
-        """
+        """Read the text files that paths name; with `distinct`, each text once."""
         found, texts = [], dict[bytes, str]()
         for name, _, text in self._texts(data, _text, suffix):
             digest = hashlib.sha256(text).digest()
@@ -298,11 +279,7 @@ _HEAD = 1 << 16
 def encoding_of(blocks: Iterable[bytes]) -> tuple[str, str]:
     """Return the codec in which a file's bytes are text, and a remark on it; "" for plain UTF-8.
 
-    Args:
-        blocks: the bytes, in parts of any size; the first is at least 64 KiB, or all.
-
-    Raises:
-        NotTextError: they are empty, binary, or in an encoding that is not recognized.
+    Raises NotTextError for others. The bytes come in parts of any size, of which the first has at least 64 KiB, or all.
     """
     stream = iter(blocks)
     first = next(stream, b"")

@@ -27,13 +27,8 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
     """Set torch's threads, TF32 and deterministic algorithms for a run, and restore them after it.
 
     Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts. It excludes the
-    attention of cuDNN and the "memory efficient" kernels, whose backward passes are not deterministic. Flash
-    attention's is; the composite one is used where flash attention does not apply.
-
-    Args:
-        deterministic: whether the same input on the same device gives the same bits.
-        cpu_threads: number of threads on the CPU, at most one per usable core; 0 for torch's, which follows
-            OMP_NUM_THREADS.
+    attention of cuDNN and the "memory efficient" kernels, whose backward passes are not deterministic. `cpu_threads` is
+    bounded by the usable cores; 0 keeps torch's number, which follows OMP_NUM_THREADS.
     """
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()

@@ -81,16 +81,10 @@ class RunFolder:
                 raise ConfigError(f"{self.path} holds {foreign[0]} of something else: {advice}") from None
 
     def start(self, *, overwrite: bool = False) -> str | None:
-        """Prepare the folder for a new run.
+        """Prepare the folder for a new run; return a note for the user, or None.
 
         The files of an earlier run are moved into a subfolder. With `overwrite` they are removed, except a privacy
         ledger, which is renamed.
-
-        Returns:
-            A note for the user, or None.
-
-        Raises:
-            ConfigError: the folder cannot be created or written.
         """
         note = None
         try:

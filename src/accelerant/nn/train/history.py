@@ -76,16 +76,9 @@ class StepRecord:
 class MetricsFile:
     """Appends records to metrics.jsonl; for a resumed run, first removes the lines after its checkpoint.
 
-    Args:
-        path: of the file; None to keep the records in memory only.
-        keep_steps: number of steps whose lines stay.
-
     Attributes:
-        records: all records in the file.
+        records: all records in the file, or in memory if the path is None.
         lost: number of kept steps without a line: all of them if the file is missing.
-
-    Raises:
-        FormatError: the file contains something else.
     """
 
     def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
@@ -224,14 +217,10 @@ class KernelTime:
 
 
 class StepProfiler:
-    """Profiles some steps of a run and writes trace.json (for Chrome), kernels.txt and kernels.json.
+    """Profiles steps of a run and writes trace.json (for Chrome), kernels.txt and kernels.json.
 
-    On a GPU the times are those of kernels on the device (CUPTI), on the CPU those of torch's operators.
-
-    Args:
-        folder: for the files.
-        steps: number of steps to profile.
-        run: the steps of the run; a short run is profiled at its end.
+    A short run is profiled at its end. On a GPU the times are those of kernels on the device (CUPTI), on the CPU those
+    of torch's operators.
     """
 
     def __init__(self, folder: Path, steps: int, run: range, device: torch.device) -> None:

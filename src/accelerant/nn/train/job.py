@@ -415,11 +415,7 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
 
 
 def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
-    """Return a note if the model that a run begins with was trained on text that the run holds out.
-
-    Raises:
-        ConfigError: a private run begins with a model that was trained on its text without noise.
-    """
+    """Return a note if a run's first model was trained on text that the run holds out; refuse a private run."""
     try:
         config = hugging_face.read_object(RunFolder(Path(run.init_from)).config) if run.init_from else {}
     except FormatError:  # moved since the run began
@@ -485,7 +481,7 @@ def _duration(seconds: float) -> str:
 def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig | CharRNNConfig | None) -> None:
     """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated.
 
-    `shape` is that of a model that the run began with, else None: the run's.
+    `shape` is that of a model that the run began with.
     """
     vocab_size = 0
     if shape is not None:
@@ -801,10 +797,7 @@ def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
     """Return about how many steps more reach a loss; None if the curve is short, does not fall, or too slowly to tell.
 
     The loss is taken as linear in the logarithm of the step, by least squares. The result has a fifth more, rounded up
-    to two digits.
-
-    Args:
-        curve: completed steps and loss, in order; the last one is above `loss`.
+    to two digits. The curve has completed steps and loss, in order; the last one is above `loss`.
     """
     (last, now), points = curve[-1], [(math.log(step), value) for step, value in curve if step]
     if last < _FEWEST_STEPS or len({x for x, _ in points}) < 2 or now > min(value for _, value in curve):

@@ -43,11 +43,7 @@ class NotFinite(Exception):  # noqa: N818  caught by the trainer: users see Dive
 class NanDiagnosis:
     """Keeps what the diagnosis of a failed step needs; a context manager.
 
-    Args:
-        checkpoints: of the run's folder; None without one.
-        rate: the learning rate of a step.
-        start, position: where this run began.
-        active: whether the steps are the Trainer's own, which can be checked and repeated.
+    `active` says whether the steps are the Trainer's own, which can be checked and repeated.
     """
 
     def __init__(
@@ -187,12 +183,8 @@ class NanDiagnosis:
 def find_not_finite(model: nn.Module, loss: Callable[..., Tensor], parts: Sequence[Batch]) -> str:
     """Name the first thing of a step that is not finite: parameter, input, output of a module, loss or gradient.
 
-    Waits for the device at each module.
-
-    Args:
-        model: with the parameters from before the step, which do not change; gradients are set to None.
-        loss: of a micro-batch, in the precision of the training.
-        parts: the step's micro-batches, on the model's device.
+    The model has its parameters from before the step, which do not change; gradients are set to None. Waits for the
+    device at each module.
     """
     for name, parameter in model.named_parameters():  # not the buffers, which the failed step may have changed
         if not _finite(parameter):

@@ -55,11 +55,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats of outputs (..., classes) and integer targets (...), without those of -100.
-
-    Raises:
-        ShapeError: the targets' shape is not that of the outputs without their last dimension.
-    """
+    """Return the mean cross entropy in nats of outputs (..., classes) and integer targets (...) other than -100."""
     if outputs.shape[:-1] != targets.shape:
         raise ShapeError(
             f"cross_entropy needs outputs (..., classes) and targets (...), got {tuple(outputs.shape)} and "
@@ -88,16 +84,7 @@ _NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_
 
 
 class Objective:
-    """The loss of a batch, as a function of the module and the batch.
-
-    Args:
-        loss: a name or function; None for the model's own `loss`, or else cross entropy of integer targets and mean
-            squared error of others.
-        metrics: measured in evaluations; None for accuracy if the loss is cross entropy.
-
-    Raises:
-        ConfigError: an unknown name, or metrics for a model with its own loss.
-    """
+    """The loss of a batch, and the metrics that evaluations measure, as functions of the module and the batch."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, metrics: Mapping[str, Metric] | None) -> None:
         if isinstance(loss, str) and loss not in _NAMED:
@@ -133,12 +120,7 @@ class Objective:
         return torch.stack(known)
 
     def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | None]]]:
-        """Return the loss of a batch, and each metric with the number of targets it averages: None for all rows.
-
-        Raises:
-            ConfigError: there are no targets.
-            ShapeError: the loss or a metric is no scalar.
-        """
+        """Return the loss of a batch, and each metric with the number of targets it averages: None for all rows."""
         if self._own:
             return require_scalar(self(model, *batch)), {}
         outputs, targets = self._outputs(model, batch)
@@ -190,14 +172,9 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Return the loss and the metrics of a model on batches, in eval mode; the mode is restored.
 
-    Args:
-        batches: weighted by their rows; for cross entropy and accuracy by their targets other than -100. Of several
-            processes, which all call this with the same batches, each computes its share.
-        step: number of completed steps, for the result.
-        watch: receives the number of rows done after each batch.
-
-    Raises:
-        ConfigError: there is no batch.
+    Batches are weighted by their rows; for cross entropy and accuracy by their targets other than -100. Of several
+    processes, which all call this with the same batches, each computes its share. `watch` receives the rows done after
+    each batch.
     """
     totals: Tensor | None = None  # sums and weights of the loss and of each metric
     first: Batch | None = None

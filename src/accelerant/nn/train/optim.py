@@ -23,11 +23,7 @@ _KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
-    """Return the config's optimizer, which also clips; matrices decay, vectors (biases and norms) do not.
-
-    Raises:
-        ConfigError: a pattern of no_decay matches no parameter, or there is nothing to train.
-    """
+    """Return the config's optimizer, which also clips; matrices decay, vectors (biases and norms) do not."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
@@ -64,11 +60,7 @@ def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state by "parameter.kind" names: tensors, and plain numbers; empty before the first step.
-
-    Raises:
-        UnsupportedCase: the optimizer has a state of another type, which does not fit into a checkpoint.
-    """
+    """Return the state by "parameter.kind" names: tensors, and plain numbers; UnsupportedCase for any other type."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

@@ -82,12 +82,9 @@ def described(params: Sequence[Tensor]) -> str:
 class _Table:
     """A table whose gradient is summed in two parts.
 
-    Attributes:
-        index: of the parameter.
-        count, dtype: of the rows that each process looks up. One whose step looks up others sums a whole gradient as
-            the first part, and sends zeros; outside of captured steps, no later step has two parts then.
-        split: whether the first part was taken in this step.
-        rows: with their tokens, until they are gathered.
+    `count` and `dtype` are of the rows that each process looks up. One whose step looks up others sums a whole gradient
+    as the first part, and sends zeros; outside of captured steps, no later step has two parts then. `split` says
+    whether the first part was taken in this step; `rows` holds rows and tokens until they are gathered.
     """
 
     index: int
@@ -102,14 +99,9 @@ _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are summed by one collective.
+    """Gradients that are summed by one collective: offsets in elements, `first` in the memory of all buckets.
 
-    Attributes:
-        indices: of the parameters.
-        offsets: of their gradients, in elements.
-        size: elements in all.
-        first: offset of the bucket in the memory of all.
-        flat: its memory while it is filled; None where copy engines sum, in memory that stays.
+    `flat` is its memory while it is filled; None where copy engines sum, in memory that stays.
     """
 
     indices: list[int]
@@ -125,18 +117,10 @@ class GradientReduction:
     """Sums gradients over the processes, in buckets that overlap the backward pass.
 
     Every process reduces every bucket in each step, in the same order. The first step's buckets follow the reversed
-    order of the parameters, later ones the order in which rank 0's backward pass finished them. A parameter that
-    some process did not use has a gradient of zeros there; `.grad` of one that none used stays None.
-
-    Args:
-        params: the same in each process; those with a gradient later need not be known now.
-        dtype: of the sums: float32 or bfloat16. float64 and complex gradients keep theirs.
-        bucket_bytes: size of a bucket, which one larger gradient exceeds; None for 25 MiB where copy engines sum, else
-            100 MiB.
-
-    Attributes:
-        frozen: whether which parameters are used no longer changes, as in a captured step, so that processes need not
-            tell each other.
+    order of the parameters, later ones the order in which rank 0's backward pass finished them. A parameter that some
+    process did not use has a gradient of zeros there; `.grad` of one that none used stays None. float64 and complex
+    gradients keep their dtype. `frozen` says that which parameters are used no longer changes, as in a captured step:
+    processes need not tell each other.
     """
 
     def __init__(

@@ -52,10 +52,8 @@ def build_report(
 ) -> str:  # fmt: skip
     """Return the report's HTML page; all text is escaped.
 
-    Args:
-        summary, config: as summary.json and config.json have them.
-        ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
-        remarks: sentences on the meaning of the figures, placed below them.
+    `summary` and `config` are as in summary.json and config.json, `ledger` as of Ledger.to_dict(); `remarks` are
+    sentences on the meaning of the figures.
     """
     preset, source, device = (
         str(value) for value in (summary["preset"], config["corpus"]["source"], summary["device"])

@@ -74,13 +74,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The shards that a checkpoint lists.
-
-    Attributes:
-        folder: their folder, next to the checkpoint.
-        files: name, bytes and SHA-256 of each.
-        tensors: by name.
-    """
+    """The shards that a checkpoint lists: their folder, name, bytes and SHA-256 of each, and the tensors by name."""
 
     folder: str
     files: list[tuple[str, int, str]]
@@ -200,10 +194,6 @@ class ShardSaver:
 
     Tensors are copied to the host, from a GPU into pinned memory that later checkpoints use again, before `start`
     returns. The collectives of the writing have a group of their own, over gloo.
-
-    Args:
-        pinned: whether the tensors are on a GPU.
-        write: writes a file: path, tensors, metadata.
     """
 
     def __init__(self, write: Callable[..., None], *, pinned: bool) -> None:
@@ -229,8 +219,7 @@ class ShardSaver:
     def finished(self, *, wait: bool) -> bool:
         """Return whether the writing has ended, of which `wait` awaits the end; once for each `start`.
 
-        Raises:
-            OSError: a process could not write; its rank is in the message.
+        Raises OSError, with the rank, for a process that could not write.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return False
@@ -303,13 +292,9 @@ class _Reader(FileSystemReader):
 
 
 def load_shards(path: Path, shards: Shards, names: Mapping[str, str], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a checkpoint, those of sharded parameters as this process's shards, the others on the host.
+    """Return tensors of verified shards, those of sharded parameters as this process's parts, the others on the host.
 
-    Args:
-        path: of the checkpoint.
-        shards: verified.
-        names: of the tensors to read, by their names in the result.
-        like: the model's state, as for `placed`.
+    `names` maps names in the result to stored ones; `like` is the model's state by name.
     """
     found: dict[str, Tensor] = {}
     for name, stored in names.items():

@@ -68,12 +68,7 @@ class Same:
 class GraphedStep:
     """Base of steps that become CUDA graphs: device, precision, learning rate, and the decision to capture.
 
-    Args:
-        op, words: the step's name in the ledger, and in messages.
-        model: named in messages.
-        optimizer: its groups get the learning rate.
-        precision: of autocast; None for none.
-        low: casts each matrix once per pass; None for none.
+    `op` names the step in the ledger, `words` in messages; `low` casts each matrix once per pass.
     """
 
     def __init__(
@@ -194,15 +189,9 @@ class LossScale:
     it doubles. All of this happens on the device, in a captured step too. Source: Micikevicius et al. 2018,
     arXiv:1710.03740, section 3.2, with the constants of torch.amp.GradScaler.
 
-    Args:
-        device: of the parameters.
-        initial: the first factor, above 0.
-        interval: steps without an overflow after which it doubles.
-
     Attributes:
         value: the factor of the next step, a float32 scalar on the device.
-        good_steps: int32 scalar, steps since its last change.
-        skipped: int32 scalar, steps that changed nothing.
+        good_steps, skipped: int32 scalars, steps since its last change, and steps that changed nothing.
     """
 
     SMALLEST = 2.0**-16
@@ -566,13 +555,6 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 
     A module inside a matching one is not changed itself. Random numbers (dropout) are drawn identically again. Of a
     chain of blocks only their inputs stay in memory, for one more forward pass: Chen et al. 2016, arXiv:1604.06174.
-
-    Args:
-        model: unchanged after the block.
-        patterns: of names as in named_modules: "blocks.?", "encoder.layers.*".
-
-    Raises:
-        ConfigError: a pattern matches no module.
     """
     named = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:

@@ -42,18 +42,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True, slots=True)
 class TokenFileInfo:
-    """The description in a token file's header.
-
-    Attributes:
-        dtype: of the tokens.
-        count: number of tokens.
-        vocab_size: every token is below it.
-        tokenizer: SHA-256 of the tokenizer's JSON text, or "bytes".
-        documents: number of texts.
-        text_bytes: size of the texts.
-        source: origin of the texts, for people.
-        sha256: of the tokens' bytes.
-    """
+    """The description in a token file's header; every token is below `vocab_size`, `source` is for people."""
 
     dtype: Literal["uint16", "uint32"]
     count: int
@@ -161,17 +150,8 @@ def require_tokens(tokens: NDArray[Any], vocab_size: int, origin: str) -> None:
 class TokenWriter:
     """Writes a token file in parts, under a temporary name until `finish`; a context manager.
 
-    Leaving without `finish` removes the file: a reader never sees an incomplete one. A process that is killed
-    (SIGTERM, SIGKILL) leaves its temporary file, which the next writer of the path removes.
-
-    Args:
-        path: an existing file of that name stays until `finish`.
-        vocab_size: every token must be below it.
-        tokenizer: SHA-256 of the tokenizer, or "bytes".
-        source: origin of the texts, for people.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    Leaving without `finish` removes the file: a reader never sees an incomplete one. A process that is killed (SIGTERM,
+    SIGKILL) leaves its temporary file, which the next writer of the path removes.
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: Sequence[str]) -> None:

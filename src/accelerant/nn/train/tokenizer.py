@@ -276,13 +276,7 @@ def train_bpe(
     phase: Callable[[str], None] = lambda _text: None,
     watch: Watch = lambda _share: None,
 ) -> BPETokenizer:
-    """Train a BPE on a corpus's training part, or load it from the cache.
-
-    Args:
-        vocab_size: an upper bound; little text gives fewer tokens.
-        phase: receives the current phase, if the tokenizer is not in the cache.
-        watch: receives the share of the text that is read.
-    """
+    """Train a BPE of at most `vocab_size` tokens on a corpus's training part, or load it from the cache."""
     import tokenizers
 
     key = hashlib.sha256(f"2 {tokenizers.__version__} {corpus.sha256} {vocab_size}".encode()).hexdigest()[:32]
