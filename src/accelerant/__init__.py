@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accelerant import algebra, distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
-    from accelerant.nn._patch.api import optimize
+    from accelerant.nn.patching.api import optimize
     from accelerant.ops.aten.tensor import to
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
@@ -42,7 +42,7 @@ __all__ = [
 _NAMES = {
     "accelerator": ("Accelerator", "AcceleratorConfig"),
     "accelerator.fusion": ("fuse",),
-    "nn._patch.api": ("optimize",),
+    "nn.patching.api": ("optimize",),
     "ops.aten.tensor": ("to",),
     "runtime.compilation.options": ("CompileOptions",),
     "runtime.dispatch": ("explain",),

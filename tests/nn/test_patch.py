@@ -19,8 +19,9 @@ from transformers import activations
 
 import accelerant as acl
 from accelerant.errors import ConfigError
-from accelerant.nn._patch import api, blocks, fingerprints, rules
-from accelerant.nn._patch.loss import CrossEntropyLoss, causal_loss, masked_loss
+from accelerant.nn.patching import api, blocks, rules
+from accelerant.nn.patching.forms import form_of
+from accelerant.nn.patching.loss import CrossEntropyLoss, causal_loss, masked_loss
 from requirements import require_module
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
@@ -409,7 +410,7 @@ def test_a_compiled_model_has_our_loss_only_where_memory_counts(monkeypatch):
         return found
 
     assert not any("cross_entropy" in op for op in traced())
-    monkeypatch.setattr("accelerant.nn._patch.loss.COMPILED", 0)
+    monkeypatch.setattr("accelerant.nn.patching.loss.COMPILED", 0)
     assert "accelerant.linear_cross_entropy.default" in traced()
 
 
@@ -470,7 +471,7 @@ def test_every_replacement_was_written_for_this_version(family):
     assert not [each for each in report.left if "5.17" in each.reason or "subclass" in each.reason]
     assert not [note for note in report.notes if "5.17" in note]
     assert report.counts == COUNTS.get(family, COUNTS["llama"])
-    forms = {fingerprints.form_of(type(each).forward) for each in model.modules()}
+    forms = {form_of(type(each).forward) for each in model.modules()}
     block = {"gpt2": "gpt2_block", "bert": "bert_layer", "vit": "vit_layer"}.get(family, "decoder_layer")
     head = {"gpt2": {"causal_lm_gpt2"}, "bert": {"masked_lm_bert"}, "vit": set()}.get(family, {"causal_lm"})
     assert {block, *head} <= forms

@@ -5,8 +5,8 @@ import torch
 from patch_models import CAUSAL, FAMILIES, ROTARY, VOCABULARY, assert_same, batch, make, outcome
 
 import accelerant as acl
-from accelerant.nn._patch import loss
-from accelerant.nn._patch.attention import Pattern
+from accelerant.nn.patching import loss
+from accelerant.nn.patching.attention import Pattern
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 

@@ -8,7 +8,7 @@ import torch
 from patch_models import BY_FORM, assert_same, batch, make, outcome, transformers
 
 import accelerant as acl
-from accelerant.nn._patch import attention
+from accelerant.nn.patching import attention
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 """Of float32 on a CPU: sums in another order."""

@@ -10,8 +10,8 @@ from patch_models import CAUSAL, FAMILIES, assert_same, batch, make, outcome
 from torch import nn
 
 import accelerant as acl
-from accelerant.nn._patch import blocks
-from accelerant.nn._patch.record import has_hooks
+from accelerant.nn.patching import blocks
+from accelerant.nn.patching.record import has_hooks
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
 from accelerant.errors import FallbackWarning, LaunchError
-from accelerant.nn._patch import graphs
+from accelerant.nn.patching import graphs
 from accelerant.runtime.ledger import ledger
 
 BEFORE = graphs.EAGER_CALLS

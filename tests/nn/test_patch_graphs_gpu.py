@@ -11,7 +11,7 @@ from patch_models import make, transformers
 
 import accelerant as acl
 from accelerant.errors import FallbackWarning
-from accelerant.nn._patch import graphs
+from accelerant.nn.patching import graphs
 from accelerant.nn.train.step import TrainStep
 
 pytestmark = pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Layers, models and training on Accelerant's ops."""
 
-from accelerant.nn._patch import PatchReport, patch, unpatch
 from accelerant.nn.convolution import AvgPool2d, Conv2d, MaxPool2d
 from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, RMSNorm, TransformerBlock
 from accelerant.nn.models import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
+from accelerant.nn.patching import PatchReport, patch, unpatch
 from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize
 from accelerant.nn.recurrent import GRU, LSTM, RNN
 

@@ -19,7 +19,7 @@ from accelerant import nn as our
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, Llama
-from accelerant.nn._patch.fingerprints import unknown
+from accelerant.nn.patching.forms import unknown
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, cast_for_autocast

@@ -1,7 +1,7 @@
 """The replacement of each form of module, and the conditions for it.
 
 Modules are recognized by what they are, not by the model that they are in: a class of torch, the form of a class's
-forward (see fingerprints), a forward that calls transformers' attention interface, or a model whose loss is one that
+forward (see forms), a forward that calls transformers' attention interface, or a model whose loss is one that
 our cross entropy computes.
 """
 
@@ -11,8 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -23,38 +22,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, fixed_cr
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from accelerant.nn._patch import blocks, loss
-from accelerant.nn._patch.attention import register as register_attention
-from accelerant.nn._patch.fingerprints import TESTED, differs, form_of
-from accelerant.nn._patch.plain import (
-    LEAVES,
-    ModulePlan,
-    Options,
-    gelu_forward,
-    plan_embedding,
-    plan_layer_norm,
-    plan_silu,
-)
-from accelerant.nn._patch.record import MARK, Forward
-
-__all__ = ["RULES", "Rule", "plan_module", "register_attention", "version_note"]
-
-
-Planner = Callable[[Any, Any, Options], ModulePlan | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The conditions and replacements for one form.
-
-    Attributes:
-        plan: (module, transformers model that contains it, options) -> the plan, or the reason why there is none.
-        parts: other methods of the class that the forward calls -> their form.
-    """
-
-    plan: Planner
-    parts: dict[str, str] = field(default_factory=dict)
-
+from accelerant.nn.patching import blocks, loss
+from accelerant.nn.patching.forms import RULES, TESTED, ModulePlan, Options, Rule, differs, form_of, why_left
+from accelerant.nn.patching.plain import gelu_forward, plan_embedding, plan_layer_norm, plan_silu
+from accelerant.nn.patching.record import MARK, Forward
 
 _VERSIONS = "{}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
 _KNOWN = f"from transformers {_VERSIONS}, that"
@@ -82,17 +53,14 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan |
         return "is patched already"
     if "forward" in module.__dict__:
         return "its forward was replaced by another library"
-    for name, form in rule.parts.items():
-        if differs(getattr(kind, name, None), form):
-            return f"its {name} is none that the replacement was written for"
-    return rule.plan(module, model, options)
+    return rule(module, replace(options, model=model))
 
 
 @functools.cache
 def _rule_of(kind: Any, forward: Any) -> Rule | None:
     """Return the rule of a class with this forward."""
-    if kind in _TORCH:
-        return _TORCH[kind]
+    if kind in RULES:
+        return RULES[kind]
     if kind.__module__.startswith("torch."):
         return None
     form = form_of(forward)
@@ -100,8 +68,8 @@ def _rule_of(kind: Any, forward: Any) -> Rule | None:
     if form in RULES and (_only_decorated_by_transformers(forward) if is_model else blocks.is_plain_forward(forward)):
         return RULES[form]
     if is_model:
-        return _LOSS if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
-    return _ATTENTION if _calls_interface(forward) else None
+        return _any_loss if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
+    return _attention if _calls_interface(forward) else None
 
 
 def _only_decorated_by_transformers(forward: Any) -> bool:
@@ -132,7 +100,7 @@ def _why_unchanged(module: nn.Module, model: Any) -> str | None:
         return f"{_UNKNOWN}: its residual sums are not fused with norms"
     if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
         return f"{_UNKNOWN}: its loss is not ours"
-    return None if children else LEAVES.get(name, "there is no replacement for it")
+    return why_left(module)
 
 
 def _names(forward: Any) -> tuple[str, ...]:
@@ -144,16 +112,30 @@ def _names(forward: Any) -> tuple[str, ...]:
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
 
 
-def _row_norm(op: str, forward: Forward, parts: dict[str, str] | None = None) -> Rule:
+def _other(module: Any, name: str, form: str) -> str | None:
+    """Return a reason against a module whose forward calls a method `name` of another form."""
+    if differs(getattr(type(module), name, None), form):
+        return f"its {name} is none that the replacement was written for"
+    return None
+
+
+def _row_norm(op: str, forward: Forward) -> Rule:
     """Return the rule of a norm with a weight for each element of a row."""
 
-    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
         shape = tuple(module.weight.shape)
         if len(shape) != 1 or shape == (1,):  # transformers' would broadcast them
             return f"has weights of shape {shape}"
         return ModulePlan([("norm", op)], forward)
 
-    return Rule(plan, parts or {})
+    return plan
+
+
+_plan_offset_norm = _row_norm("ops.rms_norm", blocks.offset_rms_norm_forward)
+
+
+def _offset_norm(module: Any, options: Options) -> ModulePlan | str:
+    return _other(module, "_norm", "rms_norm_offset._norm") or _plan_offset_norm(module, options)
 
 
 _GELUS = {
@@ -179,17 +161,12 @@ def _approximation(module: Any) -> str | None:
     return approximate
 
 
-def _gelu(module: Any, model: Any, options: Options) -> ModulePlan | str:
+def _gelu(module: Any, options: Options) -> ModulePlan | str:
     approximate = _approximation(module)
     if approximate is None:
         return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
     changes = [("activation", f"ops.gelu({approximate!r})")]
     return ModulePlan(changes, gelu_forward, options={"approximate": approximate})
-
-
-def _of_torch(plan: Callable[[Any, Options], ModulePlan | str]) -> Rule:
-    """Return the rule of one of torch's layers, which is the same outside of transformers' models."""
-    return Rule(lambda module, model, options: plan(module, options))
 
 
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
@@ -198,7 +175,7 @@ def _of_torch(plan: Callable[[Any, Options], ModulePlan | str]) -> Rule:
 def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = nn.Linear) -> Rule:
     """Return the rule of an MLP: a linear layer, a GELU, and modules that are called one after the other."""
 
-    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
         act, layer = getattr(module, activation), getattr(module, first)
         approximate = _approximation(act)
         if approximate is None:
@@ -208,11 +185,11 @@ def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = n
         settings = {"approximate": approximate, "activation": type(act), "names": (first, activation, rest)}
         return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], blocks.gelu_mlp_forward, options=settings)
 
-    return Rule(plan)
+    return plan
 
 
 def _gated_mlp(forward: Forward, activation: str) -> Rule:
-    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
         act = getattr(module, activation)
         kind = type(act)
         ours = kind is nn.SiLU or (kind is activations.SiLUActivation and not differs(kind.forward, "silu"))
@@ -220,7 +197,7 @@ def _gated_mlp(forward: Forward, activation: str) -> Rule:
             return f"its gate is a {kind.__name__}, ours a SiLU"
         return ModulePlan([("mlp", "ops.swiglu")], forward, options={"activation": kind})
 
-    return Rule(plan)
+    return plan
 
 
 _NO_ROPE = f"the model applies them itself, by code that is none of that, {_KNOWN} ops.rope was written for"
@@ -236,7 +213,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         whole: path of the attention for which the layer can be one autograd function, if that has a known form.
     """
 
-    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
         kind = type(getattr(module, norm))
         rms = form_of(kind.forward) in ("rms_norm", "rms_norm_offset")
         if not rms and kind is not nn.LayerNorm:
@@ -245,10 +222,12 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         op = f"ops.add_{'rms' if rms else 'layer'}_norm" + _WHOLE * known
         return blocks.layer_plan(module, forward, [("residual", op)], norm=norm, after=after)
 
-    return Rule(plan)
+    return plan
 
 
-def _bert_layer(module: Any, model: Any, options: Options) -> ModulePlan | str:
+def _bert_layer(module: Any, options: Options) -> ModulePlan | str:
+    if (reason := _other(module, "feed_forward_chunk", "bert_layer.feed_forward_chunk")) is not None:
+        return reason
     kind = type(module.attention)
     if differs(kind.forward, "bert_attention"):
         return f"its attention is a {kind.__name__}"
@@ -265,12 +244,12 @@ def _calls_interface(forward: Any) -> bool:
     return found is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _names(forward)
 
 
-def _attention(module: Any, model: Any, options: Options) -> ModulePlan | str:
+def _attention(module: Any, options: Options) -> ModulePlan | str:
     forward = type(module).forward
-    rotated = _rotated(forward, model)
+    rotated = _rotated(forward, options.model)
     settings = {"form": form_of(forward), "forward": rotated}
     plan = ModulePlan([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
-    reason = _keeps_attention(module, model)
+    reason = _keeps_attention(module, options.model)
     if reason is None:
         plan.changes.append(("attention", "ops.attention"))
         plan.attention = True
@@ -346,7 +325,7 @@ def _loss_of(module: Any) -> tuple[Any, str | None]:
 
 
 def _causal_lm(base: str, output: type) -> Rule:
-    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
         function, form = _loss_of(module)
         if form != "causal_loss":
             return f"its loss is {getattr(function, '__name__', function)}"
@@ -362,7 +341,7 @@ def _causal_lm(base: str, output: type) -> Rule:
             notes = ("all logits are computed: lm_head is not a Linear without bias", *notes)
         return _loss_plan(loss.causal_lm_forward, fused, settings, notes)
 
-    return Rule(plan)
+    return plan
 
 
 def _loss_plan(forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]) -> ModulePlan:
@@ -370,7 +349,7 @@ def _loss_plan(forward: Forward, fused: bool, settings: dict[str, Any], notes: t
     return ModulePlan(changes, forward, options=settings, notes=notes)
 
 
-def _masked_lm(module: Any, model: Any, options: Options) -> ModulePlan | str:
+def _masked_lm(module: Any, options: Options) -> ModulePlan | str:
     head = type(module.cls), type(module.cls.predictions)
     known = [form_of(kind.forward) for kind in head] == ["masked_lm_bert.head", "masked_lm_bert.predictions"]
     fused = options.loss and known
@@ -378,7 +357,7 @@ def _masked_lm(module: Any, model: Any, options: Options) -> ModulePlan | str:
     return _loss_plan(loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
-def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
+def _any_loss(module: Any, options: Options) -> ModulePlan | str:
     """Plan our cross entropy for a model that computes its logits itself."""
     changes = [("loss", "ops.cross_entropy")]
     forward = type(module).forward
@@ -399,23 +378,14 @@ def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
 
 # --- all rules -------------------------------------------------------------------------------------------------------
 
-_LOSS, _ATTENTION = Rule(_any_loss), Rule(_attention)
-
-_TORCH: dict[type[nn.Module], Rule] = {
-    nn.LayerNorm: _of_torch(plan_layer_norm),
-    nn.Embedding: _of_torch(plan_embedding),
-    nn.GELU: Rule(_gelu),
-    nn.SiLU: _of_torch(plan_silu),
-    **dict.fromkeys(_GELUS, Rule(_gelu)),
-}
-"""Rules of exactly these classes; the forms of GELUs are checked with their settings."""
-
-RULES: dict[str, Rule] = {
-    "silu": _of_torch(plan_silu),
+RULES |= {
+    nn.LayerNorm: plan_layer_norm,
+    nn.Embedding: plan_embedding,
+    nn.SiLU: plan_silu,
+    **dict.fromkeys((nn.GELU, *_GELUS), _gelu),
+    "silu": plan_silu,
     "rms_norm": _row_norm("ops.rms_norm", blocks.rms_norm_forward),
-    "rms_norm_offset": _row_norm(
-        "ops.rms_norm", blocks.offset_rms_norm_forward, {"_norm": "rms_norm_offset._norm"}
-    ),
+    "rms_norm_offset": _offset_norm,
     "layer_norm_scale": _row_norm("ops.layer_norm", blocks.layer_norm_scale_forward),
     "mlp_activation_fn": _gelu_mlp("fc1", "activation_fn", "fc2"),
     "mlp_activation": _gelu_mlp("fc1", "activation", "fc2"),
@@ -443,11 +413,10 @@ RULES: dict[str, Rule] = {
     "clip_layer": _residual(blocks.clip_layer_forward, "layer_norm2"),
     "gpt2_block": _residual(blocks.gpt2_block_forward, "ln_2", whole="attn"),
     "vit_layer": _residual(blocks.vit_layer_forward, "layernorm_after", whole="attention"),
-    "bert_layer": Rule(_bert_layer, {"feed_forward_chunk": "bert_layer.feed_forward_chunk"}),
+    "bert_layer": _bert_layer,
     "bert_output": _residual(blocks.bert_output_forward, "LayerNorm"),
     "causal_lm": _causal_lm("model", modeling_outputs.CausalLMOutputWithPast),
     "causal_lm_experts": _causal_lm("model", modeling_outputs.MoeCausalLMOutputWithPast),
     "causal_lm_gpt2": _causal_lm("transformer", modeling_outputs.CausalLMOutputWithCrossAttentions),
-    "masked_lm_bert": Rule(_masked_lm),
+    "masked_lm_bert": _masked_lm,
 }  # fmt: skip
-"""Form of a class's forward -> its rule."""

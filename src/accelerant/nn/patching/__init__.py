@@ -1,6 +1,6 @@
 """Models of Hugging Face and of torch.nn's layers on Accelerant's ops, in place; see patch and unpatch."""
 
-from accelerant.nn._patch.api import patch, unpatch
-from accelerant.nn._patch.record import Changed, LeftAlone, PatchReport
+from accelerant.nn.patching.api import patch, unpatch
+from accelerant.nn.patching.record import Changed, LeftAlone, PatchReport
 
 __all__ = ["Changed", "LeftAlone", "PatchReport", "patch", "unpatch"]

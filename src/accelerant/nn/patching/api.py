@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from accelerant.errors import ConfigError
-from accelerant.nn._patch import plain
-from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
+from accelerant.nn.patching import plain
+from accelerant.nn.patching.forms import ModulePlan, Options
+from accelerant.nn.patching.record import RECORD, Changed, LeftAlone, PatchReport, Record
 
 _PADDING = ("exact", "skip")
 
@@ -75,49 +76,25 @@ def patch(
         raise ConfigError(f"patch takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
-    report = PatchReport(type(model).__name__)
     PreTrainedModel, rules = _transformers_of(model)
-    record = Record(report, plain=rules is None)
-    options = plain.Options(loss, embedding)
-    planned: list[tuple[nn.Module, plain.ModulePlan]] = []
-    models: dict[str, Any] = {}  # by the path of a module: the innermost transformers model that contains it
-    for name, module in model.named_modules():
-        models[name] = module if isinstance(module, PreTrainedModel) else models.get(name.rpartition(".")[0])
-        kind, inside = type(module).__name__, models[name]
-        plan: plain.ModulePlan | str | None
-        plan = plain.plan_module(module, options) if inside is None else rules.plan_module(module, inside, options)
-        if isinstance(plan, str):
-            report.left.append(LeftAlone(name, kind, plan))
-        elif plan is not None:
-            report.changed += [Changed(name, kind, *change) for change in plan.changes]
-            report.notes += [note for note in plan.notes if note not in report.notes]
-            planned.append((module, plan))
-    if rules is not None and (note := rules.version_note()) is not None:
-        report.notes.append(note)
-        if note not in _WARNED:
-            _WARNED.add(note)
-            warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
-    if not report.changed:
-        warnings.warn(_why_nothing(report), UserWarning, stacklevel=2)
+    record = Record(PatchReport(type(model).__name__), plain=rules is None)
+    planned = _plans(model, record.report, Options(loss, embedding), PreTrainedModel, rules)
     if rules is not None:
-        rules.register_attention()
+        if (note := rules.version_note()) is not None:
+            record.report.notes.append(note)
+            if note not in _WARNED:
+                _WARNED.add(note)
+                warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
+        importlib.import_module("accelerant.nn.patching.attention").register()
+    if not record.report.changed:
+        warnings.warn(_why_nothing(record.report), UserWarning, stacklevel=2)
     for module, plan in planned:
-        mark = record.mark(module, padding)
-        mark.attention = mark.attention or plan.attention
-        mark.options |= plan.options
-        if plan.forward is not None:
-            record.replace_forward(module, plan.forward)
-        if plan.loss_function is not None:
-            record.replace_loss(module, plan.loss_function)
-        if plan.attention and not any(module.config is known for known in record.configs):
-            config: Any = module.config
-            record.configs.append(config)
-            config._attn_implementation_internal = ATTENTION_NAME
+        record.apply(module, plan, padding)
     if graph is not False:
         _add_graphs(model, record, automatic=graph is None)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
-    return report
+    return record.report
 
 
 optimize = patch
@@ -138,9 +115,29 @@ def unpatch(model: nn.Module) -> None:
     del owner.__dict__[RECORD], owner.__dict__[_REPLICATE]
 
 
+def _plans(
+    model: nn.Module, report: PatchReport, options: Options, PreTrainedModel: Any, rules: Any
+) -> list[tuple[nn.Module, ModulePlan]]:  # fmt: skip
+    """Return the modules to change with their plans, and report them and the others; nothing is changed yet."""
+    planned = []
+    models: dict[str, Any] = {}  # by the path of a module: the innermost transformers model that contains it
+    for name, module in model.named_modules():
+        models[name] = module if isinstance(module, PreTrainedModel) else models.get(name.rpartition(".")[0])
+        kind, inside = type(module).__name__, models[name]
+        plan: ModulePlan | str | None
+        plan = plain.plan_module(module, options) if inside is None else rules.plan_module(module, inside, options)
+        if isinstance(plan, str):
+            report.left.append(LeftAlone(name, kind, plan))
+        elif plan is not None:
+            report.changed += [Changed(name, kind, *change) for change in plan.changes]
+            report.notes += [note for note in plan.notes if note not in report.notes]
+            planned.append((module, plan))
+    return planned
+
+
 def _add_graphs(model: nn.Module, record: Record, *, automatic: bool) -> None:
     """Let the model's forward, replaced or not, run from CUDA graphs: if `automatic`, where they can be of use."""
-    graphs = importlib.import_module("accelerant.nn._patch.graphs")
+    graphs = importlib.import_module("accelerant.nn.patching.graphs")
     if automatic and not graphs.may_capture():
         return
     if automatic and (unknown := graphs.unknown_code(model)) is not None:
@@ -167,7 +164,7 @@ def _transformers_of(model: nn.Module) -> tuple[Any, Any]:
     if not any(isinstance(module, kind) for module in model.modules()):
         return (), None
     try:
-        rules = importlib.import_module("accelerant.nn._patch.rules")
+        rules = importlib.import_module("accelerant.nn.patching.rules")
     except ImportError as error:
         found = getattr(sys.modules.get("transformers"), "__version__", "of an unknown version")
         raise ConfigError(

@@ -21,8 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from accelerant import ops
-from accelerant.nn._patch.plain import EXPORT_REASON, SMALL_REASON, is_exported, is_small
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Capture
+from accelerant.nn.patching.plain import EXPORT_REASON, SMALL_REASON, is_exported, is_small
+from accelerant.nn.patching.record import ATTENTION_NAME, MARK, Capture
 
 _PATTERN = "_accelerant_pattern"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,50 +18,11 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.nn._patch.record import MARK, Forward, has_hooks, is_bare
+from accelerant.nn.patching.forms import PLAIN_RULES, ModulePlan, Options, Rule, why_left
+from accelerant.nn.patching.record import MARK, Forward, has_hooks, is_bare
 from accelerant.ops._library import autocast_dtype
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of patch that decide which modules change."""
-
-    loss: bool
-    embedding: bool
-
-
-@dataclass(slots=True)
-class ModulePlan:
-    """The changes to a module.
-
-    Attributes:
-        changes: (kind, op called from now on) for each change.
-        forward: the new forward; None to keep the old one.
-        loss_function: the new loss_function of a model; None to keep the old one.
-        attention: whether attention goes through transformers' interface.
-        options: settings for the module's mark.
-        notes: for the report.
-    """
-
-    changes: list[tuple[str, str]]
-    forward: Forward | None = None
-    loss_function: Forward | None = None
-    attention: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-LEAVES = {
-    "Linear": "its product is the vendor library's, which Accelerant uses too",
-    "NonDynamicallyQuantizableLinear": "its product is the vendor library's, which Accelerant uses too",
-    "Conv1D": "its product is the vendor library's, which Accelerant uses too",
-    "Conv2d": "the convolution is cuDNN's, which Accelerant uses too",
-    "Dropout": "ours draws other random numbers",
-    "Identity": "does nothing",
-}
-"""Why modules without a rule are left alone."""
 
 
 def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
@@ -70,17 +30,14 @@ def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
     kind = type(module)
     if MARK in module.__dict__:
         return "is patched already"
-    rule = _RULES.get(kind)
+    rule = PLAIN_RULES.get(kind)
     if kind is nn.Sequential and not _pairs(module):
         return None
     if rule is None:
         if hasattr(module, "parametrizations"):
             return "has parametrizations"
-        base = next((base for base in kind.__mro__[1:] if base in _RULES and base is not nn.Sequential), None)
-        if base is not None:
-            return f"is a subclass of {base.__name__}, whose forward may be another"
-        leaf = next(module.children(), None) is None
-        return LEAVES.get(kind.__name__, "there is no replacement for it") if leaf else None
+        base = next((base for base in kind.__mro__[1:] if base in PLAIN_RULES and base is not nn.Sequential), None)
+        return why_left(module) if base is None else f"is a subclass of {base.__name__}, whose forward may be another"
     if "forward" in module.__dict__:
         return "its forward was replaced by another library"
     if has_hooks(module):
@@ -128,7 +85,7 @@ def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
 
 
 def else_class(forward: Forward) -> Forward:
-    """Return a forward that runs its class's own for arguments that our op refuses, such as other dtypes.
+    """Return a forward that runs its class's own where the given one returns None or our op refuses the arguments.
 
     The class's own may refuse them too, with torch's error; otherwise the ledger counts a fallback with our reason.
     """
@@ -136,9 +93,11 @@ def else_class(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return forward(self, *args, **kwargs)
+            result = forward(self, *args, **kwargs)
         except (ConfigError, ShapeError, UnsupportedDtype) as error:
             refused = error
+        else:
+            return type(self).forward(self, *args, **kwargs) if result is None else result
         result = type(self).forward(self, *args, **kwargs)
         if isinstance(refused, ConfigError):  # an implementation was forced that does not serve the case
             raise refused
@@ -172,77 +131,61 @@ def _is_wide(x: Tensor) -> bool:
 @else_class
 def layer_norm_forward(self: Any, input: Tensor) -> Any:
     """Run nn.LayerNorm."""
-    if leaves(input) or not keeps_dtype(input, self.weight):
-        return type(self).forward(self, input)
-    return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
+    if not leaves(input) and keeps_dtype(input, self.weight):
+        return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
 
 
 @else_class
 def _rms_norm_forward(self: Any, x: Tensor) -> Any:
-    if leaves(x) or not keeps_dtype(x, self.weight):
-        return type(self).forward(self, x)
-    computed = torch.float32 if x.dtype.itemsize < 4 else x.dtype  # in which torch computes, whose default this is
-    eps = torch.finfo(computed).eps if self.eps is None else self.eps
-    return ops.rms_norm(x, self.weight, eps)
+    if not leaves(x) and keeps_dtype(x, self.weight):
+        computed = torch.float32 if x.dtype.itemsize < 4 else x.dtype  # in which torch computes, whose default this is
+        return ops.rms_norm(x, self.weight, torch.finfo(computed).eps if self.eps is None else self.eps)
 
 
 @else_class
 def _softmax_forward(self: Any, input: Tensor) -> Any:
-    if leaves(input) or not input.is_floating_point() or not _is_wide(input):
-        return type(self).forward(self, input)
-    return (ops.softmax if type(self) is nn.Softmax else ops.log_softmax)(input, self.dim)
+    if not leaves(input) and input.is_floating_point() and _is_wide(input):
+        return (ops.softmax if type(self) is nn.Softmax else ops.log_softmax)(input, self.dim)
 
 
 @else_class
 def gelu_forward(self: Any, input: Tensor) -> Any:
     """Run a GELU module; the mark holds its approximation."""
-    if leaves(input):
-        return type(self).forward(self, input)
-    return ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
+    return None if leaves(input) else ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
 
 
 @else_class
 def silu_forward(self: Any, input: Tensor) -> Any:
     """Run nn.SiLU or the SiLU module of transformers."""
-    if leaves(input):
-        return type(self).forward(self, input)
-    return ops.silu(input)
+    return None if leaves(input) else ops.silu(input)
 
 
 @else_class
 def embedding_forward(self: Any, input: Tensor) -> Any:
     """Run nn.Embedding."""
-    if leaves(input, self.embedding_dim):
-        return type(self).forward(self, input)
-    return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
+    if not leaves(input, self.embedding_dim):
+        return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
 @else_class
 def _dropout_forward(self: Any, input: Tensor) -> Any:
-    if leaves(input):
-        return type(self).forward(self, input)
-    return ops.dropout(input, self.p, self.training)
+    return None if leaves(input) else ops.dropout(input, self.p, self.training)
 
 
 @else_class
 def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
-    if leaves(input) or target.dtype != torch.int64 or input.dim() > 2 or target.shape != input.shape[:-1]:
-        return type(self).forward(self, input, target)
-    options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
-    return ops.cross_entropy(input, target, reduction=self.reduction, **options)
+    if not leaves(input) and target.dtype == torch.int64 and input.dim() < 3 and target.shape == input.shape[:-1]:
+        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        return ops.cross_entropy(input, target, reduction=self.reduction, **options)
 
 
 @else_class
 def _pair_loss_forward(self: Any, input: Tensor, target: Tensor) -> Any:
     """Run MSELoss, L1Loss, BCELoss or BCEWithLogitsLoss."""
-    same = input.shape == target.shape and input.dtype is target.dtype and input.is_floating_point()
-    if not same or leaves(input):
-        return type(self).forward(self, input, target)
     weights = {name: getattr(self, name) for name in ("weight", "pos_weight") if getattr(self, name, None) is not None}
-    if any(each.dtype is not input.dtype for each in weights.values()):
-        return type(self).forward(self, input, target)
-    loss = getattr(ops, _PAIR_LOSSES[type(self)])
-    return loss(input, target, reduction=self.reduction, **weights)
+    alike = all(each.dtype is input.dtype for each in (target, *weights.values()))
+    if alike and input.shape == target.shape and input.is_floating_point() and not leaves(input):
+        return getattr(ops, _PAIR_LOSSES[type(self)])(input, target, reduction=self.reduction, **weights)
 
 
 def _is_gelu(module: Any) -> bool:
@@ -411,20 +354,19 @@ def _decoder_layer_forward(
 
 # --- rules -----------------------------------------------------------------------------------------------------------
 
-_Rule = Callable[[Any, Options], ModulePlan | str]
+
+def _norm(op: str, forward: Forward) -> Rule:
+    """Return the rule of a norm of torch.nn's."""
+
+    def plan(module: Any, options: Options) -> ModulePlan | str:
+        if len(module.normalized_shape) != 1 or module.weight is None:
+            return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
+        return ModulePlan([("norm", op)], forward)
+
+    return plan
 
 
-def plan_layer_norm(module: Any, options: Options) -> ModulePlan | str:
-    """Return the plan of an nn.LayerNorm."""
-    if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
-    return ModulePlan([("norm", "ops.layer_norm")], layer_norm_forward)
-
-
-def _rms_norm(module: Any, options: Options) -> ModulePlan | str:
-    if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
-    return ModulePlan([("norm", "ops.rms_norm")], _rms_norm_forward)
+plan_layer_norm = _norm("ops.layer_norm", layer_norm_forward)
 
 
 def _softmax(module: Any, options: Options) -> ModulePlan | str:
@@ -479,10 +421,6 @@ def _loss(module: Any, options: Options) -> ModulePlan | str:
     return ModulePlan([("loss", f"ops.{_PAIR_LOSSES[type(module)]}")], _pair_loss_forward)
 
 
-def _sequential(module: Any, options: Options) -> ModulePlan | str:
-    return ModulePlan([("mlp", "ops.linear_gelu")], _sequential_forward)
-
-
 def _attention(module: Any, options: Options) -> ModulePlan | str:
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         return "has keys or values of another width, bias_kv or add_zero_attn"
@@ -491,7 +429,7 @@ def _attention(module: Any, options: Options) -> ModulePlan | str:
     return ModulePlan([("attention", "ops.attention")], _attention_forward)
 
 
-def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> _Rule:
+def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> Rule:
     def plan(module: Any, options: Options) -> ModulePlan | str:
         for name in norms:
             if type(getattr(module, name)) is not nn.LayerNorm:
@@ -505,9 +443,9 @@ def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> _Rule:
     return plan
 
 
-_RULES: dict[type[nn.Module], _Rule] = {
+PLAIN_RULES |= {
     nn.LayerNorm: plan_layer_norm,
-    nn.RMSNorm: _rms_norm,
+    nn.RMSNorm: _norm("ops.rms_norm", _rms_norm_forward),
     nn.Softmax: _softmax,
     nn.LogSoftmax: _softmax,
     nn.GELU: _gelu,
@@ -516,7 +454,7 @@ _RULES: dict[type[nn.Module], _Rule] = {
     nn.Dropout: _dropout,
     nn.CrossEntropyLoss: _loss,
     **dict.fromkeys(_PAIR_LOSSES, _loss),
-    nn.Sequential: _sequential,
+    nn.Sequential: lambda module, options: ModulePlan([("mlp", "ops.linear_gelu")], _sequential_forward),
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _transformer_layer(_encoder_layer_forward, ("norm1", "norm2")),
     nn.TransformerDecoderLayer: _transformer_layer(_decoder_layer_forward, ("norm1", "norm2", "norm3")),

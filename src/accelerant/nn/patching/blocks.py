@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from accelerant import ops
-from accelerant.nn._patch.attention import Pattern, known_pattern
-from accelerant.nn._patch.plain import (
-    ModulePlan,
+from accelerant.nn.patching.attention import Pattern, known_pattern
+from accelerant.nn.patching.forms import ModulePlan
+from accelerant.nn.patching.plain import (
     else_class,
     gelu_forward,
     is_small,
@@ -35,7 +35,7 @@ from accelerant.nn._patch.plain import (
     linear_gelu,
     silu_forward,
 )
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
+from accelerant.nn.patching.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
@@ -51,25 +51,22 @@ _HALF_TABLES = "_accelerant_half_tables"
 @else_class
 def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run a layer norm without a bias (Cohere)."""
-    if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)
-    return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+    if not leaves(hidden_states, composed=True) and keeps_dtype(hidden_states, self.weight):
+        return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 @else_class
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the RMSNorm of Llama, T5 and most others."""
-    if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)
-    return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+    if not leaves(hidden_states, composed=True) and keeps_dtype(hidden_states, self.weight):
+        return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 @else_class
 def offset_rms_norm_forward(self: Any, x: Tensor) -> Any:
     """Run the RMSNorm of Gemma, which scales by 1 + weight, in float32 for low-precision weights."""
-    if leaves(x, composed=True) or not keeps_dtype(x, self.weight):
-        return type(self).forward(self, x)
-    return ops.rms_norm(x, _offset(self.weight), eps=self.eps)
+    if not leaves(x, composed=True) and keeps_dtype(x, self.weight):
+        return ops.rms_norm(x, _offset(self.weight), eps=self.eps)
 
 
 def _offset(weight: Tensor) -> Tensor:

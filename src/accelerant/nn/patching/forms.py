@@ -1,4 +1,4 @@
-"""Digests of the functions of transformers that our replacements were written for.
+"""The registry of what patch replaces: rules by the class of a layer or the form of its forward, and the known forms.
 
 Models of transformers repeat each other: the forward of most RMSNorm classes, for example, has the same statements.
 These are a form, and a replacement serves every class whose forward has its form, whatever the model. A class that
@@ -15,7 +15,74 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
+
+from accelerant.nn.patching.record import Forward
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of patch that decide which modules change, and the innermost transformers model around the module."""
+
+    loss: bool
+    embedding: bool
+    model: Any = None
+
+
+@dataclass(slots=True)
+class ModulePlan:
+    """The changes to a module.
+
+    Attributes:
+        changes: (kind, op called from now on) for each change.
+        forward: the new forward; None to keep the old one.
+        loss_function: the new loss_function of a model; None to keep the old one.
+        attention: whether attention goes through transformers' interface.
+        options: settings for the module's mark.
+        notes: for the report.
+    """
+
+    changes: list[tuple[str, str]]
+    forward: Forward | None = None
+    loss_function: Forward | None = None
+    attention: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+Rule = Callable[[Any, Options], ModulePlan | str]
+"""Returns the plan of a module, or the reason why there is none."""
+
+PLAIN_RULES: dict[type[nn.Module], Rule] = {}
+"""Rules of layers of exactly these classes, outside of transformers' models; plain.py adds them."""
+
+RULES: dict[type[nn.Module] | str, Rule] = {}
+"""Rules in a model of transformers, by the class or by the form of the class's forward; rules.py adds them."""
+
+_VENDORS = "its product is the vendor library's, which Accelerant uses too"
+
+LEAVES = {
+    **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"), _VENDORS),
+    "Conv2d": "the convolution is cuDNN's, which Accelerant uses too",
+    "Dropout": "ours draws other random numbers",
+    "Identity": "does nothing",
+}
+"""Why modules without a rule are left alone."""
+
+
+def why_left(module: nn.Module) -> str | None:
+    """Return why a module without a rule is left alone; None for a container."""
+    if next(module.children(), None) is not None:
+        return None
+    return LEAVES.get(type(module).__name__, "there is no replacement for it")
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
 
 TESTED = ((5, 17), (5, 24))
 """The oldest and the newest transformers whose functions were compared with these forms."""
@@ -96,10 +163,7 @@ products in place of a matmul), mixtures of experts in 5.19 (outputs with router
 
 _RENAMED = (
     (re.compile(r"\b(curr(?:ent)?_)?cache\b"), r"\1past_key_values"),  # arguments and fields, in 5.24
-    (
-        re.compile(r"(\.update\([^()]*), kwargs=kwargs\)"),
-        r"\1)",
-    ),  # the same: read by paged caches, which we leave alone
+    (re.compile(r"(\.update\([^()]*), kwargs=kwargs\)"), r"\1)"),  # the same: of paged caches, which we leave alone
 )
 """What later versions write in another way without another effect: pattern, and the text of before."""
 

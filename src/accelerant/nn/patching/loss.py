@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accelerant import ops
-from accelerant.nn._patch.attention import causal_mask
-from accelerant.nn._patch.plain import is_exported
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare
+from accelerant.nn.patching.attention import causal_mask
+from accelerant.nn.patching.plain import is_exported
+from accelerant.nn.patching.record import ATTENTION_NAME, MARK, PARTS, is_bare
 from accelerant.ops._library import autocast_dtype
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here

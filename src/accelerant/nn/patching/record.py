@@ -217,14 +217,23 @@ class Record(_Picklable):
     plain: bool = False
     graphs: Any = None
 
-    def mark(self, module: nn.Module, padding: str) -> Mark:
-        """Return the module's mark, created if absent."""
+    def apply(self, module: nn.Module, plan: Any, padding: str) -> None:
+        """Change a module as its ModulePlan says."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
-            mark = Mark(self.report, padding=padding, plain=self.plain)
-            module.__dict__[MARK] = mark
+            mark = module.__dict__[MARK] = Mark(self.report, padding=padding, plain=self.plain)
             self.marked.append(module)
-        return mark
+        mark.attention = mark.attention or plan.attention
+        mark.options |= plan.options
+        if plan.forward is not None:
+            self.replace_forward(module, plan.forward)
+        if plan.loss_function is not None:  # as an assignment to loss_function does
+            module.__dict__["_loss_function"] = plan.loss_function
+            self.losses.append((module, plan.loss_function))
+        config: Any = module.config if plan.attention else None
+        if plan.attention and not any(config is known for known in self.configs):
+            self.configs.append(config)
+            config._attn_implementation_internal = ATTENTION_NAME
 
     def replace_forward(self, module: nn.Module, forward: Forward) -> None:
         """Replace a module's forward by a function that takes the module as its first argument."""
@@ -232,11 +241,6 @@ class Record(_Picklable):
         if self.plain:
             module.__dict__["__getstate__"] = _bind(_state, module)
         self.forwards.append((module, forward))
-
-    def replace_loss(self, model: Any, function: Forward) -> None:
-        """Replace a model's loss_function, as an assignment to it does."""
-        model.__dict__["_loss_function"] = function
-        self.losses.append((model, function))
 
     def check(self) -> None:
         """Raise ConfigError if a forward was replaced or wrapped after patch."""

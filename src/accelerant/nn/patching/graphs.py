@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError, UnsupportedCase
-from accelerant.nn._patch.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
+from accelerant.nn.patching.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
 from accelerant.ops._library import is_watched
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
