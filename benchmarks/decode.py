@@ -31,7 +31,7 @@ from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import LinearInt8, Llama, LlamaConfig, quantize
-from accelerant.nn.models.generation import Decoding, Sampling
+from accelerant.nn.models.language_model import Decoding, Sampling
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["DTYPES", "PEERS", "DecodeSuite"]

@@ -45,7 +45,7 @@ from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import halves, prefetched, random_windows
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunLock
-from accelerant.nn.train.optim import learning_rate
+from accelerant.nn.train.objective import learning_rate
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic

@@ -32,7 +32,7 @@ from accelerant.bench.record import DEVICE, OURS
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
-from accelerant.nn.models.generation import Decoding, Sampling
+from accelerant.nn.models.language_model import Decoding, Sampling
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums

@@ -6,8 +6,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Linear, Llama, LlamaConfig, layers, optim
-from accelerant.nn._precision import LowWeights, float8_of
-from accelerant.nn.layers import float8_weights
+from accelerant.nn.layers import LowWeights, float8_of, float8_weights
 from accelerant.nn.train import Callback, TrainConfig, Trainer
 from accelerant.nn.train import step as step_module
 from accelerant.nn.train import trainer as trainer_module

@@ -7,7 +7,7 @@ import torch
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
-from accelerant.nn.models.generation import Sampling
+from accelerant.nn.models.language_model import Sampling
 
 CONFIG = GPTConfig(vocab_size=70, context=8, layers=2, heads=2, width=16)
 
@@ -199,7 +199,7 @@ def test_a_prompt_needs_two_dimensions(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_step_gives_the_eager_steps_tokens(model, dtype):
     """The graph's replays against steps run one by one; the ledger counts the graph."""
-    from accelerant.nn.models.generation import Decoding
+    from accelerant.nn.models.language_model import Decoding
     from accelerant.runtime.ledger import ledger
 
     model = model.to("cuda", dtype)

@@ -232,7 +232,7 @@ def test_quantised_layers_decode(model, mode, tmp_path):
 
 def test_decoding_rows_matches_the_model(model):
     """Position by position, against the whole sequence at once; in one row and in several."""
-    from accelerant.nn.models.generation import Cache
+    from accelerant.nn.models.language_model import Cache
 
     for batch in (1, 3):
         idx = tokens(batch, 12)

@@ -6,7 +6,7 @@ import torch
 from accelerant.config import override
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn import GPT, GPTConfig, layers, optim
-from accelerant.nn._precision import LowWeights, lowered
+from accelerant.nn.layers import LowWeights, lowered
 from accelerant.nn.train.step import LossScale, Same, StepResult, TrainStep
 from accelerant.runtime.ledger import ledger
 

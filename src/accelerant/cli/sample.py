@@ -65,7 +65,7 @@ def sample(
     if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes of other encodings
         raise ConfigError(f"the prompt is not UTF-8 text: {text!r}")
     from accelerant.cli.train import choose_device
-    from accelerant.nn.models.generation import Sampling
+    from accelerant.nn.models.language_model import Sampling
     from accelerant.nn.text import load_text_model
 
     Sampling(temperature, top_k or None, top_p)  # raises for other values before the model is loaded

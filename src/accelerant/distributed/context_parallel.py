@@ -33,9 +33,8 @@ from accelerant import ops
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.layers import MultiHeadAttention
-from accelerant.nn.models.generation import require_tokens
 from accelerant.nn.models.gpt import GPT
-from accelerant.nn.models.language_model import LanguageModel
+from accelerant.nn.models.language_model import LanguageModel, require_tokens
 from accelerant.nn.models.llama import Llama, LlamaAttention
 from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops.attention.op import attention_bwd, check_heads, checked, options_of, shapes_of

@@ -32,7 +32,7 @@ from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear
 from accelerant.nn.models import hugging_face
-from accelerant.nn.models.generation import Cache
+from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.decode.launch import usual_plan

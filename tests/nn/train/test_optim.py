@@ -9,13 +9,8 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train import TrainConfig
-from accelerant.nn.train.optim import (
-    learning_rate,
-    load_optimizer,
-    make_optimizer,
-    optimizer_state,
-    require_optimizer_tensors,
-)
+from accelerant.nn.train.checkpoint import load_optimizer, optimizer_state, require_optimizer_tensors
+from accelerant.nn.train.objective import learning_rate, make_optimizer
 
 CONFIG = TrainConfig(weight_decay=0.1)
 WHERE = Path("some.safetensors")

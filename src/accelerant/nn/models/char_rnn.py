@@ -1,4 +1,4 @@
-# ruff: noqa: D102  methods without a docstring are documented in LanguageModel and Decodable
+# ruff: noqa: D102  methods without a docstring are documented in LanguageModel
 """CharRNN: a recurrent language model, an embedding, LSTM or GRU layers, and an output layer.
 
 logits = head(layers(wte[tokens]))
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, has_hooks
-from accelerant.nn.models.generation import Cache, require_tokens
-from accelerant.nn.models.language_model import LanguageModel, ModelConfig
+from accelerant.nn.models.language_model import Cache, LanguageModel, ModelConfig, require_tokens
 from accelerant.nn.recurrent import GRU, LSTM
 
 _CELLS: dict[str, type[LSTM] | type[GRU]] = {"lstm": LSTM, "gru": GRU}

@@ -1,4 +1,4 @@
-# ruff: noqa: D102  methods without a docstring are documented in LanguageModel and Decodable
+# ruff: noqa: D102  methods without a docstring are documented in LanguageModel
 """GPT: a decoder-only transformer in GPT-2's form, with learned positions and an output layer tied to the embedding.
 
 logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T if untied)
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn._precision import lowered
 from accelerant.nn.layers import (
     LayerNorm,
     Linear,
@@ -30,10 +29,10 @@ from accelerant.nn.layers import (
     fuses,
     has_hooks,
     is_fusable,
+    lowered,
 )
-from accelerant.nn.models.generation import Cache, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
-from accelerant.nn.models.language_model import LanguageModel, ModelConfig
+from accelerant.nn.models.language_model import Cache, LanguageModel, ModelConfig, padded_prompt_length, require_tokens
 from accelerant.ops._per_example import sink_of
 from accelerant.ops.cross_entropy.op import mean_by_torch
 from accelerant.ops.decode.op import append
@@ -259,7 +258,7 @@ class GPT(LanguageModel):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return mean_by_torch(wide, targets.reshape(-1).long())
 
-    # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
+    # --- decoding ----------------------------------------------------------------------------------------------------
 
     def can_cache(self) -> bool:
         if any(
@@ -272,9 +271,6 @@ class GPT(LanguageModel):
 
     def cache_shape(self) -> tuple[int, int, int]:
         return self.config.layers, self.config.heads, self.config.width // self.config.heads
-
-    def activation_dtype(self) -> torch.dtype:
-        return compute_dtype(self.wte.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
         time = idx.shape[1]

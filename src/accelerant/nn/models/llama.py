@@ -1,4 +1,4 @@
-# ruff: noqa: D102  methods without a docstring are documented in LanguageModel and Decodable
+# ruff: noqa: D102  methods without a docstring are documented in LanguageModel
 """Llama: a decoder-only transformer with rotary positions, grouped-query attention, RMS norms and gated MLPs.
 
 h = embed[tokens];  h += attention(norm(h)), h += mlp(norm(h)) in each block;  logits = norm(h) @ head^T
@@ -22,9 +22,15 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks
-from accelerant.nn.models.generation import Cache, cache_capacity, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
-from accelerant.nn.models.language_model import LanguageModel, ModelConfig
+from accelerant.nn.models.language_model import (
+    Cache,
+    LanguageModel,
+    ModelConfig,
+    cache_capacity,
+    padded_prompt_length,
+    require_tokens,
+)
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
@@ -260,7 +266,7 @@ class Llama(LanguageModel):
             return ops.cross_entropy(self._logits(rows), targets.flatten().long())
         return ops.linear_cross_entropy(rows, self._output_weight().to(rows.dtype), targets.flatten().long())
 
-    # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
+    # --- decoding ----------------------------------------------------------------------------------------------------
 
     def can_cache(self) -> bool:
         unmodified = type(self.norm) is RMSNorm and all(
@@ -273,9 +279,6 @@ class Llama(LanguageModel):
 
     def cache_shape(self) -> tuple[int, int, int]:
         return self.config.layers, self.config.kv_heads, self.config.head_size
-
-    def activation_dtype(self) -> torch.dtype:
-        return compute_dtype(self.embed.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
         time = idx.shape[1]

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
-from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
 from accelerant.nn.train.step import LossScale
 from accelerant.ops.aten import DeviceTensor
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
@@ -448,6 +448,70 @@ def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfi
 def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+_KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}
+"""State of each trained parameter after a step, by the optimizer's class."""
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state by "parameter.kind" names: tensors, and plain numbers; UnsupportedCase for any other type."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{kind}"] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                numbers[f"{name}.{kind}"] = value
+            else:
+                raise UnsupportedCase(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} ({kind} of {name}): "
+                    "checkpoints hold tensors and numbers; train without a folder"
+                )
+    return tensors, numbers
+
+
+def require_optimizer_tensors(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor],
+    numbers: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Raise FormatError unless a checkpoint's optimizer state is complete and of these parameters and shapes."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter in trained}
+    ours = isinstance(optimizer, AdamW | SGD)  # their kernels rely on tensors of these shapes
+    for full, number in (numbers or {}).items():
+        if full.rpartition(".")[0] not in shapes or full in found or (ours and number is not None):
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{clipped(full)} is {clipped(number)}")
+    owners: dict[str, set[str]] = {}
+    for full, tensor in found.items():
+        name, _, kind = full.rpartition(".")
+        if name not in shapes:
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{full} belongs to no parameter")
+        scalar = kind == "step" if ours else not tensor.dim()
+        if tensor.shape != (() if scalar else shapes[name]):
+            here, there = () if scalar else tuple(shapes[name]), tuple(tensor.shape)
+            raise FormatError(f"checkpoint {path} is of another shape: optimizer.{full} is {there}, not {here}")
+        if ours and not tensor.is_floating_point():
+            raise FormatError(f"checkpoint {path} is of another dtype: optimizer.{full} is {tensor.dtype}")
+        owners.setdefault(name, set()).add(kind)
+    for name, kinds in owners.items():
+        lacking = [kind for kind in _KINDS.get(type(optimizer).__name__, ()) if kind not in kinds]
+        if lacking:
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{name}.{lacking[0]} is not in it")
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Load the result of `optimizer_state`, whose names and shapes were checked."""
+    index = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    names = {name: index[parameter] for name, parameter in model.named_parameters() if parameter in index}
+    state: dict[int, dict[str, Any]] = {}
+    for full, value in {**tensors, **numbers}.items():
+        name, _, kind = full.rpartition(".")
+        state.setdefault(names[name], {})[kind] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 # --- the best evaluation ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The loss that a training minimizes, and evaluation with metrics, for any module.
+"""The loss that a training minimizes, evaluation with metrics, and the optimizer with its learning rates.
 
 A batch is a tuple of tensors. The loss of a module with a method `loss` is `model.loss(*batch)`. For any other module
 the last tensor is the targets and the others the inputs: `loss(model(*inputs), targets)`.
@@ -6,6 +6,8 @@ the last tensor is the targets and the others the inputs: `loss(model(*inputs), 
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import modes_kept
+from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
@@ -215,3 +218,45 @@ def evaluate(
     processes.sum_(totals)
     loss_mean, *others = (totals[0] / totals[1]).tolist()
     return Evaluation(step, loss_mean, rows, dict(zip(names, others, strict=True)))
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
+    """Return the config's optimizer, which also clips; matrices decay, vectors (biases and norms) do not."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
+    for pattern in config.no_decay:
+        if not fnmatch.filter([name for name, _ in named], pattern):
+            raise ConfigError(f"no_decay: {pattern!r} matches no parameter of {type(model).__name__}")
+    spared = {name for name, parameter in named if parameter.dim() < 2}
+    spared |= {name for name, _ in named for pattern in config.no_decay if fnmatch.fnmatchcase(name, pattern)}
+    groups = [
+        {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    rate, norm = config.learning_rate, config.clip or None
+    if config.optimizer == "sgd":
+        return SGD(groups, lr=rate, momentum=config.momentum, max_grad_norm=norm)
+    return AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, max_grad_norm=norm)
+
+
+def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
+    """Return the learning rate of a step, 0 for the first: linear warm-up, then the schedule down to `final_lr_ratio`.
+
+    cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
+    """
+    peak = config.learning_rate
+    warmup = max(1, round(config.warmup * steps))
+    if step < warmup and config.warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup)) if config.warmup else step / max(1, steps)
+    fraction = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * fraction)

@@ -55,8 +55,18 @@ from accelerant.nn.train.history import (
     used_memory_bytes,
 )
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
-from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
-from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
+from accelerant.nn.train.objective import (
+    Evaluation,
+    Loss,
+    MakeOptimizer,
+    Metric,
+    Objective,
+    autocast,
+    evaluate,
+    learning_rate,
+    make_optimizer,
+    precision_of,
+)
 from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.ops._library import is_distributed

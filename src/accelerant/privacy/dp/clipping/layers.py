@@ -19,8 +19,8 @@ from accelerant import nn as our
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, Llama
-from accelerant.nn.patching.forms import unknown
 from accelerant.nn.layers import compute_dtype
+from accelerant.nn.patching.forms import unknown
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
 from accelerant.ops._per_example import PerExampleSink as Sink

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.nn._precision import LowWeights
+from accelerant.nn.layers import LowWeights
 from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.nn.train.step import EAGER_STEPS, GraphedStep, Same, require_scalar
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan
