@@ -24,9 +24,9 @@ import torch
 from accelerant import zk
 from accelerant.cli.app import exit_status
 from accelerant.errors import FormatError
-from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.tensors.tensor import to
 from benchmarks import zk_inputs
 
 __all__ = ["main"]

@@ -32,6 +32,7 @@ CAPTIONS = {
     "zk": "MSM, Groth16",
     "distributed": "split models",
     "nn": "layers, GPT, Llama, training, patch; no kernels",
+    "tensors": "torch tensors on OpenCL and WebGPU",
     "ops": "one folder per tensor op",
     "algebra": "fields, NTT, curves",
     "runtime": "dispatch, ledger, compilation, memory, streams; knows no op",
@@ -42,7 +43,7 @@ CAPTIONS = {
 
 LEFT, WIDTH, GAP = 32, 428, 12
 
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 712" role="img" aria-labelledby="title desc">
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 784" role="img" aria-labelledby="title desc">
   <title id="title">Accelerant's layers, and one call through them</title>
   <desc id="desc">On the left the layers of the package, each importing only those below it: $layers. Dashed ones
     are planned. On the right the path of a call: the op checks its arguments, dispatch chooses an implementation, the
@@ -82,11 +83,11 @@ STYLE = """  <style>
       <path class="tip" d="M0 0 L8 4 L0 8 Z"/>
     </marker>
   </defs>
-  <rect class="page" x="1" y="1" width="998" height="710" rx="14"/>
+  <rect class="page" x="1" y="1" width="998" height="782" rx="14"/>
 
 """
 
-CALL = """  <path class="line" d="M478 70 V674" marker-end="url(#tip)"/>
+CALL = """  <path class="line" d="M478 70 V746" marker-end="url(#tip)"/>
 
   <!-- one call -->
   <text class="head" x="528" y="44">One call</text>

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import kernel_source
-from accelerant.ops.aten.webgpu import matmul_source
+from accelerant.tensors.webgpu import matmul_source
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "webgpu.html"

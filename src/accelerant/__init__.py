@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
     from accelerant.nn.patching.api import optimize
-    from accelerant.ops.aten.tensor import to
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeBackend
     from accelerant.runtime.registry import devices
     from accelerant.runtime.user_kernel import kernel
+    from accelerant.tensors.tensor import to
 
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "ComputeBackend", "__version__", "algebra", "configure_math",
@@ -43,7 +43,7 @@ _NAMES = {
     "accelerator": ("Accelerator", "AcceleratorConfig"),
     "accelerator.fusion": ("fuse",),
     "nn.patching.api": ("optimize",),
-    "ops.aten.tensor": ("to",),
+    "tensors.tensor": ("to",),
     "runtime.compilation.options": ("CompileOptions",),
     "runtime.dispatch": ("explain",),
     "runtime.ledger": ("ledger",),

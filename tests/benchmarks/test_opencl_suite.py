@@ -3,7 +3,7 @@
 import pytest
 
 from accelerant.errors import FormatError
-from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.tensors.tensor import DeviceTensor
 from benchmarks import opencl
 from requirements import require_backend
 

@@ -17,13 +17,13 @@ from accelerant.cli.train import choose_device
 from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, UnsupportedCase
 from accelerant.nn.train import TrainConfig, Trainer
-from accelerant.ops.aten import DeviceTensor
 from accelerant.runtime import host, registry
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.providers.opencl import OpenclProvider
 from accelerant.runtime.providers.torch_devices import TorchProvider
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
+from accelerant.tensors import DeviceTensor
 from accelerant.testing import FakeProvider
 from requirements import require_backend
 

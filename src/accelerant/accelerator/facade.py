@@ -47,7 +47,6 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
-from accelerant.ops.aten import tensor_device
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
@@ -57,6 +56,7 @@ from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Event, MemoryInfo, lacks_host_memory
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
+from accelerant.tensors import tensor_device
 from accelerant.zk.multi_scalar import FixedBase
 from accelerant.zk.transform import ntt
 

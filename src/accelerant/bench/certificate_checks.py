@@ -27,10 +27,10 @@ from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._cases import Sample, Tolerance, draw
 from accelerant.ops._registry import PublicOp, public_ops
-from accelerant.ops.aten.device import tensor_device
-from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.tensors.device import tensor_device
+from accelerant.tensors.tensor import to
 
 EXACT = Tolerance(0.0, 0.0)
 

@@ -468,9 +468,9 @@ def choose_device(
     """
     import torch
 
-    from accelerant.ops.aten.device import TENSOR_DEVICES, named
     from accelerant.runtime import registry
     from accelerant.runtime.files import clipped
+    from accelerant.tensors.device import TENSOR_DEVICES, named
 
     if backend is None or backend == "auto":
         backend = settings().backend

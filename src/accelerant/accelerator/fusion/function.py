@@ -26,7 +26,6 @@ from accelerant.errors import CompileError, ConfigError, ShapeError, Unsupported
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import refuses_triton_kernel
-from accelerant.ops.aten.tensor import to
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation
@@ -34,6 +33,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import observers
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.tensors.tensor import to
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -31,10 +31,10 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import LossScale
-from accelerant.ops.aten import DeviceTensor
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
 from accelerant.runtime.memory.limits import size_text
 from accelerant.runtime.processes import Processes
+from accelerant.tensors import DeviceTensor
 
 if TYPE_CHECKING:
     from accelerant.nn.train.sharded_checkpoint import Shards, ShardSaver

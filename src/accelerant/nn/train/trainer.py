@@ -70,8 +70,6 @@ from accelerant.nn.train.objective import (
 from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.ops._library import is_distributed
-from accelerant.ops.aten import TensorDevice, tensor_device, to
-from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
@@ -80,6 +78,8 @@ from accelerant.runtime.memory.peak import predict_peak
 from accelerant.runtime.processes import Processes
 from accelerant.runtime.time_limit import check_time, time_limit
 from accelerant.runtime.watch import Watch
+from accelerant.tensors import TensorDevice, tensor_device, to
+from accelerant.tensors.device import serves
 
 _SHARED_BYTES = 1 << 20
 """A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too short for two.

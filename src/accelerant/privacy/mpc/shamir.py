@@ -52,12 +52,12 @@ from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import HOST, signed_view, space_at
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ProtocolError, ShapeError, UnsupportedDtype
-from accelerant.ops.aten import DeviceTensor
-from accelerant.ops.aten.device import serves
 from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
+from accelerant.tensors import DeviceTensor
+from accelerant.tensors.device import serves
 
 __all__ = [
     "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "refresh", "split",

@@ -247,7 +247,7 @@ def stream_chunks(
     return run
 
 
-_TENSORS = "accelerant.ops.aten.tensor"
+_TENSORS = "accelerant.tensors.tensor"
 """Module whose function `to` moves tensors to devices without streams; by name, since the runtime knows no op."""
 
 

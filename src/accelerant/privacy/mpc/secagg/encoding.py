@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedDtype
-from accelerant.ops.aten import DeviceTensor
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
+from accelerant.tensors import DeviceTensor
 
 _HALF = 2**31
 _TAIL = 12

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from accelerant.config import settings
-from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import (
+from accelerant.runtime.dispatch.operation import recoverable
+from accelerant.tensors.device import TensorDevice
+from accelerant.tensors.table import (
     aten,
     dim_of,
     dims_of,
@@ -27,8 +28,7 @@ from accelerant.ops.aten.table import (
     strided,
     wide,
 )
-from accelerant.ops.aten.tensor import DeviceTensor, note_fallback
-from accelerant.runtime.dispatch.operation import recoverable
+from accelerant.tensors.tensor import DeviceTensor, note_fallback
 
 # --- matrix products -------------------------------------------------------------------------------------------------
 

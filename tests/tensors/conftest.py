@@ -1,6 +1,6 @@
 import pytest
 
-from accelerant.ops.aten.device import TENSOR_DEVICES
+from accelerant.tensors.device import TENSOR_DEVICES
 from requirements import require_backend
 
 

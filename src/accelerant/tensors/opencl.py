@@ -13,11 +13,11 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from accelerant.ops.aten.device import TensorDevice, expanded, merged
-from accelerant.ops.aten.table import deep_product
-from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
+from accelerant.tensors.device import TensorDevice, expanded, merged
+from accelerant.tensors.table import deep_product
+from accelerant.tensors.tensor import DeviceTensor
 
 _STORAGE = {
     torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "ushort",

@@ -18,13 +18,13 @@ from typing import Any, ClassVar, cast
 import torch
 
 from accelerant.errors import UnsupportedCase
-from accelerant.ops.aten.device import TensorDevice, expanded, merged
-from accelerant.ops.aten.table import deep_product, strided
-from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
+from accelerant.tensors.device import TensorDevice, expanded, merged
+from accelerant.tensors.table import deep_product, strided
+from accelerant.tensors.tensor import DeviceTensor
 
 _STORAGE = {
     torch.float32: "f32", torch.int32: "i32", torch.int64: "vec2<u32>", torch.float16: "u32", torch.bfloat16: "u32",

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import accelerant as acl
 from accelerant import errors
 from accelerant.config import override
-from accelerant.ops.aten import DeviceTensor
+from accelerant.tensors import DeviceTensor
 from requirements import require_backend
 
 

@@ -23,7 +23,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
 if TYPE_CHECKING:
-    from accelerant.ops.aten.tensor import DeviceTensor
+    from accelerant.tensors.tensor import DeviceTensor
 
 FUNCTIONS = (
     "exp", "log", "exp2", "log2",
@@ -37,8 +37,8 @@ FUNCTIONS = (
 """Functions of expressions."""
 
 TENSOR_DEVICES: dict[str, tuple[str, str]] = {
-    "opencl": ("accelerant.ops.aten.opencl", "OpenclTensors"),
-    "webgpu": ("accelerant.ops.aten.webgpu", "WebgpuTensors"),
+    "opencl": ("accelerant.tensors.opencl", "OpenclTensors"),
+    "webgpu": ("accelerant.tensors.webgpu", "WebgpuTensors"),
 }
 """Backend -> module and class of its TensorDevice."""
 
@@ -70,7 +70,7 @@ class TensorDevice(ABC):
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> DeviceTensor:
         """Return a contiguous tensor with undefined content."""
-        from accelerant.ops.aten.tensor import DeviceTensor
+        from accelerant.tensors.tensor import DeviceTensor
 
         if dtype not in self.dtypes:
             raise UnsupportedDtype(f"{self.label} has no tensors of {dtype}; it has {', '.join(map(str, self.dtypes))}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import TABLE, aten, dim_of, elementwise, operand, register, representable, strided
-from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.tensors.device import TensorDevice
+from accelerant.tensors.table import TABLE, aten, dim_of, elementwise, operand, register, representable, strided
+from accelerant.tensors.tensor import DeviceTensor
 
 
 def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:

@@ -28,12 +28,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._library import composed, composite_of
-from accelerant.ops.aten.device import TensorDevice, tensor_device
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.provider import Buffer
 from accelerant.runtime.recorded_launch import RecordedLaunch
+from accelerant.tensors.device import TensorDevice, tensor_device
 
 _ledger = ledger()
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -359,7 +359,7 @@ def _place(args: Any) -> TensorDevice | None:
 
 
 def _handler(func: Any, place: TensorDevice) -> _Handler | None:
-    from accelerant.ops.aten.table import TABLE
+    from accelerant.tensors.table import TABLE
 
     if func.namespace == "accelerant":
         _nested.add(func)

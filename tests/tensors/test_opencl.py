@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import accelerant as acl
-from accelerant.ops.aten.device import tensor_device
-from accelerant.ops.aten.opencl import OpenclTensors
 from accelerant.runtime import registry
+from accelerant.tensors.device import tensor_device
+from accelerant.tensors.opencl import OpenclTensors
 from requirements import require_backend
 
 

@@ -11,8 +11,8 @@ import torch
 import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import UnsupportedDtype
-from accelerant.ops.aten.device import tensor_device
-from accelerant.ops.aten.webgpu import matmul_source
+from accelerant.tensors.device import tensor_device
+from accelerant.tensors.webgpu import matmul_source
 from requirements import require_backend
 
 EDGES = [0.0, -0.0, 1e-30, 1e-4, -0.29, 0.3, 0.31, 1.0, -1.0, 2.5, -2.5, 3.0, 8.0, -20.0, 90.0, -1e4, 3e38]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.ops.aten.device import SEVERAL, TensorDevice
-from accelerant.ops.aten.table import aten, dim_of, elementwise, fits, operand, register, strided
-from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.tensors.device import SEVERAL, TensorDevice
+from accelerant.tensors.table import aten, dim_of, elementwise, fits, operand, register, strided
+from accelerant.tensors.tensor import DeviceTensor
 
 _INDICES = (torch.int32, torch.int64)
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.tensors.device import TensorDevice
+from accelerant.tensors.tensor import DeviceTensor
 
 TABLE: dict[Any, Callable[..., Any]] = {}
 """Aten operation -> func(device, *args, **kwargs)."""
@@ -682,4 +682,4 @@ def _vector_norm(
     return reduction(place, kind, (x,), dims, wanted, pre=pre, post=post, keepdim=keepdim)
 
 
-from accelerant.ops.aten import creation, indexing, neural  # noqa: E402, F401  they add their operations
+from accelerant.tensors import creation, indexing, neural  # noqa: E402, F401  they add their operations

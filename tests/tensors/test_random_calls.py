@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import accelerant as acl
 from accelerant.errors import UnsupportedCase, UnsupportedDtype
-from accelerant.ops.aten import DeviceTensor, tensor_device
+from accelerant.tensors import DeviceTensor, tensor_device
 from requirements import require_backend
 
 AT = torch.tensor([0, 1])
