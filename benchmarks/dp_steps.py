@@ -167,8 +167,7 @@ def step_without_privacy(case: PrivateCase, where: torch.device) -> Iterator[Pre
 @contextmanager
 def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> Iterator[PreparedStep]:
     """Yield a private step of ours, with full masks and its ledger in a file."""
-    from accelerant.privacy.dp.sampling import DrawnBatch
-    from accelerant.privacy.dp.sampling.batches import Draw
+    from accelerant.privacy.dp.sampling import Draw, DrawnBatch
     from accelerant.privacy.dp.training.private import make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
@@ -198,8 +197,7 @@ def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> I
 @contextmanager
 def private_loop_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> Iterator[PreparedStep]:
     """Yield a step of an ordinary private loop over plain modules, with torch's AdamW."""
-    from accelerant.privacy.dp.sampling import DrawnBatch
-    from accelerant.privacy.dp.sampling.batches import Draw
+    from accelerant.privacy.dp.sampling import Draw, DrawnBatch
     from accelerant.privacy.dp.training.private import make_private
 
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_c
 from accelerant.bench.timer import Timing, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
-from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
+from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import crypto
 from accelerant.runtime.provider import ComputeDevice
 

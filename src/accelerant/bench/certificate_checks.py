@@ -370,9 +370,7 @@ def _run_residues(power: bool, device: ComputeDevice) -> Iterator[Found]:
 
 def _run_keystream(device: ComputeDevice) -> Iterator[Found]:
     """The keystream kernel at a counter that crosses 2^32; chacha20_words is checked by RFC 8439's vectors."""
-    from accelerant.privacy.random.device import KEYSTREAM_BLOCK, keystream_source
-    from accelerant.privacy.random.llvm_kernels import lanes
-    from accelerant.privacy.random.stream import chacha20_words
+    from accelerant.privacy.random.stream import KEYSTREAM_BLOCK, chacha20_words, keystream_source, lanes
 
     provider, n, first = registry.create(device.backend), 3000, 2**32 - 90
     blocks = -(-n // 16)

@@ -6,7 +6,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from accelerant.privacy.mpc.secagg.masks import mask_sums, mask_sums_source
+from accelerant.privacy.mpc.secagg.encoding import mask_sums, mask_sums_source
 from accelerant.privacy.random.stream import key_words
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS

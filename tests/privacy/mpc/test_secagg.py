@@ -28,7 +28,7 @@ from accelerant.errors import (
 )
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, Ledger
-from accelerant.privacy.dp.noise.charge import charge
+from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.mpc.secagg import client as parties
 from accelerant.privacy.mpc.secagg import encoding, messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round

@@ -11,7 +11,7 @@ from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import mask_seed
-from accelerant.privacy.mpc.secagg.masks import mask_sums
+from accelerant.privacy.mpc.secagg.encoding import mask_sums
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
 from accelerant.privacy.mpc.secagg.setup import make_identities
 

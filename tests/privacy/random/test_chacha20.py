@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.privacy.random.device import KEYSTREAM_BLOCK, keystream_source
-from accelerant.privacy.random.llvm_kernels import lanes
-from accelerant.privacy.random.stream import chacha20_blocks, chacha20_words, key_words
+from accelerant.privacy.random.stream import (
+    KEYSTREAM_BLOCK,
+    chacha20_blocks,
+    chacha20_words,
+    key_words,
+    keystream_source,
+    lanes,
+)
 from accelerant.runtime import registry
 
 KEY = bytes(range(32))

@@ -136,7 +136,7 @@ def test_forked_processes_have_keys_of_their_own():
 def test_nothing_shows_the_key():
     stream = SecureStream(KEY)
     assert repr(stream) == str(stream) == "SecureStream()"
-    from accelerant.privacy.random.device import take
+    from accelerant.privacy.random.stream import take
 
     assert repr(take(stream, 1, torch.device("cpu"))) == "Taken()"
     with pytest.raises(ConfigError) as raised:

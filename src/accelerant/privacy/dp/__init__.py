@@ -23,11 +23,17 @@ from accelerant._lazy import lazy
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
     from accelerant.privacy.dp.ledger import Budget, Event, Ledger, Statement
-    from accelerant.privacy.dp.noise.local import LocalGaussian, LocalLaplace, RandomizedResponse
-    from accelerant.privacy.dp.noise.mechanisms import gaussian_noise_, laplace_noise_, release
+    from accelerant.privacy.dp.noise.mechanisms import (
+        LocalGaussian,
+        LocalLaplace,
+        RandomizedResponse,
+        gaussian_noise_,
+        laplace_noise_,
+        release,
+    )
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
-    from accelerant.privacy.dp.training.adaptive import AdaptiveClipping
     from accelerant.privacy.dp.training.gradients import GradientPrivatizer, Privatizer
+    from accelerant.privacy.dp.training.optimizer import AdaptiveClipping
     from accelerant.privacy.dp.training.private import PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
@@ -41,14 +47,15 @@ __all__ = [
 _NAMES = {
     "clipping": ("PerExampleClipper",),
     "ledger": ("Budget", "Event", "Ledger", "Statement"),
-    "noise.local": ("LocalGaussian", "LocalLaplace", "RandomizedResponse"),
-    "noise.mechanisms": ("gaussian_noise_", "laplace_noise_", "release"),
+    "noise.mechanisms": (
+        "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_", "release",
+    ),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
-    "training.adaptive": ("AdaptiveClipping",),
     "training.gradients": ("GradientPrivatizer", "Privatizer"),
+    "training.optimizer": ("AdaptiveClipping",),
     "training.private": ("PrivateTraining", "make_private"),
     "training.step": ("PrivateStep",),
-}
+}  # fmt: skip
 """The public names that each module of this package defines."""
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none

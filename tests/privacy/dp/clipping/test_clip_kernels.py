@@ -9,7 +9,7 @@ from clip_checks import MODES, Chain, check, loss_of
 from torch import nn
 
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.contributions import Rows
+from accelerant.privacy.dp.clipping.backward_pass import Rows
 from accelerant.runtime.ledger import ledger
 from processes import printed
 

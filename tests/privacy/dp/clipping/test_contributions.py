@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Rows, cross, merged, prefers_ghost
-from accelerant.privacy.dp.clipping.convolution import Convolution, Windows
+from accelerant.privacy.dp.clipping.backward_pass import Dense, Lookup, Rows, cross, merged, prefers_ghost
+from accelerant.privacy.dp.clipping.layers import Convolution, Windows
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 few = st.integers(1, 6)

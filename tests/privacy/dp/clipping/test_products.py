@@ -10,7 +10,7 @@ import torch
 
 from accelerant.ops._hopper.launch import readable
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.hopper import KINDS, launch_form, program, refuses
+from accelerant.privacy.dp.clipping.launch import KINDS, launch_form, program, refuses
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger

@@ -225,7 +225,7 @@ def test_charges_are_as_recorded_up_to_that_epsilon():
 
 
 def test_the_limit_of_charges_is_that_of_the_noise():
-    charge = pytest.importorskip("accelerant.privacy.dp.noise.charge", reason="the noise is not here yet")
+    charge = pytest.importorskip("accelerant.privacy.dp.noise.discrete", reason="the noise is not here yet")
     assert charge.EPSILON_LIMIT == CHARGED_UP_TO
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.ledger.runs import event_record
+from accelerant.privacy.dp.ledger.journal import event_record
 
 
 @pytest.mark.parametrize(

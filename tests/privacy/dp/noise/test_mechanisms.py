@@ -10,7 +10,7 @@ import torch
 import soak
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.privacy import dp
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum
+from accelerant.privacy.dp.noise.mechanisms import NoisySum
 
 
 @pytest.mark.parametrize("secure", [True, False])

@@ -10,14 +10,17 @@ import torch
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.noise import charge, choose_grid, laplace_charge
-from accelerant.privacy.dp.noise.charge import EPSILON_LIMIT, FINENESS, grid_steps, sixth_trigger
 from accelerant.privacy.dp.noise.discrete import (
     BASE_LIMIT,
+    EPSILON_LIMIT,
+    FINENESS,
     MAX_TERMS,
     SMOOTH,
     WIDEST,
+    grid_steps,
     log_ratio,
     make_plan,
+    sixth_trigger,
     smoothing_widths,
 )
 

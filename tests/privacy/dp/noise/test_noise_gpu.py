@@ -8,11 +8,12 @@ import pytest
 import torch
 from noise_fits import assert_fits, below
 
-from accelerant.privacy.dp.noise import SecureSource, launch
+from accelerant.privacy.dp.noise import SecureSource
+from accelerant.privacy.dp.noise import source as launch
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, draws_of_unit, make_plan
-from accelerant.privacy.dp.noise.launch import fused_source
+from accelerant.privacy.dp.noise.source import fused_source
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.device import take
+from accelerant.privacy.random.stream import take
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -18,7 +18,8 @@ from accelerant.privacy.dp.noise.discrete import (
     make_tables,
     thresholds,
 )
-from accelerant.privacy.dp.noise.launch import (
+from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel
+from accelerant.privacy.dp.noise.source import (
     BLOCK,
     THREADS,
     add_steps,
@@ -27,9 +28,7 @@ from accelerant.privacy.dp.noise.launch import (
     laplace_source,
     philox_source,
 )
-from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
-from accelerant.privacy.random.llvm_kernels import Vectors, lanes
-from accelerant.privacy.random.stream import key_words
+from accelerant.privacy.random.stream import Vectors, key_words, lanes
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource

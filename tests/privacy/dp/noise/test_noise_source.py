@@ -15,10 +15,11 @@ from noise_reference import gaussian_reference
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops.dropout.reference import philox_reference
-from accelerant.privacy.dp.noise import FastSource, SecureSource, launch
+from accelerant.privacy.dp.noise import FastSource, SecureSource
+from accelerant.privacy.dp.noise import source as launch
 from accelerant.privacy.dp.noise import source as noise_source
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, groups_of, make_plan
-from accelerant.privacy.dp.noise.launch import RANGE, add_steps, fused_source
+from accelerant.privacy.dp.noise.source import RANGE, add_steps, fused_source
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.stream import chacha20_words, key_words
 from accelerant.runtime.ledger import ledger

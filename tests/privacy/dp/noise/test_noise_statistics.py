@@ -17,11 +17,10 @@ from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import FastSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import GROUP, draws_of_unit, make_plan
-from accelerant.privacy.dp.noise.launch import gaussian_source, laplace_steps
-from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
+from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel
+from accelerant.privacy.dp.noise.source import gaussian_source, laplace_steps
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.device import compiled
-from accelerant.privacy.random.llvm_kernels import host_vectors, lanes
+from accelerant.privacy.random.stream import compiled, host_vectors, lanes
 
 KEY = bytes(range(100, 132))
 DRAWS = 2**21

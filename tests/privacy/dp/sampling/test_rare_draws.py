@@ -7,8 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from accelerant.privacy.dp.sampling import PoissonSampler
-from accelerant.privacy.dp.sampling.poisson import RareDraws
+from accelerant.privacy.dp.sampling import PoissonSampler, RareDraws
 
 WORDS = 1 << 53
 

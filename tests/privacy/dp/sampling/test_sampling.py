@@ -22,8 +22,7 @@ from torch.utils.data import (
 )
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.privacy.dp.sampling import GroupedSampler, PoissonBatches, PoissonSampler
-from accelerant.privacy.dp.sampling.batches import require_poisson, sampling_of
+from accelerant.privacy.dp.sampling import GroupedSampler, PoissonBatches, PoissonSampler, require_poisson, sampling_of
 
 
 def draws(sampler):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.dp.sampling.poisson import Units
+from accelerant.privacy.dp.sampling import Units
 
 
 def everyone(units, rows, size):

@@ -9,7 +9,7 @@ from loops import mlp, parameters, points, private
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy import dp
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum
+from accelerant.privacy.dp.noise.mechanisms import NoisySum
 
 
 def make(**changes):

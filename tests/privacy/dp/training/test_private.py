@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeError, UnsupportedCase
 from accelerant.privacy import dp, mpc
-from accelerant.privacy.dp.noise.charge import charge
+from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.dp.training import private as private_module
 
 

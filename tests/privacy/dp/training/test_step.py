@@ -8,7 +8,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FallbackWarning, Laun
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import SGD
 from accelerant.privacy.dp import make_private
-from accelerant.privacy.dp.sampling.batches import Draw, DrawnBatch
+from accelerant.privacy.dp.sampling import Draw, DrawnBatch
 from accelerant.privacy.dp.training import step as step_module
 from accelerant.privacy.dp.training.step import PrivateStep
 

@@ -22,7 +22,7 @@ rule: their forward runs for each example by itself, by torch's vmap, and keeps 
 
 Memory kept until the pass ends, in addition to that of the backward pass of activations: for each layer both factors
 (its inputs and the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it
-computes in, whichever takes less time (contributions.py). With `clipping="per_layer"` it is freed after each layer.
+computes in, whichever takes less time (backward_pass.py). With `clipping="per_layer"` it is freed after each layer.
 
 Works with autocast, CUDA graphs, checkpointing (use_reentrant=False), several passes before a step, and torch.compile,
 which leaves these layers to Python.

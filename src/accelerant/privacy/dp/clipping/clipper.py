@@ -17,9 +17,17 @@ from torch import Tensor, nn
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import convolution, launch, own_parameters, rules, sequences  # noqa: F401  they register rules
-from accelerant.privacy.dp.clipping.backward_pass import BackwardPass, ClippingPlan, Group, makes_gradient
-from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows
+from accelerant.privacy.dp.clipping import launch, own_parameters, rules, sequences  # noqa: F401  they register rules
+from accelerant.privacy.dp.clipping.backward_pass import (
+    BackwardPass,
+    ClippingPlan,
+    Contribution,
+    Dense,
+    Group,
+    Lookup,
+    Rows,
+    makes_gradient,
+)
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
@@ -41,7 +49,7 @@ class PerExampleClipper:
         clipping: "flat": by the norm over all parameters. "per_layer": each layer by its own, and its contributions are
             freed as soon as it is done.
         loss_reduction: "mean": the loss is (1 / B) sum of the examples' losses; "sum": their sum.
-        norms: "ghost" or "instantiate" for all layers with the choice; "auto": whichever costs less (contributions.py).
+        norms: "ghost" or "instantiate" for all layers with the choice; "auto": whichever costs less (backward_pass.py).
 
     Attributes:
         mask: (B,) bool, which rows of a padded batch count; read at the next backward pass. None: all.
@@ -67,7 +75,7 @@ class PerExampleClipper:
     Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Sums
     accumulate in float32. Norms are upper bounds: what an example adds, with its own rounding, is within C also where
     its gradients are not formed (`idealised`) and cancel (launch.py). How it changes the rounding of the others' sum
-    has no useful bound. Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a
+    has no useful bound. Memory kept until the pass ends: see backward_pass.py. Not thread-safe: one backward pass at a
     time.
     """
 

@@ -1,4 +1,4 @@
-"""Modules that use parameters of their own, of any kind: their forward runs for each example by itself (examples.py).
+"""Modules that use parameters of their own, of any kind: their forward runs for each example by itself (`Region`).
 
 A parameter that such a forward reads is a view of it once for each example, whose gradient is the examples'. So scales,
 class tokens, positions, temperatures, low-rank matrices and weights that are computed from parameters (weight_norm and
@@ -20,10 +20,19 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from accelerant.errors import ShapeError, UnsupportedCase
-from accelerant.privacy.dp.clipping import examples
-from accelerant.privacy.dp.clipping.examples import NotForEachExample, Region, in_region
 from accelerant.privacy.dp.clipping.layers import expanded
-from accelerant.privacy.dp.clipping.rules import OwnParameters, computing_hooks, holders, register, replace_methods
+from accelerant.privacy.dp.clipping.rules import (
+    NotForEachExample,
+    OwnParameters,
+    Region,
+    computing_hooks,
+    holders,
+    in_region,
+    mapped,
+    region,
+    register,
+    replace_methods,
+)
 from accelerant.runtime.memory.peak import modules_restored
 
 _TOLERANCE = 1e-2
@@ -61,7 +70,7 @@ class OwnParametersRule(OwnParameters):
     def _count(self, args: Any, kwargs: Any) -> int:
         """Return the number of examples of the inputs; raise if they have none."""
         found: list[Tensor] = []
-        examples.mapped((args, kwargs), lambda x: found.append(x) if x.dim() else None)
+        mapped((args, kwargs), lambda x: found.append(x) if x.dim() else None)
         batch = self.sink.batch
         if batch is None:
             batch = found[0].shape[0] if found else None
@@ -100,8 +109,8 @@ class OwnParametersRule(OwnParameters):
             return value.flatten(0, 1)
 
         before = list(_kept(self.module))
-        with examples.region(count) as now:
-            inputs = examples.mapped((args, kwargs), lambda x: _entered(now, x))
+        with region(count) as now:
+            inputs = mapped((args, kwargs), lambda x: _entered(now, x))
             try:
                 with contextlib.nullcontext() if shared is not None else self._substituted(now):
                     result = self.plain(*inputs[0], **inputs[1])
@@ -113,7 +122,7 @@ class OwnParametersRule(OwnParameters):
                     f"{str(error).rstrip('. ')}. Compute with layers (torch.nn), without item(), writes into other "
                     "tensors and kernels of your own; or register a LayerRule, or freeze the parameters"
                 ) from error
-            result = examples.mapped(result, leave)
+            result = mapped(result, leave)
             for _, key, value in _kept(self.module):
                 if now.unwrap(value) is not None:
                     self._restore(before)
@@ -279,7 +288,7 @@ def _entered(now: Region, x: Tensor) -> Tensor:
 
 def _tensors(nested: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    examples.mapped(nested, lambda x: found.append(x.detach()))
+    mapped(nested, lambda x: found.append(x.detach()))
     return found
 
 

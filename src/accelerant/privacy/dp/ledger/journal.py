@@ -1,28 +1,50 @@
-"""An append-only file of JSON records from which a crash cannot remove records unnoticed.
+"""A ledger's file: an append-only journal of JSON records, and the runs that its records are of.
 
 A line is {"record": {...}, "chain": "<hex>"}. Its chain is the SHA-256 of the previous chain and the record, so that an
 edited, moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number
 of lines and the last chain; after a crash it may be one line behind the file, never ahead. Where it is behind or
 missing, the journal says so (`unguarded`). There is no key: this detects accidents, not an adversary who writes a new
-file.
+file. One process writes, under the kernel's lock on the file, which ends with the process.
 
-One process writes, under the kernel's lock on the file, which ends with the process.
+Before events happen, a run reserves a number of them. A record of the events that did happen replaces its reservations.
+So after a crash all reserved events are counted, and only the first event of a block waits for the disk.
+
+    {"kind": "ledger", "version": 1, "unit", "neighbouring", "dataset"}     the first line
+    {"kind": "run", "run", "id", "time", "dataset", "budget", "versions", "torn_bytes"}
+    {"kind": "reserve", "run", "event", "count"}
+    {"kind": "used", "run", "closed", "events": [[event, count], ...]}
+    {"kind": "merged", "run", "runs": {id: [[event, count], ...]}}
+    {"kind": "described", "run", "delta", "units"}                         one of the two, or both
+
+A run has an id of 128 random bits, which its checkpoints hold: their events are merged into another ledger by id, each
+once. Optional fields of a run's record are "earlier", the beginning of the ids of runs before it that have none (files
+of older versions), "loosened", the budgets that it gave up, and "unguarded", as in `Contents`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
 import sys
 import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
+from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, open_regular, read_regular
+from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighbouring, check_whole
+from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, typed
+
+# --- the journal ------------------------------------------------------------------------------------------------------
+
 
 _START: Final = "0" * 64
 _LINE: Final = b'{"record":{"kind":"'
@@ -235,3 +257,246 @@ def _lock(file: int, path: Path) -> None:
                 f"the ledger {path} is open in another process, or elsewhere in this one: one at a time writes to it"
             ) from None
         raise
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+VERSION: Final = 1
+
+_Budget = tuple[float, float, str]
+_FACTS: Final[Mapping[str, Any]] = {
+    "id": str, "time": str, "dataset": str, "earlier": str, "unguarded": str, "versions": dict[str, str],
+    "budget": _Budget | None, "loosened": list[_Budget],
+}  # fmt: skip
+"""Types of the fields of a run's record."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One opening of a ledger.
+
+    Attributes:
+        facts: of its first record: time, dataset, budget, versions.
+        reserved: further events that may have happened.
+        closed: whether it ended with a record of the events that happened.
+    """
+
+    facts: Mapping[str, Any]
+    id: str = ""
+    used: Counter[Event] = field(default_factory=Counter)
+    reserved: Counter[Event] = field(default_factory=Counter)
+    closed: bool = False
+
+    @property
+    def counts(self) -> Counter[Event]:
+        """The most that may have happened of each event."""
+        return self.used + self.reserved
+
+
+@dataclass(slots=True)
+class History:
+    """The contents of a ledger's file.
+
+    Attributes:
+        facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
+        merged: events of other runs by their ids, from checkpoints, without those that `runs` has.
+        deltas: that were chosen, by budgets or otherwise, each once; the last choice is the last.
+        units: about how many units the data have, at most; 0 if nobody said.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    merged: dict[str, Counter[Event]] = field(default_factory=dict)
+    deltas: list[float] = field(default_factory=list)
+    units: int = 0
+
+    @property
+    def counts(self) -> Counter[Event]:
+        """The most that may have happened of each event, in all runs."""
+        return sum(self.by_run.values(), Counter())
+
+    @property
+    def by_run(self) -> dict[str, Counter[Event]]:
+        """The most that may have happened of each event, by the runs' ids."""
+        found: dict[str, Counter[Event]] = {}
+        for name, counts in (*((run.id, run.counts) for run in self.runs), *self.merged.items()):
+            found[name] = found.get(name, Counter()) + counts
+        return found
+
+    @property
+    def budgets(self) -> list[_Budget]:
+        """The budgets (epsilon, delta, method) that hold: of all runs since the last that gave some up."""
+        held: list[tuple[float, float, str]] = []
+        for run in self.runs:
+            given = run.facts.get("budget")
+            held = [budget for budget in held if budget != given and budget not in run.facts.get("loosened", ())]
+            held += [] if given is None else [given]  # the last
+        return held
+
+    def name_runs(self, beginning: str) -> bool:
+        """Give ids to the runs that have none; return whether there were any."""
+        nameless = [(number, run) for number, run in enumerate(self.runs, 1) if not run.id]
+        for number, run in nameless:
+            run.id = f"{beginning}-{number}"
+        return bool(nameless)
+
+    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+        """Add events of other runs."""
+        for name, counts in more.items():
+            self.merged[name] = self.merged.get(name, Counter()) + counts
+
+    def describe(self, delta: float | None, units: int | None) -> None:
+        """Take the last chosen delta, and a number of units."""
+        if delta is not None:
+            self.deltas = [one for one in self.deltas if one != delta] + [delta]
+        self.units = max(self.units, units or 0)
+
+    @classmethod
+    def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
+        """Replay a file's records; FormatError names the line of an invalid one."""
+        history = cls()
+        for number, record in enumerate(records, 1):
+            try:
+                history._apply(record)
+            except (LookupError, ValueError) as error:  # FormatError and ConfigError are ValueErrors
+                reason = str(error) if isinstance(error, ValueError) else "not a record that this version knows"
+                raise FormatError(f"{path}, line {number}: {reason}") from None
+        return history
+
+    def _apply(self, record: Mapping[str, Any]) -> None:
+        kind = record["kind"]
+        if (kind == "ledger") != (not self.facts):
+            raise FormatError("a ledger begins with one record of kind 'ledger', and has no other")
+        if kind == "ledger":
+            if record["version"] != VERSION:
+                raise FormatError(
+                    f"a ledger of version {clipped(record['version'])}, this one reads {VERSION}: update accelerant"
+                )
+            self.facts = {name: typed(str, record[name], name) for name in ("unit", "neighbouring", "dataset")}
+            check_neighbouring(self.facts["neighbouring"])
+            return
+        if kind == "run":
+            if record["run"] != len(self.runs) + 1:
+                raise FormatError(f"run {clipped(record['run'])} follows run {len(self.runs)}")
+            facts = {name: typed(_FACTS.get(name, Any), value, name) for name, value in record.items()}
+            if "earlier" in facts:
+                self.name_runs(facts["earlier"])
+            self.runs.append(Run(facts, facts.get("id", "")))
+            if (budget := facts.get("budget")) is not None:
+                self.describe(check_delta(budget[1]), None)
+            return
+        run = self.runs[-1]
+        if record["run"] != len(self.runs) or run.closed:
+            raise FormatError(f"a record of run {clipped(record['run'])} after it ended")
+        if kind == "reserve":
+            run.reserved[Event.from_dict(record["event"]).times(1)] += check_whole("count", record["count"], 0)
+        elif kind == "used":
+            used = _counts(record["events"])
+            if used - run.counts:
+                raise FormatError("more was used than was reserved")
+            if run.used - used:
+                raise FormatError("less was used than before")
+            run.used, run.reserved, run.closed = used, Counter(), bool(record["closed"])
+        elif kind == "merged":
+            self.merge(
+                {name: _counts(events) for name, events in typed(dict[str, Any], record["runs"], "runs").items()}
+            )
+        elif kind == "described":
+            delta, units = record.get("delta"), record.get("units")
+            self.describe(
+                None if delta is None else check_delta(delta), None if units is None else check_whole("units", units, 1)
+            )
+        else:
+            raise FormatError(f"a record of kind {kind!r}")
+
+
+def fresh_id() -> str:
+    """Return the id of a run, 128 random bits."""
+    return os.urandom(16).hex()
+
+
+def _counts(events: object) -> Counter[Event]:
+    found: Counter[Event] = Counter()
+    for event, count in typed(list[tuple[Any, Any]], events, "events"):
+        found[Event.from_dict(event).times(1)] += check_whole("count", count, 0)
+    return found
+
+
+def _records(counts: Counter[Event]) -> list[tuple[dict[str, Any], int]]:
+    return [(event_record(event), count) for event, count in counts.items() if count]
+
+
+class RunWriter:
+    """Writes one run: its first record, reservations before events, and the exact counts at the end.
+
+    Args:
+        facts: for its first record: id, dataset, budget, and what else the module's docstring has.
+    """
+
+    def __init__(self, journal: Journal, run: int, facts: Mapping[str, Any]) -> None:
+        self.used: Counter[Event] = Counter()
+        self._reserved: Counter[Event] = Counter()
+        self._journal = journal
+        self._run = run
+        self._process = os.getpid()
+        self._open = True
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.facts = {**facts, "versions": versions(), "torn_bytes": journal.torn_bytes}
+        if journal.unguarded:
+            self.facts["unguarded"] = journal.unguarded
+        journal.append({"kind": "run", "run": run, "time": time, **self.facts})
+
+    def reserve(self, event: Event, block: int) -> None:
+        """Reserve `block` more of an event unless event.count more, which is at most `block`, are reserved already."""
+        self._journal.require_open()
+        one = event.times(1)
+        if self.used[one] + event.count <= self._reserved[one]:
+            return
+        more = self.used[one] + block - self._reserved[one]
+        self._journal.append({"kind": "reserve", "run": self._run, "event": event_record(one), "count": more})
+        self._reserved[one] += more
+
+    def settle(self, *, closed: bool) -> None:
+        """Replace the reservations by the exact counts."""
+        self._reserved = self.used.copy()  # first: Ctrl-C may come after the line was written
+        self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": _records(self.used)})
+
+    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+        """Write events of other runs, by their ids."""
+        runs = {name: _records(counts) for name, counts in more.items()}
+        self._journal.append({"kind": "merged", "run": self._run, "runs": runs})
+
+    def describe(self, delta: float | None, units: int | None) -> None:
+        """Write a chosen delta, a number of units, or both."""
+        given = {name: value for name, value in (("delta", delta), ("units", units)) if value is not None}
+        self._journal.append({"kind": "described", "run": self._run, **given})
+
+    def close(self) -> None:
+        """Settle, and close the file; a fork of the process writes nothing."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if os.getpid() == self._process:
+                self.settle(closed=True)
+        finally:
+            self._journal.close()
+
+
+def event_record(event: Event) -> dict[str, Any]:
+    """Return an event as records hold it: without count, and without optional fields at their defaults."""
+    defaults = {field.name: field.default for field in fields(Event) if field.name != "sampling"}
+    values = event.to_dict()
+    return {name: value for name, value in values.items() if name != "count" and value != defaults.get(name)}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this library and of those that a ledger's numbers depend on."""
+    found = {"accelerant": __version__}
+    for package in ("dp-accounting", "torch"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -35,8 +35,7 @@ from accelerant.privacy.dp.ledger.events import (
     check_number,
     check_whole,
 )
-from accelerant.privacy.dp.ledger.journal import Journal, read_journal
-from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter, fresh_id
+from accelerant.privacy.dp.ledger.journal import VERSION, History, Journal, Run, RunWriter, fresh_id, read_journal
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
 from accelerant.runtime.files import clipped, plain
 from accelerant.runtime.host import fork_safe

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Event, check_delta
-from accelerant.privacy.dp.ledger.runs import versions
+from accelerant.privacy.dp.ledger.journal import versions
 from accelerant.runtime.files import escaped, exact, plain
 
 if TYPE_CHECKING:

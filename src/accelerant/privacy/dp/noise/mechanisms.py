@@ -1,32 +1,185 @@
-"""Noise on tensors and on the answers to queries, for a sensitivity that the caller states.
+"""Noise on sums of bounded vectors, on tensors, on answers to queries, and on records before they are collected.
+
+    released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
+
+C bounds one example's contribution to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s is added by
+rounding to the grid. The noise is widened by s, and the discrete Gaussian by what it costs more than the continuous one
+(`widened`), so that the multiplier in the ledger is the requested one.
 
 >>> release(count, mechanism="laplace", sensitivity=1, epsilon=0.5, ledger=ledger)
 >>> release(means, mechanism="gaussian", sensitivity=2 / n, noise_multiplier=4.0, ledger=ledger)
 
 The caller guarantees the sensitivity: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when one
 record is added or removed. Clip each record's contribution before summing; this cannot be checked here.
-Source: Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14), Laplace; Balle and Wang 2018,
-arXiv:1805.06530, Gaussian.
+
+    response = RandomizedResponse(choices=4, epsilon=1.0)
+    reports = response.randomize(answers)                   # by each owner
+    response.estimate(reports)                              # by the collector: unbiased shares of the answers
+
+Local privacy: the owner of each record randomizes it, and nobody has to be trusted with the data. Epsilon is for each
+record and each report: any two values of a record give any report with probabilities that differ by a factor of at
+most exp(epsilon). The epsilons of several reports on one record add up.
+
+Source: Mironov 2012 (doi:10.1145/2382196.2382264) on grids; Canonne, Kamath and Steinke 2020, arXiv:2004.00010, on the
+discrete Gaussian; Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14), Laplace; Balle and Wang 2018,
+arXiv:1805.06530, Gaussian; Warner 1965 and Kairouz, Oh and Viswanath 2016, arXiv:1407.1338 (k-ary response); Duchi,
+Jordan and Wainwright 2013, local privacy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import check_number
-from accelerant.privacy.dp.noise.charge import LEAST_STEPS
-from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, charge_of, grid_of, make_source
+from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, check_number, check_whole
+from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
+from accelerant.privacy.dp.noise.discrete import LEAST_STEPS, SMOOTH, Charge, charge, choose_grid, laplace_charge
+from accelerant.privacy.random import SecureStream
 from accelerant.runtime.host import refuse_masked
+
+# --- noise on sums ----------------------------------------------------------------------------------------------------
+
+
+Kind = Literal["gaussian", "laplace"]
+_CHARGES = {"gaussian": charge, "laplace": laplace_charge}
+
+
+def require_clipped_unit(ledger: Ledger) -> Ledger:
+    """Return the ledger; ConfigError if its units are replaced, which changes a clipped sum by up to 2 C, not C."""
+    if ledger.neighbouring != "add-or-remove-one":
+        raise ConfigError(
+            f"the ledger is of neighbouring={ledger.neighbouring!r}, the clipping norm bounds what an example changes "
+            'that is added or removed: make the ledger with neighbouring="add-or-remove-one"'
+        )
+    return ledger
+
+
+def require_client_unit(ledger: Ledger) -> Ledger:
+    """Return the ledger of sums over clients; ConfigError if its units are replaced, or examples.
+
+    An example more changes its client's update by up to twice the norm that bounds it, as a replacement does.
+    """
+    if ledger.unit == "example":
+        raise ConfigError(
+            "the sum is over clients, and the ledger's unit is an example, for which the noise is not enough: create "
+            'it by Ledger(path, unit="client")'
+        )
+    return require_clipped_unit(ledger)
+
+
+def make_source(secure: bool) -> NoiseSource:
+    """Return ChaCha20 on integers for privacy claims; Philox in floating point for research."""
+    return SecureSource() if secure else FastSource()
+
+
+@dataclass(frozen=True, slots=True)
+class NoisePlan:
+    """The noise of one release.
+
+    Attributes:
+        scale: standard deviation or b, in the units of the sum; 0 without noise.
+        grid: of a secure source, a power of two; else 0.
+        delta: charged by the release, as in Event.
+    """
+
+    scale: float
+    grid: float
+    delta: float
+
+
+class NoisySum:
+    """Releases sums of vectors that one example changes by at most a sensitivity.
+
+    Args:
+        noise_multiplier: scale of the noise over sensitivity; 0: no noise, and no privacy.
+        dimensions: elements of all tensors of a release together.
+        kind: "gaussian" (sensitivity in L2, scale the standard deviation) or "laplace" (in L1, scale b).
+    """
+
+    def __init__(self, source: NoiseSource, noise_multiplier: float, dimensions: int, kind: Kind = "gaussian") -> None:
+        self.source = source
+        self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
+        self.dimensions = dimensions
+        self.kind = kind
+        self._plans: dict[tuple[float, float], NoisePlan] = {}
+
+    def plan(self, sensitivity: float, multiplier: float | None = None) -> NoisePlan:
+        """Return noise and grid at a sensitivity; `multiplier` overrides the release's own."""
+        multiplier = self.noise_multiplier if multiplier is None else multiplier
+        key = (sensitivity, multiplier)
+        if key not in self._plans:
+            plan = NoisePlan(multiplier * sensitivity, 0.0, 0.0)
+            if plan.scale and self.source.secure and self.dimensions:
+                grid = grid_of(self.kind, plan.scale, sensitivity, self.dimensions)
+                bound = sensitivity + charge_of(self.kind, plan.scale, grid, self.dimensions).sensitivity
+                plan = self.planned(multiplier * bound, grid)
+            self._plans = {key: plan}
+        return self._plans[key]
+
+    def planned(self, scale: float, grid: float) -> NoisePlan:
+        """Return noise on a grid that costs no more than continuous noise of this scale, and the delta it charges."""
+        scale = widened(self.kind, scale, grid)
+        return NoisePlan(scale, grid, charge_of(self.kind, scale, grid, self.dimensions).delta)
+
+    def add_(self, tensors: Sequence[Tensor], plan: NoisePlan, factor: float) -> None:
+        """Add the noise and multiply by a factor, in place."""
+        if not plan.scale:  # without noise, rounding would only lose precision
+            for tensor in tensors:
+                tensor.mul_(factor)
+        elif self.kind == "gaussian":
+            self.source.add_gaussian_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
+        else:
+            self.source.add_laplace_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
+
+    def event(
+        self, plan: NoisePlan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
+    ) -> Event:
+        """Return the event of a release; idealised: the sum was computed in floating point, as in Event."""
+        mechanism: Mechanism = self.kind
+        if self.source.secure:
+            mechanism = "discrete_gaussian" if self.kind == "gaussian" else "discrete_laplace"
+        return Event(
+            mechanism, self.noise_multiplier, sampling, sample_rate, delta=plan.delta, note=note,
+            source=self.source.name, secure=self.source.secure, idealised=idealised,
+        )  # fmt: skip
+
+
+def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> float:
+    """Return `choose_grid` for noise of a scale and a sensitivity in the norm of its kind."""
+    return choose_grid(scale, sensitivity, dimensions**2 if kind == "laplace" else dimensions)
+
+
+def widened(kind: Kind, scale: float, grid: float) -> float:
+    """Return the scale of discrete noise that is accounted as continuous noise of `scale`: its `Charge.std`.
+
+    A discrete Laplace variable is exactly as private as the continuous one.
+    """
+    return math.hypot(scale, SMOOTH * grid) if kind == "gaussian" else scale
+
+
+def charge_of(kind: Kind, scale: float, grid: float, dimensions: int) -> Charge:
+    """Return the charge of a release, its delta rounded up to a power of two: an adaptive norm's steps are then equal.
+
+    On a grid of 0, which an insecure source has, nothing is charged.
+    """
+    if not grid:
+        return Charge(0.0, 0.0, scale, 0.0)
+    found = _CHARGES[kind](scale, grid, dimensions)
+    return replace(found, delta=min(1.0, 2.0 ** math.ceil(math.log2(found.delta)))) if found.delta else found
+
+
+# --- tensors and queries ----------------------------------------------------------------------------------------------
+
 
 _EXACT = 2**53
 _WIDEST_ON_WHOLE = 2.0**24
@@ -243,3 +396,170 @@ def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
     if not noisy.source.secure or not noisy.dimensions or scale > _WIDEST_ON_WHOLE:
         return noisy.plan(sensitivity)
     return noisy.planned(scale, min(1.0, math.ldexp(1.0, math.frexp(scale / LEAST_STEPS)[1] - 1)))
+
+
+# --- local privacy ----------------------------------------------------------------------------------------------------
+
+
+_MOST_CHOICES = 1 << 20
+
+
+class RandomizedResponse:
+    """k-ary randomized response: the truth with probability p, else one of the other answers, uniformly.
+
+    p = exp(epsilon) / (exp(epsilon) + k - 1), lowered by the rounding of 53-bit random numbers.
+
+    Args:
+        choices: k, the number of answers, 2 to 2^20.
+        epsilon: of each report.
+    """
+
+    def __init__(self, choices: int, epsilon: float) -> None:
+        if not isinstance(choices, int) or isinstance(choices, bool) or not 2 <= choices <= _MOST_CHOICES:
+            raise ConfigError(f"choices must be a whole number from 2 to {_MOST_CHOICES}, got {choices!r}")
+        self.choices = choices
+        self.epsilon = check_number("epsilon", epsilon)
+        # Another answer has a probability within 2^-53 of 1 / (k - 1): p is lowered by it, to stay within exp(epsilon).
+        slack = 2.0**-50 + 2 * choices * 2.0**-53
+        self.truth = (1.0 - slack) / (1.0 + (choices - 1) * math.exp(-self.epsilon))
+        self._lie = (1.0 - self.truth) / (choices - 1)  # the probability of each other answer
+        self._stream = SecureStream()
+
+    def randomize(self, answers: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """Return a report for each answer.
+
+        Args:
+            answers: whole numbers, 0 to k - 1, any shape; each element is a record.
+            ledger: with neighbouring="replace-one"; records one event for each call.
+
+        Returns:
+            int64, the shape of answers, on the CPU.
+
+        Raises:
+            UnsupportedDtype, ConfigError: not whole numbers, or out of range.
+        """
+        if answers.is_floating_point() or answers.is_complex():
+            raise UnsupportedDtype(f"answers must be whole numbers, got {answers.dtype}")
+        flat = answers.detach().to("cpu", torch.int64).reshape(-1)
+        if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.choices):
+            raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(flat.min())} to {int(flat.max())}")
+        _record(ledger, Event("randomized_response", 1.0 / self.epsilon))
+        keep = self._stream.uniform(flat.numel()) < self.truth
+        other = (self._stream.uniform(flat.numel()) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
+        return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
+
+    def estimate(self, reports: Tensor) -> Tensor:
+        """Return unbiased estimates of the share of each answer, (k,) float64; they may be below 0."""
+        flat = reports.detach().to("cpu", torch.int64).reshape(-1)
+        if not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.choices:
+            raise ConfigError(f"reports must be at least one number, each 0 to {self.choices - 1}")
+        seen = torch.bincount(flat, minlength=self.choices).double() / flat.numel()
+        shares: Tensor = (seen - self._lie) / (self.truth - self._lie)
+        return shares
+
+    def standard_error(self, reports: int) -> float:
+        """Return the error of one small share from n reports, sqrt(q (1 - q) / n) / (p - q), q = (1 - p) / (k - 1)."""
+        return math.sqrt(self._lie * (1.0 - self._lie) / reports) / (self.truth - self._lie)
+
+
+class LocalLaplace:
+    """Laplace noise on numbers between two bounds, drawn for each number.
+
+    Args:
+        low, high: values outside are clamped; the sensitivity is high - low.
+        epsilon: of each report.
+        secure: as for `gaussian_noise_`.
+    """
+
+    def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
+        self.low = check_number("low", low, least=-math.inf)
+        self.high = check_number("high", high, least=self.low)
+        self.epsilon = check_number("epsilon", epsilon)
+        self._noisy = NoisySum(make_source(secure), 1.0 / self.epsilon, 1, "laplace")
+        self._plan = self._noisy.plan(self.high - self.low)
+
+    def randomize(self, values: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
+
+        Args:
+            values: any shape; each element is a record.
+            ledger: with neighbouring="replace-one".
+        """
+        wide = values.detach().to(torch.float64).clamp(self.low, self.high)
+        if bool(wide.isnan().any()):
+            raise ConfigError("values must be numbers, got NaN")
+        return _add_noise_(wide.reshape(-1).contiguous(), self._noisy, self._plan, ledger).reshape(values.shape)
+
+    def mean(self, reports: Tensor) -> float:
+        """Return an unbiased estimate of the mean of the clamped values."""
+        return float(reports.double().mean())
+
+    def standard_error(self, reports: int) -> float:
+        """Return the deviation that the noise adds to the mean of n reports: sqrt(2 / n) b."""
+        return math.sqrt(2.0 / reports) * self._plan.scale
+
+
+class LocalGaussian:
+    """Gaussian noise on vectors within a ball, drawn for each vector.
+
+    Args:
+        max_norm: longer vectors are scaled down to it in L2; the sensitivity is its double, since any vector may become
+            any other.
+        dimensions: of a vector.
+        epsilon, delta: of each report.
+        secure: as for `gaussian_noise_`.
+    """
+
+    def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
+        self.max_norm = check_number("max_norm", max_norm)
+        self.dimensions = check_whole("dimensions", dimensions, 1)
+        self.epsilon, self.delta = check_number("epsilon", epsilon), check_number("delta", delta, most=0.5)
+        source = make_source(secure)
+        charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
+        multiplier = calibrate(self.epsilon, self.delta, 1.0, 1, sampling="none", charged=charged)
+        self._noisy = NoisySum(source, multiplier, dimensions)
+        self._plan = self._noisy.plan(2 * self.max_norm)
+
+    def randomize(self, vectors: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """Return a report for each vector: (n, dimensions), float64.
+
+        Args:
+            vectors: (n, dimensions), finite; each row is a record.
+            ledger: with neighbouring="replace-one".
+        """
+        if vectors.dim() != 2 or vectors.shape[1] != self.dimensions:
+            raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(vectors.shape)}")
+        wide = vectors.detach().to(torch.float64)
+        norms = wide.norm(dim=1, keepdim=True)
+        if not bool(norms.isfinite().all()):
+            raise ConfigError("vectors must be of finite numbers")
+        clipped: Tensor = wide * (self.max_norm / norms.clamp(min=self.max_norm))
+        return _add_noise_(clipped, self._noisy, self._plan, ledger)
+
+    def mean(self, reports: Tensor) -> Tensor:
+        """Return an unbiased estimate of the mean of the clipped vectors, (dimensions,)."""
+        mean: Tensor = reports.double().mean(0)
+        return mean
+
+    def standard_error(self, reports: int) -> float:
+        """Return the deviation that the noise adds to each coordinate of the mean of n reports: std / sqrt(n)."""
+        return self._plan.scale / math.sqrt(reports)
+
+
+def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoisePlan, ledger: Ledger | None) -> Tensor:
+    _record(ledger, noisy.event(plan, "none", 1.0))
+    if values.numel():
+        noisy.add_([values], plan, 1.0)
+    return values
+
+
+def _record(ledger: Ledger | None, event: Event) -> None:
+    """Record one report of each record."""
+    if ledger is None:
+        return
+    if ledger.neighbouring != "replace-one":
+        raise ConfigError(
+            f'local privacy is for replaced records: make the ledger with neighbouring="replace-one", got '
+            f"{ledger.neighbouring!r}"
+        )
+    ledger.record(event)

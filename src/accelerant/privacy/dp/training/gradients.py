@@ -22,7 +22,7 @@ from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import Event, Sampling, check_number, check_whole
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
-from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.noise.mechanisms import NoisePlan, NoisySum, make_source, require_clipped_unit
 from accelerant.runtime.files import plain
 from accelerant.runtime.host import refuse_masked
 

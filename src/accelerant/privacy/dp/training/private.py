@@ -43,13 +43,25 @@ from accelerant.privacy.dp.clipping.clipper import require_norm
 from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
-from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
-from accelerant.privacy.dp.sampling.batches import rows_of
-from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
-from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
+from accelerant.privacy.dp.noise.mechanisms import NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.sampling import (
+    DrawnBatch,
+    GroupedSampler,
+    PoissonBatches,
+    PoissonSampler,
+    Units,
+    delta_remark,
+    require_sampler,
+    rows_of,
+)
 from accelerant.privacy.dp.training.gradients import least_noise
-from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32, settings_of
+from accelerant.privacy.dp.training.optimizer import (
+    AdaptiveClipping,
+    AdaptiveNorm,
+    PrivateOptimizer,
+    require_float32,
+    settings_of,
+)
 from accelerant.runtime.processes import Processes
 
 Clipping = Literal["flat", "per_layer", "adaptive"]

@@ -21,7 +21,7 @@ from accelerant.errors import ConfigError
 from accelerant.nn.layers import LowWeights
 from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.nn.train.step import EAGER_STEPS, GraphedStep, Same, require_scalar
-from accelerant.privacy.dp.noise.noisy_sum import NoisePlan
+from accelerant.privacy.dp.noise.mechanisms import NoisePlan
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining
 from accelerant.runtime.streams.graphs import Graph

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from accelerant.errors import ConfigError, ProtocolError
-from accelerant.privacy.dp.noise.noisy_sum import require_client_unit
+from accelerant.privacy.dp.noise.mechanisms import require_client_unit
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.encoding import wrapped
-from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
+from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
 from accelerant.privacy.mpc.secagg.messages import Reader, crypto
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic

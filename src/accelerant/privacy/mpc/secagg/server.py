@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import AccelerantError, ProtocolError
-from accelerant.privacy.dp.noise.noisy_sum import require_client_unit
+from accelerant.privacy.dp.noise.mechanisms import require_client_unit
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import (
     SEALED_BYTES,
@@ -23,8 +23,7 @@ from accelerant.privacy.mpc.secagg.client import (
     mask_seed,
     survivors_digest,
 )
-from accelerant.privacy.mpc.secagg.encoding import wrapped
-from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
+from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, crypto
 
 if TYPE_CHECKING:
