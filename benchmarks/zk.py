@@ -39,7 +39,7 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import dtype_of
-from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
+from accelerant.algebra.ntt.plan import bit_reversed, ntt_reference
 from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.ntt.reference import permuted
+from accelerant.algebra.ntt.plan import permuted
 from accelerant.zk import FieldArray, PrimeField
 from accelerant.zk.elliptic_curve import EllipticCurve
 

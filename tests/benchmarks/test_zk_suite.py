@@ -12,7 +12,7 @@ from accelerant import zk
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import field_of
-from accelerant.algebra.ntt.reference import bit_reversed
+from accelerant.algebra.ntt.plan import bit_reversed
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.timer import Timing

@@ -25,8 +25,7 @@ from accelerant.algebra.curve.encoding import point_bytes as point_size
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.ntt.plan import ORDERS
-from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.plan import ORDERS, ntt_reference
 from accelerant.errors import FormatError
 from accelerant.zk.multi_scalar import FixedBase, msm
 from accelerant.zk.transform import ntt

@@ -17,7 +17,7 @@ import torch
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt import launch
-from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import field as field_of

@@ -18,7 +18,7 @@ from accelerant.algebra.curve.weierstrass import add, double, in_subgroup, multi
 from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels, host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, field_of
-from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk import curve, field, msm, ntt, register_curve, register_field

@@ -23,7 +23,7 @@ from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.parameters import FIELDS, Field
-from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._cases import Sample, Tolerance, draw
 from accelerant.ops._registry import PublicOp, public_ops

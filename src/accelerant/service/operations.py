@@ -163,9 +163,8 @@ def _elements(x: npt.NDArray[Any], field: str, name: str, *, nonzero: bool = Fal
     if x.dtype != field_words.dtype_of(parameters) or (limbs and x.shape[-1:] != limbs):
         field_words.check_words(parameters, x.dtype.name, x.shape, name)
     rows = x.reshape(-1, parameters.limbs)
-    top = parameters.modulus >> parameters.word_bits * (parameters.limbs - 1)
-    if len(rows) and np.maximum.reduce(rows[:, -1]) >= top and (wrong := field_words.not_below(parameters, rows)).any():
-        raise FormatError(f"{name}[{int(wrong.argmax())}] (flattened) is not below the modulus of {field}")
+    if (wrong := field_words.not_below(rows, parameters.modulus)).size:
+        raise FormatError(f"{name}[{wrong[0]}] (flattened) is not below the modulus of {field}")
     if nonzero and len(rows) and not (zero := rows.any(axis=1)).all():
         raise FormatError(f"{name}[{int(zero.argmin())}] (flattened) is 0, which has no inverse")
     return field_words.element_shape(parameters, x.shape)

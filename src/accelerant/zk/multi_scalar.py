@@ -261,10 +261,7 @@ def _all_valid() -> FormatError | None:
 
 
 def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
-    """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times the points.
-
-    Points are (n, words of a point), in Montgomery form.
-    """
+    """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times Montgomery points."""
     if space is HOST:
         return CpuBases(curve, points).msm
     return lambda scalars: start_msm(space, curve, scalars, points)
@@ -279,13 +276,8 @@ def run_sums(
 ) -> Words:
     """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
 
-    Args:
-        rows: scalars in `space`, (n, 4) each.
-        start: computes or starts a sum.
-        check: returns the error of invalid scalars; called once all sums are started, since it may wait for the device.
-
-    Raises:
-        FormatError: the result of `check`.
+    `start` computes or starts a sum. `check` returns the error of invalid scalars, which is raised; it is called once
+    all sums are started, since it may wait for the device.
     """
     n = int(rows[0].shape[0]) if rows else 0
     with RecordedLaunch(msm_record(space, curve, n, len(rows)), space.provider, space.index):

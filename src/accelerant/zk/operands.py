@@ -42,14 +42,9 @@ _TESTS: dict[Check, tuple[launch.Test, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array argument.
+    """An array argument: contiguous words in a space, and the dimensions `leading` those of a point or a scalar.
 
-    Attributes:
-        words: contiguous words.
-        leading: dimensions before those of a point or a scalar.
-        space: memory space of the words.
-        tensor: the original tensor, if it was one.
-        free: converted from Python integers, so that it follows the other argument's memory space.
+    `tensor` is the original tensor, if it was one; `free` words, of Python integers, follow the other argument's space.
     """
 
     words: Any
@@ -93,14 +88,7 @@ def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: S
 
 
 def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -> Operand:
-    """Return points with coordinates below the modulus, from words, or one Python point or a list of them.
-
-    Without `check` the coordinates of words are not compared with the modulus.
-
-    Raises:
-        UnsupportedDtype, ShapeError, ConfigError: as array_operand; not a Python point.
-        FormatError: a coordinate is not below the modulus; names it and its point's index.
-    """
+    """Return points from words, a Python point or a list of them; unless `check` is False, of reduced coordinates."""
     x = stacked(x, name)
     if x is None or isinstance(x, (tuple, list)):
         words = encoded_points(curve, x, name)
@@ -199,12 +187,7 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
 
 
 def scalar_operand(field: Field, scalars: Any) -> Operand:
-    """Return scalars: words (..., 4) with any value, a FieldArray, or Python integers from 0 to below 2^256.
-
-    Raises:
-        UnsupportedDtype, ShapeError, FormatError: something else; names the index of an integer, not its value.
-        ConfigError: a FieldArray of another field.
-    """
+    """Return scalars: words (..., 4) with any value, a FieldArray, or Python integers from 0 to below 2^256."""
     scalars = stacked(scalars, "scalars")
     if isinstance(scalars, (int, np.integer, list, tuple)):
         words = scalar_words(scalars, 1 << 64 * SCALAR_WORDS, "2^256")
@@ -229,16 +212,9 @@ def _of_field(field: Field, scalars: FieldArray) -> FieldArray:
 
 
 def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]:
-    """Return the words (..., 4) of an integer or of nested lists of integers.
+    """Return the words (..., 4) of an integer or of evenly nested lists of them, from 0 to below `bound`.
 
-    Args:
-        scalars: Python or NumPy integers.
-        bound: exclusive upper bound, at most 2^256, which messages call `shown`.
-
-    Raises:
-        UnsupportedDtype: not integers; names the first one's index and type.
-        ShapeError: lists of several lengths at one depth.
-        FormatError: below 0 or not below the bound; names the index alone.
+    Errors call the bound `shown`, name the index and type of an integer that is refused, and never its value.
     """
     level, shape = [scalars], Shape()
     while True:

@@ -22,7 +22,6 @@ from collections.abc import Iterable
 
 from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.curve.weierstrass import Affine, Pair, QuadraticCoordinates
-from accelerant.algebra.field.parameters import FQ2
 
 __all__ = ["Fq6", "Fq12", "Tower", "final_exponentiation", "miller_loop", "pairing", "product_is_one", "tower_of"]
 
@@ -43,7 +42,7 @@ class Tower:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.fq2 = k = QuadraticCoordinates(FQ2[f"{family.name}_fq"])
+        self.fq2 = k = QuadraticCoordinates(family.fq)
         self.nonresidue = family.nonresidue
         self._zero6: Fq6 = (k.zero, k.zero, k.zero)
         self.one: Fq12 = ((k.one, k.zero, k.zero), self._zero6)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.algebra.curve import CURVES, curve_of
-from accelerant.algebra.curve.weierstrass import PrimeCoordinates
-from accelerant.algebra.field.parameters import FIELDS, QuadraticField
+from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates
+from accelerant.algebra.field.parameters import FIELDS, Field
 
 NAMES = list(CURVES)
 
@@ -91,5 +91,10 @@ def test_square_roots_for_q_of_1_mod_4(name):
 
 
 def test_the_extension_needs_q_of_3_mod_4():
+    for name in ("bn254_fq", "bls12_381_fq"):
+        assert QuadraticCoordinates(FIELDS[name]).base is FIELDS[name]
+        assert pow(-1, (FIELDS[name].modulus - 1) // 2, FIELDS[name].modulus) == FIELDS[name].modulus - 1
+    with pytest.raises(ValueError, match="-1 is a square mod 97"):
+        QuadraticCoordinates(Field("base", 97, 5))
     with pytest.raises(ValueError, match="-1 is a square"):
-        QuadraticField("bn254_fr2", FIELDS["bn254_fr"])
+        QuadraticCoordinates(FIELDS["bn254_fr"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, QuadraticField, field_of
+from accelerant.algebra.field.parameters import FIELDS, Field, field_of
 from accelerant.errors import ConfigError
 
 PUBLISHED = {
@@ -79,8 +79,7 @@ def test_roots_of_unity_are_primitive(field):
 @pytest.mark.parametrize("bits", [29, 32, 52, 64])
 def test_montgomerys_constants(field, bits):
     limbs = -(-field.bits // bits)
-    radix, inverse = field.montgomery_radix(bits, limbs), field.montgomery_inverse(bits)
-    assert radix == 2 ** (bits * limbs) % field.modulus
+    inverse = field.montgomery_inverse(bits)
     assert inverse * field.modulus % 2**bits == 2**bits - 1
     words = field.words(field.modulus, bits, limbs)
     assert len(words) == limbs
@@ -106,11 +105,3 @@ def test_unknown_fields_are_refused():
 def test_a_table_that_cannot_be_right_is_refused(modulus, generator):
     with pytest.raises(ValueError, match=f"wrong: {generator} is a square mod {modulus}"):
         Field("wrong", modulus, generator)
-
-
-def test_quadratic_fields_have_no_root_of_minus_one():
-    for name, field in FQ2.items():
-        assert field.base is FIELDS[name]
-        assert pow(-1, (field.base.modulus - 1) // 2, field.base.modulus) == field.base.modulus - 1
-    with pytest.raises(ValueError, match="-1 is a square mod 97"):
-        QuadraticField("wrong", Field("base", 97, 5))

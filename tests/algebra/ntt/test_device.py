@@ -28,9 +28,8 @@ from accelerant.algebra.ntt.launch import (
     roots_of,
     run,
 )
-from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
+from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes, ntt_reference
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
-from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import ConfigError, LaunchError
 from requirements import require_backend
 from vectors import TRANSFORM_BASE, field_elements

@@ -13,8 +13,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
 from accelerant.algebra.ntt.launch import HostNttPlan, limbs_of_52_bits, run
-from accelerant.algebra.ntt.plan import ORDERS
-from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.plan import ORDERS, ntt_reference
 from vectors import TRANSFORM_BASE, field_elements
 
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")

@@ -8,8 +8,7 @@ import pytest
 from dft_reference import ntt_dft_reference
 
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.ntt.plan import ORDERS, make_passes
-from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
+from accelerant.algebra.ntt.plan import ORDERS, bit_reversed, make_passes, ntt_reference
 from vectors import TRANSFORM_BASE, field_elements
 
 LOGS = [(1,), (3,), (1, 1), (2, 3), (3, 2), (1, 2, 1), (2, 1, 2), (2, 2, 2)]

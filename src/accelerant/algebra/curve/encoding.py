@@ -54,10 +54,9 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
 
 
 def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
-    """Return the points of canonical limbs, (n, *curve.shape), uint64.
+    """Return the points of canonical limbs, (n, *curve.shape), uint64; with `check` on the curve and in the subgroup.
 
-    ShapeError and UnsupportedDtype for another array. FormatError names the index and value of a coefficient that is
-    not reduced, or with `check` of a point off the curve or out of the subgroup.
+    Errors name the index and value of what is refused.
     """
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")
@@ -73,10 +72,7 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
 
 
 def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool = True) -> None:
-    """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup.
-
-    FormatError names the index and value of the first point that is not.
-    """
+    """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup."""
     for index, point in enumerate(points):
         if not curve.is_on_curve(point):
             raise FormatError(f"points[{index}] is {_shown(point)}, which is not on {curve.name}")
@@ -90,10 +86,7 @@ def point_bytes(curve: Curve[E], layout: Layout) -> int:
 
 
 def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout) -> bytes:
-    """Return affine points as bytes in a layout; not checked to be on the curve.
-
-    ConfigError for an unknown layout, FormatError if a coefficient is negative or not reduced.
-    """
+    """Return affine points as bytes in a layout; reduced, but not checked to be on the curve."""
     size, codes = _coefficient_bytes(curve, layout), _flags_of(curve, layout)
     kept = curve.coordinates.degree * (1 if layout == "compressed" else 2)
     result = bytearray()
@@ -111,16 +104,10 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout
 def points_from_bytes(
     curve: Curve[E], data: bytes, layout: Layout, *, check: bool = True, subgroup: bool = True
 ) -> list[Affine[E]]:
-    """Return the points of bytes in a layout.
+    """Return the points of bytes in a layout; FormatError names the first one that is refused.
 
-    Args:
-        check: refuse points off the curve or out of the subgroup. A compressed x that no point has is always refused.
-        subgroup: False omits the subgroup from check, as EIP-2537's additions do.
-
-    Raises:
-        ConfigError: no such layout.
-        FormatError: a length that is no multiple of a point's, flags or padding that the layout does not have, a
-            coefficient that is not reduced, or a point that check refuses; names the first one's index and value.
+    `check` refuses points off the curve or out of the subgroup, without `subgroup` (as EIP-2537's additions) those off
+    the curve only. Flags, padding, unreduced coefficients and a compressed x that no point has are always refused.
     """
     size = point_bytes(curve, layout)
     if len(data) % size:

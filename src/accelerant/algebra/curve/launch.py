@@ -1,4 +1,10 @@
-"""Launches of the curve kernels (program.py) on arrays of points, recorded in the ledger.
+"""The curve kernels in C, and launches of every dialect on arrays of points, recorded in the ledger.
+
+kernel.c, point.h and complete.h serve G1 and G2: COORD in them is the prefix of the coordinates' field, which is the
+base field itself (BASE) or its quadratic extension (quadratic.h). Dialects are those of algebra/field/program.py;
+llvm_kernels.py builds "llvm". A program contains one curve, and usually one entry. Point arithmetic is large: loops are
+not unrolled, and products of coordinates are function calls (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry,
+not minutes. A call costs some 60 instructions in addition to the 400 and more of a product.
 
 Points are words (n, *curve.shape) in one of the memory spaces of algebra.field: contiguous, affine, in Montgomery form,
 infinity all zeros, and on the curve unless a function tests that. Scalars are (n, 4) words, any number below 2^256.
@@ -105,8 +111,8 @@ def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
 def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
     """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
 
-    If every point of the curve is in the subgroup, nothing is launched. On the CPU, many points are first tested
-    together (_all_in_subgroup): a point out of the subgroup is then missed with probability at most 2^-64.
+    On the CPU, many points are first tested together (_all_in_subgroup): a point out of the subgroup is then missed
+    with probability at most 2^-64.
     """
     n, chunk = _count(x), _CHUNKS.get(space.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):
@@ -344,9 +350,9 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
 
 
 def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
-    """Return a CudaProgram of a curve; `folders` have sources in addition to those of fields and curves.
+    """Return a CudaProgram of a curve, with sources in `folders` too.
 
-    `arguments` is everything else that determines the text that `write` returns.
+    `arguments` is all else that the text depends on.
     """
     return CudaProgram(curve.canonical_text() + arguments, (*_FOLDERS, *folders), write)
 
@@ -354,8 +360,7 @@ def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *f
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
     """Return the curve's coordinates and points (point.h) in dialect "portable" or "cuda"; follows portable.h.
 
-    Types and functions begin with the prefix that `prefixed` substitutes for COORD. Products of coordinates are
-    function calls unless `called` is False.
+    `prefixed` makes the names. Products of coordinates are function calls unless `called` is False.
     """
     k = curve.coordinates
     exponent = ", ".join(f"0x{word:x}UL" for word in k.base.words(k.base.modulus - 2, 64, k.base.limbs))

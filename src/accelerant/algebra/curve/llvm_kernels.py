@@ -174,9 +174,8 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
     """Append table[number], lane by lane: every entry is read whole, and masked.
 
-    The masks pass through volatile memory to hide them from LLVM, which would turn a select between a loaded value,
-    even a volatile one, and another into a masked load, which leaves the other lanes unread: the time could depend on
-    the scalar. That costs less than 4% of a multiplication; with one lane it is a gain.
+    The masks pass through volatile memory to hide them from LLVM, which would turn a select between a loaded value and
+    another into a masked load, which leaves the other lanes unread: the time could depend on the scalar.
     """
     code, number = k.code, k.packs.numbers
     limbs = 3 * k.degree * (k.packed.radix.bit_length() // _LIMB_BITS[k.packed.lanes])

@@ -54,15 +54,9 @@ _PAIR = "<2 x i64>"
 class Packs:
     """Loads, stores, masks and selections of packs of one element (a wide integer) or of eight in 52-bit limbs.
 
-    PackedField loads contiguous elements, but a pack of coordinates of points is not contiguous, and sums of buckets
-    gather points by index. A mask has a bit for each lane of a pack.
-
-    Words of eight elements are moved two at a time: one register holds a pair of words of the lanes 0, 2, 4 and 6, one
-    those of the odd lanes; unpacking them gives a register for each word.
-
-    Attributes:
-        mask: LLVM's type of a mask.
-        numbers: LLVM's type of a 64-bit number for each lane.
+    A pack of coordinates of points is not contiguous, and sums of buckets gather points by index. A mask has a bit for
+    each lane. Words of eight elements are moved two at a time: one register holds a pair of words of the lanes 0, 2, 4
+    and 6, one those of the odd lanes; unpacking them gives a register for each word.
     """
 
     def __init__(self, packed: PackedField) -> None:
@@ -173,22 +167,16 @@ class Cell:
 class Elements:
     """Arithmetic and memory of coordinates, as instructions appended to a function.
 
-    Attributes:
-        degree: over Fq, 1 or 2.
-        size: bytes of an element in memory.
-        zero, one: the neutral elements, one as 1 L.
-        infinity: projective coordinates of the point at infinity.
+    `size` is bytes of an element in memory.
+
+    Products are calls of FIELD_mul_call and, over Fq2, of quadratic_mul, unless `calls` is False. With `call_sums` sums
+    and differences over Fq2 are calls too: a tenth slower, and half the time to compile.
     """
 
     def __init__(
         self, field: Coordinates[Any], packed: PackedField, code: FunctionBuilder, *, calls: bool = True,
         call_sums: bool = False,
     ) -> None:  # fmt: skip
-        """Bind the arithmetic to a function.
-
-        Products are calls of FIELD_mul_call and, over Fq2, of quadratic_mul, unless `calls` is False. With `call_sums`
-        sums and differences over Fq2 are calls too: a tenth slower, and half the time to compile.
-        """
         self.code, self.packed, self.packs = code, packed, Packs(packed)
         self.degree = field.degree
         self.size = field.degree * field.base.size_bytes
@@ -527,12 +515,10 @@ _QUADRATIC: _Writers = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A pack of affine points P and Q to add, read on demand.
+    """A pack of affine points P and Q to add.
 
-    Attributes:
-        x, y: append loads of the coordinate of P and of Q.
-        write: appends stores of the sum's x and y.
-        fetch: appends prefetches of P and Q, for points at arbitrary addresses.
+    `x` and `y` append loads of both coordinates, `write` stores of the sum's, `fetch` prefetches of points at arbitrary
+    addresses.
     """
 
     x: Callable[[], tuple[Element, Element]]
@@ -545,8 +531,8 @@ class Pair:
 class Scratch:
     """Pointers to memory for a batch of additions, with an entry per pack of pairs.
 
-    For each pack an element, the product of all preceding denominators; an element, its denominator; and a byte, 1
-    for a doubling, opposite points or infinity in it.
+    For each pack the product of all preceding denominators, its denominator, and a byte, 1 for a doubling, opposite
+    points or infinity in it.
     """
 
     products: str
@@ -559,17 +545,12 @@ _PREFETCH = 4
 
 
 def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scratch, unit: int) -> None:
-    """Append the additions of the packs of pairs 0 to count - 1, at least one.
+    """Append the additions of the packs of pairs 0 to count - 1, at least one; sums are written from the last pack on.
 
-    Slopes are (y2 - y1) / (x2 - x1), or 3 x^2 / (2 y) where the points are equal; x3 = slope^2 - x1 - x2 and
-    y3 = slope (x1 - x3) - y1. The denominators are inverted together (Montgomery 1987, section 10.3.1): 5M + 1S a pair.
-    Only a pack with a special case pays for it, by a branch: the time depends on the points.
-
-    Args:
-        pair: returns the pack of an index, an i64. The sums are written from the last pack to the first.
-        scratch: memory for `count` packs.
-        unit: the factor of coordinates in the points' memory, x unit. Slopes are x L, so products keep the unit, except
-            for a slope's square and a doubling's numerator, which are rescaled.
+    Slopes are (y2 - y1) / (x2 - x1), or 3 x^2 / (2 y) where the points are equal; x3 = slope^2 - x1 - x2 and y3 = slope
+    (x1 - x3) - y1. The denominators are inverted together (Montgomery 1987, section 10.3.1): 5M + 1S a pair. Only a
+    pack with a special case pays for it, by a branch: the time depends on the points. In memory coordinates are x unit.
+    Slopes are x L, so products keep the unit, except for a slope's square and a doubling's numerator.
     """
     code = k.code
     product = k.cell(k.one)

@@ -1,11 +1,9 @@
 """Products of optimal ate pairings on the CPU: Miller loops of up to four pairs, then one final exponentiation.
 
-The arithmetic is recorded once as tapes (tape.py) over the tower of fields in tower.py. Values equal those of the
-Python reference of the tests exactly, not up to a power. A pair with infinity in either group contributes 1.
-Not constant-time: a verifier's inputs are public.
-
-One core of a 2.6 GHz Zen 4 takes 1.4 ms (bn254) and 2.4 ms (bls12_381) for a product of four pairings, 0.8 and 1.3 for
-one pairing, mostly for some 30,000 products in Fq and twice as many additions.
+The arithmetic is recorded once as tapes (tape.py) over the tower Fq2 = Fq[u] / (u^2 + 1), Fq6 = Fq2[v] / (v^3 - xi),
+Fq12 = Fq6[w] / (w^2 - v). Values equal those of the Python reference of the tests exactly, not up to a power. A pair
+with infinity in either group contributes 1. Not constant-time: a verifier's inputs are public. A product of four
+pairings is some 30,000 products in Fq and twice as many additions.
 
 Miller loop. Pairs share the squarings; T has homogeneous coordinates (x = X/Z, y = Y/Z), lines are scaled by elements
 of Fq2, which the final exponentiation removes, and 6x + 2 (BN) or |x| (BLS12) has signed digits. Source of the
@@ -39,7 +37,6 @@ from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape, Tape
 from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates, signed_windows
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import FQ2
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
@@ -65,20 +62,11 @@ the first-level cache."""
 def product_is_one(
     family: Family, g1_points: U64, g2_points: U64, *, check: bool = True, values: U64 | None = None
 ) -> bool:  # fmt: skip
-    """Return whether e(P_1, Q_1) ... e(P_n, Q_n) = 1; True for n = 0.
+    """Return whether e(P_1, Q_1) ... e(P_n, Q_n) = 1 for points of canonical affine words; True for n = 0.
 
-    Args:
-        family: bn254 or bls12_381.
-        g1_points: the P_i, (n, 2, limbs), canonical affine words; infinity is all zeros.
-        g2_points: the Q_i, (n, 2, 2, limbs).
-        check: refuse points off their curve or out of the subgroup of order r, at almost no cost. Without it, the
-            result for such points is meaningless. Coefficients that are not reduced are always refused.
-        values: of other pairs, from `loops`, which are part of the product.
-
-    Raises:
-        UnsupportedDtype: not uint64.
-        ShapeError: other shapes, or different numbers of points of the two groups.
-        FormatError: a point that is refused; names the first point off the curve, else the first out of the subgroup.
+    With `check` points off their curve or out of the subgroup of order r raise FormatError, at almost no cost: it names
+    the first one off the curve, else the first out of the subgroup. Unreduced coefficients, other shapes and dtypes are
+    always refused. `values` of other pairs, from `loops`, are part of the product.
     """
     value = _evaluate(family, g1_points, g2_points, check, values).reshape(-1)
     return bool(value[0] == 1) and not value[1:].any()
@@ -148,8 +136,8 @@ def _checked_size(family: Family, g1_points: U64, g2_points: U64) -> int:
 def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
     """Run the Miller loops of pairs of finite points, (n, 6, limbs): P then Q.
 
-    Returns (m, 12, limbs), m at least 1: values whose product is that of all pairs; and (n, _CHECKS): whether each
-    register of the checks is not zero.
+    Returns (m, 12, limbs), m at least 1, values whose product is that of all pairs; and (n, _CHECKS): which registers
+    of the checks are not zero.
     """
     limbs = points.shape[-1]
     values: list[U64] = []
@@ -358,7 +346,7 @@ def _begin_segment(family: Family) -> Segment:
 def _add_checks(program: Program, family: Family, windows: Sequence[tuple[int, int, int, int]]) -> None:
     """Append the subgroup checks to a loop; windows are p, q, t and checks of each pair.
 
-    P's check multiplies it by x twice: `base` is the multiplicand, `total` the sum so far.
+    P's multiplies it by x twice.
     """
     q_check = _q_segment(family)
     for _, q, t, checks in windows:
@@ -530,12 +518,11 @@ class _Machine:
 
 
 def _hard_bn(machine: _Machine, f: int) -> int:
-    """Raise f to (q^4 - q^2 + 1) / r: three powers by x.
+    """Raise f to (q^4 - q^2 + 1) / r by three powers by x.
 
-    y0 y1^2 y2^6 y3^12 y4^18 y5^30 y6^36 with y0 = f^(q + q^2 + q^3), y1 = 1/f, y2 = f^(x^2 q^2), y3 = 1/f^(x q),
-    y4 = 1/f^(x + x^2 q), y5 = 1/f^(x^2), y6 = 1/f^(x^3 + x^3 q).
-
-    Source of the addition chain: Scott et al., eprint 2008/490, section 5.
+    y0 y1^2 y2^6 y3^12 y4^18 y5^30 y6^36 with y0 = f^(q + q^2 + q^3), y1 = 1/f, y2 = f^(x^2 q^2), y3 = 1/f^(x q), y4 =
+    1/f^(x + x^2 q), y5 = 1/f^(x^2), y6 = 1/f^(x^3 + x^3 q). Source of the chain: Scott et al., eprint 2008/490, section
+    5.
     """
     x = machine.family.parameter
     fx = machine.power(f, x)
@@ -569,10 +556,9 @@ def _hard_bn(machine: _Machine, f: int) -> int:
 
 
 def _hard_bls(machine: _Machine, f: int) -> int:
-    """Raise f to (q^4 - q^2 + 1) / r = (x - 1)^2 / 3 (x + q) (x^2 + q^2 - 1) + 1.
+    """Raise f to (q^4 - q^2 + 1) / r = (x - 1)^2 / 3 (x + q) (x^2 + q^2 - 1) + 1; x is 1 mod 3.
 
-    Source: Hayashida, Hayasaka and Teruya, eprint 2020/875, who take three times that; x is 1 mod 3, so that one of the
-    factors x - 1 can be divided by 3 instead, which costs some ten products.
+    Source: Hayashida, Hayasaka and Teruya, eprint 2020/875, who take three times that, which saves some ten products.
     """
     x, q = machine.family.parameter, machine.family.q
     if (x - 1) ** 2 // 3 * (x + q) * (x**2 + q**2 - 1) + 1 != (q**4 - q**2 + 1) // machine.family.r or x % 3 != 1:
@@ -618,7 +604,10 @@ def flat12(a: Fq12) -> tuple[int, ...]:
 
 
 class RecordedTower:
-    """The tower of a family over a new recorder, `base`."""
+    """The tower of a family over a new recorder, `base`. Elements are nested pairs and triples of its values.
+
+    Names of methods end in the degree of their field, 6 or 12, none in Fq2. M is a product in Fq.
+    """
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -801,12 +790,11 @@ class RecordedTower:
     def frobenius_twist(self, x: Fq2, y: Fq2, times: int) -> tuple[Fq2, Fq2]:
         """Apply the curve's Frobenius over Fq12 to coordinates of the twist, several times.
 
-        On a twist by division (x w^2, y w^3) becomes (x^q w^(2q), y^q w^(3q)): coordinates gain the factors of w^2 and
-        w^3; on one by multiplication those of w^-2 and w^-3.
+        On a twist by division they gain the factors of w^2 and w^3, on one by multiplication those of w^-2 and w^-3.
         """
         _, _, for_x, for_y, _, _ = _frobenius_factors(self.family, times)
         if self.family.twist == "multiply":
-            k = QuadraticCoordinates(FQ2[f"{self.family.name}_fq"])
+            k = QuadraticCoordinates(self.family.fq)
             for_x, for_y = k.inv(for_x), k.inv(for_y)
         return self._moved(x, times, for_x), self._moved(y, times, for_y)
 
@@ -845,6 +833,6 @@ class RecordedTower:
 
 def _frobenius_factors(family: Family, times: int) -> list[Pair]:
     """Return w^(i (q^times - 1)) = xi^(i (q^times - 1) / 6) for i below 6."""
-    k = QuadraticCoordinates(FQ2[f"{family.name}_fq"])
+    k = QuadraticCoordinates(family.fq)
     root = k.power(family.nonresidue, (family.q**times - 1) // 6)
     return [k.power(root, i) for i in range(6)]

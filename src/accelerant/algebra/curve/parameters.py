@@ -27,7 +27,7 @@ from accelerant.algebra.curve.weierstrass import (
     in_subgroup,
     multiply,
 )
-from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, field_of
+from accelerant.algebra.field.parameters import FIELDS, Field, field_of
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
@@ -43,12 +43,10 @@ class Family:
     """A pairing-friendly curve: the parameters that the two groups of a pairing share.
 
     Attributes:
-        name: prefix of the names of its curves and fields.
         kind: Barreto-Naehrig or Barreto-Lynn-Scott of embedding degree 12.
         b: constant of G1's curve.
         nonresidue: xi of Fq2, neither a square nor a cube: Fq12 = Fq2[w] / (w^6 - xi).
         twist: "divide" if G2's b is b / xi (a D-twist), "multiply" if it is b xi (an M-twist).
-        g1_generator, g2_generator: affine.
     """
 
     name: str
@@ -96,9 +94,7 @@ class Family:
     def g2_cofactor(self) -> int:
         """Return the cofactor of the twist of degree 6.
 
-        BN: 2 q - r. Source: Barreto and Naehrig, SAC 2005.
-        BLS12: (x^8 - 4 x^7 + 5 x^6 - 4 x^4 + 6 x^3 - 4 x^2 - 4 x + 13) / 9. Source: EIP-2537, and Budroni and Pintore,
-        eprint 2017/419.
+        BN: 2 q - r (Barreto and Naehrig, SAC 2005). BLS12: EIP-2537, and Budroni and Pintore, eprint 2017/419.
         """
         x = self.parameter
         if self.kind == "bn":
@@ -182,7 +178,7 @@ def _g1(name: str) -> Curve[int]:
 @functools.cache
 def _g2(name: str) -> Curve[Pair]:
     family = FAMILIES[name]
-    k, scalars = QuadraticCoordinates(FQ2[f"{name}_fq"]), FIELDS[f"{name}_fr"]
+    k, scalars = QuadraticCoordinates(family.fq), FIELDS[f"{name}_fr"]
     b = k.times(family.nonresidue if family.twist == "multiply" else k.inv(family.nonresidue), family.b)
     return _checked(Curve(f"{name}_g2", k, scalars, b, family.g2_generator, family.g2_cofactor))
 
@@ -264,8 +260,7 @@ class Endomorphism:
     """A subgroup test: P is in the subgroup if and only if (x_factor x', y_factor y') = eigenvalue P.
 
     x' and y' are the conjugates x^q and y^q over Fq2, else x and y themselves. On the curves of the table the map is an
-    endomorphism that multiplies the subgroup by a constant of 64 to 128 bits, so that the test costs a multiplication
-    by that constant, not by r of 254 or 255 bits:
+    endomorphism that multiplies the subgroup by a constant of 64 to 128 bits, where r has 254 or 255:
 
         G1   phi(x, y) = (beta x, y) with beta^3 = 1. For r = x^4 - x^2 + 1 (BLS12) phi = x^2 - 1 in the subgroup; a
              point for which that holds has r P = 0, since phi^2 + phi + 1 = 0 and k^2 + k + 1 = r. BN: G1 is the whole
@@ -274,13 +269,8 @@ class Endomorphism:
              psi = t - 1 is annihilated by q + 1 - t, the order of G1's curve. That is r times G1's cofactor, which is
              prime to G2's, so r annihilates it.
 
-    For registered curves the map is the identity, with eigenvalue r + 1.
-
-    Attributes:
-        x_factor, y_factor: coordinates.
-        eigenvalue: above 0.
-
-    Source: Scott, eprint 2021/1130, sections 3 to 5; Bowe, eprint 2019/814; Galbraith and Scott, Pairing 2008, for psi.
+    For registered curves the map is the identity, with eigenvalue r + 1. Source: Scott, eprint 2021/1130, sections 3 to
+    5; Bowe, eprint 2019/814; Galbraith and Scott, Pairing 2008, for psi.
     """
 
     x_factor: Any

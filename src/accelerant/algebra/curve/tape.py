@@ -72,12 +72,9 @@ _Run = tuple[int, tuple[tuple[_Register, ...], ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Instructions on windows of registers.
+    """Instructions on windows of registers, in runs of one operation.
 
-    Attributes:
-        windows: their names; window numbers of registers start at 2.
-        runs: instructions grouped by operation. The register of a constant is (0, its value).
-        scratch: number of scratch registers.
+    Window numbers of registers start at 2. The register of a constant is (0, its value).
     """
 
     windows: tuple[str, ...]
@@ -86,7 +83,6 @@ class Segment:
 
     @property
     def products(self) -> int:
-        """Return the number of products."""
         return sum(len(instructions) for operation, instructions in self.runs if operation == MUL)
 
 
@@ -104,25 +100,20 @@ class Recorder:
         return tuple(self._node((_INPUT, self._window(window), i)) for i in range(size))
 
     def constant(self, value: int) -> int:
-        """Return a constant, taken modulo the modulus."""
         return self._node((_CONSTANT, value % self.field.modulus, 0))
 
     def add(self, a: int, b: int) -> int:
-        """Return a + b."""
         if self._is(a, 0) or self._is(b, 0):
             return b if self._is(a, 0) else a
         return self._node((ADD, min(a, b), max(a, b)))
 
     def sub(self, a: int, b: int) -> int:
-        """Return a - b."""
         return a if self._is(b, 0) else self._node((SUB, a, b))
 
     def neg(self, a: int) -> int:
-        """Return -a."""
         return self.sub(self.constant(0), a)
 
     def mul(self, a: int, b: int) -> int:
-        """Return a b."""
         if self._is(a, 1) or self._is(b, 0):
             return b
         if self._is(b, 1) or self._is(a, 0):
@@ -130,7 +121,6 @@ class Recorder:
         return self._node((MUL, min(a, b), max(a, b)))
 
     def square(self, a: int) -> int:
-        """Return a^2."""
         return self.mul(a, a)
 
     def times(self, a: int, factor: int) -> int:
@@ -204,8 +194,7 @@ class Recorder:
     def _allocate(self, order: Sequence[int], targets: Mapping[int, _Register]) -> tuple[tuple[_Run, ...], int]:
         """Assign registers; return the runs and the number of scratch registers.
 
-        A value for a window's register is written there directly if no later instruction reads the old value; otherwise
-        it stays in scratch until the end.
+        A window's register is written directly if no later instruction reads its old value, else at the end.
         """
         last = {a: time for time, i in enumerate(order) for a in self._nodes[i][1:]}
         held = {self._nodes[a][1:]: time for a, time in last.items() if self._nodes[a][0] == _INPUT}
@@ -256,13 +245,12 @@ def multiple(add: Callable[[T, T], T], a: T, factor: int) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
-    """A program as data.
+    """A program as data: `constants` are the values of the first registers, the first of them 0.
 
     Attributes:
         code: int32, runs one after another: operation, count, and for each instruction the offsets of the result and of
             the operands, in words from the first register.
         schedule: (m, 2), int64: first and end of the parts of the code, in the order of execution.
-        constants: values of the first registers; the first one is 0.
     """
 
     field: Field
@@ -414,9 +402,9 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
     """Return the tape that `make` records, from the disk if it is there.
 
-    An entry is a line of JSON, then the tape's code and schedule as in memory. All of it is covered by the cache's
-    checksum, and none is in the entry's report: with another constant, a verifier would accept other proofs. The tape
-    depends on the name and the code in SOURCES only.
+    It depends on the name and the code in SOURCES only. An entry is a line of JSON, then the tape's code and schedule
+    as in memory. All of it is covered by the cache's checksum, and none is in the entry's report: with another
+    constant, a verifier would accept other proofs.
     """
     key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")

@@ -1,7 +1,13 @@
-"""Curves y^2 = x^3 + b over a prime field Fq or over Fq2 = Fq[u] / (u^2 + 1), on Python integers.
+"""Curves y^2 = x^3 + b over a prime field Fq or over Fq2 = Fq[u] / (u^2 + 1), and their group law, on Python integers.
 
 An element of Fq is an int in [0, q); one of Fq2 is the pair (c0, c1) of c0 + c1 u. Methods take reduced elements and
-return reduced ones. Nothing here is constant-time, since Python integers are not.
+return reduced ones. Points are affine (x, y), None for infinity, or Jacobian (X, Y, Z) with x = X/Z^2, y = Y/Z^3 and Z
+= 0 for infinity. The group law, the oracle of the kernels, takes any two points of the curve, equal, opposite or
+infinite; callers check that they lie on it. Costs: M multiplications, S squarings, I inversions. Nothing here is
+constant-time, since Python integers are not.
+
+Source: Bernstein and Lange, Explicit-Formulas Database, hyperelliptic.org/EFD, short Weierstrass curves, "jacobian-0",
+by the names in each function.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from accelerant.algebra.field.parameters import Field, QuadraticField
+from accelerant.algebra.field.parameters import Field
 
 E = TypeVar("E")
 Pair = tuple[int, int]
@@ -23,15 +29,12 @@ SCALAR_WORDS = 4
 
 
 class Coordinates(Protocol[E]):
-    """The field of a curve's coordinates; implementations name this class as their base.
+    """The field of a curve's coordinates, Fq (degree 1) or Fq2 (2) over `base`.
+
+    Implementations name this class as their base.
 
     `times` multiplies by an integer (or an element of Fq). `inv` raises ZeroDivisionError for zero. `sqrt` returns None
     for an element that is not a square. `parts` are the coefficients over Fq, c0 first; `join` is its inverse.
-
-    Attributes:
-        base: Fq.
-        degree: 1 for Fq, 2 for Fq2.
-        zero, one: the neutral elements.
     """
 
     base: Field
@@ -99,11 +102,11 @@ class PrimeCoordinates(Coordinates[int]):
         return pow(a, -1, self._q)
 
     def sqrt(self, a: int) -> int | None:
-        """Return a square root, or None: a^((q + 1) / 4) for q = 3 mod 4, else by the algorithm of Tonelli and Shanks.
+        """Return a square root, or None: a power for q = 3 mod 4, else by Shanks 1973.
 
         With q - 1 = 2^s m, m odd: r = a^((m + 1) / 2) has r^2 = a t with t = a^m of order 2^k, k < s for a square; r is
-        corrected by powers of a generator of the group of order 2^s until t is 1. Source: Shanks 1973, "Five
-        number-theoretic algorithms".
+        corrected by powers of a generator of the group of order 2^s until t is 1. Source: "Five number-theoretic
+        algorithms".
         """
         q = self._q
         if q % 4 == 3:
@@ -134,11 +137,13 @@ class PrimeCoordinates(Coordinates[int]):
 class QuadraticCoordinates(Coordinates[Pair]):
     """The quadratic extension Fq2 = Fq[u] / (u^2 + 1), for q = 3 mod 4."""
 
-    def __init__(self, field: QuadraticField) -> None:
-        self.base, self.degree = field.base, 2
+    def __init__(self, field: Field) -> None:
+        if field.modulus % 4 != 3:  # then u^2 + 1 factors
+            raise ValueError(f"{field.name}: -1 is a square mod {field.modulus}")
+        self.base, self.degree = field, 2
         self.zero, self.one = (0, 0), (1, 0)
-        self._q = field.base.modulus
-        self._prime = PrimeCoordinates(field.base)
+        self._q = field.modulus
+        self._prime = PrimeCoordinates(field)
 
     def add(self, a: Pair, b: Pair) -> Pair:
         return (a[0] + b[0]) % self._q, (a[1] + b[1]) % self._q
@@ -170,10 +175,9 @@ class QuadraticCoordinates(Coordinates[Pair]):
     def sqrt(self, a: Pair) -> Pair | None:
         """Return a square root, or None, by the complex method.
 
-        For c1 = 0 the root is that of c0, or u times that of -c0: one of them is a square. Otherwise, with
-        n^2 = c0^2 + c1^2, the root is x + c1 / (2 x) u, where x^2 is (c0 + n) / 2 or (c0 - n) / 2: their product,
-        -c1^2 / 4, is no square, so exactly one of them is. Source: Adj and Rodriguez-Henriquez, eprint 2012/685,
-        algorithm 8.
+        For c1 = 0 the root is that of c0, or u times that of -c0: one of them is a square. Otherwise, with n^2 = c0^2 +
+        c1^2, the root is x + c1 / (2 x) u, where x^2 is (c0 + n) / 2 or (c0 - n) / 2: their product, -c1^2 / 4, is no
+        square, so exactly one of them is. Source: Adj and Rodriguez-Henriquez, eprint 2012/685, algorithm 8.
         """
         prime, (c0, c1) = self._prime, a
         if c1 == 0:
@@ -249,8 +253,8 @@ class Curve(Generic[E]):
 def signed_windows(number: int, width: int) -> list[int]:
     """Return the width-w non-adjacent form of a number that is not negative, the lowest digit first.
 
-    number = sum d_j 2^j, each digit 0 or odd and below 2^(width - 1) in magnitude; at most one of `width` consecutive
-    digits is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19.
+    Each digit is 0 or odd and below 2^(width - 1) in magnitude. Source: Solinas 2000, Designs, Codes and Cryptography
+    19.
     """
     digits, rest, base = [], number, 1 << width
     while rest:
@@ -303,10 +307,7 @@ def _third(curve: Curve[E], p: tuple[E, E], other_x: E, slope: E) -> tuple[E, E]
 
 
 def multiply(curve: Curve[E], scalar: int, point: Affine[E]) -> Affine[E]:
-    """Return the multiple by any integer, which is not reduced mod r: points outside the subgroup are correct, too.
-
-    Double-and-add from the highest bit, in Jacobian coordinates.
-    """
+    """Return the multiple by any integer, not reduced mod r: double-and-add, correct outside the subgroup too."""
     if point is None or scalar == 0:
         return None
     base = point if scalar > 0 else negate(curve, point)

@@ -61,9 +61,9 @@ def _elementwise(space: MemorySpace, field: Field, op: str, inputs: Sequence[Wor
 
 
 def cuda_space(field: Field, *arrays: Any) -> MemorySpace | None:
-    """Return the memory space of a CUDA device's tensors that kernels can read as they are; None for other arrays.
+    """Return the space of a CUDA device's contiguous, aligned words of one shape, perhaps unreduced.
 
-    They are words of the field of one shape, contiguous and aligned, but perhaps not below the modulus.
+    None for other arrays.
     """
     first = arrays[0]
     for x in arrays:

@@ -80,16 +80,7 @@ def packed_field(field: Field, form: str) -> PackedField:
 
 
 def field_kernels(name: str, entry: str = "", form: str = "") -> LlvmProgram:
-    """Return the program of a field's entries.
-
-    Args:
-        name: the field's.
-        entry: the only entry to build, "field_mul"; "" for all.
-        form: one of FORMS; "" for the faster one on this processor.
-
-    Raises:
-        ConfigError: unknown field; when built, unknown entry or form.
-    """
+    """Return the program of a field's entries, or of one of them, in one of FORMS, by default the faster one here."""
     field = field_of(name)
     form = form or host_form(field)
     write = functools.partial(_text, field, entry, form)
@@ -107,17 +98,10 @@ def entry_functions(
     prefix: str, entries: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]], entry: str,
     pointers: Container[str], *parameters: Any,
 ) -> list[FunctionBuilder]:  # fmt: skip
-    """Return a program's entry points, or one of them.
+    """Return a program's entry points PREFIX_name, or only `entry`; ConfigError for an unknown one.
 
-    Args:
-        prefix: the entry of a name is PREFIX_name.
-        entries: name -> arguments after begin and end, and the writer of the body.
-        entry: the only one to return, with its prefix; "" for all.
-        pointers: names of the arguments that are pointers; the others are i64.
-        parameters: arguments of the writers before the FunctionBuilder.
-
-    Raises:
-        ConfigError: unknown entry.
+    `entries` maps a name to the arguments after begin and end, those in `pointers` pointers and the others i64, and the
+    writer of the body, which takes `parameters` and the FunctionBuilder.
     """
     if entry and entry.removeprefix(f"{prefix}_") not in entries:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'{prefix}_{known}' for known in entries)}")

@@ -1,9 +1,9 @@
-"""Field arithmetic on packs of elements in LLVM IR: the interface, and its implementations without AVX512-IFMA.
+"""Field arithmetic on packs of elements in LLVM IR: the interface and its implementations.
 
 A pack is `lanes` elements in registers. The implementations of PackedField are
 
     PackedLimbs        64-bit limbs, 128-bit products, one element; any processor      BN254, BLS12-381
-    PackedIfma         52-bit limbs, eight elements; AVX512-IFMA (llvm_ifma.py)        BN254, BLS12-381
+    PackedIfma         52-bit limbs, eight elements; AVX512-IFMA                       BN254, BLS12-381
     PackedGoldilocks   one word per element, one element or a vector of eight          Goldilocks
     PackedMersenne61   one word per element, one element or a vector of eight          2^61 - 1
     PackedBabyBear     one word per element, one element or a vector of sixteen        BabyBear
@@ -55,15 +55,9 @@ ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
 
 
 class PackedField(Protocol):
-    """A field's arithmetic on packs.
-
-    The private methods write the bodies of the functions that the module's docstring lists, and return their results.
-    Implementations name this class as their base.
+    """A field's arithmetic on packs; the private methods write the bodies of the functions that the module lists.
 
     Attributes:
-        field: its parameters.
-        lanes: elements in a pack.
-        type: LLVM's type of a pack.
         radix: L, the divisor of products (not reduced mod p); 1 where they are not divided.
         memory_radix: R of the Montgomery form in memory; 1 where that is the canonical form.
         shift: d with L = 2^d R.
@@ -148,15 +142,13 @@ class PackedField(Protocol):
 
 
 class PackedLimbs(PackedField):
-    """One element of a field of several 64-bit limbs, with 128-bit products.
+    """One element of several 64-bit limbs, an LLVM integer of 64 W bits, whose additions LLVM makes chains of carries.
 
-    An element is an LLVM integer of 64 W bits: its words are registers after LLVM has split it, and an addition becomes
-    a chain of carries. p has a spare bit, p < 2^(64 W - 1), so that a sum of two elements fits.
-
-    A product adds, for each word of y, that word times x, and p times an m that makes the lowest word 0, which is then
-    dropped. For x < p the sum stays below 2 p 2^64, so W + 1 words hold it, for any y. Each such row is added as two
-    wide numbers, the products of even and those of odd words, since LLVM makes carry chains of wide additions and not
-    of single carries. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS".
+    p has a spare bit, so that a sum of two elements fits. A product adds, for each word of y, that word times x, and p
+    times an m that makes the lowest word 0, which is then dropped. For x < p the sum stays below 2 p 2^64, so W + 1
+    words hold it, for any y. Each such row is added as two wide numbers, the products of even and those of odd words,
+    since LLVM makes carry chains of wide additions and not of single carries. Source: Koc, Acar and Kaliski 1996, IEEE
+    Micro 16(3), "CIOS".
     """
 
     lanes = 1
@@ -450,7 +442,21 @@ _ZERO = constant(_V, 0)
 
 
 class PackedIfma(PackedField):
-    """Eight elements of a field of several limbs."""
+    """Eight elements of a field of several limbs by AVX512-IFMA: 52-bit limbs, one register per limb, [K x <8 x i64>].
+
+    vpmadd52luq and vpmadd52huq multiply the low 52 bits of two lanes and add the low or the high 52 bits of the product
+    to a 64-bit lane, so that carries can wait: a column takes 4 K additions of numbers below 2^52 (K limbs, 8 at most),
+    which stay below 2^57. A pack is normal if each limb is below 2^52. All packs between functions are, except those of
+    load_left and load_half. Columns are sums that are not yet carried.
+
+        mul        the 2 K columns of x y first, all independent; then K steps, each of which adds m p so that the
+                   lowest column becomes 0 in its low 52 bits, and carries what is above into the next. Bound by the two
+                   ports of vpmadd52: 4 K^2 of them, 100 for 4 words (K = 5) and 256 for 6 (K = 8).
+        square     products of different limbs once, doubled.
+        load       words of eight elements are transposed by shuffles, then split into limbs by funnel shifts.
+
+    Source: Gueron and Krasnov 2016, "Accelerating Big Integer Arithmetic Using Intel IFMA Extensions", ARITH 23.
+    """
 
     lanes = _LANES
 
@@ -471,7 +477,7 @@ class PackedIfma(PackedField):
         return Value("[" + ", ".join(f"{_V} {constant(_V, limb)}" for limb in limbs) + "]", self.type)
 
     def functions(self) -> list[FunctionBuilder]:
-        """Return the functions that llvm_packed.py lists, with load_left and load_half."""
+        """Return the functions that the module lists, with load_left and load_half."""
         shifts = {"load_left": self.shift, "load_half": self.shift // 2}
         return [
             *super().functions(),
@@ -500,9 +506,9 @@ class PackedIfma(PackedField):
             code.masked_store(row, address, mask, 8)
 
     def _settle(self, code: FunctionBuilder, less: Sequence[Value], more: Sequence[Value]) -> Value:
-        """Return `less`, between -p and p, or `more` = less + p where it is negative; both are signed columns.
+        """Return `less`, between -p and p, or `more` = less + p where it is negative.
 
-        The two carry chains run in parallel: as many instructions as adding p afterwards, in half the time.
+        Two carry chains that run in parallel.
         """
         carried = [_carry(code, columns) for columns in (less, more)]
         negative = code.compare("slt", carried[0][-1], 0)
@@ -547,8 +553,7 @@ class PackedIfma(PackedField):
         """Return (the columns' number) / L mod p, for a number below L p.
 
         m p makes the low 52 bits of column i zero, so it only adds a carry to the next column, 1 unless those bits were
-        0 already: no product is needed for it, and it is known before m. The next column decides the next m, so the two
-        products for it are kept apart and run at the same time.
+        0 already: it is known before m. The next column decides the next m, so its two products are kept apart.
         """
         inverse = constant(_V, self.field.montgomery_inverse(LIMB_BITS))
         modulus = [constant(_V, limb) for limb in self._modulus]
@@ -643,8 +648,8 @@ def _carry(code: FunctionBuilder, columns: Sequence[Value]) -> list[Value]:
 def _columns(code: FunctionBuilder, rows: Sequence[Value]) -> list[Value]:
     """Transpose the words of eight elements, contiguous in some registers, to one register for each word of an element.
 
-    Two words of an element (a pair) move together first: the pairs k of four elements come into one register. Unpacking
-    two such registers then gives words 2 k and 2 k + 1, the elements in LANE_ORDER.
+    Pairs k of words of four elements come into one register; unpacking two such gives words 2 k and 2 k + 1 in
+    LANE_ORDER.
     """
     words, pairs = [], len(rows) // 2
     for k in range(pairs):

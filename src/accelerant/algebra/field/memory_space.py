@@ -168,8 +168,8 @@ HOST: MemorySpace = _Host()
 class Verdict:
     """A word of the host's memory that kernels of a CUDA device set to 1 where they find an invalid argument.
 
-    It belongs to one call, from `of` to is_set(). The memory is pinned and never freed: kernels write it only where
-    something is wrong, and those of an interrupted call, whose verdict is not used again, may do so late.
+    It belongs to one call, from `of` to is_set(). The memory is pinned and never freed: kernels of an interrupted call,
+    whose verdict is not used again, may write late.
     """
 
     _made: ClassVar[list[Verdict]] = []
@@ -340,9 +340,9 @@ _DEVICE_DIGITS = 9
 
 
 def stacked(x: Any, name: str) -> Any:
-    """Return nested lists of arrays or tensors as one; anything else, as lists of Python integers, unchanged.
+    """Return nested lists of arrays or tensors as one array, other arguments unchanged.
 
-    ShapeError or UnsupportedDtype where the arrays are of several shapes, libraries or dtypes, or not all are arrays.
+    All must be alike, or it raises.
     """
     leaf = x
     while isinstance(leaf, list | tuple) and leaf:

@@ -22,15 +22,10 @@ from accelerant.runtime.files import clipped
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A prime field.
+    """A prime field: p = `modulus` is odd, and `generator`, of the multiplicative group, a quadratic non-residue.
 
-    Attributes:
-        name: the identifier that users pass.
-        modulus: p, an odd prime.
-        generator: of the multiplicative group, and so a quadratic non-residue.
-        bits: bits of the modulus.
-        word_bits: bits of the unsigned words of a canonical element: 32 if p fits in them, else 64.
-        limbs: words of a canonical element, the least significant first.
+    A canonical element is `limbs` unsigned words of `word_bits`, 32 if p fits in them, else 64, the least significant
+    first.
     """
 
     name: str
@@ -41,9 +36,9 @@ class Field:
     limbs: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive the sizes; refuse an even modulus, or a generator that is a square.
+        """Derive the sizes; refuse an even modulus, or a square.
 
-        Euler's criterion fails for nearly all composite moduli too, and suffices for roots of unity of order 2^k.
+        Euler's criterion fails for nearly all composite moduli, too.
         """
         p = self.modulus
         if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
@@ -72,10 +67,6 @@ class Field:
             raise ConfigError(f"{self.name} has no root of unity of order {clipped(order)}: it does not divide p - 1")
         return pow(self.generator, (self.modulus - 1) // order, self.modulus)
 
-    def montgomery_radix(self, limb_bits: int, limbs: int) -> int:
-        """Return R = 2^(limb_bits limbs) mod p, of the Montgomery form x R."""
-        return (1 << limb_bits * limbs) % self.modulus
-
     def montgomery_inverse(self, limb_bits: int) -> int:
         """Return -1/p mod 2^limb_bits, the factor of one step of Montgomery's reduction."""
         return -pow(self.modulus, -1, 1 << limb_bits) % (1 << limb_bits)
@@ -86,19 +77,6 @@ class Field:
             raise ValueError(f"{value} does not fit in {limbs} limbs of {limb_bits} bits")
         mask = (1 << limb_bits) - 1
         return tuple(value >> limb_bits * i & mask for i in range(limbs))
-
-
-@dataclass(frozen=True, slots=True)
-class QuadraticField:
-    """base[u] / (u^2 + 1): pairs c0 + c1 u, c0 first. -1 is no square in the base, whose modulus is 3 mod 4."""
-
-    name: str
-    base: Field
-
-    def __post_init__(self) -> None:
-        """Refuse a base in which u^2 + 1 factors."""
-        if self.base.modulus % 4 != 3:
-            raise ValueError(f"{self.name}: -1 is a square mod {self.base.modulus}")
 
 
 # The moduli q (of coordinates) and r (the order) are polynomials in a curve's parameter. Sources: Barreto and Naehrig,
@@ -123,9 +101,6 @@ FIELDS = {
 }
 """Field name -> Field. Generators are the least primitive roots. snarkjs takes 5 for bls12_381_fr: its transforms use
 other roots of unity than generator^((p - 1) / n)."""
-
-FQ2 = {name: QuadraticField(f"{name}2", FIELDS[name]) for name in ("bn254_fq", "bls12_381_fq")}
-"""Name of the base field -> its quadratic extension, where the coordinates of G2 live."""
 
 
 def field_of(name: str) -> Field:

@@ -1,13 +1,13 @@
-"""A field's programs, assembled from its constants and the C files of this folder.
+"""A field's programs, assembled from its constants and the C and WGSL files of this folder.
 
-Two C dialects share the kernels (kernel.c) and the elements (limbs.h; word.h with goldilocks.h,
-mersenne61.h or babybear.h):
+Two C dialects share the kernels (kernel.c) and the elements (limbs.h; word.h with goldilocks.h, mersenne61.h or
+babybear.h):
 
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
 
-FIELD in a file is replaced by a prefix, so that one program can contain several fields. llvm_kernels.py builds the
-CPU's dialect.
+FIELD in a file is replaced by a prefix, so that one program can contain several fields. WGSL has field.wgsl and a body
+for each entry; llvm_kernels.py builds the CPU's dialect.
 """
 
 from __future__ import annotations
@@ -50,12 +50,9 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram:
-    """A Builder (see runtime/compilation/kernel.py) of CUDA C++ whose text is written (2 ms and more) when compiled.
+    """A Builder of CUDA C++ whose text, portable.h and what `write` returns, is made only to compile it.
 
-    Attributes:
-        arguments: everything that the text depends on except the sources.
-        folders: folders of the package with the sources.
-        write: returns the text that follows portable.h.
+    The text depends on `arguments` and the sources in `folders` of the package.
     """
 
     arguments: str
@@ -81,9 +78,7 @@ def montgomery_radix(field: Field) -> int:
 
 @functools.cache
 def kernel_source(field: Field, entry: str | None = None, checked: bool = False) -> KernelSource:
-    """Return the field's functions on arrays in every dialect that it has, or only one of entries(field).
-
-    Only the source of one entry has the dialect "wgsl".
+    """Return the field's functions on arrays, or only one of entries(field), which then also has the dialect "wgsl".
 
     All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry. `checked`, for elementwise
     entries in C: a word follows the pointers, which is set to 1 where an element read is not below the modulus.
@@ -121,17 +116,12 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
 
 
 def field_text(field: Field, prefix: str, dialect: str) -> str:
-    """Return a field's elements and arithmetic for the C dialects, to follow portable.h.
+    """Return a field's elements and arithmetic in dialect "portable" or "cuda", to follow portable.h.
 
     The prefix is the type of an element, and begins the names of its functions: PREFIX_add, _sub, _mul, _square (in
-    Montgomery form), _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
-
-    Args:
-        prefix: an identifier that begins with no other field's prefix in the program.
-        dialect: "portable" or "cuda"; the same text for a field of one word.
-
-    Raises:
-        ConfigError: unknown dialect, or a modulus without a spare bit in 32 bits or an even number of words.
+    Montgomery form), _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store. No
+    other prefix in the program may begin with it. ConfigError for a modulus without a spare bit in 32 bits or an even
+    number of words.
     """
     if dialect not in ("portable", "cuda"):
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
@@ -347,12 +337,9 @@ fn store_{name}(index: i32, value: Element) {{
 
 
 def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...], inverses: int) -> str:
-    """Return the module of one entry of a field.
+    """Return the module of one entry, whose arguments have these names, arrays first.
 
-    Args:
-        canonical: see field_wgsl.
-        names: the entry's arguments, arrays first.
-        inverses: elements that a thread inverts together.
+    A thread inverts `inverses` elements.
     """
     arrays = [name for name in names if name not in _NUMBERS]
     simple = entry in _MAPS and "exponent" not in arrays

@@ -30,11 +30,7 @@ Limbs = list[str]
 
 
 class _Chains:
-    """A sequence of PTX instructions. Each result is a new register; None among limbs is a zero that needs none.
-
-    Attributes:
-        operands: the limbs of each argument.
-    """
+    """A sequence of PTX instructions. Each result is a new register; None among limbs is a zero that needs none."""
 
     def __init__(self, inputs: int, limbs: int) -> None:
         self.operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
@@ -51,14 +47,10 @@ class _Chains:
     def products(
         self, sums: list[str | None], at: int, factors: Sequence[str], y: str, carry: bool = False, last: bool = False
     ) -> None:
-        """Add (factors[0] + factors[1] 2^64 + ...) y 2^(32 at) to the sums, in one chain.
+        """Add (factors[0] + factors[1] 2^64 + ...) y 2^(32 at) to the sums, which are changed, in one chain.
 
-        Args:
-            sums: limbs; changed. Where the highest product has one limb there, its upper half is lost.
-            factors: of the 64-bit products.
-            y: their other factor.
-            carry: the flag holds a carry into the chain.
-            last: nothing is carried out.
+        The upper half of the highest product is lost where it has one limb there. `carry`: the flag holds a carry into
+        the chain; `last`: nothing is carried out.
         """
         end = at + 2 * len(factors)
         wide, low = (factors[:-1], factors[-1]) if end > len(sums) else (factors, None)
@@ -145,8 +137,7 @@ class _Field:
     def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
         """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, as for BLS12-381's scalars.
 
-        NVIDIA's compiler turns a product by 2^32 - 1, and neg, into the same difference, but then splits 48 of the 128
-        wide products of a multiply into low and high ones (CUDA 13, sm_90a).
+        NVIDIA's compiler turns a product by 2^32 - 1, and neg, into the same difference, but then splits wide products.
         """
         if self.inverse == "0xffffffff":
             return do.do("sub.u32", None, lowest)
@@ -238,16 +229,14 @@ class _Field:
 def ptx_macros(field: Field, prefix: str) -> str:
     """Return macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y) and _SQUARE (z, x), of variables with `.limb`.
 
-    Operands are below p, but y of a multiply may be any number of n limbs; results are below p. In Montgomery form,
-    R = 2^(32 n). If p has two spare bits, p < 2^(32 n - 2), there are also _DOT2 (z, x, y, v, w), x y + v w, and:
+    The field has an even number n of 32-bit limbs and p < 2^(32 n - 1). Operands are below p, but y of a multiply may
+    be any number of n limbs; results are below p, in Montgomery form with R = 2^(32 n). If p < 2^(32 n - 2), there are
+    also _DOT2 (z, x, y, v, w), x y + v w, and:
 
         _SHOUP (z, x, y, v)   x y mod p, below (1 + x / R + 2^-28) p; v = floor(y R / p), y < p, and any x
         _LAZY_ADD (z, x, y)   x + y
         _LAZY_SUB (z, x, y)   x + 2 p - y, of y below 2 p
         _LAZY_REDUCE (z, x)   x - 2 p where x is no less
-
-    Args:
-        field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
     """
     of = _Field(field)
     operations = {"ADD": (of.add, 2), "SUB": (of.sub, 2), "MUL": (of.mul, 2), "SQUARE": (of.square, 1)}

@@ -35,10 +35,7 @@ def tail_of(field: Field) -> Shape:
 
 
 def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
-    """Check that an array of this dtype and shape can be words of the field; the name is for messages.
-
-    UnsupportedDtype says what to do with another dtype; ShapeError if the last axis is not the limbs.
-    """
+    """Check that an array of this dtype and shape can be words of the field; errors say what to do."""
     wanted = dtype_of(field)
     if dtype != wanted.name:
         if dtype == wanted.name.removeprefix("u"):
@@ -133,10 +130,10 @@ def random(field: Field, shape: Shape) -> Words:
     except (MemoryError, OverflowError):
         size = n * field.size_bytes
         raise OutOfMemory(f"{n:,} elements of {field.name} take {size:,} bytes, which this host has not") from None
-    missing = np.flatnonzero(not_below(field, words))
+    missing = not_below(words, field.modulus)
     while missing.size:
         words[missing] = _bits(field, missing.size)
-        missing = missing[not_below(field, words[missing])]
+        missing = missing[not_below(words[missing], field.modulus)]
     return words.reshape((*shape, *tail_of(field)))
 
 
@@ -147,10 +144,13 @@ def _bits(field: Field, n: int) -> Words:
     return words
 
 
-def not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
-    """Return the mask of the elements of words, (n, limbs), that are not below the modulus."""
-    mask = np.ones(len(words), np.bool_)
-    for column, limb in zip(words.T, field.words(field.modulus, field.word_bits, field.limbs), strict=True):
-        word = words.dtype.type(limb)
-        mask = (column > word) | ((column == word) & mask)
-    return mask
+def not_below(words: Words, modulus: int) -> npt.NDArray[np.intp]:
+    """Return the indices, ascending, of the rows of words (n, limbs) that are not below the modulus."""
+    bits, unsigned = 8 * words.itemsize, words.dtype.type
+    limbs = [unsigned(modulus >> bits * i & (1 << bits) - 1) for i in range(words.shape[1])]
+    rows = np.flatnonzero(words[:, -1] >= limbs[-1])  # few, except of random words and in malicious files
+    wrong = np.ones(len(rows), np.bool_)
+    for column, limb in enumerate(limbs if len(rows) else ()):  # the last that differs decides
+        part = words[rows, column]
+        wrong = (part > limb) | ((part == limb) & wrong)
+    return rows[wrong]

@@ -39,8 +39,7 @@ _TASK_POINTS = 1 << 20
 """Largest number of points of a task, whose memory is about 50 bytes a point on BN254 G1."""
 
 _GROUP_POINTS = 1 << 14
-"""Largest number of points times windows of a task with several windows. Rounds of few additions wait for their
-inversion, about 20 us; with four times as many points tasks are no faster and take four times the memory."""
+"""Largest number of points times windows of a task with several windows: more are no faster and take more memory."""
 
 _RANGE_POINTS = 256
 """Smallest range of points that is split off to occupy a core."""
@@ -65,15 +64,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """The division of a sum into windows and tasks.
+    """The division of a sum into digits of `bits` bits, and tasks of `parts` ranges of points and `group` windows.
 
-    Attributes:
-        bits: bits of a digit, c.
-        windows: digits of a scalar.
-        parts: ranges of points per window.
-        group: windows of a task.
-        shared: the multiples 2^(c j) P of the points are stored, so that all windows share one set of buckets and a
-            task is a range of points with all windows.
+    `shared`: the multiples 2^(c j) P of the points are stored, so that all windows share one set of buckets and a task
+    is a range of points with all windows.
     """
 
     bits: int
@@ -156,13 +150,7 @@ def shared_cpu_plan(curve: Curve[Any], n: int) -> CpuPlan | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The tasks of a plan for a number of points, and a worker's memory.
-
-    Attributes:
-        rows: CpuPlan.tasks.
-        step: distance between sets of buckets, including bucket 0.
-        offsets, scratch: bytes: of a worker's arrays, and their size.
-    """
+    """The tasks of a plan (CpuPlan.tasks), the distance between sets of buckets, and a worker's offsets and bytes."""
 
     plan: CpuPlan
     rows: npt.NDArray[np.int64]
@@ -172,18 +160,12 @@ class _Tasks:
 
 
 class CpuBases:
-    """The n points of a curve in the form of the CPU kernels.
-
-    `shared` is the plan of the stored multiples; None where there are none.
-    """
+    """The n points of a curve in the form of the CPU kernels, with their multiples by the plan `shared`, if any."""
 
     def __init__(self, curve: Curve[Any], points: U64, form: str = "", shared: CpuPlan | None = None) -> None:
-        """Convert points, and compute their multiples; raises UnsupportedCase for 2^31 points or more.
+        """Convert affine points, Montgomery form x R, not checked.
 
-        Args:
-            points: affine, Montgomery form x R, (n, ...) words; not checked.
-            form: "scalar" or "vector"; by default the faster one of this machine.
-            shared: a plan with multiples.
+        UnsupportedCase for 2^31 or more, with their multiples.
         """
         self.curve, self.n, self.shared = curve, len(points), shared
         self._form = form or host_form(curve.coordinates.base)
@@ -201,12 +183,7 @@ class CpuBases:
 
     @classmethod
     def of_chunks(cls, curve: Curve[Any], chunks: Iterable[U64], limit: int) -> CpuBases:
-        """Convert points chunk by chunk, so that they are not in memory twice.
-
-        Args:
-            chunks: affine, Montgomery form x R, (n, words of a point) each.
-            limit: upper bound on the number of points, below 2^31; memory of fewer points is not touched.
-        """
+        """Convert at most `limit` points chunk by chunk, so that they are not in memory twice."""
         width = math.prod(curve.shape)
         bases = cls(curve, np.empty((0, width), np.uint64))
         storage = _aligned(8 * limit * width).view(np.uint64).reshape(limit, width)
@@ -225,14 +202,9 @@ class CpuBases:
         return f"{plan.explain()}, {self._points.nbytes / 1e6:,.1f} MB"
 
     def msm(self, scalars: U64, plan: CpuPlan | None = None) -> U64:
-        """Return the sum of scalars[i] points[i], affine, Montgomery form x R.
+        """Return the sum of scalars[i] points[i], affine, Montgomery form x R; scalars (n, 4) are below the order.
 
-        Args:
-            scalars: (n, 4), below the curve's order.
-            plan: division of the work; by default the best one. Where memory is short it gets more ranges of points.
-
-        Raises:
-            OutOfMemory: the scratch of a single worker does not fit.
+        Where memory is short the plan gets more ranges of points. OutOfMemory if not even one worker's scratch fits.
         """
         workers = usable_cores()
         plan = plan or self.shared or cpu_plan(self.curve.order, self.n, workers)

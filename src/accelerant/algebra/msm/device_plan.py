@@ -1,50 +1,14 @@
-"""The division of a multi-scalar multiplication on a device, and the kernel launches that follow from it.
+"""The division of a multi-scalar multiplication on a device, its C kernels, and the launches that follow from it.
 
 A launch names its scratch arrays, so that the launches of sums of one size are computed once: the device waits until
 the first kernel starts. sort.c, bins.c, affine.c, accumulate.c and fold.c describe the kernels.
 
-Cost of affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; an addition in XYZZ
-coordinates takes 8M + 2S. On an H200, at 57.8e9 products of BN254 a second, that is 0.10 ns and 0.16 ns. With r rounds
-a bucket of k points takes (1 - 2^-r) k additions of the first kind, (2^r - 1) / 2 on average for the padding of its
-last unit, and k / 2^r of the second kind. In additions of the first kind a bucket of 64 takes 99 without rounds, and
-83, 73, 71 and 73 with 1 to 4.
-
-Bytes per pair of BN254: msm_affine_begin 168 (two entries; two x at random addresses, which cost 64 bytes each; a
-product), the first round 248 (entries, points, a product; the sum, half a product), later rounds 240. An inversion by
-divsteps takes about 20 us, in which its block idles; 64 threads and more share one, and each round waits for it once.
-
-Measured, ms on an H200: 2^22 points of BN254, windows of 17 bits, three rounds. msm_accumulate without rounds takes
-9.8.
-
-                computed    measured
-    begin           1.4        2.02
-    round 0         3.1        4.67
-    round 1         1.7        1.90
-    round 2        0.75        0.83
-    accumulate     1.25        1.18
-
-That is 10.6 instead of 8.2 without inversions, and BN254 loses 6 to 14% with any number of rounds. The computed times
-assume that products hide memory accesses. Where points are gathered, in begin and round 0, they do not: the measured
-times are about the sums of both, 0.6 + 1.3 and 3.1 + 1.8 at 4.28 TB/s. There the multiplier waits for reads at random
-addresses and for the many 32-bit moves between products. Where rows are consecutive, computed and measured times agree
-to within 12%. BLS12-381's products cost 2.2 times as much and its bytes 1.5 times: two rounds gain 6 to 9% at 2^22
-points. ROUNDS has all measurements and decides.
-
-Skewed scalars (ms on an H100, benchmarks/results/msm-h100.txt): with 2^22 equal ones a thread of msm_segments had
-16,384 segments to write, a block of msm_combine as many sums to add, and the entries of a block of bins.c one counter:
-14.2. Shared among threads and blocks these take 12.4, as uniform scalars do. Scalars of 0 and 1 took 3.2, now 2.3.
-
-Also tried, for BN254: blocks that compute their own inversions, so that a round is one kernel and no product is written
-and read again. Round 0 then takes 7.3 to 8.5 ms: a block waits for its inversion, and no other fits beside it.
-
-Fewer multiplications otherwise, for BN254 on an H100, where msm_accumulate takes 9.9 ms of 12.4 for 2^22 points:
-
-    Half scalars (Gallant, Lambert and Vanstone, CRYPTO 2001): 14 digits of 18 bits a point instead of 15 of 17, or 16
-    of 16 bits with half the buckets. At 2^22 the additions take 0.7 ms less, but the images of the points 0.2 and the
-    last digit's larger set of buckets 0.4. In one run 13.8 ms with them and 13.4 without; at 2^20 4.2 and 4.4.
-    Products by Karatsuba's method, 48 wide multiplications instead of 64 before the reduction: 1,034 in an addition
-    instead of 1,161, but 1,950 other instructions instead of 1,000, and 144 registers, or spills. 11.1 ms instead of
-    9.2 over 59 million digits, 10.5 with the method in single products only. Fewer resident threads do not help.
+Affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; an addition in XYZZ
+coordinates takes 8M + 2S. With r rounds a bucket of k points takes (1 - 2^-r) k additions of the first kind, (2^r - 1)
+/ 2 on average for the padding of its last unit, and k / 2^r of the second kind. An inversion by divsteps takes about 20
+us, in which its block idles; 64 threads and more share one, and each round waits for it once. Where points are
+gathered, products do not hide the memory accesses: BN254 loses 6 to 14% with any number of rounds, BLS12-381, whose
+products cost 2.2 times as much and its bytes 1.5 times, gains 6 to 9% at 2^22 points.
 """
 
 from __future__ import annotations
@@ -69,12 +33,13 @@ from accelerant.runtime.recorded_launch import compiled, on_forget
 _PRODUCTS_PER_ENTRY = 10
 _PRODUCTS_PER_BUCKET = 30
 """Costs that determine the window: one addition of an affine point per entry, and a bit more than two of the additions
-of fold.c per bucket. On an H200 an entry takes 0.17 ns, a bucket 0.5 to 0.7."""
+of fold.c per bucket.
+"""
 
 _CROWDED_BITS = (6, 10)
 """A highest digit of fewer bits puts all points into few buckets, whose counters are contended and whose points are
-summed in parts; it is counted as that many digits more. On an H200, 2^18 points of BN254, windows of 14, 15 bits: 1.64,
-1.42 ms."""
+summed in parts; it is counted as that many digits more.
+"""
 
 _MAX_WINDOW = 22
 _FEW_BUCKETS, _THREADS = 1 << 15, 1 << 16
@@ -87,45 +52,22 @@ _MIN_CHUNK = 1024
 
 ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {12: ((3 << 23, 2),)}
 """32-bit limbs of a coordinate -> (entries of a chunk, rounds of affine.c), most entries first: rounds from that many
-entries on; none for other limbs. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB instead of 1.0. Measured
-on an H200, ms without rounds and with 1, 2, 3 or 4; "kept" over points whose multiples are stored:
-
-    BN254 G1             2^20    4.12   1: 4.46    2: 4.58
-                         2^22   13.69   2: 14.41   3: 14.87
-                         2^23   26.40   3: 29.3
-                   kept  2^20    3.70   2: 4.21
-                         2^22   12.77   2: 13.64
-    BLS12-381 G1         2^20    8.30   1: 8.11    2: 8.22
-                         2^21   15.20   2: 14.41
-                         2^22   29.04   2: 26.29   3: 26.63   4: 27.9
-                   kept  2^20    7.09   2: 7.54
-                         2^21   13.53   2: 12.62
-                         2^22   24.67   2: 23.24   3: 23.50   4: 24.5
-                         2^23   47.70   2: 44.81
-
-The rows with rounds that are not "kept" were measured with another sort, since dropped, with which 2^22, 2^23 and 2^22
-points without rounds took 13.50, 27.74 and 28.77. The module's docstring explains why BN254 loses."""
+entries on; none for other limbs. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB instead of 1.0.
+docs/zk.md has the times.
+"""
 
 _ROUNDS_FILL = 13
-"""Average units of a bucket below which rounds pad too much. Two rounds over 2^20 points of BLS12-381 lose 6% with
-buckets of 26 points ("kept") and gain 1% with 32; over 2^21 points they gain 7% with 52 and 5% with 64."""
+"""Average units of a bucket below which rounds pad too much."""
 
 _ROUNDS_SHARE = (1.0, 0.97, 0.9)
-"""Time of an entry with no round, one, and more, relative to its products: 19.8 and 17.9 ms with none and two, over
-2^22 points of BLS12-381 whose multiples are stored."""
+"""Time of an entry with no round, one, and more, relative to its products."""
 
 _MAX_ROUNDS = 5
 _AFFINE_ENTRIES = 64
 """Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
 
 _BINNED_ENTRIES = 1 << 21
-"""Entries from which bins.c sorts them, three launches more. BN254 on an H100 (benchmarks/results/msm-h100.txt, and for
-2^17 and 2^19 the same program), ms by counters and by bins:
-
-    2^17    2^18    2^19    2^20    2^21    2^22     2^23
-    1.42    1.77    2.85    4.50    7.66    14.31    27.77
-    1.29    1.64    2.57    3.85    6.84    12.39    23.70
-"""
+"""Entries from which bins.c sorts them, three launches more."""
 
 _INVERT_THREADS = 1 << 15
 """Threads of msm_affine_invert above which each takes more products."""
@@ -152,8 +94,7 @@ class DevicePlan:
         segment: largest number of units that one thread sums; a unit is 2^rounds points of a bucket.
         rounds: rounds of affine.c, before segments are summed.
         per_thread: log2 of the buckets of a thread of fold.c.
-        inlined, resident: for device_kernels.accumulate_source.
-        fold_inlined: for device_kernels.fold_source.
+        inlined, resident: for accumulate_source; fold_inlined: for fold_source.
         bins_fit: the device's local memory is large enough for bins.c.
     """
 
@@ -301,20 +242,10 @@ def device_plan(
     fold_inlined: bool = False,
     bins_fit: bool = True,
 ) -> DevicePlan:
-    """Return the plan with the window of the fewest products and the largest chunks that fit.
+    """Return the plan with the window of the fewest products and the largest chunks that fit free_bytes.
 
-    Args:
-        n: points, at least 1.
-        free_bytes: device memory that may be used.
-        shared, per_thread, inlined, resident, fold_inlined, bins_fit: see DevicePlan.
-        window: bits of a digit, 2 to 22.
-        segment: largest number of units of a thread, 1 to 1024.
-        rounds: rounds of affine.c, 0 to 5, over Fq2 0; by default from ROUNDS, or none where they do not fit.
-        chunk: largest number of points of a chunk.
-
-    Raises:
-        ConfigError: window, segment or rounds is out of range.
-        OutOfMemory: a chunk of 1024 points does not fit.
+    Windows have 2 to 22 bits, segments 1 to 1024 units, and there are 0 to 5 rounds, over Fq2 none; by default those of
+    ROUNDS, or none where they do not fit. ConfigError for others, OutOfMemory if a chunk of 1024 points does not fit.
     """
     if window is not None and not 2 <= window <= _MAX_WINDOW:
         raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")
@@ -392,12 +323,7 @@ def _best_plan(
 
 
 class Chunk(NamedTuple):
-    """The `size` points that are summed at once.
-
-    Attributes:
-        n: number of points of the whole sum, the distance of two windows' multiples.
-        scalars, points: rows of the first one in the arrays.
-    """
+    """The `size` of `n` points that are summed at once; scalars and points are the rows of the first one."""
 
     size: int
     n: int
@@ -632,11 +558,9 @@ def bins_source() -> KernelSource:
 def accumulate_source(
     curve: Curve[Any], inlined: bool | None = None, resident: int | None = None, rows: bool = False
 ) -> KernelSource:
-    """Return the kernel of accumulate.c.
+    """Return the kernel of accumulate.c, by default compiled as in ACCUMULATION.
 
-    Args:
-        inlined, resident: by default as in ACCUMULATION.
-        rows: a segment's points are consecutive, as rounds of affine.c leave them; otherwise entries index them.
+    `rows`: a segment's points are consecutive, as rounds of affine.c leave them; otherwise entries index them.
     """
     inlined, resident = _accumulation(curve, inlined, resident)
     name = "accumulate" + "_rows" * rows + f"_{resident}" + "_inlined" * inlined
@@ -666,11 +590,7 @@ def affine_source(curve: Curve[Any], inlined: bool | None = None, resident: int 
 
 @functools.cache
 def fold_source(curve: Curve[Any], inlined: bool = False) -> KernelSource:
-    """Return the kernels of fold.c.
-
-    Inlined, independent products overlap, which helps where there are too few threads to hide their latency;
-    compilation takes about five times as long.
-    """
+    """Return the kernels of fold.c; inlined, independent products overlap, but compilation takes five times as long."""
     sizes = {"MSM_REDUCE_BLOCK": reduce_block(curve), "MSM_FEW": _THREAD_SEGMENTS}
     return _source(curve, "fold" + "_inlined" * inlined, ("fold.c",), _FOLD, sizes, inlined)
 

@@ -97,11 +97,9 @@ class WorkerMemory(NamedTuple):
         ends: per bucket, set by set, including 0: end of its entries; the end of bucket 0 is the start of bucket 1.
         slots: per bucket: its first slot.
         left: per bucket: its number of slots that are not summed yet.
-        single: entries left over in the first round, at most one per bucket.
-        single_slot: their slots.
+        single: entries left over in the first round, at most one per bucket; single_slot: their slots.
         entries: all entries of the task, by bucket.
-        a, b: sources of pairs, entries or slots.
-        z: slots of their sums.
+        a, b: sources of pairs, entries or slots; z: slots of their sums.
         points: slots, affine points.
     """
 
@@ -118,16 +116,11 @@ class WorkerMemory(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """The i64 values of a task.
+    """The i64 values of a task: ranges of windows and points, and 2^(bits - 1) buckets in each set.
 
     Attributes:
-        windows, points: the first and the end of a range.
-        stride: distance of a window's multiples of the points from the previous window's, in points; 0 without
-            multiples.
+        stride: distance of a window's multiples of the points from the previous window's, or 0 without multiples.
         n: number of points, the length of a column of words.
-        bits: bits of a digit, c.
-        buckets: 2^(c - 1).
-        sets: sets of buckets.
         step: distance between two windows' sets in WorkerMemory: buckets + 1, or 0 where all windows share one set.
     """
 

@@ -2,6 +2,12 @@
 
 Words are arrays in the memory spaces of algebra.field, every element below the modulus, in canonical or in Montgomery
 form: a transform is a sum of products with constants, so it preserves either form.
+
+The factors in tables are Montgomery forms x R mod p (R of algebra.field.program.montgomery_radix): a product with one
+divides by R. If an arithmetic divides by another L, its factors are x L mod p. On the CPU the field's kernel multiplies
+twiddles, and Python computes one column only. On devices powers.c computes them from the squares of three numbers: no
+CPU kernel is compiled and no table copied. The roots of devices' kernels are few, so the host computes them: a block's
+factor is the root to the power of its bit-reversed number (kernel.c).
 """
 
 from __future__ import annotations
@@ -46,14 +52,10 @@ def transform(
     space: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None,
     verdict: Verdict | None = None,
 ) -> Any:  # fmt: skip
-    """Transform along the last axis of the elements' shape; see accelerant.zk.ntt.
+    """Transform along the last axis of the elements' shape, which has 2^k points; see accelerant.zk.ntt.
 
-    Args:
-        x: words; the last axis of the elements' shape has 2^k points, k from 1 to LOG_MOST.
-        coset: g, not 0; 1 for none.
-        order: one of plan.ORDERS.
-        out: words for the result, which may be x; new ones by default.
-        verdict: set if an element of x is not below the modulus; on CUDA devices.
+    `coset` is g, 1 for none; `out` may be x. A verdict, on CUDA devices, is set if an element of x is not below the
+    modulus.
     """
     record, n, batch = _case(space, field, tuple(x.shape), inverse, coset != 1, order)
     if not batch:
@@ -114,10 +116,7 @@ class _Plans:
         self._lock = fork_safe(threading.Lock())
 
     def get(self, key: Hashable, make: Callable[[], NttPlan]) -> NttPlan:
-        """Return the plan of a key, made if there is none: outside the lock, since that takes up to seconds.
-
-        Two threads may make the same plan; both get that of the first to finish.
-        """
+        """Return a key's plan, made if there is none, outside the lock: of two threads both get the first one's."""
         with self._lock:
             plan = self._kept.get(key)
             if plan is not None:
@@ -244,8 +243,7 @@ class Division:
         tile: elements of a block, and of a transform of one pass.
         radix: elements of a thread; at most 4.
         table: most elements of a table of twiddles; beyond, a twiddle is the product of two.
-        resident: see Tile.
-        resident_along: `resident` of passes along the rows on both sides, if it differs.
+        resident_along: `resident` (see Tile) of passes along the rows on both sides, if it differs.
     """
 
     rows: int
@@ -268,12 +266,7 @@ class Division:
 
 
 def division_of(field: Field, backend: str = "") -> Division:
-    """Return the division of a field's transforms: the fastest of benchmarks/tune_zk.py on an H200.
-
-    Milliseconds of 2^20 and 2^24 points there, the memory cold: bn254_fr 0.195 and 3.16. Goldilocks, radix 16 with
-    shifts as inner factors, all twiddles in tables: 0.034 and 0.380 with registers for two blocks of 256 threads, 0.037
-    and 0.36 for three. BabyBear 0.021, and 0.094 for 2^23.
-    """
+    """Return the division of a field's transforms: the fastest of benchmarks/tune_zk.py on an H200."""
     if backend == "webgpu":  # 16 KiB of workgroup memory is what every device has
         return Division(rows=8, tile=9, radix=1, table=20)
     if field.limbs > 1:
@@ -324,8 +317,7 @@ class DeviceNttPlan:
     def _prepare(self, number: int, elements: int, *arrays: Any) -> Callable[..., None]:
         """Return and cache a launch with all arguments but x, z and a verdict: small transforms are bound by the host.
 
-        On CUDA the arguments are packed once. From Hopper on, a pass is launched while the preceding one ends, and its
-        kernel waits for that (see kernel.c).
+        From Hopper on, a pass is launched while the preceding one ends, and its kernel waits for that (see kernel.c).
         """
         step, tile, space, tables = self.passes[number], self._tiles[number], self._space, self._pointers[number]
         kernel = _device_kernel(self.field, step.variant, tile, self._shifts, space, len(arrays) > 2)
@@ -351,10 +343,7 @@ class DeviceNttPlan:
         return start
 
     def retire(self) -> None:
-        """Wait for launches that read the tables on any stream, before their memory is reused.
-
-        A thread that launches the plan from now on sees `retired`, and waits too.
-        """
+        """Wait for launches that read the tables on any stream, before their memory is reused."""
         self.retired = True
         self._space.provider.synchronize(self._space.index)
 
@@ -375,10 +364,8 @@ longer than the products; for a large one enough for several cores."""
 class Tables:
     """The factors of a pass, on the host or in a device's memory; None for those that it does not have.
 
-    Attributes:
-        roots: (rows / 2, ...), powers of the pass's root; on devices as roots_of returns them.
-        before, after: (rows, ...).
-        low, high: (rows, 2^log_low, ...) and (rows, 2^(log_inner - log_low), ...); high if twiddles are split.
+    `roots` are powers of the pass's root, (rows / 2, ...), on devices as of roots_of; `before` and `after` (rows, ...);
+    `low` and `high`, if twiddles are split, (rows, 2^log_low, ...) and (rows, 2^(log_inner - log_low), ...).
     """
 
     roots: Any

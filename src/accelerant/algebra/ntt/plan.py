@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.ntt.reference import bit_reversed
+from accelerant.algebra.field.parameters import Field, field_of
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
 """Orders of input and output; in "natural" both are."""
@@ -63,10 +62,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The index of an element: row r of column t is at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row.
-
-    The digits of t are those of Pass.digits, the lowest first.
-    """
+    """Row r of column t is at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row."""
 
     column: tuple[int, int, int]
     row: int
@@ -106,14 +102,10 @@ class Twiddles:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a transform.
+    """One pass: 2^log_rows rows, a root of that order, a factor for each row before and after, or None.
 
     Attributes:
-        log_rows: log2 A.
         digits: bits of the two lowest digits of a column's number.
-        reads, writes: indices of the elements.
-        root: of order A.
-        before, after: a factor for each row, or None.
         log_low: a twiddle of column c is low[row, c mod 2^log_low] high[row, c >> log_low].
     """
 
@@ -175,11 +167,7 @@ def make_passes(
 ) -> tuple[Pass, ...]:
     """Return the passes of transforms of 2^(sum of logs) points, in the order of execution.
 
-    Args:
-        logs: log2 of A, B, C; their product divides p - 1.
-        coset: g, not 0; 1 for none.
-        order: one of ORDERS.
-        log_table: log2 of the most elements of a table of twiddles; beyond, twiddles are products of two tables.
+    Logs are log2 of A, B, C. Tables of twiddles have at most 2^log_table elements; beyond, two are multiplied.
     """
     transform = _Transform(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
     numbers = range(len(transform.logs))
@@ -254,3 +242,53 @@ def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], Layout, La
     first, second = 1 << logs[0], 1 << logs[1]
     reads = Layout((n // first, n // (first * second), n), 1)
     return (logs[0], logs[1]), reads, Layout((1, first, n), first * second)
+
+
+def bit_reversed(index: int, bits: int) -> int:
+    """Return the number whose lowest `bits` bits are those of the index in the opposite order."""
+    return int(f"{index:0{bits}b}"[::-1], 2) if bits else 0
+
+
+def permuted(x: Sequence[int]) -> list[int]:
+    """Return 2^k numbers in bit-reversed order."""
+    bits = len(x).bit_length() - 1
+    return [x[bit_reversed(i, bits)] for i in range(len(x))]
+
+
+def ntt_reference(
+    x: Sequence[int], *, field: str, inverse: bool = False, coset: int = 1, order: str = "natural"
+) -> list[int]:
+    """Transform by halves, n / 2 log2 n products, in any order of accelerant.algebra.ntt.plan.
+
+    Source: Cooley and Tukey 1965, Mathematics of Computation 19(90), pages 297 to 301.
+
+    ConfigError for an unknown field, or one without a root of unity of that order.
+    """
+    row, n = field_of(field), len(x)
+    p, w = row.modulus, row.root_of_unity(n)
+    if order == "bit_reversed_to_natural":
+        x = permuted(x)
+    if inverse:
+        y, unscaled, scale = _halves(x, pow(w, -1, p), p), pow(coset, -1, p), pow(n, -1, p)
+        y = [value * scale % p for value in _scaled(y, unscaled, p)]
+    else:
+        y = _halves(_scaled(x, coset, p), w, p)
+    return permuted(y) if order == "natural_to_bit_reversed" else y
+
+
+def _scaled(x: Sequence[int], base: int, p: int) -> list[int]:
+    """Return x_i base^i."""
+    power, scaled = 1, []
+    for value in x:
+        scaled.append(value * power % p)
+        power = power * base % p
+    return scaled
+
+
+def _halves(x: Sequence[int], w: int, p: int) -> list[int]:
+    n = len(x)
+    if n == 1:
+        return list(x)
+    even, odd = (_halves(x[first::2], w * w % p, p) for first in (0, 1))
+    odd = _scaled(odd, w, p)
+    return [(a + b) % p for a, b in zip(even, odd, strict=True)] + [(a - b) % p for a, b in zip(even, odd, strict=True)]

@@ -32,13 +32,10 @@ _LOG_TURN = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The division of a block's work; the first three are log2.
+    """The division of a block's work.
 
-    Attributes:
-        rows: rows of a column.
-        columns: columns of a block.
-        radix: elements of a thread, in registers; at most rows, and 4.
-        resident: blocks per NVIDIA multiprocessor for which registers must suffice; 0 leaves it to the compiler.
+    Log2 of the rows of a column, the columns of a block, and the elements of a thread (at most rows, and 4); blocks per
+    NVIDIA multiprocessor for which registers must suffice, or 0.
     """
 
     rows: int

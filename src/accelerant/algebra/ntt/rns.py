@@ -1,12 +1,16 @@
-"""Polynomials mod X^n + 1 in a residue number system (RNS): bases of primes, their tables, and launches.
+"""Polynomials mod X^n + 1 in a residue number system (RNS): bases of primes, their tables, launches, and CPU kernels.
 
 A polynomial is rows of n coefficients, one row for each prime of a base, as words of 32 bits. Bases are parts of one
-RnsPrimes: those from `first` on. rns.c describes the kernels, rns_llvm.py writes them for the CPU. A product in the
-transformed domain is divided by R = 2^32, which the inverse transform of products multiplies by.
+RnsPrimes: those from `first` on. rns.c describes the kernels; the CPU has the same entry points and bounds in LLVM IR.
+A product in the transformed domain is divided by R = 2^32, which the inverse transform of products multiplies by.
 
 Conversions of base are those of Halevi, Polyakov and Shoup (CT-RSA 2019, eprint 2018/117, section 2.2), with
 fixed-point numbers of 57 bits instead of floating point: exact for |x| < Q (1/2 - 2^-22), and beyond that off by one Q
 at most.
+
+In LLVM IR a register has `lanes` neighbouring coefficients. Products of two registers are those of the even and of the
+odd lanes, as 64-bit numbers ("halves"). A transform does two levels at a time from memory to memory while the pairs are
+registers apart, and the last log2(lanes) + 1 levels, the first of an inverse, in two registers that exchange lanes.
 """
 
 from __future__ import annotations
@@ -146,9 +150,7 @@ class RnsPrimes:
     def transform(self, z: Any, first: int, count: int, *, inverse: bool = False, products: bool = False) -> None:
         """Transform rows in place, from natural order to bit-reversed, or the inverse: back.
 
-        Args:
-            first, count: row r belongs to prime first + r mod count.
-            products: the rows are products, or sums of such, by `dot`.
+        Row r belongs to prime first + r mod count; `products`: the rows are products, or sums of such, by `dot`.
         """
         rows, entry = math.prod(z.shape[:-1]), "inverse" if inverse else "forward"
         arrays, place = (z, self.roots, self.numbers), (first, count, self.log_n)
@@ -188,10 +190,8 @@ class RnsPrimes:
     ) -> None:  # fmt: skip
         """Store sums of products over R: z[b, h] = sum_t x[b, t] y[b, h, t], each of `count` rows; see rns_dot.
 
-        Args:
-            batch, parts, terms: numbers of b, h and t.
-            x_at: the first row of x, and the rows from one b, and one t, to the next.
-            y_at, z_at: also of one h, in the order (first, b, h, t).
+        There are batch, parts and terms of b, h and t. x_at is the first row of x, and the rows from one b, and one t,
+        to the next; y_at and z_at also those of one h, in the order (first, b, h, t).
         """
         rows = batch * parts * count
         scalars = (first, count, self.log_n, terms, parts, *x_at, *y_at, *z_at, rows)
@@ -203,11 +203,8 @@ class RnsPrimes:
     ) -> Any:  # fmt: skip
         """Convert polynomials of x to rows of z, and return z.
 
-        x_at, a_at, z_at: the rows of a polynomial, and the first one to use.
-
-        Args:
-            a: what a fused conversion adds a multiple of.
-            keep: copy the sources to the rows of z from here on.
+        x_at, a_at, z_at: the rows of a polynomial, and the first one to use. A fused conversion adds a multiple of a.
+        From row `keep` of z on the sources are copied.
         """
         polynomials = math.prod(x.shape[:-1]) // x_at[0]
         arrays = (x, x if a is None else a, z, conversion.table)
@@ -221,8 +218,8 @@ class RnsPrimes:
     ) -> Conversion:  # fmt: skip
         """Return the constants of a conversion, of which `divide` divides both out and fused mod the targets.
 
-        Of the sources, all above 2^25, there are at most MOST_SOURCES, and each product of one with a target prime is
-        below a quarter of that times 2^32.
+        There are at most MOST_SOURCES sources, all above 2^25; a source times a target is below a quarter of that times
+        2^32.
         """
         product = math.prod(sources)
         words: list[int] = []

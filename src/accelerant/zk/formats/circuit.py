@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import (
     U64,
@@ -37,7 +38,6 @@ from accelerant.zk.formats.container import (
     Layout,
     MappedFile,
     check_below,
-    first_not_below,
     prime_bytes,
     read_family,
     words_of,
@@ -216,9 +216,9 @@ class R1cs(MappedFile):
                 first = int(wrong.argmax())
                 at = 4 * int(positions[first])
                 raise self.error(_CONSTRAINTS, at, f"wire {terms['wire'][first]} of {self.n_wires}")
-            unreduced = first_not_below(terms["value"], self._field.modulus)
-            if unreduced is not None:
-                at = 4 * int(positions[unreduced]) + 4
+            unreduced = not_below(terms["value"], self._field.modulus)
+            if unreduced.size:
+                at = 4 * int(positions[unreduced[0]]) + 4
                 raise self.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
         return entries
 
@@ -288,9 +288,9 @@ def _sorted_terms(name: str, terms: Terms, n_constraints: int, n_wires: int, mod
     for field, bound in (("row", n_constraints), ("wire", n_wires)):
         if len(terms) and terms[field].max() >= bound:
             raise ConfigError(f"{name} has {field} {terms[field].max()}; they must be below {bound}")
-    index = first_not_below(terms["value"], modulus)
-    if index is not None:
-        raise ConfigError(f"{name}[{index}] has a value that is not below r")
+    wrong = not_below(terms["value"], modulus)
+    if wrong.size:
+        raise ConfigError(f"{name}[{wrong[0]}] has a value that is not below r")
     return terms[np.lexsort((terms["wire"], terms["row"]))]
 
 

@@ -1,15 +1,21 @@
-"""The binary container of circom and snarkjs files: magic, version, sections.
+"""The binary container of circom and snarkjs files (magic, version, sections), and what sections hold in common.
 
     magic (4 bytes), u32 version, u32 number of sections, then for each section u32 id, u64 size, payload
 
-All integers are little-endian. Sections may come in any order; unknown section ids are ignored.
-Source: iden3/binfileutils, and the .r1cs format documented in iden3/r1csfile.
+All integers are little-endian. Sections may come in any order; unknown section ids are ignored. Source:
+iden3/binfileutils, and the .r1cs format documented in iden3/r1csfile.
 
 Files are untrusted. They are mapped, not read: no allocation depends on a size claimed by the file before the file is
 known to contain that many bytes. A section that extends past the end of the file, is duplicated or missing, and
 trailing bytes raise FormatError with the file, the section and the offset. The checks hold as long as no other program
 modifies the file: if a mapped file is truncated, reading it ends the process (SIGBUS), as for any mapped file.
 write_container replaces files atomically and never truncates one.
+
+Numbers take a whole number of 64-bit words (n8 bytes: 32, or 48 for coordinates of bls12_381). Points are affine, x
+then y, over Fq2 c0 then c1, in Montgomery form with R = 2^(64 limbs), the representation that the kernels use; infinity
+is all zeros. A label is u32 kind (0 contribution, 1 random beacon), u32 length of the parameters, and the parameters in
+ascending order: 1, u8 length, name in UTF-8;  2, u8 log2 of the number of beacon iterations;  3, u8 length, beacon
+bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
 
@@ -259,12 +266,7 @@ class MappedFile(ABC):
 
 
 class Cursor:
-    """A sequential reader of one section; reading past its end raises FormatError.
-
-    Attributes:
-        section: id of the section.
-        at: offset of the next byte in the payload.
-    """
+    """A sequential reader of one section, `at` a byte of the payload; reading past its end raises FormatError."""
 
     def __init__(self, file: MappedFile, number: int) -> None:
         self.file, self.section, self.at = file, number, 0
@@ -316,14 +318,10 @@ _ANYONE, _OWNER = 0o666, 0o600
 
 
 def writable_target(path: FilePath) -> Path:
-    """Resolve the path of a file to write; call it before an expensive computation.
+    """Resolve the path of a file to write, or raise ConfigError; call it before an expensive computation.
 
     A rename would replace a device or a pipe, and a symlink rather than its target: symlinks are followed, and anything
     but a regular file is refused.
-
-    Raises:
-        ConfigError: the directory does not exist, the path is invalid, or it names a directory, a device, a pipe or a
-            loop of symlinks.
     """
     requested, mode = _path(path), None
     try:
@@ -348,14 +346,8 @@ def write_container(
 ) -> None:
     """Write a file atomically: to a temporary file in the same directory, which is then renamed.
 
-    Args:
-        path: an existing regular file is replaced; of a symlink, its target.
-        sections: id -> bytes and contiguous little-endian arrays, concatenated.
-        secret: make the file readable by its owner only.
-
-    Raises:
-        ConfigError: path does not name a regular file (writable_target).
-        OSError: the directory is not writable or the disk is full; an existing file is unchanged.
+    Sections are bytes and contiguous little-endian arrays, concatenated. A `secret` file is readable by its owner only.
+    On an OSError an existing file is unchanged.
     """
     target = writable_target(path)
     try:
@@ -409,12 +401,7 @@ def point_words(family: Family, degree: int) -> int:
 
 
 def read_points(cursor: Cursor, family: Family, degrees: Mapping[str, int], prefix: str = "") -> dict[str, U64]:
-    """Read a point for each name, and check that coordinates are below q; curve membership is not checked.
-
-    Args:
-        degrees: name -> 1 for a point of G1, 2 for one of G2, in file order.
-        prefix: precedes the names in messages.
-    """
+    """Read a point for each name, of degree 1 (G1) or 2 (G2); check that coordinates are below q, not membership."""
     points = {}
     for name, degree in degrees.items():
         at, what = cursor.at, prefix + name
@@ -443,23 +430,13 @@ def montgomery_points(curve: Curve[Any], points: U64) -> U64:
 # --- checks of whole sections ----------------------------------------------------------------------------------------
 
 
-def first_not_below(words: U64, modulus: int) -> int | None:
-    """Return the index of the first row of (n, limbs) words that is not below the modulus, or None."""
-    limbs = [modulus >> 64 * i & 0xFFFFFFFFFFFFFFFF for i in range(words.shape[1])]
-    rows = np.flatnonzero(words[:, -1] >= np.uint64(limbs[-1]))  # few, except in malicious files
-    wrong = np.ones(len(rows), np.bool_)
-    for column, limb in enumerate(limbs):  # from the least significant up: the last that differs decides
-        column_words, bound = words[rows, column], np.uint64(limb)
-        wrong = (column_words > bound) | ((column_words == bound) & wrong)
-    return int(rows[wrong.argmax()]) if wrong.any() else None
-
-
 def _check_words(file: MappedFile, number: int, at: int, field: Field, words: U64, what: str) -> None:
     """Raise FormatError if an element is not below the modulus; the message omits the value, which may be secret."""
-    index = first_not_below(words.reshape(-1, field.limbs), field.modulus)
-    if index is not None:
-        message = f"{what} is not below the modulus of {field.name}"
-        raise file.error(number, at + index * field.size_bytes, message)
+    wrong = not_below(words.reshape(-1, field.limbs), field.modulus)
+    if wrong.size:
+        raise file.error(
+            number, at + int(wrong[0]) * field.size_bytes, f"{what} is not below the modulus of {field.name}"
+        )
 
 
 def _chunks(words: U64) -> list[slice]:
@@ -569,18 +546,7 @@ def contribution_payloads(
     hashes: Mapping[str, tuple[bytes, int]],
     label: Label,
 ) -> list[Payload]:
-    """Encode a contribution.
-
-    Args:
-        degrees: as for read_points.
-        points: name -> words.
-        hashes: name -> bytes and their expected number.
-
-    Raises:
-        ConfigError: a hash of another size; a label of unknown kind, with a name or a beacon of more than 255 bytes, or
-            iterations_exp above 255.
-        ShapeError, UnsupportedDtype: words that are not a point's.
-    """
+    """Encode a contribution: points as for read_points, hashes with their expected size, a label; all are checked."""
     words = (words_of(points[name], point_words(family, degree), None, name) for name, degree in degrees.items())
     checked = (check_size(value, size, name) for name, (value, size) in hashes.items())
     return [*words, *checked, _label_bytes(label)]

@@ -37,6 +37,7 @@ import numpy as np
 from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import Curve, Family, endomorphism
 from accelerant.algebra.curve.weierstrass import add
+from accelerant.algebra.field.program import montgomery_radix
 from accelerant.zk.formats.container import U64
 
 _MOST = 16
@@ -120,7 +121,7 @@ def _point(curve: Curve[Any], words: U64, montgomery: bool) -> Any:
     if point is None or not montgomery:
         return point
     base = curve.coordinates.base
-    inverse = pow(base.montgomery_radix(base.word_bits, base.limbs), -1, base.modulus)
+    inverse = pow(montgomery_radix(base), -1, base.modulus)
     return tuple(curve.coordinates.times(coordinate, inverse) for coordinate in point)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import container as elements
 from accelerant.zk.formats.container import (
@@ -39,7 +40,6 @@ from accelerant.zk.formats.container import (
     MappedFile,
     Payload,
     check_points,
-    first_not_below,
     point_words,
     words_of,
     write_container,
@@ -260,10 +260,11 @@ class Zkey(MappedFile):
             check_points(self, number, curve, self._points(number), subgroup=subgroup)
         entries = self.coefficients
         for start in range(0, len(entries), _CHUNK):
-            index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
-            if index is not None:
-                at = _COUNT.size + (start + index) * COEFFICIENT.itemsize
-                raise self.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
+            wrong = not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
+            if wrong.size:
+                index = start + int(wrong[0])
+                at = _COUNT.size + index * COEFFICIENT.itemsize
+                raise self.error(_COEFFICIENTS, at, f"coefficient {index}: the value is not below r")
         if self.contributions and not np.array_equal(self.contributions[-1].delta_after, self.delta1):
             raise self.error(_CONTRIBUTIONS, 0, "delta1 of the last contribution differs from the header's")
 

@@ -118,16 +118,9 @@ class KeyPart:
     ) -> None:
         """Copy a part of a key, which may be closed afterwards, to a device.
 
-        Args:
-            space: not the host's.
-            stages: times "key: constraints" and "key: points".
-            parts: section -> (i, n): take the i-th of n parts of its points, and none of other sections.
-            free_bytes: device memory that may be taken; by default 0.8 of the free memory.
-            overlap: use a queue for each sum instead of one for all.
-
-        Raises:
-            FormatError: a coefficient is out of range.
-            OutOfMemory: the constraints alone do not fit.
+        `parts` maps a section to (i, n), the i-th of n parts of its points. At most free_bytes are taken, by default
+        0.8 of the free memory; OutOfMemory if the constraints alone do not fit. Without `overlap` all sums use one
+        queue.
         """
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
@@ -300,13 +293,10 @@ def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
 
 @dataclass(slots=True)
 class _Vectors:
-    """The scalars of a proof's sums on a device.
+    """The scalars of a proof's sums on a device, and the marks of the end of all work that uses them.
 
-    Attributes:
-        witness: (n, 4).
-        quotient, graph: the quotient of the witness, and the graph that computes it; None where it is not captured.
-        sums: section -> its sum of these scalars, and the graph that computes it, where it is captured.
-        ends: marks of the end of all work that uses the vectors.
+    `quotient` and `graph`, which computes it, are None where it is not captured; `sums` are the captured ones by
+    section.
     """
 
     witness: Words
@@ -406,12 +396,9 @@ def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
 
 
 class SectionPoints:
-    """The finite points of a section, on the host.
+    """The finite points of a section, on the host: Montgomery form, a view of the file or a copy.
 
-    Attributes:
-        curve: the points' curve.
-        words: (n, words of a point), Montgomery form, a view of the file or a copy.
-        indices: indices of the scalars that multiply the points; None for all scalars.
+    `indices` are those of the scalars that multiply the points; None for all scalars.
     """
 
     def __init__(self, curve: Curve[Any], words: U64, first: int = 0, part: tuple[int, int] = (0, 1)) -> None:

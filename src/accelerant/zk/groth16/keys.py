@@ -20,6 +20,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
+from accelerant.algebra.field.words import not_below
 from accelerant.algebra.msm.cpu import CpuBases, cpu_plan
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
@@ -27,7 +28,6 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.provider import ComputeDevice, compile_seconds
 from accelerant.zk.formats.circuit import Witness
-from accelerant.zk.formats.container import first_not_below
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
 from accelerant.zk.multi_scalar import run_sums
@@ -181,7 +181,7 @@ class HostKey:
         """See ProvingKey; each sum is computed when it is called for."""
         with stages("witness"):
             values = np.array(witness.values, np.uint64)
-            if first_not_below(values, self._rows.field.modulus) is not None:
+            if not_below(values, self._rows.field.modulus).size:
                 raise UnreducedError
 
         private = self._n_public + 1

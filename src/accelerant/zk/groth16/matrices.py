@@ -63,14 +63,9 @@ def snarkjs_scalar_field(family: Family) -> Field:
 
 @dataclass(frozen=True, slots=True)
 class SparseMatrix:
-    """A matrix in compressed sparse row format; entries of one row and column add up.
+    """A matrix of four-word values in compressed sparse row format; entries of one row and column add up.
 
-    Attributes:
-        field: field of the values; four 64-bit words.
-        starts: (n_rows + 1,): row i has the entries starts[i] to starts[i + 1].
-        columns: (n_entries,).
-        values: (n_entries, 4), any words.
-        min_columns: smallest number of columns that contains all entries.
+    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number that contains all entries.
     """
 
     field: Field
@@ -83,10 +78,7 @@ class SparseMatrix:
     def from_entries(
         cls, field: Field, n_rows: int, rows: npt.NDArray[np.integer], columns: npt.NDArray[np.integer], values: U64
     ) -> SparseMatrix:
-        """Sort n entries by row: rows (n,), columns (n,) below 2^32, and values (n, 4), any words.
-
-        Raises ShapeError for a row that is not below n_rows: kernels would write out of bounds.
-        """
+        """Sort entries of any words (n, 4) by row; ShapeError for a row beyond n_rows, where kernels would write."""
         if len(rows) and int(rows.max()) >= n_rows:
             raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")
         order = np.argsort(rows, kind="stable")
@@ -115,12 +107,8 @@ class SparseMatrix:
     def times(self, x: U64, out: U64 | None = None) -> U64:
         """Return the product, (n_rows, 4): element i is the sum of values x / R over row i, R = 2^256.
 
-        Args:
-            x: (n, 4), below the modulus, contiguous, n at least min_columns.
-            out: (n_rows, 4), contiguous, not overlapping x; allocated by default.
-
-        Raises:
-            ShapeError: other shapes: the kernel would access memory out of bounds.
+        x, (n, 4), is below the modulus, contiguous. ShapeError for too short an x or another `out`: the kernel would
+        access memory out of bounds.
         """
         limbs, shape = self.field.limbs, (self.n_rows, self.field.limbs)
         if x.shape[1:] != (limbs,) or len(x) < self.min_columns:

@@ -93,10 +93,10 @@ class _CompilerProcess:
         threading.Thread(target=self._listen, name="accelerant-precompile", daemon=True).start()
 
     def wait(self, key: str) -> None:
-        """Return once the process is not compiling the kernel: it has finished it, or not begun.
+        """Return once the process is not compiling the kernel.
 
-        A process that takes too long, or whose kernel is not in the cache afterwards, is killed. A forked child, which
-        has no thread that listens, does not wait.
+        One that takes too long, or whose kernel is not cached then, is killed. A forked child, which has no thread that
+        listens, does not wait.
         """
         if os.getpid() != self._pid:
             return

@@ -174,8 +174,7 @@ class Proof:
 def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int | None = None) -> list[int]:
     """Return a sequence of public inputs as a list, counted before they are looked at if their number is given.
 
-    UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r. The
-    list has exact integers: a subclass of int may multiply, print or compare otherwise.
+    The list has exact integers: a subclass of int may multiply, print or compare otherwise. Errors name the index.
     """
     if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
@@ -264,10 +263,7 @@ def _inputs_from_json(text: str | bytes, family: Family, n_public: int | None, n
 
 
 def parse_groth16(text: str | bytes, what: str, *, curve: str | None = None) -> tuple[Mapping[str, Any], Family]:
-    """Parse a JSON object of Groth16 and return it with its curve's family; `curve` is that of one which names none.
-
-    FormatError, which names `what`, if it is none, or of another protocol or curve; UnsupportedDtype if it is no text.
-    """
+    """Parse a JSON object of Groth16 and return it with its curve's family; `curve` is that of one which names none."""
     value = _parse(text, what)
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object, got {abbreviated(value)}")

@@ -45,14 +45,9 @@ LABEL = "INSECURE: accelerant zk setup, tau known; tests only"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraints:
-    """A circuit in memory: (A w)_i (B w)_i = (C w)_i for each row i.
+    """A circuit in memory: (A w)_i (B w)_i = (C w)_i for each row i, w_0 = 1, then the public values.
 
-    Attributes:
-        family: "bn254" or "bls12_381".
-        n_wires: size of a witness w; w_0 = 1, then the public values.
-        n_public: public inputs and outputs.
-        n_constraints: rows.
-        matrices: entries of A, B and C, (n,) of zk.formats.TERM each, values canonical; not checked to be in range.
+    `matrices` are the entries of A, B and C, of zk.formats.TERM, values canonical; not checked to be in range.
     """
 
     family: str
@@ -68,7 +63,7 @@ class Constraints:
 
     @classmethod
     def of(cls, r1cs: R1cs) -> Constraints:
-        """Read the constraints of a file; raises UnsupportedCase for custom gates, and FormatError."""
+        """Read the constraints of a file; UnsupportedCase for custom gates."""
         if r1cs.n_custom_gate_uses:
             raise UnsupportedCase(f"{r1cs.path} uses custom gates, which Groth16 cannot prove")
         return cls(r1cs.family, r1cs.n_wires, r1cs.n_public, r1cs.n_constraints, r1cs.matrices())
@@ -217,15 +212,11 @@ _CHUNK_POINTS = 1 << 16
 
 
 class FixedBaseTable:
-    """The multiples d 2^(w j) P of a point P for all digits d below 2^w, on the CPU.
+    """The multiples d 2^(w j) P of a point P for all digits d of `bits` bits and all windows j, on the CPU.
 
     s P is the sum of one entry per digit of s: windows - 1 affine additions of 6 products each, with shared inversions,
-    where double-and-add takes more than 250 additions. Times and memory accesses depend on the scalars.
-    Source: Yao's method, Knuth volume 2, section 4.6.3; Brickell et al., EUROCRYPT 1992.
-
-    Attributes:
-        bits: bits of a digit, w.
-        windows: digits of a scalar.
+    where double-and-add takes more than 250 additions. Times and memory accesses depend on the scalars. Source: Yao's
+    method, Knuth volume 2, section 4.6.3; Brickell et al., EUROCRYPT 1992.
     """
 
     def __init__(self, curve: Curve[Any], point: U64, n: int) -> None:

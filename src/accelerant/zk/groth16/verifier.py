@@ -463,16 +463,11 @@ _ADD_TERM = """
 def verifier_contract(key: VerificationKey, name: str = "Groth16Verifier") -> str:
     """Return the source of a contract with verifyProof(uint256[2], uint256[2][2], uint256[2], uint256[nPublic]).
 
-    Its signature is that of snarkjs's contract. For a circuit without public inputs the last argument is absent, since
-    Solidity has no arrays of length 0.
-
-    Args:
-        key: a verification key on BN254.
-        name: name of the contract.
-
-    Raises:
-        UnsupportedCase: another curve; Solidity 0.8 reaches pairings on BN254 only by EIP-197.
-        ConfigError: the name is not an identifier of Solidity.
+    Its signature is that of snarkjs's contract; the last argument is absent for a circuit without public inputs, since
+    Solidity has no arrays of length 0. It answers as `verify`, but False where that raises: it checks that public
+    inputs are below r and coordinates below q; the pairing's contract checks that points are on their curves and B in
+    the subgroup. Source: EIP-196 (addition 0x06 and multiplication 0x07 in G1) and EIP-197 (product of pairings 0x08,
+    c1 before c0).
     """
     family = family_of(key.family)
     if key.family != "bn254":
