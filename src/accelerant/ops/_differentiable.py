@@ -29,8 +29,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -68,7 +67,11 @@ recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
 
 _CALLS_LIMIT = 4096
-"""Maximum number of kinds of call that a fast path remembers."""
+_KINDS_LIMIT = 8
+"""Shapes of the first tensor that a fast path remembers, and kinds of call of each."""
+
+_LATEST = object()
+"""Key of the kinds of the shape that was recognized last."""
 
 _VALUES = frozenset({int, float, bool, str, tuple, type(None)})
 """Types of options that are identified by their value and type. (Torch's functions refuse 2.0 in place of 2.)"""
@@ -80,16 +83,11 @@ _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _ledger = ledger()
 _count_lock = _ledger.lock
 
-
 FEW = 2**20
 """Elements of the first tensor on a GPU below which a call that records a gradient waits for the host."""
 
-_REFUSED = object()
-"""Stored for a kind of call that torch's function does not serve as the op does."""
-
-
 _FEW_SAMPLE_EVERY = 16 * SAMPLE_EVERY
-"""One call of few elements in so many is timed: two events and a watched backward pass cost more than the call."""
+"""One such call in so many is timed: two events and a watched backward pass cost more than the call."""
 
 _guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 """What torch.compile compares tensors by; None in a torch that has moved it.
@@ -99,50 +97,49 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 """
 
 
-class _Recent(NamedTuple):
-    """A kind of call to recognize: its leading tensors, and the other arguments, which must be the same objects."""
+class _Kind(NamedTuple):
+    """What recognizes a kind of call, and what serves it: torch's function, or the op's autograd function (`apply`).
 
-    check: Callable[..., bool]
-    tensors: int
+    With neither, the public function does.
+    """
+
     length: int
-    names: tuple[str, ...]
+    tensors: int
+    check: Callable[..., bool]
     others: tuple[Any, ...]
+    names: tuple[str, ...]
     grad: bool
     few: bool
-    record: Any
+    record: Any = None
     apply: Callable[..., Any] | None = None
-    """What the public function does with the leading tensors, if it is the op's autograd function and not torch's."""
-
-    @classmethod
-    def of(
-        cls, args: tuple[Any, ...], options: Mapping[str, Any], grad: bool, few: bool, record: Any,
-        apply: Callable[..., Any] | None = None,
-    ) -> tuple[Any, ...] | None:  # fmt: skip
-        """Return what recognizes the next call of a kind; None where other arguments precede a tensor.
-
-        A plain tuple is unpacked in a fifth of the time.
-        """
-        values = (*args, *options.values())
-        tensors = sum(isinstance(x, Tensor) for x in values)
-        if _guards is None or not all(isinstance(x, Tensor) for x in values[:tensors]):
-            return None
-        check = _guards(*values[:tensors], dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return tuple(cls(check, tensors, len(values), tuple(options), values[tensors:], grad, few, record, apply))
 
 
-@dataclass(slots=True)
-class _Kind:
-    """A kind of call that torch's function serves: the ledger's record, and how to recognize it at once."""
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what tells whether other tensors differ from these in their memory alone."""
+    places = [next(at for at, other in enumerate(tensors) if other is x) for x in tensors]
+    if _guards is not None:
+        distinct = sorted(set(places))
+        check: Callable[..., bool] = _guards(
+            *[tensors[at] for at in distinct], dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        if len(distinct) == len(tensors):
+            return check
+        take = _taker(distinct)  # guards take no tensor twice
+        return lambda *xs: all(map(is_, xs, map(xs.__getitem__, places))) and check(*take(xs))
 
-    record: Any
-    recent: tuple[Any, ...] | None = None
+    def description(x: Tensor) -> tuple[object, ...]:
+        strides = x.stride() if x.layout is torch.strided else ()
+        return type(x), keys_of(x).raw_repr(), x.device, x.dtype, x.requires_grad, x.shape, strides
+
+    expected = [description(x) for x in tensors]
+    return lambda *xs: (
+        not (transforming() or _autocasts())
+        and all(type(x) in _TENSORS and description(x) == each for x, each in zip(xs, expected, strict=True))
+    )
 
 
-_RECENT = object()
-"""Key of the _Recent of the latest call."""
-
-_NONE = tuple(_Recent(lambda: False, tensors=0, length=-1, names=(), others=(), grad=False, few=False, record=None))
-"""What recognizes no call."""
+def _equal(values: Sequence[object], others: Sequence[object]) -> bool:
+    return all(type(x) is type(y) and x == y for x, y in zip(values, others, strict=True))
 
 
 class _Taken(threading.local):
@@ -164,29 +161,25 @@ class CpuFastPath:
     dispatch finds that torch's implementation alone serves a case, DifferentiableOp runs it with autograd recording
     (`run`). The ledger counts the forward call, with the reason, and observes a sample of the backward passes.
 
-    Validation, the case and its plan then take another 2 to 15 us, and several times that after large tensors have
-    passed through the caches. So the public function, decorated with this object, remembers each kind of call (dtypes,
-    shapes, gradients to come, options) that took this path; the next one of the kind is counted and made by `function`,
-    with the least effort if it is of the same kind as the one before. The public function itself runs for any other
-    device, tensors that are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a
-    choice depends on, `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words.
+    Validation, the case and its plan take another 2 to 15 us. So the public function, decorated with this object,
+    remembers each kind of call (the tensors' _check_of, the options, whether gradients are recorded) that took this
+    path; `function` makes the next one of the kind. The public function itself runs for any other device, tensors that
+    are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a choice depends on,
+    `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words. Both give the same
+    bits in the same layout, and save the same for the gradient, since torch's checkpoint compares what two runs save.
 
-    With `pure`, a call that reaches the op's own autograd function is recognized, too, and its arguments are not
-    checked again. Kinds are learned at the 1st, 2nd, 4th, 8th, ... call that is not recognized, so that calls of
+    With `pure`, the last kind of call that reached the op's own autograd function is recognized too, and its arguments
+    are not checked again. It is learned at the 1st, 2nd, 4th, 8th, ... call that is not recognized, so that calls of
     alternating kinds do not pay for it.
 
-    Both give the same bits in the same layout, and save the same for the gradient: torch's checkpoint compares what two
-    runs save, which may take different paths.
-
     On a GPU, training on few elements waits for the host, of which torch's functions need half as much as our autograd
-    function (H200, 64x1024 bfloat16, forward and backward: gelu 79 for 137 us, layer_norm 112 for 296). With `few`,
-    calls that record a gradient are torch's there too, outside of captures, where the host does not count.
+    function. With `few`, calls that record a gradient are torch's there too, outside of captures.
 
     Args:
         function: torch's function, with the parameters of the public one.
         serves: whether `function` gives what the public function gives, for these arguments; called once per kind.
             None: always.
-        any_layout: `function` also takes tensors that are not contiguous; strides are then part of a kind.
+        any_layout: `function` also takes tensors that are not contiguous.
         few: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
             as often; called once per kind. None: never.
         pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
@@ -204,7 +197,7 @@ class CpuFastPath:
     ) -> None:
         self._function, self._serves, self._serves_few = function, serves, few
         self._any_layout, self._pure = any_layout, pure
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}
         self._missed = 0
         self.taken = _Taken()
 
@@ -222,91 +215,65 @@ class CpuFastPath:
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
         function, known = self._function, self._known
-        any_layout, on_gpu = self._any_layout, self._serves_few is not None
+        any_way, on_gpu = self._pure or self._any_layout, self._serves_few is not None
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> R:
             if recorders and not is_compiling():
-                return recorders[-1](call, args, options)  # type: ignore[no-any-return]
+                return recorders[-1](call, args, options)
+            if is_dynamo_compiling():
+                return public(*args, **options)
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
-            recent = _NONE if is_dynamo_compiling() else known.get(_RECENT, _NONE)
-            check, tensors, length, names, others, with_grad, few, record, apply = recent
             grad = is_grad_enabled()
-            if not (
-                len(values) == length
-                and grad is with_grad
-                and (length == tensors or all(map(is_, values[tensors:], others)))
-                and (tuple(options) == names if options else not names)
-                and check(*(values if length == tensors else values[:tensors]))
-                and not (observers or choice_overrides or torch_wants_determinism() or active_modes())
-                and forward_ad._current_level < 0
-                and not (few and captures_ahead())
-            ):
-                if is_compiling():
-                    return public(*args, **options)
-                key: tuple[Any, ...] = (grad, *options)
-                apply = None
-                few = learns = False
-                try:
-                    for x in values:
-                        kind = type(x)
-                        if kind in _TENSORS:
-                            if on_gpu and x.is_cuda and (few or 0 < x.numel() < FEW) and x.is_contiguous():
-                                few, learns = True, learns or x.requires_grad
-                                key += (x.get_device(),)
-                            elif any_layout and x.is_cpu:
-                                key += (x.stride(),)
-                            elif not (x.is_cpu and x.is_contiguous()):
-                                return self._watched(public, args, options, grad)  # type: ignore[no-any-return]
-                            key += (x.dtype, x.shape, x.requires_grad)
-                        elif kind in _VALUES:
-                            key += (x,)
-                        else:
-                            return public(*args, **options)
-                    if few and not (learns and grad):
+            kinds = known.get(_LATEST, ())
+            while True:
+                for kind in kinds:
+                    length, tensors, check, others, names, with_grad, few, record, apply = kind
+                    if (
+                        len(values) == length
+                        and grad is with_grad
+                        and (
+                            length == tensors
+                            or all(map(is_, values[tensors:], others))
+                            or _equal(values[tensors:], others)
+                        )
+                        and (tuple(options) == names if options else not names)
+                        and check(*(values if length == tensors else values[:tensors]))
+                    ):
+                        break
+                else:
+                    try:
+                        x = values[0]
+                        latest, kinds = kinds, known.get(x.shape, ())
+                        served = any_way or ((x.is_cpu or on_gpu) and x.is_contiguous())
+                    except (AttributeError, IndexError, RuntimeError):  # no tensor; a sparse or a nested one
                         return public(*args, **options)
-                    known_kind = known.get(key)
-                except (RuntimeError, TypeError):  # a sparse or nested tensor; a list within a tuple
-                    return public(*args, **options)
-                if (
-                    known_kind is _REFUSED
-                    or active_modes()
-                    or forward_ad._current_level >= 0
-                    or transforming()
-                    or (observers and not few)
-                    or choice_overrides
-                    or torch_wants_determinism()
-                    or _autocasts()
-                    or (few and captures_ahead())
-                ):
-                    return public(*args, **options)
-                if known_kind is None:
-                    return self._learn(key, public, args, options, few)  # type: ignore[no-any-return]
-                if few and observers:
-                    return self._of_few(public, args, options)  # type: ignore[no-any-return]
-                record = known_kind.record
-                if known_kind.recent is None:
-                    known_kind.recent = _Recent.of(args, options, grad, few, record)
-                known[_RECENT] = known_kind.recent or _NONE
-                if known.get(key) is not known_kind:  # another thread has dropped the choices meanwhile
-                    known.pop(_RECENT, None)
-            if apply is not None:
-                return apply(*values[:tensors])  # type: ignore[no-any-return]
-            with _count_lock:
-                calls = record.calls + 1
-                counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)
+                    if not kinds or kinds is latest:
+                        learns = served and type(x) in _TENSORS
+                        return self._learn(public, args, options) if learns else public(*args, **options)
+                    known[_LATEST] = kinds
+                    continue
+                break
+            unusual = choice_overrides or torch_wants_determinism() or active_modes() or forward_ad._current_level >= 0
+            if unusual or (few and captures_ahead()) or (record is None and apply is None):
+                return public(*args, **options)
+            if not observers:
+                if apply is not None:
+                    return apply(*values[:tensors])
+                with _count_lock:
+                    calls = record.calls + 1
+                    counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)
+                    if counted:
+                        record.calls = calls
+                        record.recording += grad
                 if counted:
-                    record.calls = calls
-                    if grad:
-                        record.recording += 1
-            if counted:
-                try:
-                    return function(*args, **options)  # type: ignore[no-any-return]
-                except _TORCH_ERRORS:
-                    _ledger.discount(record)  # the public function says what is wrong, in its own words
-                except BaseException:
-                    _ledger.failed(record)
-                    raise
+                    try:
+                        return function(*args, **options)
+                    except _TORCH_ERRORS:
+                        _ledger.discount(record)  # the public function says what is wrong, in its own words
+                    except BaseException:
+                        _ledger.failed(record)
+                        raise
             return self._of_few(public, args, options) if few else public(*args, **options)
 
         call.torch_function = function  # type: ignore[attr-defined]  # what the benchmark compares with
@@ -320,31 +287,69 @@ class CpuFastPath:
         finally:
             self.taken.few = False
 
-    def _learn(self, key: Hashable, public: Callable[..., Any], args: Any, options: Any, few: bool) -> Any:
-        """Call the public function, and remember the kind of call if it was left to torch's autograd."""
-        self.taken.last = None
-        if few and not self._leaves_few(args, options):
-            self._remember(key, _REFUSED)
+    def _learn(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Call the public function, and remember what served the call, if another of its kind may be served so."""
+        values = (*args, *options.values())
+        tensors: list[Tensor] = []
+        on_cpu = True
+        for x in values:
+            kind = type(x)
+            if kind in _TENSORS:
+                tensors.append(x)
+                on_cpu = on_cpu and x.is_cpu and (self._any_layout or (x.layout is torch.strided and x.is_contiguous()))
+            elif kind not in _VALUES:
+                return public(*args, **options)
+        few = self._serves_few is not None and is_grad_enabled() and 0 < tensors[0].numel() < FEW
+        others_first = tensors[-1] is not values[len(tensors) - 1]
+        if not (on_cpu or few or self._pure) or others_first or self._is_unusual():
             return public(*args, **options)
-        grad = torch.is_grad_enabled()
-        y = self._of_few(public, args, options) if few else self._watched(public, args, options, grad)
+        if not on_cpu and self._serves_few is not None:
+            return self._learn_few(public, args, options, tensors)
+        if observers or choice_overrides or torch_wants_determinism():
+            return public(*args, **options)
+        self.taken.last = None
+        y = self._watched(public, args, options)
+        if on_cpu and self.taken.last is not None:
+            record, operation = self.taken.last
+            operation.plans.add_dependent(self._known)
+            served = self._serves is None or self._serves(*args, **options)
+            self._remember(args, options, record=record if served else None)
+        return y
+
+    def _is_unusual(self) -> bool:
+        """Return whether torch, or who traces it, must see the public function."""
+        traced = is_compiling() or active_modes() or transforming()
+        return bool(traced or forward_ad._current_level >= 0 or _autocasts())
+
+    def _learn_few(self, public: Callable[..., Any], args: Any, options: Any, tensors: Sequence[Tensor]) -> Any:
+        """Do what _learn does on a GPU, for calls that record a gradient of few elements."""
+        learns = any(x.requires_grad for x in tensors) and all(x.is_cuda and x.is_contiguous() for x in tensors)
+        if not learns or choice_overrides or torch_wants_determinism() or captures_ahead():
+            return public(*args, **options)
+        try:
+            leaves = self._serves_few is not None and self._serves_few(*args, **options)
+        except _TORCH_ERRORS:  # nothing has checked these arguments yet: the public function says what is wrong
+            leaves = False
+        if not leaves:
+            self._remember(args, options)
+            return public(*args, **options)
+        self.taken.last = None
+        y = self._of_few(public, args, options)
         if self.taken.last is not None:
             record, operation = self.taken.last
             operation.plans.add_dependent(self._known)
-            served = few or self._serves is None or self._serves(*args, **options)
-            self._remember(key, _Kind(record) if served else _REFUSED)
+            self._remember(args, options, few=True, record=record)
         return y
 
-    def _watched(self, public: Callable[..., Any], args: Any, options: Any, grad: bool) -> Any:
+    def _watched(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
         """Call the public function, and now and then recognize the next call that runs an autograd function like it.
 
         The function must get the tensors as they were given, and the public result must be its own, or its first.
         """
         self._missed += 1
-        learns = self._pure and grad and not self._missed & (self._missed - 1)
-        if not learns or active_modes() or forward_ad._current_level >= 0 or transforming() or _autocasts():
-            return public(*args, **options)
         taken = self.taken
+        if not self._pure or not is_grad_enabled() or self._missed & (self._missed - 1):
+            return public(*args, **options)
         taken.watches, taken.applied = True, None
         try:
             y = public(*args, **options)
@@ -354,32 +359,36 @@ class CpuFastPath:
         finally:
             taken.watches, taken.applied = False, None
         first = isinstance(results, tuple) and y is results[0]
-        values = (*args, *options.values())
-        tensors = [x for x in values if isinstance(x, Tensor)]
+        tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
         rest = given[len(tensors) :]
-        # Tensors that are one object do not tell the order of keywords, and an array would be the same after a change
+        # Tensors that are one object do not tell the order of keywords.
         same = len(set(map(id, tensors))) == len(tensors) <= len(given) and all(map(is_, tensors, given))
-        fixed = all(isinstance(x, Tensor) or type(x) in _VALUES for x in values)
-        if same and fixed and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
+        if same and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
             op = bound(given, results, first)
 
             def apply(*tensors: Tensor) -> Any:
                 return op(*tensors, *rest)
 
-            self._known[_RECENT] = _Recent.of(args, options, grad, False, None, apply) or _NONE
+            for shape, kinds in list(self._known.items()):
+                self._known[shape] = tuple(kind for kind in kinds if kind[-1] is None)
+            self._remember(args, options, apply=apply)
         return y
 
-    def _leaves_few(self, args: Any, options: Any) -> bool:
-        """Return whether torch's function serves few elements on a GPU, for arguments that nothing has checked yet."""
+    def _remember(self, args: Any, options: Any, few: bool = False, **serves: Any) -> None:
+        values = (*args, *options.values())
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        others = values[len(tensors) :]
         try:
-            return self._serves_few is not None and self._serves_few(*args, **options)
-        except _TORCH_ERRORS:  # the public function says what is wrong
-            return False
-
-    def _remember(self, key: Hashable, record: Any) -> None:
+            hash(others)
+        except TypeError:  # a list within a tuple
+            return
         if len(self._known) >= _CALLS_LIMIT:
             self._known.clear()
-        self._known[key] = record
+        kind = _Kind(
+            len(values), len(tensors), _check_of(tensors), others, tuple(options), is_grad_enabled(), few, **serves
+        )
+        earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
+        self._known[tensors[0].shape] = self._known[_LATEST] = (tuple(kind), *earlier)
 
 
 # --- differentiable ops ----------------------------------------------------------------------------------------------
@@ -506,17 +515,22 @@ class DifferentiableOp:
             differentiable=self._traced_function(),
             composite=self._padded(composite),
         )
-        mark = "" if differentiable == 1 else "?"
         kinds = {name: kind for kind, name in arguments} | dict.fromkeys(outputs, "Tensor")
         kinds |= dict.fromkeys(only_for or (), "Tensor?")
-        parts = [f"Tensor{mark} d_{name}" for name in outputs[:differentiable]]
-        parts += [f"{kinds[name]} {name}" for name in saves]
-        parts += [f"{arguments[i][0]} {names[i]}" for i in self._options]
-        returns = ", ".join(["Tensor"] * len(gradients))
-        self._op_backward = define(
-            f"{self.name}_backward({', '.join([*parts, 'bool[] needs'])}) -> "
-            + (f"({returns})" if len(gradients) > 1 else returns),
-            kernel=self._all_tensors(backward),
+        self._op_backward = self._define_backward(
+            [f"Tensor{'' if differentiable == 1 else '?'} d_{name}" for name in outputs[:differentiable]]
+            + [f"{kinds[name]} {name}" for name in saves]
+            + [f"{arguments[i][0]} {names[i]}" for i in self._options],
+            len(gradients),
+        )
+
+    def _define_backward(self, parameters: Sequence[str], results: int) -> Callable[..., Any]:
+        """Register the backward pass with torch."""
+        returns = ", ".join(["Tensor"] * results)
+        return define(
+            f"{self.name}_backward({', '.join([*parameters, 'bool[] needs'])}) -> "
+            + (f"({returns})" if results > 1 else returns),
+            kernel=self._all_tensors(self.backward),
             fake=self._fake_backward,
             differentiable=self._all_tensors(self.composite_backward),
             composite=self._all_tensors(self.composite_backward),
@@ -786,6 +800,6 @@ def _is_plain(x: Tensor) -> bool:
 def _taker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Return a function that takes these places of a tuple, in one call of C."""
     first = positions[0] if positions else 0
-    if list(positions) == list(range(first, first + len(positions))):
+    if list(positions) == list(range(first, first + len(positions))):  # one place, too: itemgetter gives it bare
         return itemgetter(slice(first, first + len(positions)))
     return itemgetter(*positions)

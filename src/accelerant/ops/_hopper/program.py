@@ -126,5 +126,4 @@ def load(program: HopperProgram, kinds: tuple[str, ...], device: int) -> Kernel:
     """Return the kernel on a device, from the disk cache or compiled; raises CompileError with NVRTC's log."""
     from accelerant.runtime import registry
 
-    kernel: Kernel = registry.create("cuda").compile(program.source(kinds), device=device)
-    return kernel
+    return registry.create("cuda").compile(program.source(kinds), device=device)

@@ -141,8 +141,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor
 
 def unfolded(o: Tensor, q: Tensor) -> Tensor:
     """Return a result of folded heads in q's shape; no view for autograd, so that it may be changed in place."""
-    unfolded_o: Tensor = _unsafe_view(o, tuple(q.shape))
-    return unfolded_o
+    return _unsafe_view(o, tuple(q.shape))
 
 
 def torch_forward(

@@ -363,8 +363,7 @@ def _backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     case = _case(q, k, v, causal, scale, window)
-    result: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
-    return result
+    return attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
 
 
 def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
@@ -438,10 +437,7 @@ attention_masked_fwd, attention_masked_bwd = (
 
 def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     o, lse, *settings, _ = rest
-    result: tuple[Tensor, ...] = attention_masked_bwd(
-        _masked_case(q, k, v, mask, *settings), do, q, k, v, o, lse, mask, *settings
-    )
-    return result
+    return attention_masked_bwd(_masked_case(q, k, v, mask, *settings), do, q, k, v, o, lse, mask, *settings)
 
 
 def _masked_composite(
@@ -478,7 +474,4 @@ attention_mask_gradient = Operation(
 def _learned_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     if is_compiling() or not is_plain(q):
         return _masked_composite(q, k, v, mask, *settings)
-    result: tuple[Tensor, Tensor] = attention_mask_gradient(
-        _masked_case(q, k, v, mask, *settings), q, k, v, mask, *settings
-    )
-    return result
+    return attention_mask_gradient(_masked_case(q, k, v, mask, *settings), q, k, v, mask, *settings)

@@ -176,8 +176,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     *settings_only, _ = settings
     case = _case(q, k, v, cu_q, cu_k, *settings_only)
-    result: tuple[Tensor, ...] = attention_varlen_bwd(case, do, q, k, v, o, lse, cu_q, cu_k, *settings_only)
-    return result
+    return attention_varlen_bwd(case, do, q, k, v, o, lse, cu_q, cu_k, *settings_only)
 
 
 def _composite(

@@ -171,15 +171,13 @@ def attention_decode(
     if lengths.device != q.device:
         raise ShapeError(f"lengths must be on {q.device}, where q is; it is on {lengths.device}")
     run = _forward if not torch.compiler.is_compiling() and is_plain(q) else _op
-    o: Tensor = run(q, k_cache, v_cache, lengths, D**-0.5 if scale is None else float(scale))
-    return o
+    return run(q, k_cache, v_cache, lengths, D**-0.5 if scale is None else float(scale))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     B, Hq, Sq, D = q.shape
     case = Case(q.device, q.dtype, (B, Hq, k.shape[1], Sq, k.shape[2], D))
-    o: Tensor = attention_decode_fwd(case, q, k, v, lengths, scale)
-    return o
+    return attention_decode_fwd(case, q, k, v, lengths, scale)
 
 
 def _without_gradient(*args: Any) -> Tensor:

@@ -61,10 +61,9 @@ def _backward_of(
     dilation: list[int], groups: int, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
     bias_sizes = None if bias is None else [weight.shape[0]]
-    gradients: Gradients = torch.ops.aten.convolution_backward(
+    return torch.ops.aten.convolution_backward(
         dy, x, weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups, list(needs)
     )
-    return gradients
 
 
 def _deterministic_backward_of(*args: Any) -> Gradients:
@@ -227,8 +226,7 @@ def _same(x: Tensor, weight: Tensor, dilation: list[int]) -> tuple[Tensor, list[
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Gradients:
     *settings_only, needs = settings
     case = _case(x, weight, bias, *settings_only, tuple(needs))
-    gradients: Gradients = conv2d_bwd(case, dy, x, weight, bias, *settings)
-    return gradients
+    return conv2d_bwd(case, dy, x, weight, bias, *settings)
 
 
 def _case(

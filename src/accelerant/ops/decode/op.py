@@ -130,8 +130,7 @@ def linear(
     _check(x, weight, scale, norm, residual, gated)
     if x.shape[0] == 1:
         case = Case(x.device, x.dtype, (1, *weight.shape), (weight.dtype, *(("gated",) if gated else ())))
-        y: Tensor = decode_linear(case, x, weight, scale, norm, eps, residual, gated)
-        return y
+        return decode_linear(case, x, weight, scale, norm, eps, residual, gated)
     with torch.no_grad():
         h = x if norm is None else ops.rms_norm(x, norm, eps=eps)
         z = ops.matmul(h, weight.t()) if scale is None else ops.linear_int8(h, weight, scale)
@@ -169,8 +168,7 @@ def append(
         if table is not None and (D % 2 or table.dim() != 2 or table.shape[0] < T or table.shape[1] != D // 2):
             raise ShapeError(f"{name} must be (at least {T}, {D} / 2), got {tuple(table.shape)}")
     case = Case(qkv.device, qkv.dtype, (B, heads, kv_heads, T, D), () if cos is None else ("turned",))
-    q: Tensor = decode_rope(case, qkv, cos, sin, positions, k_cache, v_cache)
-    return q
+    return decode_rope(case, qkv, cos, sin, positions, k_cache, v_cache)
 
 
 def _check(

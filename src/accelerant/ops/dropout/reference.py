@@ -40,8 +40,7 @@ def keep_reference(n: int, p: float, seed: int) -> npt.NDArray[np.bool_]:
     zero = np.zeros_like(counter)
     words = philox_reference([counter & _LOW, counter >> _32, zero, zero], (seed & 0xFFFFFFFF, seed >> 32))
     word = np.choose(run, words)
-    keep: npt.NDArray[np.bool_] = (word >> np.uint64(1)) >= np.uint64(min(round(p * 2**31), 2**31 - 1))
-    return keep
+    return (word >> np.uint64(1)) >= np.uint64(min(round(p * 2**31), 2**31 - 1))
 
 
 def dropout_reference(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int) -> Tensor:

@@ -150,8 +150,7 @@ def relu(x: Tensor) -> Tensor:
     the other functions of this module.
     """
     check_dtype("relu", x)
-    y: Tensor = _relu(x)
-    return y
+    return _relu(x)
 
 
 @_sigmoid_cpu
@@ -170,8 +169,7 @@ def sigmoid(x: Tensor) -> Tensor:
         UnsupportedDtype: dtype not listed above.
     """
     check_dtype("sigmoid", x)
-    y: Tensor = _sigmoid(x)
-    return y
+    return _sigmoid(x)
 
 
 @_tanh_cpu
@@ -191,8 +189,7 @@ def tanh(x: Tensor) -> Tensor:
         UnsupportedDtype: dtype not listed above.
     """
     check_dtype("tanh", x)
-    y: Tensor = _tanh(x)
-    return y
+    return _tanh(x)
 
 
 @_silu_cpu
@@ -214,8 +211,7 @@ def silu(x: Tensor) -> Tensor:
     Source: Elfwing, Uchibe and Doya 2017, arXiv:1702.03118, equation 5.
     """
     check_dtype("silu", x)
-    y: Tensor = _silu(x)
-    return y
+    return _silu(x)
 
 
 # --- sums and products of two ----------------------------------------------------------------------------------------
@@ -378,8 +374,7 @@ def _mul_same(a: Tensor, b: Tensor) -> Tensor:
 
 def _mul_with_row(a: Tensor, b: Tensor) -> Tensor:
     """Multiply by a row, saving a only if the gradient of the row needs it."""
-    y: Tensor = _mul_constant(a, b) if a.requires_grad and not b.requires_grad else _mul_row(a, b)
-    return y
+    return _mul_constant(a, b) if a.requires_grad and not b.requires_grad else _mul_row(a, b)
 
 
 def _case(a: Tensor, b: Tensor) -> Case:

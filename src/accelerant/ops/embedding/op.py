@@ -341,8 +341,7 @@ def _cpu_case(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
 
 def _forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
     _check_range(indices, weight.shape[0])
-    y: Tensor = _fwd(_case(indices, weight), indices, weight, padding_idx)
-    return y
+    return _fwd(_case(indices, weight), indices, weight, padding_idx)
 
 
 _embedding = DifferentiableOp(

@@ -32,8 +32,7 @@ def _torch_forward(x: Tensor, approximate: str) -> Tensor:
 
 
 def _torch_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
-    dx: Tensor = torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
-    return dx
+    return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
 
 
 # Operations counted per element: the polynomial, the exponential and the division, each as one.
@@ -79,8 +78,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     check_dtype("gelu", x)
     if approximate != "none" and approximate != "tanh":
         raise ConfigError(f"approximate must be 'none' or 'tanh', got {clipped(approximate)}")
-    y: Tensor = _gelu(x, approximate)
-    return y
+    return _gelu(x, approximate)
 
 
 def _case(x: Tensor, approximate: str) -> Case:

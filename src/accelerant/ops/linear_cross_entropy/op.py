@@ -252,8 +252,7 @@ def _cpu_case(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
 def _forward(hidden: Tensor, weight: Tensor, *args: Any, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     check_targets(args[0], weight.shape[0], args[1])
     case = _case(hidden, weight, args[4], args[-2:])
-    results: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(case, hidden, weight, *args, False, narrow)
-    return results
+    return linear_cross_entropy_fwd(case, hidden, weight, *args, False, narrow)
 
 
 def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -279,8 +278,7 @@ def _backward(
     ignore_index, smoothing, reduction, dtype, *_, needs = options
     case = _case(hidden, weight, dtype, needs, "scale" if owned else "backward")
     args = (dy, hidden, weight, targets, dhidden, dweight, ignore_index, smoothing, reduction, dtype, needs, owned)
-    gradients: Sequence[Tensor | None] = linear_cross_entropy_bwd(case, *args)
-    return gradients
+    return linear_cross_entropy_bwd(case, *args)
 
 
 def _fake(

@@ -185,14 +185,12 @@ Rounded = tuple[Tensor, Tensor]
 
 def _rounded(x: Tensor, factor: Tensor | None) -> Rounded:
     options = () if factor is None else ("factor",)
-    rounded: Rounded = _rows(Case(x.device, x.dtype, x.shape, options), x, factor)
-    return rounded
+    return _rows(Case(x.device, x.dtype, x.shape, options), x, factor)
 
 
 def _multiplied(x: Rounded, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     case = Case(weight.device, dtype, (x[0].shape[0], *weight.shape))
-    y: Tensor = _product(case, *x, weight, scale, bias, dtype)
-    return y
+    return _product(case, *x, weight, scale, bias, dtype)
 
 
 def linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:

@@ -102,13 +102,11 @@ def _gelu(z: Tensor, approximate: str) -> Tensor:
     """Apply gelu, in place unless autograd keeps z: without a gradient a call needs no memory besides its result."""
     if z.requires_grad:
         return functional.gelu(z, approximate=approximate)
-    y: Tensor = torch.ops.aten.gelu_(z, approximate=approximate)
-    return y
+    return torch.ops.aten.gelu_(z, approximate=approximate)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = _matmul(Case(a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1])), a, b)
-    return y
+    return _matmul(Case(a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1])), a, b)
 
 
 def _products(
@@ -233,8 +231,7 @@ def _infer_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
 
 
 def _infer(*args: Any) -> Tensor:
-    y: Tensor = linear_gelu_fwd(_infer_case(*args), *args, False)[0]
-    return y
+    return linear_gelu_fwd(_infer_case(*args), *args, False)[0]
 
 
 def _backward(
@@ -242,8 +239,7 @@ def _backward(
 ) -> Sequence[Tensor | None]:
     names = [name for name, need in zip(("x", "weight", "bias"), needs, strict=True) if need]
     args = (dy, x, weight, bias, z, approximate, needs)
-    gradients: Sequence[Tensor | None] = linear_gelu_bwd(_case(x, weight, approximate, *names), *args)
-    return gradients
+    return linear_gelu_bwd(_case(x, weight, approximate, *names), *args)
 
 
 def _composite(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

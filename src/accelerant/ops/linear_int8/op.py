@@ -249,8 +249,7 @@ def _backward(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     names = tuple(name for name, need in zip(("x", "scale", "bias"), needs, strict=True) if need)
     case = Case(dy.device, dy.dtype, (dy.shape[0], *weight.shape), names)
-    gradients: Sequence[Tensor | None] = _bwd(case, dy, x, weight, scale, bias, dynamic, needs)
-    return gradients
+    return _bwd(case, dy, x, weight, scale, bias, dynamic, needs)
 
 
 def _composite(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:

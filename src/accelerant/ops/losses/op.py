@@ -221,8 +221,7 @@ def _declared(name: str, cpu: CpuFastPath) -> DifferentiableOp:
 
     def run_backward(dy: Tensor, x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None, *rest: Any) -> _Gradients:
         reduction, _, needs = rest
-        gradients: _Gradients = backward(_case(x, reduction), dy, x, t, w, p, reduction, needs)
-        return gradients
+        return backward(_case(x, reduction), dy, x, t, w, p, reduction, needs)
 
     return DifferentiableOp(
         f"{name}(Tensor input, Tensor target, Tensor? weight, Tensor? pos_weight, str reduction, bool wide) "
@@ -280,8 +279,7 @@ def _call(
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {clipped(reduction)}")
     wide = _low(input) and autocast_dtype(input.device.type) is not None
-    loss: Tensor = _ops[name](input.contiguous(), target.contiguous(), weight, pos_weight, reduction, wide)
-    return loss
+    return _ops[name](input.contiguous(), target.contiguous(), weight, pos_weight, reduction, wide)
 
 
 @_cpu["mse_loss"]

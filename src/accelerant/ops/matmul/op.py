@@ -158,8 +158,7 @@ def _nested_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = matmul_op(_case(a, b), a, b)
-    return y
+    return matmul_op(_case(a, b), a, b)
 
 
 def _case(a: Tensor, b: Tensor) -> Case:

@@ -91,8 +91,7 @@ def layout_of(x: Tensor) -> torch.memory_format:
     """Return the memory format of torch's result of an op over images."""
     if x.stride(1) != 1 and x.is_contiguous():
         return torch.contiguous_format
-    layout: torch.memory_format = torch._prims_common.suggest_memory_format(x)
-    return layout
+    return torch._prims_common.suggest_memory_format(x)
 
 
 def _grid(plan: PoolPlan, images: int, channels: int, height: int, width: int, *, last: bool) -> tuple[int, int]:

@@ -84,8 +84,7 @@ def max_pool2d(
     if x.dim() == 3:
         y = y.squeeze(0)
     if not return_indices:
-        largest: Tensor = y
-        return largest
+        return y
     return y, indices if x.dim() == 4 else indices.squeeze(0)
 
 
@@ -244,8 +243,7 @@ def _triton_max(
 def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     *window, ceil, positions = settings
     indices = _Windows(x.shape[3], *window).to_indices(positions)
-    dx: Tensor = _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
-    return dx
+    return _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
 
 
 def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
@@ -302,8 +300,7 @@ def _max_case(
 def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
     """Compute without positions, returning None for them, unless the call returns indices."""
     settings = (*settings[:-1], settings[-1] or None)
-    results: tuple[Tensor, Tensor | None] = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
-    return results
+    return max_pool2d_fwd(_max_case(x, *settings), x, *settings)
 
 
 def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
@@ -356,8 +353,7 @@ def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     element: 64 x 64 x 112 x 112, windows of 3 x 3, stride 2, padding 1.
     """
     if not x.is_cuda:
-        dx: Tensor = _aten.avg_pool2d_backward(dy, x, *settings)
-        return dx
+        return _aten.avg_pool2d_backward(dy, x, *settings)
     dx = _aten.avg_pool2d_backward(dy.contiguous(), x.contiguous(), *settings)
     return dx.contiguous(memory_format=layout_of(x))
 

@@ -166,8 +166,7 @@ _fwd = triton_operation(
 def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return quantize_int8 of a plain tensor with at least one dimension, without checks; dim counts from 0."""
     case = Case(x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",))
-    results: tuple[Tensor, Tensor] = _fwd(case, x, dim)
-    return results
+    return _fwd(case, x, dim)
 
 
 def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

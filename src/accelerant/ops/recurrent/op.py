@@ -351,7 +351,4 @@ def recurrent(
     threads = torch.get_num_threads() if x.device.type == "cpu" else 0
     options = (size, hidden * (2 if bidirectional else 1), cell, hidden, traced, learns, threads)
     case = Case(x.device, x.dtype, x.shape, options)
-    results: tuple[Tensor, ...] = _OPERATIONS[cell](
-        case, cell, x, states, weights, bias, layers, dropout, training, bidirectional
-    )
-    return results
+    return _OPERATIONS[cell](case, cell, x, states, weights, bias, layers, dropout, training, bidirectional)

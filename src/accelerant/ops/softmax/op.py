@@ -230,8 +230,7 @@ def softmax(x: Tensor, dim: int = -1, *, axis: int | None = None) -> Tensor:
     dim = checked_dim("softmax", x, dim, axis)
     if x.dim() == 0:
         return softmax(x.reshape(1), 0).reshape(())
-    y: Tensor = _softmax(x, dim)
-    return y
+    return _softmax(x, dim)
 
 
 @_log_softmax_cpu
@@ -257,8 +256,7 @@ def log_softmax(x: Tensor, dim: int = -1, *, axis: int | None = None) -> Tensor:
     dim = checked_dim("log_softmax", x, dim, axis)
     if x.dim() == 0:
         return log_softmax(x.reshape(1), 0).reshape(())
-    y: Tensor = _log_softmax(x, dim)
-    return y
+    return _log_softmax(x, dim)
 
 
 def _case(x: Tensor, dim: int) -> Case:

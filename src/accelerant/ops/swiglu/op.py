@@ -174,8 +174,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         check_matches("swiglu", gate, "gate", up=up)
         if up.shape != gate.shape:
             raise ShapeError(f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
-    y: Tensor = _swiglu(gate, up)
-    return y
+    return _swiglu(gate, up)
 
 
 def _case(x: Tensor, up: Tensor | None) -> Case:

@@ -89,8 +89,7 @@ _embed_bwd = Operation(
 
 def embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Add the first T rows of positions to the rows of table (V, D) that tokens (B, T) select, rounded once."""
-    y: Tensor = _embed_fwd(_embed_case(tokens, table, dtype), tokens, table, positions, dtype)
-    return y
+    return _embed_fwd(_embed_case(tokens, table, dtype), tokens, table, positions, dtype)
 
 
 def embed_backward(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
@@ -143,10 +142,7 @@ def tied_loss(
     """
     required = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), required)
-    results: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
-        case, hidden, table, targets, classes, ignore_index, needs, forming
-    )
-    return results
+    return _tied_loss_fwd(case, hidden, table, targets, classes, ignore_index, needs, forming)
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:

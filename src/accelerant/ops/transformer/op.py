@@ -78,8 +78,7 @@ def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype, out: Tensor | None = No
     `out`, (N, K) of that dtype, gets it if given.
     """
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
-    dw: Tensor = _linear_dw(case, dy, x, dtype, out)
-    return dw
+    return _linear_dw(case, dy, x, dtype, out)
 
 
 # --- column sums -----------------------------------------------------------------------------------------------------
@@ -127,8 +126,7 @@ _columns_each = triton_operation("column_sums_each", _launch_columns_each, _torc
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum each column of x (M, N) in float32 or better; the result has `dtype`."""
-    sums: Tensor = _columns(Case(x.device, x.dtype, x.shape), x, dtype)
-    return sums
+    return _columns(Case(x.device, x.dtype, x.shape), x, dtype)
 
 
 def column_sums_each(x: Tensor, examples: int) -> Tensor:
@@ -136,8 +134,7 @@ def column_sums_each(x: Tensor, examples: int) -> Tensor:
 
     The M / examples rows of an example are consecutive.
     """
-    sums: Tensor = _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
-    return sums
+    return _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
 
 
 # --- self-attention of packed q, k and v -----------------------------------------------------------------------------
@@ -208,8 +205,7 @@ def attend_backward(
     case = _attention_case(qkv, causal, window)
     if window >= 0 or (scale is not None and scale != qkv.shape[-1] ** -0.5):
         return _copied(do, qkv, o, lse, "causal" in case.options, window, scale)
-    dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
-    return dqkv
+    return _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
 
 
 # --- the gradient through GELU, and through a product and GELU -------------------------------------------------------
@@ -227,8 +223,7 @@ _dgelu = triton_operation("dgelu", _launch_dgelu, _torch_dgelu, cost=accesses(4,
 def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
     """Return the gradient of z (M, N) through GELU, gelu(z), and the gradient's column sums unless `sums` is None."""
     case = Case(z.device, z.dtype, z.shape, (approximate, "" if sums is None else "sums"))
-    gradient: _GeluGradient = _dgelu(case, dy, z, approximate, sums)
-    return gradient
+    return _dgelu(case, dy, z, approximate, sums)
 
 
 _PARTIAL_ROWS = 32
@@ -290,8 +285,7 @@ def linear_dz(
         examples: number of examples to sum separately, (examples, N) in float32 or better; None for one sum.
     """
     case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), (approximate, "" if sums is None else "sums"))
-    gradient: _GeluGradient = _linear_dz(case, dy, weight, z, sums, examples, approximate)
-    return gradient
+    return _linear_dz(case, dy, weight, z, sums, examples, approximate)
 
 
 # --- the gradient through a norm, with its column sums ---------------------------------------------------------------
@@ -326,8 +320,7 @@ def norm_backward(
     The sums, in dtype `sums` unless None, are the gradient of a bias that was added last to s.
     """
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", "" if sums is None else "sums"))
-    gradients: _NormGradients = _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
-    return gradients
+    return _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
 
 
 def _torch_norm_each(
@@ -376,5 +369,4 @@ def norm_backward_each(
         the gradient, and (examples, N) for each required sum, in float32 or better.
     """
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", f"examples {examples}"))
-    gradients: _NormGradients = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
-    return gradients
+    return _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
