@@ -29,9 +29,8 @@ class Conv2d(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if in_channels < 1 or out_channels < 1 or groups < 1:
-            raise ConfigError(
-                f"Conv2d needs channels and groups of at least 1, got {in_channels}, {out_channels} and {groups}"
-            )
+            got = f"{in_channels}, {out_channels} and {groups}"
+            raise ConfigError(f"Conv2d needs channels and groups of at least 1, got {got}")
         if in_channels % groups or out_channels % groups:
             raise ConfigError(f"groups must divide the channels, got {groups} for {in_channels} and {out_channels}")
         if isinstance(padding, str) and padding not in ("valid", "same"):

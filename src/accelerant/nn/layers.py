@@ -65,10 +65,8 @@ def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
         if type(layer) not in (Linear, LayerNorm) or has_hooks(layer, feeds_sinks=True):
             return False
         for parameter in layer._parameters.values():
-            if parameter is None:
-                continue
-            if not (is_ordinary(parameter) or only_counts(parameter)) or (
-                parameter.dtype not in (dtype, torch.float32)
+            if parameter is not None and (
+                parameter.dtype not in (dtype, torch.float32) or not (is_ordinary(parameter) or only_counts(parameter))
             ):
                 return False
     return True
@@ -557,9 +555,8 @@ def require_float8(device: torch.device) -> None:
     """Raise ConfigError unless a device multiplies 8-bit floating-point numbers."""
     reason = refuses_device(device)
     if reason is not None:
-        raise ConfigError(
-            f"precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, {reason}: use bfloat16"
-        )
+        needs = "an NVIDIA GPU of compute capability 8.9 or more"
+        raise ConfigError(f"precision fp8 needs {needs}, {reason}: use bfloat16")
 
 
 def float8_weights(model: nn.Module) -> list[Tensor]:

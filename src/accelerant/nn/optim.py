@@ -202,9 +202,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     owned.ordinary = owned.ordinary and is_ordinary(_local(param))
                     owned.distributed = owned.distributed or is_distributed(param)
         if len(self._by_device) > 1 and self.defaults["max_grad_norm"] is not None:
+            found = f"parameters are on {', '.join(map(str, self._by_device))}"
             raise ConfigError(
-                f"max_grad_norm clips over one device; parameters are on {', '.join(map(str, self._by_device))}: "
-                "call clip_grad_norm_ before the step instead"
+                f"max_grad_norm clips over one device; {found}: call clip_grad_norm_ before the step instead"
             )
         for device, owned in self._by_device.items():
             grads: list[Tensor] = [param.grad for param in owned.params]  # type: ignore[misc]
@@ -237,9 +237,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             None if value is None else value.to(device, torch.float32, non_blocking=True)
             for value in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         )
-        update = Update(
-            tensors, groups, workspace, max_norm=self.defaults["max_grad_norm"], grad_scale=scale, found_inf=found_inf
-        )
+        most = self.defaults["max_grad_norm"]
+        update = Update(tensors, groups, workspace, max_norm=most, grad_scale=scale, found_inf=found_inf)
         if owned.distributed and update.max_norm is not None:
             _clip_over_processes(update, grads)
         if not owned.ordinary or not is_plain(tensors.params[0]):
@@ -380,9 +379,8 @@ class SGD(MultiTensorOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ConfigError(
-                f"nesterov needs a momentum above 0 and no dampening; got {group['momentum']} and {group['dampening']}"
-            )
+            got = f"{group['momentum']} and {group['dampening']}"
+            raise ConfigError(f"nesterov needs a momentum above 0 and no dampening; got {got}")
 
     def _group(self, group: dict[str, Any], device: torch.device) -> SGDGroup:
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
@@ -536,7 +534,6 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
     if lr.device.type == "cpu" and device.type != "cpu":
         return float(lr)
     if lr.device != device or lr.dtype != torch.float32:
-        raise ConfigError(
-            f"lr as a tensor must be float32 on {device} or on the CPU; got {name_of(lr.dtype)} on {lr.device}"
-        )
+        got = f"{name_of(lr.dtype)} on {lr.device}"
+        raise ConfigError(f"lr as a tensor must be float32 on {device} or on the CPU; got {got}")
     return lr

@@ -124,7 +124,7 @@ def _parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:
     return {name: (part,) for name, part in parts.items()}
 
 
-LAYOUT: Layout[GPTConfig] = Layout(
+LAYOUT = Layout(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",

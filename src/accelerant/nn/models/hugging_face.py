@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,6 @@ _NAMES_IN_MESSAGE = 4
 _HEAD = "lm_head.weight"
 
 
-class _Config(Protocol):
-    """The part of a model's config that this module reads."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-
-
-C = TypeVar("C", bound=_Config)
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T", int, float, bool)
 
@@ -60,8 +50,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Generic[C]):
-    """The checkpoint format of a kind of model.
+class Layout:
+    """The checkpoint format of a kind of model, whose config has at least `layers` and `tied`.
 
     Attributes:
         model_type, architecture: as in config.json.
@@ -81,12 +71,12 @@ class Layout(Generic[C]):
     embedding: str
     fields: Mapping[str, tuple[str, int | float | bool]]
     required: Mapping[str, tuple[Any, ...]]
-    from_fields: Callable[[Fields, dict[str, Any]], C]
-    more_fields: Callable[[C], dict[str, Any]]
-    parts: Callable[[C], dict[str, tuple[Part, ...]]]
+    from_fields: Callable[[Fields, dict[str, Any]], Any]
+    more_fields: Callable[[Any], dict[str, Any]]
+    parts: Callable[[Any], dict[str, tuple[Part, ...]]]
     ignored: re.Pattern[str]
 
-    def config(self, fields: Fields) -> C:
+    def config(self, fields: Fields) -> Any:
         """Return the config that the fields of config.json describe; raise FormatError or UnsupportedCase."""
         for name, supported in self.required.items():
             fields.require(name, *supported)
@@ -182,7 +172,7 @@ def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
 
 
 def load(
-    build: Callable[[C], M], source: str | os.PathLike[str] | nn.Module, layout: Layout[C], dtype: torch.dtype | None,
+    build: Callable[[Any], M], source: str | os.PathLike[str] | nn.Module, layout: Layout, dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> M:  # fmt: skip
     """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained."""
@@ -270,7 +260,7 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
     return tensors
 
 
-def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> dict[str, str]:
+def _matched(tensors: _Tensors, layout: Layout, config: Any, origin: str) -> dict[str, str]:
     """Check a checkpoint against a layout; return each part's name -> its full name in the checkpoint."""
     full: dict[str, str] = {}
     for name in tensors.sources:
@@ -323,7 +313,7 @@ def _concatenated(
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layout[C], *, max_shard_bytes: int) -> None:
+def save(model: nn.Module, config: Any, path: str | os.PathLike[str], layout: Layout, *, max_shard_bytes: int) -> None:
     """Write a model in the format of transformers; see LanguageModel.save_pretrained.
 
     Weights of an earlier model stay until all files are on the disk. A tensor larger than max_shard_bytes gets a file

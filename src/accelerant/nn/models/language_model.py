@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
     Subclasses set their checkpoint layout, and implement `hidden`, `forward`, `loss` and decoding with a cache.
     """
 
-    _layout: ClassVar[hugging_face.Layout[Any]]
+    _layout: ClassVar[hugging_face.Layout]
     config: Any
     positions: Tensor | None = None
     """Positions of the tokens, (T,) int64, in a process that has a part of a sequence; None for 0 to T - 1."""
@@ -214,9 +214,9 @@ class LanguageModel(nn.Module):
         return hugging_face.load(cls, source, cls._known_layout(), dtype, device)
 
     @classmethod
-    def _known_layout(cls) -> hugging_face.Layout[Any]:
+    def _known_layout(cls) -> hugging_face.Layout:
         """Return the checkpoint format; raise UnsupportedCase for a model that has none."""
-        layout: hugging_face.Layout[Any] | None = getattr(cls, "_layout", None)
+        layout: hugging_face.Layout | None = getattr(cls, "_layout", None)
         if layout is None:
             raise UnsupportedCase(
                 f"{cls.__name__} has no format of Hugging Face's: save its state_dict() and its config"

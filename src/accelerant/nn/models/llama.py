@@ -152,7 +152,7 @@ def _parts(config: LlamaConfig) -> dict[str, tuple[Part, ...]]:
     return parts
 
 
-LAYOUT: Layout[LlamaConfig] = Layout(
+LAYOUT = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",

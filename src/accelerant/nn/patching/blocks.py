@@ -35,7 +35,7 @@ from accelerant.nn.patching.plain import (
     linear_gelu,
     silu_forward,
 )
-from accelerant.nn.patching.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
+from accelerant.nn.patching.record import ATTENTION_NAME, GLOBAL_HOOKS, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
@@ -45,7 +45,7 @@ _HALF_TABLES = "_accelerant_half_tables"
 """Attribute of a rotary cos table: both tables as our rope takes them."""
 
 
-# --- norms ----------------------------------------------------------------------------------
+# --- norms -----------------------------------------------------------------------------------------------------------
 
 
 @else_class
@@ -160,9 +160,7 @@ def rebound(function: Any, name: str, value: Any) -> Any:
         return copied
     # torch.compile looks globals up in the module that __name__ names, which are the original's; without it, in these.
     names = {key: each for key, each in function.__globals__.items() if key != "__name__"} | {name: value}
-    copied = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    copied = types.FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
     functools.update_wrapper(copied, function)
     del copied.__dict__["__wrapped__"]
     copied.__kwdefaults__ = function.__kwdefaults__
@@ -377,9 +375,6 @@ def _pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict
     return pattern if pattern is not None and pattern.padding is None else None
 
 
-_GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
-
-
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return what decides whether a module has to be called."""
     own = vars(module)
@@ -392,7 +387,7 @@ def _parts(self: Any, find: Callable[[Any], tuple[Any, ...] | None]) -> tuple[An
     """Return find(self), the parts of a block that runs as one function, or None; found again if modules changed."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled():
         return None
-    options, hooked = getattr(self, MARK).options, any(_GLOBAL_HOOKS)
+    options, hooked = getattr(self, MARK).options, any(GLOBAL_HOOKS)
     parts, seen = options.get("parts", (None, None))
     if hooked or seen is None or seen != [(module, _facts(module)) for module, _ in seen]:
         parts = find(self)

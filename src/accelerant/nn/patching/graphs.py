@@ -72,7 +72,7 @@ _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")
 """Modules whose code is captured by default: a forward pass does nothing besides its operations."""
 
 _UNUSED = 2
-"""Holders of the memory of a gradient that nobody uses: its tensor, and the object that stands for the memory here."""
+"""References to the storage of a gradient that nobody uses: its tensor's, and the one held here."""
 
 _DEVICE = "cuda"
 
@@ -145,9 +145,8 @@ class _Captured:
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._live: list[Tensor] = []
         self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
-        self._values = [
-            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values
-        ]
+        copies = (x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)
+        self._values = list(copies)
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
         with _capturable(state.model, draws, full_masks) as leaves:
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
@@ -165,10 +164,8 @@ class _Captured:
         self.addresses = [param.data_ptr() for param in self.params]
         self._grads = [by_leaf.get(id(x)) for x in (*self.inputs, *used)]
         # Memory of its own is lent to .grad; of a gradient that shares memory with another tensor, copies are given.
-        tensors = [
-            x for x in (*self.inputs, *self.params, *self.outputs, *self.out_grads, *self._grads) if x is not None
-        ]
-        sharing = Counter(x.untyped_storage()._cdata for x in tensors)
+        tensors = (*self.inputs, *self.params, *self.outputs, *self.out_grads, *self._grads)
+        sharing = Counter(x.untyped_storage()._cdata for x in tensors if x is not None)
         places = range(len(self.inputs), len(self._grads))
         storages = {place: grad.untyped_storage() for place in places if (grad := self._grads[place]) is not None}
         self._lent = {
@@ -257,9 +254,8 @@ class _Captured:
         if not pairs:
             return [None] * len(inputs)
         results, given_grads = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            results, wanted, given_grads, create_graph=torch.is_grad_enabled(), allow_unused=True
-        )  # fmt: skip
+        again_differentiable = torch.is_grad_enabled()
+        found = torch.autograd.grad(results, wanted, given_grads, None, again_differentiable, allow_unused=True)
         by_input = dict(zip(map(id, wanted), found, strict=True))
         return [by_input.get(id(x)) for x in inputs]
 
@@ -276,7 +272,8 @@ class _Captured:
         reached = set().union(*[places for places, grad in zip(self._reached, grads, strict=True) if grad is not None])
         found = [grad if place in reached else None for place, grad in enumerate(self._grads)]
         # A hook may start work on another stream, and drop the gradient before that is done.
-        lent = self._lent if self._lends and not any(map(_has_gradient_hooks, self.params)) else {}
+        hooked = any(param._post_accumulate_grad_hooks or param._backward_hooks for param in self.params)
+        lent = self._lent if self._lends and not hooked else {}
         copied = [grad for place, grad in enumerate(found) if grad is not None and place not in lent]
         copies: dict[int, Tensor] = {}
         for dtype in {grad.dtype for grad in copied}:  # those of one dtype in few launches
@@ -306,10 +303,6 @@ class _Captured:
 
 def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
-
-
-def _has_gradient_hooks(param: Tensor) -> bool:
-    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
 
 
 def _history(out: Tensor) -> tuple[set[int], set[Any]]:
@@ -393,9 +386,8 @@ def _flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)
-        made = pytree.tree_unflatten(
-            [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants], spec
-        )
+        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants]
+        made = pytree.tree_unflatten(filled, spec)
         return made if make is None else make(made)
 
     constants = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -410,11 +402,8 @@ def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     parts: list[Any] = []
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            if (
-                type(value) not in (Tensor, nn.Parameter)
-                or value.device.type != _DEVICE
-                or value.layout != torch.strided
-            ):
+            plain = type(value) in _TENSORS and value.layout == torch.strided
+            if not plain or value.device.type != _DEVICE:
                 raise _Reason(f"an argument is a {type(value).__name__} on {value.device}")
             parts.append((value.shape, value.dtype, value.requires_grad))
         elif isinstance(value, _PLAIN):
@@ -573,11 +562,6 @@ def _allocated_bytes() -> int:
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-
-
-def _needed_bytes(trial: _Trial, model: nn.Module) -> int:
-    """Return the size of the activations of a call, and of gradients."""
-    return trial.kept_bytes + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
 
 
 def _objection(trials: Sequence[_Trial], needed: int, held: int) -> str | None:
@@ -776,7 +760,8 @@ class Graphs:
         if self._running:
             raise _Reason("another thread runs the model")
         trials = self._eager[key, full_masks]
-        needed, held = _needed_bytes(trials[-1], model), sum(each.held_bytes for each in self._captured.values())
+        gradients = sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+        needed, held = trials[-1].kept_bytes + gradients, sum(each.held_bytes for each in self._captured.values())
         if self._automatic and (reason := _objection(trials, needed, held)) is not None:
             self._refused[key] = reason
             raise _Reason(reason)

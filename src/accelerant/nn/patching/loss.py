@@ -26,9 +26,7 @@ from accelerant.ops._library import autocast_dtype
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 COMPILED = 2**28
-"""Logits below which torch.compile has torch's own loss: our ops, which it cannot look into, cost the host more than
-they save. Above, their memory counts for more.
-"""
+"""Logits below which torch.compile has torch's own loss: ours, which it cannot look into, costs the host more."""
 
 _CACHES = ("cache", "past_key_values")  # the argument's names, from transformers 5.24 and before
 
@@ -66,7 +64,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = base.last_hidden_state
         compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
-        output = _training_output(options["output"], loss, _other_outputs(options["output"], base), head, hidden)
+        output = _training_output(options["output"], head, loss, _other_outputs(options["output"], base), hidden)
     else:
         output = type(self).forward(self, **kwargs, return_dict=True)
         logits = output.logits
@@ -113,7 +111,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
     as_dict = self.config.return_dict if as_dict is None else as_dict
-    fused = options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, options["head"])
+    fused = options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, *options["head"])
     if fused and not _is_compilers(labels.numel() * self.config.vocab_size):
         base = self.bert(*args, **kwargs, return_dict=True)
         hidden, decoder = self.cls.predictions.transform(base.last_hidden_state), self.cls.predictions.decoder
@@ -121,7 +119,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
         bias = F.pad(decoder.bias[:, None], (0, _BIAS_COLUMNS - 1))
         loss = ops.linear_cross_entropy(torch.cat((hidden, ones), -1), torch.cat((decoder.weight, bias), 1), labels)
-        output = _training_output(options["output"], loss, _other_outputs(options["output"], base), decoder, hidden)
+        output = _training_output(options["output"], decoder, loss, _other_outputs(options["output"], base), hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
         loss = _cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
@@ -130,9 +128,9 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output if as_dict else tuple(output[name] for name in output)
 
 
-def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
+def _is_bare_head(cls: Any, head: type[nn.Module], predictions: type[nn.Module]) -> bool:
     """Return whether BERT's head consists of its transform and a linear layer with a bias, unmodified."""
-    bare = is_bare(cls, kinds[0]) and is_bare(cls.predictions, kinds[1]) and is_bare(cls.predictions.decoder, nn.Linear)
+    bare = is_bare(cls, head) and is_bare(cls.predictions, predictions) and is_bare(cls.predictions.decoder, nn.Linear)
     return bare and cls.predictions.decoder.bias is not None
 
 
@@ -206,7 +204,7 @@ def _other_outputs(kind: Any, output: Any) -> dict[str, Any]:
 # --- logits computed when they are read ------------------------------------------------------------------------------
 
 
-def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: Any, hidden: Tensor) -> Any:
+def _training_output(kind: Any, head: Any, loss: Tensor, others: dict[str, Any], hidden: Tensor) -> Any:
     """Return an output of class `kind` whose logits are computed when they are read; None under torch.compile.
 
     They are computed under the present gradient mode and autocast.
@@ -218,12 +216,9 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: Any,
         return kind(loss=loss, logits=F.linear(*source.inputs), **others)
     logits: Tensor = _LazyLinear.apply(hidden, head.weight, head.bias, source)  # type: ignore[no-untyped-call]
     output = _lazy_class(kind)(loss=loss, logits=logits, **others)
-    output.__dict__[PARTS] = functools.partial(_remade, kind, head), {"loss": loss, "others": others, "hidden": hidden}
+    parts = {"loss": loss, "others": others, "hidden": hidden}
+    output.__dict__[PARTS] = lambda parts: _training_output(kind, head, **parts), parts
     return output
-
-
-def _remade(kind: Any, head: Any, parts: dict[str, Any]) -> Any:
-    return _training_output(kind, parts["loss"], parts["others"], head, parts["hidden"])
 
 
 class _Source:

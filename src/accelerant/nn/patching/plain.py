@@ -50,10 +50,9 @@ def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
 SMALL = 2**22
 """Elements of a layer's input on a GPU below which torch's function serves it.
 
-H200: a training step of fewer elements waits for the host, of which our ops need twice torch's (forward and backward of
-layer_norm 0.35 for 0.16 ms, of attention 0.46 for 0.31 ms); beyond, the device is busy anyway. Under a capture the host
-does not count. A block of GPT-2's or Llama's form that runs as one function needs less of it than its modules, and is
-not left (GPT-2 4x512: 22.7 for 26.7 ms a step); one of BERT's, which joins three weights, needs more (40.9 for 31.9).
+A training step of fewer elements waits for the host, of which our ops need twice torch's; beyond, the device is busy
+anyway. Under a capture the host does not count. A block of GPT-2's or Llama's form that runs as one function needs less
+of it than its modules, and is not left; one of BERT's, which joins three weights, needs more.
 """
 
 SMALL_REASON = f"fewer than {SMALL} elements, for which torch's function costs the host less"
@@ -306,14 +305,12 @@ def _branches(self: Any, x: Tensor, branches: Sequence[tuple[Any, Callable[[Tens
         for norm, branch in branches:
             x = _add_norm(branch(x), x, norm)[0]
         return x
-    h = branches[0][0](x)
-    for at, (_, branch) in enumerate(branches):
-        y = branch(h)
-        if at + 1 < len(branches):
-            h, x = _add_norm(y, x, branches[at + 1][0])
-        else:
-            x = x + y
-    return x
+    norms, functions = zip(*branches, strict=True)
+    h: Tensor = norms[0](x)
+    for branch, norm in zip(functions, norms[1:], strict=False):
+        h, x = _add_norm(branch(h), x, norm)
+    y: Tensor = functions[-1](h)
+    return x + y
 
 
 def _encoder_layer_forward(

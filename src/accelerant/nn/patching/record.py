@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-import torch
 from torch import nn
 
 from accelerant.errors import ConfigError
@@ -36,6 +35,9 @@ PARTS = "_accelerant_parts"
 """Attribute of an output with lazy logits: the function that makes it, and the tensors that it takes as one tree."""
 
 Forward = Callable[..., Any]
+
+GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
+"""torch's hooks of all modules."""
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -306,17 +308,11 @@ def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
     `ignore_captures` leaves out two hooks of transformers: those on layers and attention since hidden states were
     requested, which read attention weights, and those on embeddings under gradient checkpointing.
     """
-    hooks = torch.nn.modules.module
+    own = module._forward_hooks
     return bool(
-        (module._forward_hooks and not (ignore_captures and all(map(_is_capture, module._forward_hooks.values()))))
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
+        (own and not (ignore_captures and all(map(_is_capture, own.values()))))
+        or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or any(GLOBAL_HOOKS)
+    )  # fmt: skip
 
 
 def _is_capture(hook: Any) -> bool:

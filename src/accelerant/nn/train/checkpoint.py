@@ -191,11 +191,8 @@ def require_space(folder: Path, parameters: int) -> None:
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     disk = shutil.disk_usage(nearest)
     if disk.total and disk.free < needed:  # /proc has neither, and is refused later
-        free = size_text(disk.free)
-        raise ConfigError(
-            f"{folder} needs {size_text(needed)} for checkpoints and results, and its disk has {free} free: "
-            "free some, or give --out another folder"
-        )
+        needs = f"{size_text(needed)} for checkpoints and results, and its disk has {size_text(disk.free)} free"
+        raise ConfigError(f"{folder} needs {needs}: free some, or give --out another folder")
 
 
 _RESULT_BYTES = 4 << 20  # the report, metrics, and other small files
@@ -465,10 +462,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
             elif value is None or isinstance(value, bool | int | float | str):
                 numbers[f"{name}.{kind}"] = value
             else:
-                raise UnsupportedCase(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} ({kind} of {name}): "
-                    "checkpoints hold tensors and numbers; train without a folder"
-                )
+                what = f"{type(optimizer).__name__} keeps a {type(value).__name__} ({kind} of {name})"
+                raise UnsupportedCase(f"{what}: checkpoints hold tensors and numbers; train without a folder")
     return tensors, numbers
 
 

@@ -64,10 +64,8 @@ def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 def require_windows(tokens: Tokens, context: int, part: str) -> None:
     """Raise ConfigError unless there are enough tokens for a window and the token after it: context + 1."""
     if len(tokens) < context + 1:
-        raise ConfigError(
-            f"not enough data: the {part} part has {len(tokens)} tokens, one window needs {context + 1}; "
-            f"give --data more text"
-        )
+        has = f"the {part} part has {len(tokens)} tokens, one window needs {context + 1}"
+        raise ConfigError(f"not enough data: {has}; give --data more text")
 
 
 def random_windows(
@@ -307,13 +305,12 @@ class _LoaderSource(Source):
         self._seed = config.seed
         self.per_step = (loader.batch_size or 1) * self._parts
         self.micro_batch = None
-        self._position = {"epoch": 0, "used": 0}
+        self._position = {"epoch": 0, "used": 0}  # the number of the epoch's batches that were used
         self._processes = processes = Processes()
         if processes.size > 1:
             if isinstance(loader.sampler, DistributedSampler):
-                raise ConfigError(
-                    "the loader has a DistributedSampler: give one without; each process takes its rows of each batch"
-                )
+                advice = "give one without; each process takes its rows of each batch"
+                raise ConfigError(f"the loader has a DistributedSampler: {advice}")
             size, count = loader.batch_size, self.rows()
             if size is not None:
                 share_of(size, processes)
@@ -333,7 +330,6 @@ class _LoaderSource(Source):
         return f"{kind} in batches of {self._loader.batch_size}, {self._parts} a step"
 
     def position(self) -> dict[str, int]:
-        """Return the epoch, and the number of its batches that were used."""
         return dict(self._position)
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
@@ -382,17 +378,12 @@ class _LoaderSource(Source):
     def _epoch(self, epoch: int) -> Iterator[Any]:
         """Iterate the batches of an epoch, in an order drawn from (seed, epoch)."""
         seed = int(_philox(self._seed, epoch).random_raw()) >> 1  # below 2**63
-        for part in (
-            self._loader.sampler,
-            self._loader.batch_sampler,
-            getattr(self._loader.batch_sampler, "sampler", None),  # of a batch_sampler of the caller's
-        ):
+        given = self._loader.batch_sampler
+        for part in (self._loader, self._loader.sampler, given, getattr(given, "sampler", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
-        if self._loader.generator is not None:
-            self._loader.generator.manual_seed(seed)
         with forked_random(seed):  # samplers draw at the first batch
             iterator = iter(self._loader)
             first = next(iterator, None)
@@ -443,13 +434,9 @@ class TokenSource(Source):
         return even_starts(self._tokens, count=self._evaluated, context=self._config.context)
 
     def _batch(self, step: int) -> Batch:
-        config = self._config
-        return self._windows(
-            random_windows(
-                self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context,
-                share=self._share,
-            )
-        )  # fmt: skip
+        seed, count, context = self._config.seed, self._config.batch_size, self._config.context
+        drawn = random_windows(self._tokens, seed=seed, step=step, count=count, context=context, share=self._share)
+        return self._windows(drawn)
 
     def _windows(self, windows: NDArray[np.int64]) -> Batch:
         """Return the inputs and targets of windows whose tokens are in the vocabulary."""
@@ -508,9 +495,8 @@ def _as_batch(items: Any) -> Batch:
         return (items,)
     if isinstance(items, tuple | list) and all(isinstance(item, Tensor) for item in items):
         return tuple(map(_default_precision, items))
-    raise UnsupportedCase(
-        f"a batch must be tensors in a tuple or list, got {type(items).__name__}: give the loader a collate_fn"
-    )
+    got = type(items).__name__
+    raise UnsupportedCase(f"a batch must be tensors in a tuple or list, got {got}: give the loader a collate_fn")
 
 
 def _pinned(batch: Batch, pin: bool) -> Batch:

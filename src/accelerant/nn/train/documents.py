@@ -64,9 +64,8 @@ class Reading:
             if not path.exists():
                 raise ConfigError(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
             if is_virtual(path):
-                raise ConfigError(
-                    f"cannot read {path}: it is made by the system and not stored; copy its contents to a file"
-                )
+                advice = "it is made by the system and not stored; copy its contents to a file"
+                raise ConfigError(f"cannot read {path}: {advice}")
             for file in files_below(path, self.skipped) if path.is_dir() else [path]:
                 real = os.path.realpath(file)
                 if real not in seen:
@@ -89,7 +88,7 @@ class Reading:
     def text_files(self, data: Sequence[str]) -> list[tuple[Path, str]]:
         """Return the text files that paths name, and the codec of each; they are read once to find it."""
         found = []
-        for name, path, codec in self._texts(data, _codec):
+        for name, path, codec in self._texts(data, lambda file: encoding_of(iter(partial(file.read, _BLOCK), b""))):
             found.append((path, codec))
             self.read.append((name, path.stat().st_size))
         return found
@@ -173,10 +172,6 @@ def _text(file: BinaryIO) -> tuple[bytes, str]:
     codec, remark = encoding_of(blocks())
     data = b"".join(parts)
     return (data.decode(codec, "replace").encode() if remark else data), remark
-
-
-def _codec(file: BinaryIO) -> tuple[str, str]:
-    return encoding_of(iter(partial(file.read, _BLOCK), b""))
 
 
 def _groups(named: Sequence[tuple[str, str]], most: int) -> list[str]:

@@ -73,12 +73,12 @@ class RunFolder:
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ConfigError(f"cannot write to {self.path}: no permission in {nearest}")
         foreign = [name for name in (*self.FILES, self.EVENT_LOGS) if (self.path / name).exists()]
-        if foreign:
-            try:
+        try:
+            if foreign:
                 self.read_config()
-            except FormatError:
-                advice = "give --out another folder"
-                raise ConfigError(f"{self.path} holds {foreign[0]} of something else: {advice}") from None
+        except FormatError:
+            what = f"{foreign[0]} of something else"
+            raise ConfigError(f"{self.path} holds {what}: give --out another folder") from None
 
     def start(self, *, overwrite: bool = False) -> str | None:
         """Prepare the folder for a new run; return a note for the user, or None.
@@ -93,12 +93,13 @@ class RunFolder:
             (self.path / ".accelerant-write-test").unlink()
             old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
             shards = list(self.path.glob(Checkpoints.SHARDS))
+            logs = [log] if (log := self.path / self.EVENT_LOGS).is_dir() else []
             holds = Checkpoints(self.path).exist or self.finished or self.model.is_file()
             if (holds and not overwrite) or (self.path / self._MOVING).is_dir():
-                note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()])
+                note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *logs])
             else:
                 self.summary.unlink(missing_ok=True)  # first: a partly removed run is not a finished one
-                for folder in (*shards, *self._event_logs()):
+                for folder in (*shards, *logs):
                     shutil.rmtree(folder)
                 for file in sorted(old, key=lambda file: file == self.config):  # last: it says whose the others are
                     file.unlink(missing_ok=True)
@@ -114,10 +115,8 @@ class RunFolder:
         """
         moving = self.path / self._MOVING
         moving.mkdir(exist_ok=True)
-        finished, private = (
-            any((folder / name).is_file() for folder in (self.path, moving))
-            for name in (self.summary.name, self.LEDGER)
-        )
+        here = {file.name for folder in (self.path, moving) for file in folder.iterdir() if file.is_file()}
+        finished, private = self.summary.name in here, self.LEDGER in here
         kept = self._free_name("finished" if finished else "unfinished")
         for file in sorted(files, key=lambda file: file == self.config):
             file.rename(moving / file.name)
@@ -162,10 +161,6 @@ class RunFolder:
     def write_json(path: Path, values: Mapping[str, Any]) -> None:
         """Write a JSON document atomically, indented."""
         write_atomic(path, (json.dumps(values, indent=2) + "\n").encode())
-
-    def _event_logs(self) -> list[Path]:
-        log = self.path / self.EVENT_LOGS
-        return [log] if log.is_dir() else []
 
     def _keep_ledger(self) -> str | None:
         """Rename the privacy ledger of the previous run; return a note for the user."""

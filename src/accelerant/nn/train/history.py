@@ -6,7 +6,6 @@ device.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -132,8 +131,17 @@ class StepTimer:
 
     def lap(self) -> Callable[[], float]:
         """End a span and start the next; return a function that waits for the device and returns its milliseconds."""
-        start, self._last = self._last, self._now()
-        return functools.partial(_elapsed_ms, start, self._last)
+        start: Any = self._last
+        end: Any = self._now()
+        self._last = end
+
+        def ms() -> float:
+            if isinstance(start, float):
+                return float(end - start) * 1e3
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+        return ms
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
@@ -141,13 +149,6 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _elapsed_ms(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return (float(end) - start) * 1e3
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,9 +395,8 @@ class History:
             rows.append(("held out", f"{parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}"))
         if self.rising:
             rows.append(("", self.rising))
-        return [*rows, ("peak memory", f"{size_text(self.peak_memory_bytes)}, {self._prediction()}")]
-
-    def _prediction(self) -> str:
-        if self.predicted_peak_bytes is None or self.expected_peak_bytes is None:
-            return "not predicted"
-        return f"{size_text(self.expected_peak_bytes)} predicted ({size_text(self.predicted_peak_bytes)} for a step)"
+        predicted = "not predicted"
+        if self.predicted_peak_bytes is not None and self.expected_peak_bytes is not None:
+            sizes = size_text(self.expected_peak_bytes), size_text(self.predicted_peak_bytes)
+            predicted = "{} predicted ({} for a step)".format(*sizes)
+        return [*rows, ("peak memory", f"{size_text(self.peak_memory_bytes)}, {predicted}")]

@@ -121,28 +121,12 @@ def run_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
-    initial, tokenizer, folder, lock = None, None, RunFolder(out), RunLock(out)
-    extension, processes = extension or Extension(), Processes()
+    folder, lock, extension, processes = RunFolder(out), RunLock(out), extension or Extension(), Processes()
     with ExitStack() as stack:
-        same = _settings(run, device)
-        with processes.agreed(same):
+        with processes.agreed(_settings(run, device)):
             if epochs is not None:
                 run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
-            if out.is_dir() and any(out.resolve() == Path(name).resolve() for name in run.data):
-                raise ConfigError(
-                    f"--out {out} is a folder of the text, to which the run's files would be added: give another"
-                )
-            share_of(run.training.batch_size, processes)
-            _require_memory(run, device, processes)
-            if run.init_from:
-                run, initial, tokenizer = _initial(run, out)
-            if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
-                option = "--recompute" if run.training.recompute else "--precision fp8"
-                raise ConfigError(
-                    f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out"
-                )
-            if run.training.precision == "fp8":
-                require_float8(device)
+            run, initial, tokenizer = _checked(run, out, device, processes)
             extension.require(run)
             if processes.first:
                 folder.require_usable()
@@ -154,19 +138,15 @@ def run_training(
         text = _tokenized(run, progress, known, extension)
         with processes.agreed({}):
             if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
-                raise ConfigError(
-                    f"{run.data[0]} has the tokens of another tokenizer than the model in {run.init_from}"
-                )
+                other = f"another tokenizer than the model in {run.init_from}"
+                raise ConfigError(f"{run.data[0]} has the tokens of {other}")
             if epochs is not None:
                 run = run.replaced(steps=run.epoch_steps(epochs, len(text.train)))
-            config = extension.configured(_config(run, out, device))
-            source = extension.source(text.train, config, text.sha256)
+            config, source = _configured(run, out, device, text, extension)
             if processes.first:
-                require_space(out, run.parameter_count(text.tokenizer.vocab_size))
                 lock.take()
                 folder.require_usable()  # another process may have written while the text was read
-                note = folder.start(overwrite=overwrite)
-                if note:
+                if note := folder.start(overwrite=overwrite):
                     progress.note(note)
         stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
         if device.type == "cpu" and processes.first and (note := duration_note(run, cpu_flops_per_s)):
@@ -174,25 +154,58 @@ def run_training(
         with processes.agreed({}):
             session = _TextRun(run, config, folder, text, progress, ledger, extension, source, model=initial)
             if processes.first:
-                folder.write_config({**session.description(), "launch": launch_id()})
-                tokenizer_json = text.tokenizer.to_json()
-                if tokenizer_json is not None:
-                    write_atomic(folder.tokenizer, tokenizer_json.encode())
+                session.describe(folder, launch=launch_id())
         return session.execute(resume=False)
+
+
+def _checked(
+    run: RunConfig, out: Path, device: torch.device, processes: Processes
+) -> tuple[RunConfig, LanguageModel | None, Tokenizer | None]:
+    """Return a run that fits its folder, device and processes, and the model and tokenizer that it begins with."""
+    if out.is_dir() and any(out.resolve() == Path(name).resolve() for name in run.data):
+        raise ConfigError(f"--out {out} is a folder of the text, to which the run's files would be added: give another")
+    share_of(run.training.batch_size, processes)
+    _require_memory(run, device, processes)
+    initial, tokenizer = None, None
+    if run.init_from:
+        run, initial, tokenizer = _initial(run, out)
+    if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
+        option = "--recompute" if run.training.recompute else "--precision fp8"
+        raise ConfigError(f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out")
+    if run.training.precision == "fp8":
+        require_float8(device)
+    return run, initial, tokenizer
+
+
+def _configured(
+    run: RunConfig, out: Path, device: torch.device, text: TokenizedText, extension: Extension
+) -> tuple[TrainConfig, Source | None]:
+    """Return the trainer's config and the extension's source; ConfigError if the folder's disk is too small."""
+    training = run.training
+    rows = windows_at_once(training.micro_batch, training.context, device)
+    graph = "off" if run.model == "rnn" else training.graph  # a captured step of cuDNN's recurrent layers is untested
+    places: dict[str, Any] = {
+        "device": str(device),
+        "folder": str(out),
+        "accumulate": training.batch_size // rows,
+        "graph": graph,
+    }
+    config = extension.configured(dataclasses.replace(training, **places))
+    source = extension.source(text.train, config, text.sha256)
+    if Processes().first:
+        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
+    return config, source
 
 
 def _require_memory(run: RunConfig, device: torch.device, processes: Processes) -> None:
     """Raise ConfigError unless the host has memory for the tokens of a step, and for the model."""
     count, rows = run.parameter_count(0), run.training.batch_size
-    needs = {
-        f"--batch-size {rows} has {{}} GiB of tokens a step in windows of {run.training.context:,}": (
-            8 * (run.training.context + 1) * rows // processes.size
-        ),
-        # On the CPU with gradients and two moments; other devices get the weights from the host.
-        f"a model of {count:,} parameters takes {{}} GiB with its optimizer": (16 if device.type == "cpu" else 4)
-        * count,
-    }
-    for what, size in needs.items():
+    each = 16 if device.type == "cpu" else 4  # with gradients and two moments; other devices get the host's weights
+    tokens = 8 * (run.training.context + 1) * rows // processes.size
+    for what, size in (
+        (f"--batch-size {rows} has {{}} GiB of tokens a step in windows of {run.training.context:,}", tokens),
+        (f"a model of {count:,} parameters takes {{}} GiB with its optimizer", each * count),
+    ):
         if size > (free := host_memory().get("MemAvailable", size)):
             advice = "give a smaller one" if what.startswith("--") else "give fewer --layers, or a smaller --width"
             raise ConfigError(f"{what.format(f'{size >> 30:,}')}, and {free >> 30:,} GiB of memory are free: {advice}")
@@ -256,9 +269,8 @@ def resume_training(
                 chosen.require_extensible()
                 values = folder.read_config()
                 try:
-                    tokens = typed(
-                        int, typed(dict[str, Any], values.get("corpus"), "corpus").get("train_tokens"), "train_tokens"
-                    )
+                    corpus = typed(dict[str, Any], values.get("corpus"), "corpus")
+                    tokens = typed(int, corpus.get("train_tokens"), "train_tokens")
                 except ValueError as error:
                     raise FormatError(f"{folder.config} does not say how long the text is: {error}") from None
                 steps = RunConfig.from_dict(values.get("run", {})).epoch_steps(epochs, tokens)
@@ -289,15 +301,11 @@ def resume_training(
             same |= _settings(run, device)
         text = _tokenized(run, progress, folder.tokenizer, chosen)
         with processes.agreed({}):
-            config = chosen.configured(_config(run, out, device))
-            source = chosen.source(text.train, config, text.sha256)
-            if processes.first:
-                require_space(out, run.parameter_count(text.tokenizer.vocab_size))
+            config, source = _configured(run, out, device, text, chosen)
         stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
         with processes.agreed({}):
-            session = _TextRun(
-                run, config, folder, text, progress, ledger, chosen, source, shape=shape, earlier_s=earlier_s
-            )
+            more: dict[str, Any] = {"shape": shape, "earlier_s": earlier_s}
+            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source, **more)
         return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
 
 
@@ -398,14 +406,11 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
         model, tokenizer = GPT.from_pretrained(folder.path, dtype=torch.float32), load_exported(folder.tokenizer)
     shape = model.config
     if not _covers(shape, tokenizer):
-        raise FormatError(
-            f"the tokenizer in {folder.path} has {tokenizer.vocab_size:,} tokens, its model {shape.vocab_size:,}"
-        )
-    usual = PRESETS[run.name].training.context if run.name in PRESETS else 0
-    if shape.context < run.training.context != usual:
-        raise ConfigError(
-            f"--context {run.training.context:,} is above the {shape.context:,} tokens of the model in {folder.path}"
-        )
+        sizes = f"{tokenizer.vocab_size:,} tokens, its model {shape.vocab_size:,}"
+        raise FormatError(f"the tokenizer in {folder.path} has {sizes}")
+    usual, context = PRESETS[run.name].training.context if run.name in PRESETS else 0, run.training.context
+    if shape.context < context != usual:
+        raise ConfigError(f"--context {context:,} is above the {shape.context:,} tokens of the model in {folder.path}")
     sized = run.replaced(
         model="rnn" if isinstance(model, CharRNN) else "gpt", layers=shape.layers, width=shape.width,
         heads=getattr(shape, "heads", 1), vocab_size=shape.vocab_size, context=min(run.training.context, shape.context),
@@ -424,9 +429,8 @@ def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
         case {"corpus": {"sha256": text}, "run": {"seed": seed, "recipe": {"context": context}}} if text == sha256:
             knows = f"the model in {run.init_from} was trained on"
             if extension.name != Extension.name:
-                raise ConfigError(
-                    f"{knows} this text without noise, and epsilon would not cover that: begin with another"
-                )
+                advice = "epsilon would not cover that: begin with another"
+                raise ConfigError(f"{knows} this text without noise, and {advice}")
             if (seed, context) != (run.training.seed, run.training.context):
                 too_low = "some of the text that is held out here, so that the held-out loss is too low"
                 return (f"{knows} {too_low}: give --seed {seed} and --context {context}, as there",)
@@ -487,20 +491,10 @@ def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig |
     if shape is not None:
         vocab_size, model = shape.vocab_size, "rnn" if isinstance(shape, CharRNNConfig) else "gpt"
         run = run.replaced(model=model, layers=shape.layers, width=shape.width, context=shape.context)
-    layers, width = run.layers, run.width
     least = 2 * run.parameter_count(vocab_size)  # bytes, of the matrices in 16 bits
     if least > (size := checkpoints.size_bytes):
-        sizes = f"{layers:,} layers of width {width:,}, {run.training.context:,} tokens"
+        sizes = f"{run.layers:,} layers of width {run.width:,}, {run.training.context:,} tokens"
         raise FormatError(f"checkpoint {checkpoints.path} has {size:,} bytes, too few for a model of {sizes}")
-
-
-def _config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:
-    training = run.training
-    rows = windows_at_once(training.micro_batch, training.context, device)
-    graph = "off" if run.model == "rnn" else training.graph  # a captured step of cuDNN's recurrent layers is untested
-    return dataclasses.replace(
-        training, accumulate=training.batch_size // rows, device=str(device), folder=str(folder), graph=graph
-    )
 
 
 def windows_at_once(micro_batch: int, context: int, device: torch.device) -> int:
@@ -570,16 +564,12 @@ class _TextRun:
             self._device_name = f"{processes.size} processes on {self._device_name}"
         torch.manual_seed(config.seed)
         vocab_size = text.tokenizer.vocab_size
-        sizes: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "context": config.context,
-            "layers": run.layers,
-            "width": run.width,
-        }
         if model is not None:
             shape = model.config
-        if shape is None:
-            shape = CharRNNConfig(**sizes) if run.model == "rnn" else GPTConfig(**sizes, heads=run.heads)
+        if shape is None and run.model == "rnn":
+            shape = CharRNNConfig(vocab_size, config.context, run.layers, run.width)
+        elif shape is None:
+            shape = GPTConfig(vocab_size, config.context, run.layers, run.heads, run.width)
         self._shape = shape
         self._model = model or _built(shape)  # initialized on the host: the same weights for every device
         if model is None and isinstance(self._model, GPT):
@@ -604,6 +594,12 @@ class _TextRun:
                 "python": platform.python_version(),
             },
         }  # fmt: skip
+
+    def describe(self, folder: RunFolder, **more: Any) -> None:
+        """Write the config and the tokenizer to a folder."""
+        folder.write_config({**self.description(), **more})
+        if (tokenizer := self._text.tokenizer.to_json()) is not None:
+            write_atomic(folder.tokenizer, tokenizer.encode())
 
     def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> Outcome:
         """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal.
@@ -671,10 +667,8 @@ class _TextRun:
         unigram, bigram = self._text.baselines()
         rising = dataclasses.replace(history, evaluations=[*history.evaluations, validation]).rising
         nats_per_byte = validation.loss * tokens / max(1, text_bytes)
-        curve = [(evaluation.step, evaluation.loss) for evaluation in history.evaluations]
-        curve = [
-            (step, loss * tokens / max(1, text_bytes)) for step, loss in [*curve, (history.steps, validation.loss)]
-        ]
+        losses = [*((each.step, each.loss) for each in history.evaluations), (history.steps, validation.loss)]
+        curve = [(step, loss * tokens / max(1, text_bytes)) for step, loss in losses]
         self._progress.phase("writing a sample")
         prompt, sample = self._sample()
         summary = {
@@ -692,29 +686,20 @@ class _TextRun:
             "peak_memory_bytes": history.peak_memory_bytes, "reserved_memory_bytes": history.reserved_memory_bytes,
             "predicted_peak_bytes": history.predicted_peak_bytes,
             "expected_peak_bytes": history.expected_peak_bytes,
-            "seconds": round(
-                max(history.seconds - ended, self._earlier_s - self._began) + time.monotonic(), 2
-            ),
+            "seconds": round(max(history.seconds - ended, self._earlier_s - self._began) + time.monotonic(), 2),
             "out": str(folder.path), "report": str(folder.report), "prompt": prompt, "sample": sample,
         }  # fmt: skip
-        more = self._extension.results()
-        if more:
-            summary[self._extension.name] = more
-        if history.loss_scale:
-            summary["loss_scale"] = history.loss_scale
-        if restarts := attempt():
-            summary["restarts"] = restarts
-        if history.reason:
-            summary["stopped"] = history.reason
-        if rising:
-            summary["held_out"] = rising
-        if self._trainer.profile:
-            summary["profile"] = [str(folder.path / name) for name in ("kernels.txt", "trace.json")]
+        profile = [str(folder.path / name) for name in ("kernels.txt", "trace.json")] if self._trainer.profile else None
+        more = {
+            self._extension.name: self._extension.results(), "loss_scale": history.loss_scale, "restarts": attempt(),
+            "stopped": history.reason, "held_out": rising, "profile": profile,
+        }  # fmt: skip
+        summary |= {name: value for name, value in more.items() if value}
         html = build_report(
             summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
             curves=self._extension.curves(),
             remarks=[
-                *(f"{text[0].upper()}{text[1:]}." for text in (*([rising] if rising else []), *self._text.notes)),
+                *(f"{text[0].upper()}{text[1:]}." for text in filter(None, (rising, *self._text.notes))),
                 *self._extension.remarks(),
             ],
         )  # fmt: skip
@@ -759,9 +744,7 @@ class _TextRun:
         folder = None
         try:
             folder = RunFolder(Path(tempfile.mkdtemp(prefix="accelerant-weights-")))
-            folder.write_config(self.description())
-            if (tokenizer := self._text.tokenizer.to_json()) is not None:
-                write_atomic(folder.tokenizer, tokenizer.encode())
+            self.describe(folder)
             self._write_model(folder.model)
         except OSError as error:
             if folder is not None:

@@ -95,9 +95,8 @@ class Objective:
         self._loss = _NAMED[loss] if isinstance(loss, str) else loss
         self._own = loss is None and callable(getattr(model, "loss", None))
         if self._own and metrics:
-            raise ConfigError(
-                f"metrics need outputs, which {type(model).__name__}.loss does not return: give a loss too"
-            )
+            own = f"{type(model).__name__}.loss"
+            raise ConfigError(f"metrics need outputs, which {own} does not return: give a loss too")
         self._metrics = metrics
 
     def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
@@ -118,9 +117,7 @@ class Objective:
         """Return each batch's weight in the mean over a step's targets, their number; None for equal weights."""
         counts = [self.kept(*batch) for batch in batches]
         known = [count for count in counts if count is not None]
-        if len(known) < len(counts):
-            return None
-        return torch.stack(known)
+        return torch.stack(known) if len(known) == len(counts) else None
 
     def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | None]]]:
         """Return the loss of a batch, and each metric with the number of targets it averages: None for all rows."""
@@ -141,9 +138,8 @@ class Objective:
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
         if len(batch) < 2:
-            raise ConfigError(
-                f"the data have no targets, and {type(model).__name__} has no method `loss`: give targets"
-            )
+            kind = type(model).__name__
+            raise ConfigError(f"the data have no targets, and {kind} has no method `loss`: give targets")
         return model(*batch[:-1]), batch[-1]
 
     def _chosen(self, targets: Tensor) -> Callable[[Any, Tensor], Tensor]:

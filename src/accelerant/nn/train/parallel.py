@@ -32,11 +32,7 @@ from accelerant.runtime.peers import PeerMemory, PeerSums
 from accelerant.runtime.processes import Processes
 
 _BUCKET_BYTES, _COPIED_BYTES = 100 << 20, 25 << 20
-"""Size of a bucket that NCCL or gloo sum, and of one that copy engines do.
-
-GPT 124M, 32 x 1024: NCCL on two H200 takes 54.4 ms a step, with 25 MiB 56.8, with one bucket 55.8. Copy engines on two
-H100 take 57.6 (4 x 1024: 10.5), with 100 MiB 57.9 (10.7).
-"""
+"""Size of a bucket that NCCL or gloo sum, and of one that copy engines do; the fastest for a GPT of 124M parameters."""
 _FIRST_BYTES = 1 << 20  # a small first bucket: the network is busy from the first gradients on
 _ALIGNED = 64  # elements: gradients begin at multiples of 128 bytes or more, for vectorized kernels
 

@@ -199,22 +199,15 @@ class ShardSaver:
     def __init__(self, write: Callable[..., None], *, pinned: bool) -> None:
         self._write = write
         self._group = distributed.new_group(backend="gloo")
-        self._stager = _KeptStager(
-            StagingOptions(
-                use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-            )
-        )
+        options = {"use_pinned_memory": pinned, "use_non_blocking_copy": pinned}
+        self._stager = _KeptStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
         self._writing: Future[Any] | None = None
 
     def start(self, folder: Path, tensors: dict[str, Tensor], commit: Callable[[Shards], None]) -> None:
         """Begin to write shards to a folder, in every process; rank 0 calls `commit` with their list."""
-        self._writing = cast(
-            Future[Any],
-            async_save(
-                tensors, storage_writer=_Writer(folder, self._write, commit), process_group=self._group,
-                async_stager=self._stager,
-            ),
-        )  # fmt: skip
+        writer, groups = _Writer(folder, self._write, commit), {"process_group": self._group}
+        saving = async_save(tensors, storage_writer=writer, async_stager=self._stager, **groups)
+        self._writing = cast(Future[Any], saving)
 
     def finished(self, *, wait: bool) -> bool:
         """Return whether the writing has ended, of which `wait` awaits the end; once for each `start`.
@@ -243,11 +236,8 @@ class _Reader(FileSystemReader):
     def __init__(self, path: Path, shards: Shards) -> None:
         super().__init__(path.parent / shards.folder)
         self._checkpoint, self._shards = path, shards
-        self._files = {
-            _key(name, chunk.offsets): (chunk.file, chunk.sizes)
-            for name, entry in shards.tensors.items()
-            for chunk in entry.chunks
-        }
+        chunks = ((name, chunk) for name, entry in shards.tensors.items() for chunk in entry.chunks)
+        self._files = {_key(name, chunk.offsets): (chunk.file, chunk.sizes) for name, chunk in chunks}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return shapes and chunks as DCP describes them."""
@@ -279,9 +269,8 @@ class _Reader(FileSystemReader):
                         target = planner.resolve_tensor(item).detach()
                         parts = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                         if list(opened.get_slice(key).get_shape()) != self._files[key][1]:
-                            raise FormatError(
-                                f"checkpoint {self._checkpoint} is damaged: {clipped(key)} has another shape"
-                            )
+                            other = f"{clipped(key)} has another shape"
+                            raise FormatError(f"checkpoint {self._checkpoint} is damaged: {other}")
                         target.copy_(opened.get_slice(key)[parts] if parts else opened.get_tensor(key))
                         planner.commit_tensor(item, target)
             except (SafetensorError, OSError) as error:

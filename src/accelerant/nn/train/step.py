@@ -161,9 +161,8 @@ class GraphedStep:
             raise LaunchError(f"the {self._words} step cannot be a CUDA graph: {reason}")
         entry = FallbackRecord(self._op, self._case, "graph", "eager", reason)
         if ledger().fallback(entry) or settings().fallback == "warn":
-            warnings.warn(
-                f"{self._op} ({self._case}): no CUDA graph, steps run eagerly. {reason}", FallbackWarning, stacklevel=5
-            )
+            text = f"{self._op} ({self._case}): no CUDA graph, steps run eagerly. {reason}"
+            warnings.warn(text, FallbackWarning, stacklevel=5)
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
@@ -198,9 +197,8 @@ class LossScale:
 
     def __init__(self, device: torch.device, initial: float = 2.0**16, interval: int = 2000) -> None:
         if not (initial > 0 and initial < float("inf")) or interval < 1:
-            raise ConfigError(
-                f"a loss scale needs a finite factor above 0 and an interval of 1, got {initial}, {interval}"
-            )
+            needs = "a finite factor above 0 and an interval of 1"
+            raise ConfigError(f"a loss scale needs {needs}, got {initial}, {interval}")
         self.interval = interval
         self.value = torch.tensor(initial, dtype=torch.float32, device=device)
         self.good_steps, self.skipped = torch.zeros(2, dtype=torch.int32, device=device).unbind()
@@ -324,9 +322,8 @@ class TrainStep(GraphedStep):
             }  # fmt: skip
             with processes.agreed(same):
                 if not self._averages:
-                    self._reduction = GradientReduction(
-                        self._params, processes, dtype=reduce_dtype, bucket_bytes=bucket_bytes
-                    )
+                    sizes: Any = {"dtype": reduce_dtype, "bucket_bytes": bucket_bytes}
+                    self._reduction = GradientReduction(self._params, processes, **sizes)
             if self._reduction is not None:
                 self._reduction.connect()
             start_equal(model, processes)
@@ -337,10 +334,8 @@ class TrainStep(GraphedStep):
         if any(param.dtype == torch.float16 for param in self._params):
             raise ConfigError("float16 training keeps parameters in float32, and casts them: call model.float() first")
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            raise ConfigError(
-                f"float16 needs an optimizer that can skip a step on the device, not {type(self.optimizer).__name__}: "
-                "use accelerant.nn.optim, or fused=True"
-            )
+            needs = f"an optimizer that can skip a step on the device, not {type(self.optimizer).__name__}"
+            raise ConfigError(f"float16 needs {needs}: use accelerant.nn.optim, or fused=True")
         return LossScale(device) if scale is None else scale
 
     def reset(self) -> None:
@@ -403,9 +398,7 @@ class TrainStep(GraphedStep):
             result = self._eager_step(batches)
             self._seen = self._signature(batches)  # the first step creates the optimizer's state
             return result
-        if self._capture(batches):
-            return self._replay(batches)
-        return StepResult(*self._run(self._moved_all(batches)).unbind())
+        return self._replay(batches) if self._capture(batches) else self._step(batches)
 
     # --- the step itself ---------------------------------------------------------------------------------------------
 

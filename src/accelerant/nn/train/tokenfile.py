@@ -92,9 +92,7 @@ class TokenFile:
         """Read all tokens; raise FormatError unless they are in the vocabulary and have their checksum."""
         digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
         largest = np.zeros(1, self.tokens.dtype)
-        with open(
-            open_regular(self.path), "rb"
-        ) as file:  # not through the map, whose pages count as this process's memory
+        with open(open_regular(self.path), "rb") as file:  # not the map, whose pages count as this process's memory
             file.seek(_HEADER)
             while data := file.read(_CHUNK):
                 digest.update(data)
@@ -142,9 +140,8 @@ def _read_info(path: Path) -> TokenFileInfo:
 def require_tokens(tokens: NDArray[Any], vocab_size: int, origin: str) -> None:
     """Raise FormatError unless every token is in the vocabulary: an embedding would read memory beyond its rows."""
     if tokens.size and int(tokens.max()) >= vocab_size:
-        raise FormatError(
-            f"{origin} is damaged: token {int(tokens.max())} is not below its vocabulary's size, {vocab_size}"
-        )
+        outside = f"token {int(tokens.max())} is not below its vocabulary's size, {vocab_size}"
+        raise FormatError(f"{origin} is damaged: {outside}")
 
 
 class TokenWriter:

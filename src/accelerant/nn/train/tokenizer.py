@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from accelerant.config import settings
 from accelerant.errors import FormatError
-from accelerant.nn.train.tokenfile import token_dtype
+from accelerant.nn.train.tokenfile import Tokens, token_dtype
 from accelerant.runtime.files import clipped, decode_json, read_regular, typed, write_atomic
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class ByteTokenizer:
     end: int | None = None
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
-    def encode(
-        self, documents: Sequence[Document], watch: Watch = lambda _share: None
-    ) -> NDArray[np.uint16 | np.uint32]:
+    def encode(self, documents: Sequence[Document], watch: Watch = lambda _share: None) -> Tokens:
         """Return the tokens of all documents, with their ends marked."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -115,9 +113,8 @@ class BPETokenizer:
         vocabulary = self._inner.get_vocab()
         self.vocab_size = len(vocabulary)
         if set(vocabulary.values()) != set(range(self.vocab_size)):
-            raise FormatError(
-                f"the tokenizer's {self.vocab_size:,} tokens are not numbered 0 to {self.vocab_size - 1:,}"
-            )
+            last = self.vocab_size - 1
+            raise FormatError(f"the tokenizer's {self.vocab_size:,} tokens are not numbered 0 to {last:,}")
         self.byte_lengths = np.zeros(self.vocab_size, np.int64)
         for token, index in vocabulary.items():
             # Byte-level BPE writes each byte as one character of its own alphabet.
@@ -126,10 +123,8 @@ class BPETokenizer:
         if found.removeprefix(" ") != given:  # which some tokenizers begin with
             raise FormatError("the tokenizer does not give every text back: training needs a byte-level BPE")
 
-    def encode(
-        self, documents: Sequence[Document], watch: Watch = lambda _share: None
-    ) -> NDArray[np.uint16 | np.uint32]:
-        parts: list[NDArray[np.uint16 | np.uint32]] = [np.zeros(0, token_dtype(self.vocab_size))]
+    def encode(self, documents: Sequence[Document], watch: Watch = lambda _share: None) -> Tokens:
+        parts: list[Tokens] = [np.zeros(0, token_dtype(self.vocab_size))]
         for batch, share in _batches(documents):
             parts.append(self._encoded(batch))
             watch(share)
@@ -142,7 +137,7 @@ class BPETokenizer:
             small += [(part, last and number == len(parts)) for number, part in enumerate(parts, 1)]
         return self._encoded(small)
 
-    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
+    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> Tokens:
         dtype = token_dtype(self.vocab_size)
         rows = self._inner.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)  # on all cores
         ids = ([*row.ids, self.end] if last else row.ids for row, (_, last) in zip(rows, pieces, strict=True))
@@ -270,12 +265,9 @@ def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[tuple[str, bo
 
 
 def train_bpe(
-    corpus: Corpus,
-    vocab_size: int,
-    *,
-    phase: Callable[[str], None] = lambda _text: None,
+    corpus: Corpus, vocab_size: int, *, phase: Callable[[str], None] = lambda _text: None,
     watch: Watch = lambda _share: None,
-) -> BPETokenizer:
+) -> BPETokenizer:  # fmt: skip
     """Train a BPE of at most `vocab_size` tokens on a corpus's training part, or load it from the cache."""
     import tokenizers
 

@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ from accelerant.tensors import TensorDevice, tensor_device, to
 from accelerant.tensors.device import serves
 
 _SHARED_BYTES = 1 << 20
-"""A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too short for two.
-On a busy machine, where each waits for a core at its end, two threads take 20 times as long."""
+"""A step on the CPU whose tensors take less runs on one thread: its operations are too short for two."""
 
 _CPU_MEMORY = "DefaultCPUAllocator"  # in torch's error of an allocation on the CPU, a RuntimeError
 
@@ -228,9 +227,8 @@ class Trainer:
                 if self._first:
                     lock = stack.enter_context(RunLock(folder))
                     if not resume and (continuing or (folder / "metrics.jsonl").exists()):
-                        raise ConfigError(
-                            f"{folder} holds a training: give resume=True to continue it, or another folder"
-                        )
+                        advice = "give resume=True to continue it, or another folder"
+                        raise ConfigError(f"{folder} holds a training: {advice}")
                     lock.take()
                     if not continuing:
                         RunFolder.write_json(folder / "train.json", self.config.to_dict())
@@ -255,9 +253,7 @@ class Trainer:
             evaluate_at: completed steps at which to evaluate; by default the config's.
 
         Returns:
-            The history; after SIGINT or SIGTERM with a checkpoint written.
-
-        Raises: as `fit`.
+            The history; after SIGINT or SIGTERM with a checkpoint written. Raises as `fit`.
         """
         self.stopping = ""
         run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
@@ -312,10 +308,6 @@ class Trainer:
             return self.objective(model, *batch)
 
 
-def _counted(processes: int) -> str:
-    return f"{processes} process{'es' * (processes != 1)}"
-
-
 _ON_THE_HOST = (nn.RNNBase, nn.modules.conv._ConvNd)
 """Layers that run on the host where tensors are OpenCL's or WebGPU's."""
 
@@ -337,10 +329,8 @@ def _device(name: str) -> torch.device:
     if ":" not in name:
         chosen = registry.choose(name, torch_tensors=True)
         if not chosen.torch_device:
-            what = "this precision, model or number of processes"
-            raise ConfigError(
-                f"device: {chosen.label}, the setting's backend, does not train {what}; give another device"
-            )
+            what = "this precision, model or number of processes; give another device"
+            raise ConfigError(f"device: {chosen.label}, the setting's backend, does not train {what}")
         device = torch.device(chosen.torch_device)
         if device.type == "cuda" and Processes().size > 1:  # one GPU each, as torchrun numbers them
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -446,9 +436,7 @@ class _Run:
             "steps": self.history.total_steps, "precision": self._trainer.precision,
         }  # fmt: skip
         with self._processes.agreed(same):
-            same |= {
-                name: value for name, value in config.items() if name not in ("device", "folder", "profile", *same)
-            }
+            same |= {name: config[name] for name in config.keys() - {"device", "folder", "profile", *same}}
 
     def _agreed(self, flags: list[int], *, wait: bool) -> list[int]:
         """Return the largest flags of all processes, so that they do the same after the same step.
@@ -542,13 +530,10 @@ class _Run:
             out_of_time, now = self._out_of_time(done), time.monotonic()
             flags = [stop.signal or 0, bool(trainer.stopping), out_of_time is not None, False, False]
             if self._processes.first:
-                flags[3:] = (
-                    now - saved_at > every_s,
-                    len(self._pending) >= _FLUSH_STEPS or now - self._flushed_at > _FLUSH_S,
-                )
-            self._signal, stopped, late, save_is_due, flush_is_due = self._agreed(
-                flags, wait=evaluating or done == total or device.type == "cpu"
-            )
+                many = len(self._pending) >= _FLUSH_STEPS or now - self._flushed_at > _FLUSH_S
+                flags[3:] = now - saved_at > every_s, many
+            wait = evaluating or done == total or device.type == "cpu"
+            self._signal, stopped, late, save_is_due, flush_is_due = self._agreed(flags, wait=wait)
             if late and out_of_time is None:
                 out_of_time = TimeLimitExceeded(f"another process's time limit has passed after step {done:,}")
             if stopped and not trainer.stopping:
@@ -587,15 +572,10 @@ class _Run:
         self._flushed_at = time.monotonic()
         if not pending:
             return
-        numbers = torch.stack(
-            [
-                torch.stack([x for x in (step.loss, step.grad_norm, step.loss_scale) if x is not None])
-                for step in pending
-            ]
-        ).tolist()
+        scalars = [[x for x in (step.loss, step.grad_norm, step.loss_scale) if x is not None] for step in pending]
+        numbers = torch.stack([torch.stack(each) for each in scalars]).tolist()
         if self._trainer.device.type != "cpu" or self._flushed_at - self._peak[0] > _PEAK_EVERY_S:
             self._peak = self._flushed_at, peak_memory_bytes(self._trainer.device)
-        peak = self._peak[1]
         records: list[StepRecord] = []
         failure: NotFinite | None = None
         for step, (loss, norm, *scale) in zip(pending, numbers, strict=True):
@@ -606,15 +586,13 @@ class _Run:
             evaluation = self._evaluate(evaluate_after) if evaluate_after and step is pending[-1] else None
             ms, tokens = step.ms(), self._source.unit == "tokens"
             speed = round(self._source.per_step / (ms / 1e3), 1)
-            record = StepRecord(
+            records.append(StepRecord(
                 step=step.step, loss=loss, tokens_per_s=speed if tokens else None, ms=round(ms, 3),
-                peak_memory_bytes=peak, learning_rate=step.learning_rate, grad_norm=0.0 if skipped else norm,
+                peak_memory_bytes=self._peak[1], learning_rate=step.learning_rate, grad_norm=0.0 if skipped else norm,
                 samples_per_s=None if tokens else speed, loss_scale=scale[0] if scale else None,
-                skipped=skipped or None,
-            )  # fmt: skip
-            if evaluation is not None:
-                record = replace(record, validation_loss=evaluation.loss, validation=evaluation.metrics or None)
-            records.append(record)
+                skipped=skipped or None, validation_loss=None if evaluation is None else evaluation.loss,
+                validation=None if evaluation is None else evaluation.metrics or None,
+            ))  # fmt: skip
         try:
             self._metrics.append(records)
         except OSError:
@@ -698,9 +676,8 @@ class _Run:
         for name, state in document.get("callbacks", []):
             callback = next((callback for callback in remaining if type(callback).__name__ == name), None)
             if callback is None:
-                raise ConfigError(
-                    f"checkpoint {path} has the state of a callback {name[:80]}, which this training lacks"
-                )
+                lacks = f"the state of a callback {name[:80]}, which this training lacks"
+                raise ConfigError(f"checkpoint {path} has {lacks}")
             remaining.remove(callback)
             try:
                 callback.restore(state)
@@ -712,7 +689,8 @@ class _Run:
         history.evaluations = document.get("evaluations", [])
         history.resumed_from = history.steps = self._saved = document["step"]
         if (wrote := document.get("processes", 1)) != self._processes.size:
-            self._note(f"{_counted(wrote)} trained so far, now {self._processes.size}: losses agree up to rounding")
+            trained = f"{wrote} process{'es' * (wrote != 1)} trained so far"
+            self._note(f"{trained}, now {self._processes.size}: losses agree up to rounding")
         if before != total:
             self._note(f"a run of {total:,} steps instead of {before:,}: the learning rate follows the new number")
         if note is not None:
