@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.attention import backends, composite, launch
-from accelerant.ops.attention.reference import attention_reference
+from accelerant.ops.attention import backends, launch
+from accelerant.ops.attention import backends as composite
+from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from accelerant.runtime.ledger import ledger

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerant.errors import LaunchError
 from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_hopper, plan_for, program, refuses
-from accelerant.ops.attention.reference import attention_reference
+from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import LoadedKernel

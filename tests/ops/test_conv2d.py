@@ -10,7 +10,7 @@ from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._images import to_channels_first, to_channels_last
-from accelerant.ops.conv2d import algorithms
+from accelerant.ops.conv2d import op as algorithms
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
 from accelerant.runtime.ledger import ledger

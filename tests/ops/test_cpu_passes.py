@@ -22,7 +22,7 @@ def _uninterpreted(uninterpreted):
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Three rows of logits at a time, and no call left to torch's autograd."""
-    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy.torch_ops"], "CHUNK", 30)
+    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy.op"], "CHUNK", 30)
     monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy.op"], "_MANY", 0)
 
 

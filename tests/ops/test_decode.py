@@ -5,9 +5,8 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.decode import launch
-from accelerant.ops.decode.launch import DecodePlan
-from accelerant.ops.decode.op import append, decode_linear, linear
+from accelerant.ops.decode import op as launch
+from accelerant.ops.decode.op import DecodePlan, append, decode_linear, linear
 from accelerant.ops.rope.tables import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger

@@ -15,15 +15,16 @@ from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
 from accelerant.ops.dropout.op import (
     GROUP,
     _compiled,
+    keep_reference,
     launch_llvm,
     launch_llvm_backward,
     launch_llvm_masked,
+    philox_reference,
     refuses_llvm,
     threshold,
     torch_dropout,
     torch_masked,
 )
-from accelerant.ops.dropout.reference import keep_reference, philox_reference
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.case import Case
 from accelerant.runtime.ledger import ledger

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.elementwise import launch
-from accelerant.ops.elementwise.launch import SumPlan
+from accelerant.ops.elementwise import op as launch
+from accelerant.ops.elementwise.op import SumPlan
 from accelerant.runtime.ledger import ledger
 
 UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}

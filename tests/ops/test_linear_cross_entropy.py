@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.linear_cross_entropy import chunks, op
+from accelerant.ops.linear_cross_entropy import op
+from accelerant.ops.linear_cross_entropy import op as chunks
 from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.live_set import predicting
@@ -176,7 +177,7 @@ def test_logits_never_exist_whole(V, monkeypatch):
     monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 1 << 20)
     hidden, weight, targets = drawn(2048, 16, V)
     with Largest() as largest:
-        chunks.run(hidden, weight, targets, -100, 0.0, (True, True), own=False, losses=torch.empty(2048))
+        chunks.run_chunks(hidden, weight, targets, -100, 0.0, (True, True), own=False, losses=torch.empty(2048))
     aligned = -(-V // 64) * 64
     assert largest.bytes <= (1 << 20) * aligned / V + 1
     assert largest.bytes < 2048 * V * 4 / 20

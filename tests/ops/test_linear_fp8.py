@@ -8,7 +8,9 @@ from torch.nn import functional
 
 from accelerant.errors import ShapeError
 from accelerant.ops._cases import draw
-from accelerant.ops.linear_fp8 import cases, launch, op, reference
+from accelerant.ops.linear_fp8 import cases, op
+from accelerant.ops.linear_fp8 import op as launch
+from accelerant.ops.linear_fp8 import op as reference
 from accelerant.ops.linear_fp8.op import Float8Weight, Float8Weights, flattened, unflattened
 from accelerant.runtime.ledger import ledger
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.linear_gelu import launch
+from accelerant.ops.linear_gelu import op as launch
 from accelerant.ops.linear_gelu.op import _refuses, _refuses_epilogue, _torch_forward
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.linear_int8 import launch
+from accelerant.ops.linear_int8 import op as launch
 from accelerant.ops.linear_int8.op import _integer_product, _refuses, _refuses_backward, linear_int8_reference
 from accelerant.runtime.dispatch import Case, operations
 from accelerant.runtime.ledger import ledger

@@ -19,17 +19,15 @@ from accelerant.ops.multi_tensor.op import (
     ChunkPlan,
     SGDGroup,
     Update,
+    adamw_reference,
     adamw_step,
     case_of,
+    clip_reference,
     clip_step,
     global_norm,
-    sgd_step,
-)
-from accelerant.ops.multi_tensor.reference import (
-    adamw_reference,
-    clip_reference,
     global_norm_reference,
     sgd_reference,
+    sgd_step,
 )
 from accelerant.ops.multi_tensor.tables import Tensors, Workspace
 from accelerant.runtime.ledger import ledger

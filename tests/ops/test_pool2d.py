@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward
-from accelerant.ops.pool2d.op import _refuses_avg, _refuses_max
+from accelerant.ops.pool2d.op import Window, _refuses_avg, _refuses_max, launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, force, operations
 from accelerant.runtime.ledger import ledger
 

@@ -6,7 +6,8 @@ from torch.nn import functional
 
 from accelerant.config import override
 from accelerant.ops._cases import draw
-from accelerant.ops.transformer import cases, ends, hopper, op
+from accelerant.ops.transformer import cases, hopper, op
+from accelerant.ops.transformer import op as ends
 from accelerant.ops.transformer.block import (
     Attention,
     Block,
@@ -16,8 +17,8 @@ from accelerant.ops.transformer.block import (
     FusedLinear,
     FusedMLP,
     TiedLoss,
+    block_reference,
 )
-from accelerant.ops.transformer.reference import block_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
 
@@ -132,7 +133,7 @@ def test_dz_sums_of_each_example(examples, T, chosen):
 
 
 def test_many_partial_sums_take_narrow_strips(interpreted):
-    from accelerant.ops.linear_gelu.launch import launch_join
+    from accelerant.ops.linear_gelu.op import launch_join
 
     x = draw((300, 37), F32)
     close(launch_join(x, F32), x.double().sum(0), F32)

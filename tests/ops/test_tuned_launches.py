@@ -11,11 +11,11 @@ from accelerant.config import override
 from accelerant.ops._launch import StreamKernel, launch_map
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
-from accelerant.ops.decode import launch as decode
-from accelerant.ops.elementwise import launch as elementwise
+from accelerant.ops.decode import op as decode
+from accelerant.ops.elementwise import op as elementwise
 from accelerant.ops.embedding import op as embedding
 from accelerant.ops.gelu import op as gelu
-from accelerant.ops.linear_gelu import launch as linear_gelu
+from accelerant.ops.linear_gelu import op as linear_gelu
 from accelerant.ops.norm import launch as norm
 from accelerant.ops.rope import op as rope
 from accelerant.ops.softmax import op as softmax

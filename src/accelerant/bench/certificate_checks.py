@@ -191,8 +191,7 @@ def _optimizer_checks(quick: bool) -> Iterator[Check]:
 
 def _run_adamw(sample: Sample, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
     """Two steps, the second from the state of the first."""
-    from accelerant.ops.multi_tensor.op import AdamWGroup, Update, adamw_step, case_of
-    from accelerant.ops.multi_tensor.reference import adamw_reference
+    from accelerant.ops.multi_tensor.op import AdamWGroup, Update, adamw_reference, adamw_step, case_of
     from accelerant.ops.multi_tensor.tables import Tensors, Workspace
 
     params = [_present(on_device(x, device)) for x in sample.tensors(dtype)]

@@ -36,9 +36,12 @@ from accelerant.ops.multi_tensor.op import (
     clip_step,
     global_norm,
     sgd_step,
+    torch_adamw,
+    torch_clip,
+    torch_norm,
+    torch_sgd,
 )
 from accelerant.ops.multi_tensor.tables import DTYPES, capturing
-from accelerant.ops.multi_tensor.torch_steps import torch_adamw, torch_clip, torch_norm, torch_sgd
 from accelerant.runtime.dispatch import Operation
 
 __all__ = ["SGD", "AdamW", "clip_grad_norm_"]

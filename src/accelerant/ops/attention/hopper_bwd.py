@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import LaunchCache, pack, readable, tensor_map
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program
+from accelerant.ops._hopper.launch import (
+    ELEMENTS,
+    HopperProgram,
+    LaunchCache,
+    Mma,
+    hopper_program,
+    pack,
+    readable,
+    tensor_map,
+)
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.hopper_fwd import refuses_heads
 from accelerant.ops.attention.launch import as_laid, like

@@ -12,8 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import LaunchCache, pack, readable, refuses_device, tensor_map
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program
+from accelerant.ops._hopper.launch import (
+    ELEMENTS,
+    HopperProgram,
+    LaunchCache,
+    Mma,
+    hopper_program,
+    pack,
+    readable,
+    refuses_device,
+    tensor_map,
+)
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.dispatch import Case

@@ -13,8 +13,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import not_a_tensor
-from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH
-from accelerant.ops.attention.composite import attend
+from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.ops.attention.op import (
     check_heads,

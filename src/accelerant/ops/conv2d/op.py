@@ -1,7 +1,7 @@
 """conv2d: reference, validation, registration with torch and autograd; the vendor's libraries convolve.
 
 A general convolution kernel would not beat cuDNN. This op adds the ledger, which counts forward and backward
-convolutions with their bytes and operations, and other algorithms for some cases (algorithms.py).
+convolutions with their bytes and operations, and other algorithms for some cases (py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,127 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._images import Pair, as_images, output_sizes, pair
+from accelerant.ops._images import Pair, as_images, output_sizes, pair, to_channels_first, to_channels_last
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops.conv2d import algorithms
-from accelerant.ops.conv2d.algorithms import Gradients
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.files import clipped
+
+# --- algorithms besides torch's own call -----------------------------------------------------------------------------
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_MIN_ELEMENTS = 2**20
+"""Elements of x or y per case; below, the launches of the extra kernels cost more than they save."""
+
+_MIN_WIDTH = 8
+"""Columns of a patch; below, the copy reads less than 16 contiguous bytes."""
+
+
+def _refuses_copies(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return "is for NVIDIA GPUs"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return "takes bfloat16 and float16"
+    if "contiguous" not in case.options:
+        return "takes contiguous x and weight"
+    elements = min(math.prod(case.shape), math.prod(case.options[1]))
+    return "is for larger images" if elements < _MIN_ELEMENTS else refuses_triton(case.device)
+
+
+def refuses_patches(case: Case) -> str | None:
+    """Return why a case (options as in op.py) is not a product of patches, or is slower as one, or None."""
+    weight, _, stride, padding, dilation, groups = case.options[:6]
+    if groups != 1 or tuple(dilation) != (1, 1) or tuple(padding) != (0, 0) or tuple(stride) != tuple(weight[2:]):
+        return "windows overlap, leave gaps or are padded, or there are groups"
+    if weight[3] < _MIN_WIDTH:
+        return f"patches of less than {_MIN_WIDTH} columns are left to the library"
+    return _refuses_copies(case)
+
+
+def refuses_channels_last(case: Case) -> str | None:
+    """Return why a case (options as in op.py) is slower, or not supported, with the channels last, or None."""
+    weight, _, _, _, _, groups = case.options[:6]
+    if groups != 1:
+        return "groups are left to the library"
+    if weight[0] % 8 or weight[1] % 8:
+        return "channels are not multiples of 8"
+    return _refuses_copies(case)
+
+
+# --- patches ---------------------------------------------------------------------------------------------------------
+
+
+def _patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """Return the patches of x, (B, P, C K L), without partial ones at the end of rows and columns."""
+    (B, C, H, W), (K, L) = x.shape, kernel
+    rows, columns = H // K, W // L
+    whole = x[:, :, : rows * K, : columns * L].reshape(B, C, rows, K, columns, L)
+    return whole.permute(0, 2, 4, 1, 3, 5).reshape(B, rows * columns, C * K * L)
+
+
+def patches(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    groups: int,
+) -> Tensor:  # fmt: skip
+    """Convolve by a product of patches, for cases that refuses_patches does not refuse."""
+    B, (O, _, K, L) = x.shape[0], weight.shape  # noqa: E741 - channels of y, as in op.py
+    with torch.no_grad():
+        y = torch.nn.functional.linear(_patches_of(x, (K, L)), weight.reshape(O, -1), bias)
+        permuted = y.view(B, x.shape[2] // K, x.shape[3] // L, O).permute(0, 3, 1, 2)
+    return to_channels_first(permuted)
+
+
+def patches_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Return the gradients of `patches`."""
+    (B, C, H, W), (O, _, K, L) = x.shape, weight.shape  # noqa: E741
+    rows, columns = H // K, W // L
+    dx = dweight = dbias = None
+    with torch.no_grad():
+        permuted = to_channels_last(dy.contiguous()).permute(0, 2, 3, 1).reshape(-1, O)
+        if needs[0]:
+            tiles = (permuted @ weight.reshape(O, -1)).view(B, rows, columns, C, K, L).permute(0, 3, 1, 4, 2, 5)
+            if (rows * K, columns * L) == (H, W):
+                dx = tiles.reshape(x.shape)
+            else:
+                dx = torch.zeros_like(x)
+                dx[:, :, : rows * K, : columns * L] = tiles.reshape(B, C, rows * K, columns * L)
+        if needs[1]:
+            dweight = (permuted.t() @ _patches_of(x, (K, L)).view(-1, C * K * L)).view(weight.shape)
+        if needs[2]:
+            dbias = permuted.sum(0)
+    return dx, dweight, dbias
+
+
+# --- channels last ---------------------------------------------------------------------------------------------------
+
+
+def channels_last(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """Convolve by cuDNN with the channels last; y is contiguous, as x is."""
+    weight = weight.to(memory_format=torch.channels_last)
+    return to_channels_first(torch.conv2d(to_channels_last(x), weight, bias, *settings))
+
+
+def channels_last_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Return the gradients of `channels_last`, contiguous."""
+    last = torch.channels_last
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+        to_channels_last(dy.contiguous()), to_channels_last(x), weight.to(memory_format=last),
+        None if bias is None else [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(needs),
+    )  # fmt: skip
+    return (
+        to_channels_first(dx) if needs[0] else None,
+        dweight.contiguous() if needs[1] else None,
+        dbias if needs[2] else None,
+    )
 
 
 def _two(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -98,20 +211,18 @@ def _backward_cost(case: Case) -> Cost:
 conv2d_fwd = Operation(
     "conv2d_fwd",
     (
-        Implementation("patches", algorithms.patches, refuses=algorithms.refuses_patches),
+        Implementation("patches", patches, refuses=refuses_patches),
         Implementation("torch", torch.conv2d, differentiable=True),
-        Implementation("channels-last", algorithms.channels_last, refuses=algorithms.refuses_channels_last),
+        Implementation("channels-last", channels_last, refuses=refuses_channels_last),
     ),
     cost=_cost,
 )
 conv2d_bwd = Operation(
     "conv2d_bwd",
     (
-        Implementation("patches", algorithms.patches_backward, refuses=algorithms.refuses_patches),
+        Implementation("patches", patches_backward, refuses=refuses_patches),
         Implementation("torch", _backward_of, deterministic=False),
-        Implementation(
-            "channels-last", algorithms.channels_last_backward, algorithms.refuses_channels_last, deterministic=False
-        ),
+        Implementation("channels-last", channels_last_backward, refuses_channels_last, deterministic=False),
         Implementation("torch-deterministic", _deterministic_backward_of),
     ),
     cost=_backward_cost,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from accelerant.ops._cases import Compilation, specialized
-from accelerant.ops.decode.launch import KERNELS as _KERNELS
-from accelerant.ops.decode.launch import WORDS_PLANS, DecodePlan, usual_plan
+from accelerant.ops.decode.op import KERNELS as _KERNELS
+from accelerant.ops.decode.op import WORDS_PLANS, DecodePlan, usual_plan
 
 KIND = "mutating"
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
-from accelerant.ops.elementwise.launch import KERNELS as _KERNELS
-from accelerant.ops.elementwise.launch import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
+from accelerant.ops.elementwise.op import KERNELS as _KERNELS
+from accelerant.ops.elementwise.op import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
 
 _SHAPES = ((1,), (7,), (3, 5), (), (0,), (4, 0, 2), (2, 3, 129), (33, 257))
 

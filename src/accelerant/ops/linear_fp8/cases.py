@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from accelerant.ops._cases import Compilation, specialized
-from accelerant.ops.linear_fp8.launch import KERNELS as _KERNELS
-from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, row_plan
+from accelerant.ops.linear_fp8.op import KERNELS as _KERNELS
+from accelerant.ops.linear_fp8.op import constants, dgelu_plan, gelu_plan, row_plan
 
 KIND = "mutating"  # no public function
 

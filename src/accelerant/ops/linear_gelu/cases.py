@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, specialized, tolerances
-from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
-from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
+from accelerant.ops.linear_gelu.op import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
+from accelerant.ops.linear_gelu.op import KERNELS as _KERNELS
 
 RUNS = ("torch",)  # the products of the backward pass
 

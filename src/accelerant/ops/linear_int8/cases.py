@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialized, tolerances
-from accelerant.ops.linear_int8 import launch
-from accelerant.ops.linear_int8.launch import Int8TilePlan, StripPlan
+from accelerant.ops.linear_int8 import op as launch
+from accelerant.ops.linear_int8.op import Int8TilePlan, StripPlan
 
 
 def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> Sample:

@@ -15,7 +15,7 @@ from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import STREAM, ceil_div, triton_operation
 from accelerant.ops._library import autocast_dtype, is_plain
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops.elementwise.launch import is_row
+from accelerant.ops.elementwise.op import is_row
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
 from accelerant.runtime.files import clipped

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
-from accelerant.ops.pool2d.launch import KERNELS as _KERNELS
-from accelerant.ops.pool2d.launch import Window, plan_of
+from accelerant.ops.pool2d.op import KERNELS as _KERNELS
+from accelerant.ops.pool2d.op import Window, plan_of
 
 
 def _sample(*shape: int, **options: Any) -> Sample:

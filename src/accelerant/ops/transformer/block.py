@@ -20,7 +20,7 @@ Parameters with a per-example sink (accelerant.ops._per_example) get no gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +28,90 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from accelerant.ops._per_example import Forming, announce, examples_of, first_sink, sink_of
+from accelerant.ops.attention.op import attention_reference
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
 from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
-from accelerant.ops.transformer import ends, op
-from accelerant.ops.transformer.reference import BlockSpec, block_reference, mlp_reference, packed_attention_reference
+from accelerant.ops.transformer import op
 from accelerant.runtime.dispatch import Case
+
+# --- reference, differentiable any number of times -------------------------------------------------------------------
+
+
+class BlockSpec(NamedTuple):
+    """The configuration of a transformer block.
+
+    Attributes:
+        eps: added to the variance in the first and in the second norm.
+        causal: whether a position attends to no later one.
+        window: how many positions back attention reaches; -1 for all.
+        scale: of the attention scores; None for 1 / sqrt(head width).
+        approximate: form of GELU, "tanh" or "none".
+        post_norm: whether norms follow the residual additions (BERT) or precede the branches (GPT-2, ViT).
+        joined: whether a pre-norm block returns one tensor, the sum of its last branch and the residual stream.
+    """
+
+    heads: int
+    eps: tuple[float, float]
+    causal: bool = True
+    window: int = -1
+    scale: float | None = None
+    approximate: str = "tanh"
+    post_norm: bool = False
+    joined: bool = False
+
+
+def packed_attention_reference(qkv: Tensor, causal: bool, window: int, scale: float | None) -> Tensor:
+    """Return the self-attention of q, k and v packed as (B, T, 3, H, D): (B, T, H D)."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    o = attention_reference(q, k, v, causal=causal, scale=scale, window=None if window < 0 else window)
+    assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
+    return o.transpose(1, 2).flatten(2)
+
+
+def mlp_reference(x: Tensor, params: Sequence[Tensor | None], approximate: str = "tanh") -> Tensor:
+    """Return down(gelu(up(x))); `params` are the weight and bias of up and of down, in any dtype."""
+    up, up_bias, down, down_bias = (None if param is None else param.to(x.dtype) for param in params)
+    assert up is not None and down is not None  # noqa: PT018  for the type checker
+    return functional.linear(
+        functional.gelu(functional.linear(x, up, up_bias), approximate=approximate), down, down_bias
+    )
+
+
+def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Apply a transformer block.
+
+    Pre-norm (GPT-2, ViT):  s = x + projection(attention(qkv(norm_1(x))))    y = down(gelu(up(norm_2(s))))
+    Post-norm (BERT):       h = norm_1(x + projection(attention(qkv(x))))    y = norm_2(h + down(gelu(up(h))))
+
+    Args:
+        x: (B, T, W).
+        params: weight and bias of norm_1, qkv, projection, norm_2, up and down, in any dtype; a bias may be None.
+
+    Returns:
+        y and s; (y + s, None) if `spec.joined`, (y, None) in post-norm.
+
+    Source: Radford et al. 2019, section 2.3; Devlin et al. 2019, arXiv:1810.04805, section 3; Vaswani et al. 2017,
+    arXiv:1706.03762, equation 1.
+    """
+    n1, c1, qkv, c2, projection, c3, n2, c4 = (None if param is None else param.to(x.dtype) for param in params[:8])
+    assert qkv is not None and projection is not None  # noqa: PT018  for the type checker
+    B, T, W = x.shape
+
+    def attention(y: Tensor) -> Tensor:
+        heads = functional.linear(y, qkv, c2).view(B, T, 3, spec.heads, W // spec.heads)
+        o = packed_attention_reference(heads, spec.causal, spec.window, spec.scale)
+        return functional.linear(o, projection, c3)
+
+    if spec.post_norm:
+        h = functional.layer_norm(x + attention(x), (W,), n1, c1, spec.eps[0])
+        y = h + mlp_reference(h, params[8:], spec.approximate)
+        return functional.layer_norm(y, (W,), n2, c4, spec.eps[1]), None
+    s = x + attention(functional.layer_norm(x, (W,), n1, c1, spec.eps[0]))
+    y = mlp_reference(functional.layer_norm(s, (W,), n2, c4, spec.eps[1]), params[8:], spec.approximate)
+    return (y + s, None) if spec.joined else (y, s)
+
 
 __all__ = [
     "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TableSums",
@@ -506,7 +583,7 @@ class Embed(torch.autograd.Function):
         _announce(ctx, tokens, (table, positions))
         for sums in table_sums:
             sums.looks_up(table, tokens.numel(), dtype)
-        return ends.embed(tokens, table, positions, dtype), table.view_as(table)
+        return op.embed(tokens, table, positions, dtype), table.view_as(table)
 
     @staticmethod
     @once_differentiable
@@ -527,7 +604,7 @@ class Embed(torch.autograd.Function):
         dpositions = None
         if ctx.needs_input_grad[1] and not any(sums.takes_rows(table, dy, tokens) for sums in table_sums):
             dtable = torch.zeros_like(table) if dtable is None else dtable
-            ends.embed_backward(dy, tokens, dtable)
+            op.embed_backward(dy, tokens, dtable)
             for sums in table_sums:
                 sums.whole(table, dtable)
         if ctx.needs_input_grad[2]:
@@ -558,7 +635,7 @@ class TiedLoss(torch.autograd.Function):
         if sink is not None:
             forming = Forming(sink, examples_of(sink, hidden.shape[0]))
             sink.expect(table)
-        loss, *ctx.gradients = ends.tied_loss(hidden, cast_table, targets, classes, ignore_index, needs, forming)
+        loss, *ctx.gradients = op.tied_loss(hidden, cast_table, targets, classes, ignore_index, needs, forming)
         ctx.save_for_backward(hidden, table, cast_table, targets)
         ctx.sunk = None if sink is None else [table]
         ctx.options, ctx.dtypes = (classes, ignore_index, needs, forming), (hidden.dtype, table.dtype)
@@ -571,21 +648,21 @@ class TiedLoss(torch.autograd.Function):
         (table,) = _with_sinks(ctx, [saved])
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, *gradients = ends.tied_loss(hidden, *others, *ctx.options)
+            _, *gradients = op.tied_loss(hidden, *others, *ctx.options)
         forming, sink = ctx.options[3], sink_of(table)
         if forming is not None and sink is not None and gradients[1] is not None:
             if gradients[1].dim() == 3:  # formed with the loss; dy scales them in the sink, without rounding
                 sink.gradients(table, gradients[1], forming.squares, dy)
             else:
-                sink.linear(table, None, ends.scaled(gradients[1], dy), hidden, forming.examples)
+                sink.linear(table, None, op.scaled(gradients[1], dy), hidden, forming.examples)
             gradients[1] = None
         dhidden, dtable = gradients
         out = None if dtable is None else placed(table, *table.shape)
         if out is not None:
             dtable = torch.mul(dtable, dy, out=out)
         elif dtable is not None:
-            dtable = ends.scaled(dtable, dy)
-        scaled = None if dhidden is None else ends.scaled(dhidden, dy), dtable
+            dtable = op.scaled(dtable, dy)
+        scaled = None if dhidden is None else op.scaled(dhidden, dy), dtable
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True)]
         if cast[1] is not None and any(sums.takes_product(table, cast[1]) for sums in table_sums):
             cast[1] = None

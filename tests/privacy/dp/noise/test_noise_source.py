@@ -14,7 +14,7 @@ import torch
 from noise_reference import gaussian_reference
 
 from accelerant.errors import ConfigError, UnsupportedDtype
-from accelerant.ops.dropout.reference import philox_reference
+from accelerant.ops.dropout.op import philox_reference
 from accelerant.privacy.dp.noise import FastSource, SecureSource
 from accelerant.privacy.dp.noise import source as launch
 from accelerant.privacy.dp.noise import source as noise_source

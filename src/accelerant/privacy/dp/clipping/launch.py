@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._hopper import launch as hopper
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma
+from accelerant.ops._hopper.launch import ELEMENTS, HopperProgram, Mma
 from accelerant.ops._launch import accesses, ceil_div, multiprocessors, next_power_of_2, triton_operation
-from accelerant.ops.transformer.ends import embed_backward
+from accelerant.ops.transformer.op import embed_backward
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
