@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import stat
 import threading
 import time
 
@@ -20,7 +19,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.monitoring import monitor
 from accelerant.runtime.monitoring.monitor import measure, sample
-from accelerant.runtime.monitoring.readers import FIGURES, Absent, CpuReader, ProcessMemory, SmiReader, TableReader
+from accelerant.runtime.monitoring.readers import FIGURES, Absent, CpuReader, ProcessMemory, TableReader
 from accelerant.runtime.provider import ComputeDevice
 
 STAT = "cpu  {0} 0 0 {1} 0 0 0 0 0 0\ncpu0 {0} 0 0 {1} 0 0 0 0 0 0\ncpu1 0 0 0 {1} 0 0 0 0 0 0\nintr 5\n"
@@ -125,52 +124,6 @@ def test_a_processor_slows_down_when_its_counters_rise(machine):
     assert [reader.read(["slow_down"])[0]["slow_down"] for _ in range(2)] == [(), ()]
     write(machine / "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_count", "4")
     assert [reader.read(["slow_down"])[0]["slow_down"] for _ in range(2)] == [("thermal",), ()]
-
-
-# --- NVIDIA without NVML ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def smi(tmp_path):
-    """Makes a program that answers as nvidia-smi does, given its two tables."""
-
-    def make(gpu, processes="", status=0):
-        program = tmp_path / "nvidia-smi"
-        program.write_text(
-            f"#!/bin/sh\ncase \"$*\" in *query-gpu*) printf '{gpu}' ;; *) printf '{processes}' ;; esac\nexit {status}\n"
-        )
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        return SmiReader(str(program), "GPU-1234", "needs nvidia-ml-py")
-
-    return make
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the program is a shell script")
-def test_nvidia_smi_is_read_by_its_documented_table(smi):
-    reader = smi(
-        "97, 1024, 81559, 350.25, 61, 1980, [N/A]\\n", "812, /usr/bin/python3, 900\\n813, [Not Found], [N/A]\\n"
-    )
-    found, reasons = reader.read((*FIGURES, "energy_j"))
-    assert found["utilisation_percent"] == 97.0
-    assert found["memory_used_bytes"] == 2**30
-    assert found["memory_total_bytes"] == 81559 * 2**20
-    assert found["power_w"] == 350.25
-    assert found["clock_mhz"] == 1980.0
-    assert found["processes"] == (ProcessMemory(812, "/usr/bin/python3", 900 * 2**20), ProcessMemory(813, None, None))
-    assert reasons == {
-        **dict.fromkeys(("core_percents", "slow_down", "ecc_corrected", "ecc_uncorrected"), "needs nvidia-ml-py"),
-        "energy_j": "needs nvidia-ml-py",
-        "memory_clock_mhz": "nvidia-smi says [N/A]",
-    }
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the program is a shell script")
-def test_nvidia_smi_that_fails_is_a_reason(smi):
-    found, reasons = smi("No devices were found\\n", status=6).read(["power_w", "processes"])
-    assert found == {}
-    assert reasons == dict.fromkeys(("power_w", "processes"), "nvidia-smi: No devices were found")
-    assert SmiReader("/nowhere/nvidia-smi", "GPU-1", "").read(["power_w"])[1]["power_w"].startswith("nvidia-smi: ")
-    assert smi("").read(["power_w"])[1] == {"power_w": "nvidia-smi did not answer"}
 
 
 # --- the devices that are here ---------------------------------------------------------------------------------------

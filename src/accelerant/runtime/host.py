@@ -158,6 +158,18 @@ def python_child(program: str, *arguments: str, **streams: Any) -> subprocess.Po
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", isolated, *arguments], text=True, **streams)
 
 
+def run_python(program: str, text: str = "", *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program of python_child to its end, with a text as its input; an error here, of time too, kills it."""
+    pipe = subprocess.PIPE
+    with python_child(program, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        try:
+            output, errors = child.communicate(text, timeout_s)
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
+
+
 def _is_current(folder: str) -> bool:
     try:
         return os.path.samefile(folder, os.curdir)

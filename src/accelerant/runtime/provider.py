@@ -51,7 +51,7 @@ from accelerant.errors import (
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.host import fork_safe, python_child, refuse_masked
+from accelerant.runtime.host import fork_safe, refuse_masked, run_python
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
@@ -670,19 +670,14 @@ _INTEGER_RANGES |= {f"i{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1)) for bits i
 
 def probe_in_child(program: str, driver: str, timeout_s: float) -> str:
     """Run a Python program that tests a driver in a child process; return why it fails, else ""."""
-    with python_child(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
-        try:
-            _, errors = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return f"{driver} did not answer within {timeout_s} s"
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode < 0:
-        return f"{driver} crashed its process with signal {-child.returncode}"
-    if child.returncode:
-        return (errors.strip().splitlines() or [f"{driver} does not start"])[-1]
+    try:
+        done = run_python(program, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"{driver} did not answer within {timeout_s} s"
+    if done.returncode < 0:
+        return f"{driver} crashed its process with signal {-done.returncode}"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"{driver} does not start"])[-1]
     return ""
 
 

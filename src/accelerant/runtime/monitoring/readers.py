@@ -1,25 +1,18 @@
-"""Readers of device figures: NVML, nvidia-smi, amdsmi, torch.mps, and Linux's files for the CPU.
+"""Readers of device figures: NVML, amdsmi, torch.mps, and Linux's files for the CPU.
 
 A reader reports some of the figures in FIGURES. Each is read by itself; a figure that the driver does not report gets a
-reason instead. No reader needs more than its driver: NVIDIA's is read through nvidia-ml-py (extra `monitor`), and
-without that package through the nvidia-smi that comes with the driver, whose query format is documented but starts a
-process (tens of milliseconds) and has no energy counter.
-
-The CPU's load, clocks, memory and processes are in /proc, temperature and energy in /sys. Counters become rates between
-two readings. On systems other than Linux only the total of memory is known.
+reason instead. The CPU's load, clocks, memory and processes are in /proc, temperature and energy in /sys. Counters
+become rates between two readings. On systems other than Linux only the total of memory is known.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import importlib
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from accelerant.runtime.host import fork_safe, read_meminfo
-from accelerant.runtime.monitoring.nvidia import profile_of, slow_down_reasons
+from accelerant.runtime.monitoring.nvidia import slow_down_reasons
 from accelerant.runtime.provider import ComputeDevice
 
 FIGURES = (
@@ -36,9 +29,6 @@ FIGURES = (
     "clock_mhz", "memory_clock_mhz", "slow_down", "ecc_corrected", "ecc_uncorrected", "processes",
 )  # fmt: skip
 """The figures of a sample, "processes" the last; a reader may also report "energy_j", joules since some fixed time."""
-
-EXTRA = "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
-_SMI_TIMEOUT_S = 20
 
 
 class Absent(Exception):  # noqa: N818 - not an error: it carries a reason to the table of reasons
@@ -97,7 +87,7 @@ class TableReader:
 
 
 def cuda_reader(device: ComputeDevice) -> Reader:
-    """Return a reader of NVML if nvidia-ml-py is installed and starts, else of nvidia-smi, else of torch."""
+    """Return a reader of NVML if nvidia-ml-py is installed and starts, else of torch."""
     import torch
 
     uuid = str(torch.cuda.get_device_properties(device.index).uuid)  # no CUDA_VISIBLE_DEVICES renumbers it
@@ -108,15 +98,12 @@ def cuda_reader(device: ComputeDevice) -> Reader:
             with contextlib.suppress(nvml.NVMLError):
                 return _nvml_reader(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}"))
         reason = f"NVML does not know the device {uuid}"
-    program = shutil.which("nvidia-smi")
-    if program is not None:
-        return SmiReader(program, f"{'MIG' if profile_of(device.name) else 'GPU'}-{uuid}", reason)
 
     def memory(which: int) -> int:
         return torch.cuda.mem_get_info(device.index)[which]
 
     figures = {"memory_total_bytes": lambda: memory(1), "memory_used_bytes": lambda: memory(1) - memory(0)}
-    return TableReader(figures, f"{reason} (and there is no nvidia-smi)", (RuntimeError,))
+    return TableReader(figures, reason, (RuntimeError,))
 
 
 @functools.cache
@@ -125,7 +112,7 @@ def nvml_missing() -> str:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return EXTRA
+        return "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -181,74 +168,6 @@ def _nvml_reader(nvml: Any, handle: Any) -> Reader:
         figures = {name: read for name, read in figures.items() if name not in _OF_THE_GPU}
         return TableReader(figures, "NVML has it for the whole GPU, not for a MIG slice", (nvml.NVMLError,))
     return TableReader(figures, "NVML has no such figure", (nvml.NVMLError,))
-
-
-_SMI_FIELDS = {
-    "utilisation_percent": ("utilization.gpu", 1),
-    "memory_used_bytes": ("memory.used", 2**20),
-    "memory_total_bytes": ("memory.total", 2**20),
-    "power_w": ("power.draw", 1),
-    "temperature_c": ("temperature.gpu", 1),
-    "clock_mhz": ("clocks.sm", 1),
-    "memory_clock_mhz": ("clocks.mem", 1),
-}
-"""Figure -> nvidia-smi's name, and the factor to our unit."""
-
-
-class SmiReader:
-    """NVIDIA's figures from the program nvidia-smi, for the device "GPU-...".
-
-    `without` is the reason why NVML itself is not read.
-    """
-
-    def __init__(self, program: str, identity: str, without: str) -> None:
-        self._program = program
-        self._identity = identity
-        self._without = without
-
-    def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Read figures as Reader.read does, with one or two processes a call."""
-        known = [name for name in names if name in _SMI_FIELDS]
-        reasons = {name: self._without for name in names if name not in _SMI_FIELDS and name != "processes"}
-        figures: dict[str, Any] = {}
-        try:
-            if known:
-                rows = self._query("gpu", [_SMI_FIELDS[name][0] for name in known])
-                for name, cell in zip(known, rows[0] if rows else (), strict=False):
-                    number = _number(cell)
-                    if number is None:
-                        reasons[name] = f"nvidia-smi says {cell}"
-                    else:
-                        figures[name] = number * _SMI_FIELDS[name][1]
-                        if name.endswith("_bytes"):
-                            figures[name] = int(figures[name])
-            if "processes" in names:
-                rows = self._query("compute-apps", ["pid", "process_name", "used_memory"])
-                figures["processes"] = tuple(_smi_process(row) for row in rows)
-        except Absent as error:
-            reasons.update({name: str(error) for name in names if name not in figures})
-        reasons.update({name: "nvidia-smi did not answer" for name in known if name not in figures | reasons})
-        return figures, reasons
-
-    def _query(self, what: str, fields: Sequence[str]) -> list[list[str]]:
-        query = f"--query-{what}={','.join(fields)}"
-        command = [self._program, f"--id={self._identity}", query, "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Absent(f"nvidia-smi: {error}") from None
-        if done.returncode:
-            said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[0]
-            raise Absent(f"nvidia-smi: {said}")
-        return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
-
-
-def _smi_process(row: list[str]) -> ProcessMemory:
-    pid, name, used = (*row, "", "")[:3]
-    number = _number(used)
-    return ProcessMemory(
-        int(pid), None if name.startswith("[") else name, None if number is None else int(number * 2**20)
-    )
 
 
 def _number(text: object) -> float | None:
