@@ -29,7 +29,7 @@ def registries(monkeypatch):
 
 PUBLIC = (
     "", "accelerator", "runtime.compilation.inspect", "runtime.memory.batch_size", "runtime.memory.limits",
-    "runtime.memory.owners", "runtime.monitoring.events", "runtime.monitoring.monitor", "runtime.streams.graphs",
+    "runtime.monitoring.events", "runtime.monitoring.monitor", "runtime.streams.graphs",
     "runtime.streams.stream", "runtime.streams.transfer", "runtime.time_limit",
 )  # fmt: skip
 """Modules whose every name is for users."""

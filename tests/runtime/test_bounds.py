@@ -9,10 +9,9 @@ import torch
 import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import BoundsError, DivergenceError
-from accelerant.runtime.compilation.bounds import checked_source
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.signatures import entry_of
+from accelerant.runtime.compilation.signatures import checked_source, entry_of
 from requirements import require_backend
 
 GATHER = """

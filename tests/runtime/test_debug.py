@@ -64,9 +64,9 @@ def test_what_an_op_changes_is_its_result():
 
 
 def test_without_the_setting_nothing_is_checked(monkeypatch):
-    from accelerant.runtime.dispatch import debug
+    from accelerant.runtime.dispatch import plan
 
-    monkeypatch.setattr(debug, "_flaws", None)
+    monkeypatch.setattr(plan, "_flaws", None)
     with override(debug=False):
         assert acl.ops.gelu(BAD).isnan().any()
         acl.explain(acl.ops.gelu, BAD)

@@ -35,12 +35,12 @@ from accelerant.runtime.memory.limits import (
     bytes_asked_by,
     describe_out_of_memory,
     is_out_of_memory,
+    largest_owners,
     limit,
     statistics,
     trim,
 )
 from accelerant.runtime.memory.live_set import LiveSet, predicting, storage_bytes
-from accelerant.runtime.memory.owners import largest_owners
 from accelerant.runtime.memory.peak import compare_peak, predict_peak
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit

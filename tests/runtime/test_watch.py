@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from watch_workers import work
 
-from accelerant.runtime.watch import Watch
+from accelerant.runtime.processes import Watch
 from processes import forkserver
 
 pytestmark = [

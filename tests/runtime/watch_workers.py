@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accelerant.errors import OutOfMemory
-from accelerant.runtime.watch import Watch
+from accelerant.runtime.processes import Watch
 
 STEPS = 40
 

@@ -28,10 +28,17 @@ import numpy.typing as npt
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, UnsupportedDtype
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.bounds import REPORT_BYTES, checked_source, raise_if_out_of_bounds
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
-from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of, without_comments
+from accelerant.runtime.compilation.signatures import (
+    REPORT_BYTES,
+    Parameter,
+    checked_source,
+    dialect_of,
+    entry_of,
+    raise_if_out_of_bounds,
+    without_comments,
+)
 from accelerant.runtime.files import read_regular
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.ledger import OpRecord
@@ -298,7 +305,7 @@ class UserKernel:
         staged: dict[tuple[int, int], Buffer], stream: int | None,
     ) -> Any:  # fmt: skip
         """Launch under the setting `debug`: check bounds, and the arrays for numbers that are not finite."""
-        from accelerant.runtime.dispatch.debug import checked
+        from accelerant.runtime.dispatch.plan import checked
 
         arrays = [value for value in values if isinstance(value, _Array)]
         report, instead = (provider.copy_to_device(np.zeros(REPORT_BYTES, np.uint8), device.index) for _ in range(2))

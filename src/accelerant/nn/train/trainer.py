@@ -75,9 +75,8 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
-from accelerant.runtime.processes import Processes
+from accelerant.runtime.processes import Processes, Watch
 from accelerant.runtime.time_limit import check_time, time_limit
-from accelerant.runtime.watch import Watch
 from accelerant.tensors import TensorDevice, tensor_device, to
 from accelerant.tensors.device import serves
 

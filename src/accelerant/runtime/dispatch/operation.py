@@ -55,8 +55,7 @@ from accelerant.runtime.dispatch.case import (
     torch_wants_determinism,
 )
 from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
-from accelerant.runtime.dispatch.debug import checked
-from accelerant.runtime.dispatch.plan import DispatchPlan, observe_backward
+from accelerant.runtime.dispatch.plan import DispatchPlan, checked, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
