@@ -31,7 +31,7 @@ from accelerant.service.infer import Inference, answer_format, operation_named, 
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
-from accelerant.service.operations import served
+from accelerant.service.operations import OPERATIONS
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import Telemetry
 
@@ -254,7 +254,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     )  # fmt: skip
     app.state.settings, app.state.keys, app.state.observers = settings, keys, observers
     app.state.on_stop, app.state.failure = [], None
-    app.state.operations, app.state.jobs, app.state.draining = served(settings), JobService(settings), False
+    app.state.operations, app.state.jobs, app.state.draining = dict(OPERATIONS), JobService(settings), False
     app.state.inference = Inference(settings, app.state.operations, app.state.jobs)
     for error in (RequestValidationError, HTTPException):
         app.add_exception_handler(error, _on_error)

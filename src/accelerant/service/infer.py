@@ -37,7 +37,7 @@ from accelerant.service.errors import Refused
 from accelerant.service.guard import RequestRecord, allow, read_body
 from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.service import JobService
-from accelerant.service.operations import Parameters, ServedOperation
+from accelerant.service.operations import OpSpec, Parameters
 from accelerant.service.settings import ServiceSettings
 
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
@@ -72,7 +72,7 @@ class _Call:
         outputs: the outputs that the answer has; None for all.
     """
 
-    operation: ServedOperation
+    operation: OpSpec
     parameters: Parameters
     id: str | None
     binary: bool | frozenset[str]
@@ -113,7 +113,7 @@ class Inference:
         held_bytes: size of the bodies and results of the requests that have not been answered.
     """
 
-    def __init__(self, settings: ServiceSettings, operations: Mapping[str, ServedOperation], jobs: JobService) -> None:
+    def __init__(self, settings: ServiceSettings, operations: Mapping[str, OpSpec], jobs: JobService) -> None:
         self.settings, self.operations, self.jobs = settings, operations, jobs
         self.held_bytes = 0
         self._known: dict[tuple[Any, ...], _KnownHead] = {}
@@ -142,9 +142,7 @@ class Inference:
         answer.headers.append((b"accelerant-device", device.encode()))
         return answer
 
-    def _read(
-        self, operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes
-    ) -> tuple[_Call, JobRequest]:
+    def _read(self, operation: OpSpec, scope: MutableMapping[str, Any], body: bytes) -> tuple[_Call, JobRequest]:
         """Return the call that a request asks for; FormatError, ValidationError or another error of its inputs."""
         headers: dict[bytes, bytes] = scope["state"]["fields"]
         length = headers.get(_LENGTH)
@@ -173,7 +171,7 @@ class Inference:
         return call, request
 
     def _parsed(
-        self, operation: ServedOperation, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
+        self, operation: OpSpec, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
         size: int | None,
     ) -> tuple[_Call, JobRequest, Values]:  # fmt: skip
         """Return the call, its request, and the tensors in the body's order."""
@@ -212,7 +210,7 @@ class Inference:
         cost_s, state = operation.cost(inputs, model), scope["state"]
         request = JobRequest(
             operation.name,
-            operation.place(model),
+            model.model_dump(mode="json") | operation.place(model, settings),
             inputs,
             key_id=state["key"].id,
             priority=_number(parameters, "priority", -100, 100) or 0,
@@ -241,7 +239,7 @@ class Inference:
         record.held_bytes = 0
 
 
-def operation_named(operations: Mapping[str, ServedOperation], name: str) -> ServedOperation:
+def operation_named(operations: Mapping[str, OpSpec], name: str) -> OpSpec:
     """Return an operation; Refused if there is none."""
     if name not in operations:
         raise Refused(404, "UnknownModel", f"there is no model {name[:80]!r}; there are {', '.join(operations)}")
@@ -277,7 +275,7 @@ def _number(parameters: Mapping[str, Any], name: str, least: int, most: int) -> 
     return number
 
 
-def _deadline_s(parameters: Mapping[str, Any], settings: ServiceSettings, operation: ServedOperation) -> float:
+def _deadline_s(parameters: Mapping[str, Any], settings: ServiceSettings, operation: OpSpec) -> float:
     """Return the seconds that a call may take: the parameter `timeout` in microseconds, or the limit."""
     most = settings.train_deadline_s if operation.resumable else settings.deadline_s
     timeout = _number(parameters, "timeout", 1, 2**63)
@@ -285,7 +283,7 @@ def _deadline_s(parameters: Mapping[str, Any], settings: ServiceSettings, operat
 
 
 def _asked_outputs(
-    operation: ServedOperation, head: Mapping[str, Any], parameters: Mapping[str, Any]
+    operation: OpSpec, head: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> tuple[bool | frozenset[str], tuple[str, ...] | None]:
     """Return which outputs are to be bytes, and which are asked for; None for all."""
     entries = head.get("outputs")
@@ -308,7 +306,7 @@ def _asked_outputs(
     return frozenset(name for name in asked if asked[name]), tuple(asked)
 
 
-def _inputs(operation: ServedOperation, values: Values) -> dict[str, npt.NDArray[Any]]:
+def _inputs(operation: OpSpec, values: Values) -> dict[str, npt.NDArray[Any]]:
     """Return the operation's inputs, in its order; FormatError for a missing, unknown or ill-typed one."""
     inputs: dict[str, npt.NDArray[Any]] = {}
     names = [spec.name for spec in operation.inputs]
@@ -333,7 +331,7 @@ def _inputs(operation: ServedOperation, values: Values) -> dict[str, npt.NDArray
 
 
 async def written(
-    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, json_bytes: int,
+    operation: OpSpec, results: Mapping[str, npt.NDArray[Any]], format: str, json_bytes: int,
     call: _Call | None = None,
 ) -> Answer:  # fmt: skip
     """Return the answer with an operation's outputs, to a call or in a format; Refused if too much would be JSON."""
@@ -352,7 +350,7 @@ async def written(
 
 
 def _write(
-    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str,
+    operation: OpSpec, results: Mapping[str, npt.NDArray[Any]], format: str,
     binary: bool | frozenset[str], call: _Call | None,
 ) -> Answer:  # fmt: skip
     values: Values = dict(results)

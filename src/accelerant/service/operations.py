@@ -12,11 +12,12 @@ import os
 import secrets
 import signal
 import tempfile
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +66,9 @@ def _sizes(inputs: Arrays, parameters: Any) -> int:
     return sum(x.nbytes for x in inputs.values())
 
 
-def _dumped(parameters: Parameters) -> dict[str, Any]:
-    return parameters.model_dump(mode="json")
-
-
 @dataclass(frozen=True, slots=True)
-class ServedOperation:
-    """An operation of the service.
+class OpSpec:
+    """An operation of the service, and the type of its jobs.
 
     Attributes:
         name: also that of its model in KServe's protocol.
@@ -80,10 +77,12 @@ class ServedOperation:
         inputs, outputs: tensors.
         parameters: model that validates the parameters.
         run: computes the outputs, in a worker.
-        check: raises an AccelerantError for inputs that `run` would refuse, in the server.
         cost: rough seconds.
-        result_bytes: size of the outputs.
-        place: the parameters as JSON values for the worker, with what the settings say of them, such as folders.
+        check: raises an AccelerantError for inputs that `run` would refuse, in the server; nothing by default, where
+            the library parses the bytes.
+        result_bytes: size of the outputs; by default that of the inputs.
+        place: returns what the settings add to the parameters for the worker, such as the folder of a model.
+        placed: model that validates the parameters in the worker, where that is another one.
         elementwise: whether calls with equal parameters, whose inputs all have one shape but for the first axis, may be
             joined along this axis and run as one.
         resumable: whether a job that was interrupted may go on from what it left in its folder.
@@ -96,12 +95,39 @@ class ServedOperation:
     outputs: tuple[TensorSpec, ...]
     parameters: type[Parameters]
     run: Callable[[Arrays, Any, Context], Results]
-    check: Callable[[Arrays, Any], None]
     cost: Callable[[Arrays, Any], float]
+    check: Callable[[Arrays, Any], None] = lambda inputs, parameters: None
     result_bytes: Callable[[Arrays, Any], int] = _sizes
-    place: Callable[[Any], dict[str, Any]] = _dumped
+    place: Callable[[Any, ServiceSettings], dict[str, Any]] = lambda parameters, settings: {}
+    placed: type[Parameters] | None = None
     elementwise: bool = False
     resumable: bool = False
+
+
+OPERATIONS: dict[str, OpSpec] = {}
+"""The operations by name."""
+
+_Run = TypeVar("_Run", bound=Callable[..., Results])
+
+
+def _operation(
+    scope: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], cost: Callable[[Arrays, Any], float],
+    *, parameters: type[Parameters] | None = None, **more: Any,
+) -> Callable[[_Run], _Run]:  # fmt: skip
+    """Add an operation whose name, summary and parameters are those of the decorated function.
+
+    `parameters` is the model of clients' parameters, where workers get another one.
+    """
+
+    def add(run: _Run) -> _Run:
+        placed = typing.get_type_hints(run, localns={"Context": Any})["parameters"]
+        summary = (run.__doc__ or "").removesuffix(".")
+        OPERATIONS[run.__name__] = OpSpec(
+            run.__name__, summary, scope, inputs, outputs, parameters or placed, run, cost, placed=placed, **more
+        )
+        return run
+
+    return add
 
 
 @functools.lru_cache(maxsize=16)
@@ -130,9 +156,12 @@ def warm(device: str) -> None:
 
 # --- fields, transforms, curves --------------------------------------------------------------------------------------
 
-_WORDS = ("UINT64", "UINT32")
 _FIELD_NAME = Field(pattern=f"^({'|'.join(FIELDS)})$")
 _CURVE_NAME = Field(pattern=f"^({'|'.join(CURVES)})$")
+
+
+def _words(*names: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, ("UINT64", "UINT32")) for name in names)
 
 
 class FieldParameters(Parameters):
@@ -179,7 +208,7 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ShapeError(f"shapes {' and '.join(map(str, shapes))} do not broadcast") from None
 
 
-def _field_operation(name: str, summary: str, names: tuple[str, ...]) -> ServedOperation:
+def _field_operation(name: str, summary: str, *names: str) -> None:
     def run(inputs: Arrays, parameters: FieldParameters, context: Context) -> Results:
         return {"z": _integers(context.device, name, *(inputs[x] for x in names), field=parameters.field)}
 
@@ -187,66 +216,67 @@ def _field_operation(name: str, summary: str, names: tuple[str, ...]) -> ServedO
         _broadcast(*(_elements(inputs[x], parameters.field, x, nonzero=name == "field_inv") for x in names))
 
     def result_bytes(inputs: Arrays, parameters: FieldParameters) -> int:
-        shape = _broadcast(*(inputs[x].shape for x in names))
-        return math.prod(shape) * inputs["x"].itemsize
+        return math.prod(_broadcast(*(inputs[x].shape for x in names))) * inputs["x"].itemsize
 
-    return ServedOperation(
-        name, summary, "field", tuple(TensorSpec(x, _WORDS) for x in names), (TensorSpec("z", _WORDS),),
-        FieldParameters, run, check, lambda inputs, parameters: result_bytes(inputs, parameters) / 1e9, result_bytes,
-        elementwise=True,
+    OPERATIONS[name] = OpSpec(
+        name, summary, "field", _words(*names), _words("z"), FieldParameters, run,
+        lambda inputs, parameters: result_bytes(inputs, parameters) / 1e9, check, result_bytes, elementwise=True,
     )  # fmt: skip
 
 
-def _ntt() -> ServedOperation:
-    def run(inputs: Arrays, parameters: TransformParameters, context: Context) -> Results:
-        return {"y": _integers(context.device, "ntt", inputs["x"], **parameters.model_dump())}
+_field_operation("field_add", "Sums of field elements", "x", "y")
+_field_operation("field_sub", "Differences of field elements", "x", "y")
+_field_operation("field_mul", "Products of field elements", "x", "y")
+_field_operation("field_inv", "Inverses of nonzero field elements", "x")
 
-    def check(inputs: Arrays, parameters: TransformParameters) -> None:
-        shape = _elements(inputs["x"], parameters.field, "x")
-        n, most = shape[-1] if shape else 0, min(27, field_of(parameters.field).two_adicity)
-        if n < 2 or n & (n - 1) or n > 1 << most:
-            raise ShapeError(f"the last axis of x must have 2^k points, k from 1 to {most}, got shape {shape}")
 
-    spec = (TensorSpec("x", _WORDS),), (TensorSpec("y", _WORDS),)
-    summary = "Number-theoretic transform along the last axis of elements"
-    cost = lambda inputs, _: inputs["x"].nbytes * max(1, inputs["x"].size.bit_length()) / 2e9  # noqa: E731
-    return ServedOperation("ntt", summary, "zk", *spec, TransformParameters, run, check, cost)
+def _check_ntt(inputs: Arrays, parameters: TransformParameters) -> None:
+    shape = _elements(inputs["x"], parameters.field, "x")
+    n, most = shape[-1] if shape else 0, min(27, field_of(parameters.field).two_adicity)
+    if n < 2 or n & (n - 1) or n > 1 << most:
+        raise ShapeError(f"the last axis of x must have 2^k points, k from 1 to {most}, got shape {shape}")
+
+
+@_operation(
+    "zk", _words("x"), _words("y"), lambda inputs, _: inputs["x"].nbytes * max(1, inputs["x"].size.bit_length()) / 2e9,
+    check=_check_ntt,
+)  # fmt: skip
+def ntt(inputs: Arrays, parameters: TransformParameters, context: Context) -> Results:
+    """Number-theoretic transform along the last axis of elements."""
+    return {"y": _integers(context.device, "ntt", inputs["x"], **parameters.model_dump())}
 
 
 _MOST_SUMS = 4096
 """Most sums of a call of zk.msm, each of which takes time and a result however few its terms are."""
 
 
-def _msm() -> ServedOperation:
-    def run(inputs: Arrays, parameters: SumParameters, context: Context) -> Results:
-        arrays = inputs["scalars"], inputs["points"]
-        return {"sum": _integers(context.device, "msm", *arrays, **parameters.model_dump())}
+def _sums_of(inputs: Arrays) -> int:
+    return len(inputs["scalars"]) if inputs["scalars"].ndim == 3 else 1
 
-    def check(inputs: Arrays, parameters: SumParameters) -> None:
-        scalars, points, curve = inputs["scalars"], inputs["points"], curve_of(parameters.curve)
-        wanted = curve.shape
-        if points.dtype != np.uint64 or points.ndim < 2 or points.shape[1:] != wanted:
-            raise ShapeError(f"points must be uint64 of shape (n, {', '.join(map(str, wanted))}), got {points.shape}")
-        if scalars.dtype != np.uint64 or scalars.ndim not in (2, 3) or scalars.shape[-2:] != (len(points), 4):
-            raise ShapeError(f"scalars must be uint64 of shape ({len(points)}, 4), got {scalars.shape}")
-        if sums_of(inputs) > _MOST_SUMS:
-            raise ShapeError(f"scalars may have be of at most {_MOST_SUMS:,} sums, got shape {scalars.shape}")
 
-    def sums_of(inputs: Arrays) -> int:
-        return len(inputs["scalars"]) if inputs["scalars"].ndim == 3 else 1
+def _check_msm(inputs: Arrays, parameters: SumParameters) -> None:
+    scalars, points, wanted = inputs["scalars"], inputs["points"], curve_of(parameters.curve).shape
+    if points.dtype != np.uint64 or points.ndim < 2 or points.shape[1:] != wanted:
+        raise ShapeError(f"points must be uint64 of shape (n, {', '.join(map(str, wanted))}), got {points.shape}")
+    if scalars.dtype != np.uint64 or scalars.ndim not in (2, 3) or scalars.shape[-2:] != (len(points), 4):
+        raise ShapeError(f"scalars must be uint64 of shape ({len(points)}, 4), got {scalars.shape}")
+    if _sums_of(inputs) > _MOST_SUMS:
+        raise ShapeError(f"scalars may be of at most {_MOST_SUMS:,} sums, got shape {scalars.shape}")
 
-    def cost(inputs: Arrays, parameters: SumParameters) -> float:
-        terms_s = inputs["scalars"].nbytes / 32 * 4e-6 * (5 if parameters.check == "subgroup" else 1)
-        return sums_of(inputs) * 1e-3 + terms_s
 
-    def result_bytes(inputs: Arrays, parameters: SumParameters) -> int:
-        return sums_of(inputs) * 8 * math.prod(inputs["points"].shape[1:])
+def _msm_cost(inputs: Arrays, parameters: SumParameters) -> float:
+    terms_s = inputs["scalars"].nbytes / 32 * 4e-6 * (5 if parameters.check == "subgroup" else 1)
+    return _sums_of(inputs) * 1e-3 + terms_s
 
-    return ServedOperation(
-        "msm", "Sum of scalars[i] points[i] on a curve", "zk",
-        (TensorSpec("scalars", ("UINT64",), (-1, 4)), TensorSpec("points", ("UINT64",), (-1, 2, -1))),
-        (TensorSpec("sum", ("UINT64",), (2, -1)),), SumParameters, run, check, cost, result_bytes,
-    )  # fmt: skip
+
+@_operation(
+    "zk", (TensorSpec("scalars", ("UINT64",), (-1, 4)), TensorSpec("points", ("UINT64",), (-1, 2, -1))),
+    (TensorSpec("sum", ("UINT64",), (2, -1)),), _msm_cost, check=_check_msm,
+    result_bytes=lambda inputs, _: _sums_of(inputs) * 8 * math.prod(inputs["points"].shape[1:]),
+)  # fmt: skip
+def msm(inputs: Arrays, parameters: SumParameters, context: Context) -> Results:
+    """Sum of scalars[i] points[i] on a curve."""
+    return {"sum": _integers(context.device, "msm", inputs["scalars"], inputs["points"], **parameters.model_dump())}
 
 
 # --- proofs ----------------------------------------------------------------------------------------------------------
@@ -264,6 +294,13 @@ def _text(value: str | bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
 
 
+def _decoded(text: npt.NDArray[Any], name: str) -> str:
+    try:
+        return text.tobytes().decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"{name} is not UTF-8 text") from None
+
+
 @contextmanager
 def _memory_file(inputs: Arrays, name: str) -> Iterator[str]:
     """Yield the path of a file with an input's bytes, in memory where the system can; errors name the input instead."""
@@ -278,11 +315,11 @@ def _memory_file(inputs: Arrays, name: str) -> Iterator[str]:
             raise FormatError(str(error).replace(path, name)) from None
 
 
-def _no_check(inputs: Arrays, parameters: Any) -> None:
-    """Leave the check to the library, in the worker: it parses the bytes."""
-
-
-def _prove(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+@_operation(
+    "zk", _bytes("zkey", "witness"), _bytes("proof", "public"), lambda inputs, _: 0.1 + inputs["zkey"].nbytes / 2e7
+)
+def groth16_prove(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    """Groth16 proof from a .zkey and a .wtns file of circom and snarkjs."""
     from accelerant.zk.groth16 import Prover
 
     with _memory_file(inputs, "zkey") as zkey, _memory_file(inputs, "witness") as witness:
@@ -293,27 +330,18 @@ def _prove(inputs: Arrays, parameters: NoParameters, context: Context) -> Result
     return {"proof": _text(proof.to_json()), "public": _text(proof.public_json())}
 
 
-def _verify(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+@_operation(
+    "zk", _bytes("verification_key", "public", "proof"), (TensorSpec("valid", ("BOOL",), (1,)),),
+    lambda inputs, parameters: 0.05 + 1e-7 * _sizes(inputs, parameters),
+)  # fmt: skip
+def groth16_verify(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    """Whether a Groth16 proof is valid, from snarkjs's JSON files."""
     from accelerant.zk.groth16 import Proof, VerificationKey, verify
 
     key, public, text = (inputs[name].tobytes() for name in ("verification_key", "public", "proof"))
     trusted = VerificationKey.from_json(key)
     proof = Proof.from_json(text, public, n_public=trusted.n_public)
     return {"valid": np.array([verify(trusted, proof.public or (), proof)])}
-
-
-_PROOFS = (
-    ServedOperation(
-        "groth16_prove", "Groth16 proof from a .zkey and a .wtns file of circom and snarkjs", "zk",
-        _bytes("zkey", "witness"), _bytes("proof", "public"), NoParameters, _prove, _no_check,
-        lambda inputs, _: 0.1 + inputs["zkey"].nbytes / 2e7,
-    ),
-    ServedOperation(
-        "groth16_verify", "Whether a Groth16 proof is valid, from snarkjs's JSON files", "zk",
-        _bytes("verification_key", "public", "proof"), (TensorSpec("valid", ("BOOL",), (1,)),), NoParameters, _verify,
-        _no_check, lambda inputs, parameters: 0.05 + 1e-7 * _sizes(inputs, parameters),
-    ),
-)  # fmt: skip
 
 
 # --- neural operations -----------------------------------------------------------------------------------------------
@@ -400,40 +428,35 @@ def _attention_cost(inputs: Arrays, parameters: AttentionParameters) -> float:
 
 def _neural(
     name: str, summary: str, inputs: Sequence[str], parameters: type[Parameters],
-    check: Callable[[Arrays, Any], None], cost: Callable[[Arrays, Any], float] | None = None,
-    *, optional: Sequence[str] = (), result_bytes: Callable[[Arrays, Any], int] | None = None,
-    elementwise: bool = False,
-) -> ServedOperation:  # fmt: skip
-    """Return a served op: its inputs are the op's tensors, in order, and its parameters the op's options."""
+    cost: Callable[[Arrays, Any], float] | None = None, *, optional: Sequence[str] = (), **more: Any,
+) -> None:  # fmt: skip
+    """Add an operation whose inputs are the op's tensors, in order, and its parameters the op's options."""
 
     def run(given: Arrays, options: Any, context: Context) -> Results:
         tensors = [given.get(each) for each in inputs]
         return {"y": np.asarray(getattr(_accelerator(context.device), name)(*tensors, **options.model_dump()))}
 
     first = inputs[0]
-    return ServedOperation(
+    OPERATIONS[name] = OpSpec(
         name, summary, "neural", tuple(TensorSpec(each, _FLOATS, optional=each in optional) for each in inputs),
-        (TensorSpec("y", _FLOATS),), parameters, run, check,
-        cost or (lambda given, _: given[first].size / _CPU_ELEMENTS_S),
-        result_bytes or (lambda given, _: given[first].nbytes), elementwise=elementwise,
+        (TensorSpec("y", _FLOATS),), parameters, run, cost or (lambda given, _: given[first].size / _CPU_ELEMENTS_S),
+        **{"result_bytes": lambda given, _: given[first].nbytes, **more},
     )  # fmt: skip
 
 
-_NEURAL = (
-    _neural("gelu", "Gaussian error linear unit", ("x",), GeluParameters, _no_check, elementwise=True),
-    _neural("softmax", "Softmax along an axis", ("x",), SoftmaxParameters, _check_softmax),
-    _neural(
-        "layer_norm", "Layer normalization of rows", ("x", "weight", "bias"), NormParameters, _check_norm,
-        optional=("weight", "bias"),
-    ),
-    _neural(
-        "matmul", "Product of matrices", ("a", "b"), NoParameters, _check_matmul,
-        _matmul_cost, result_bytes=_matmul_bytes,
-    ),
-    _neural(
-        "attention", "Scaled dot-product attention, also with fewer heads of keys", ("q", "k", "v"),
-        AttentionParameters, _check_attention, _attention_cost,
-    ),
+_neural("gelu", "Gaussian error linear unit", ["x"], GeluParameters, elementwise=True)
+_neural("softmax", "Softmax along an axis", ["x"], SoftmaxParameters, check=_check_softmax)
+_neural(
+    "layer_norm", "Layer normalization of rows", ["x", "weight", "bias"], NormParameters, check=_check_norm,
+    optional=("weight", "bias"),
+)  # fmt: skip
+_neural(
+    "matmul", "Product of matrices", ["a", "b"], NoParameters, _matmul_cost, check=_check_matmul,
+    result_bytes=_matmul_bytes,
+)  # fmt: skip
+_neural(
+    "attention", "Scaled dot-product attention, also with fewer heads of keys", ["q", "k", "v"], AttentionParameters,
+    _attention_cost, check=_check_attention,
 )  # fmt: skip
 
 
@@ -460,7 +483,12 @@ class EpsilonParameters(Parameters):
     method: Literal["pld", "rdp"] = "pld"
 
 
-def _encrypt(inputs: Arrays, parameters: EncryptParameters, context: Context) -> Results:
+@_operation(
+    "privacy", (*_bytes("public_key"), TensorSpec("x", _NUMBERS)), _bytes("ciphertext"),
+    lambda inputs, _: 0.01 + inputs["x"].size * 0.01, result_bytes=lambda inputs, _: 4096 + 2048 * inputs["x"].size,
+)  # fmt: skip
+def paillier_encrypt(inputs: Arrays, parameters: EncryptParameters, context: Context) -> Results:
+    """Encrypt numbers with a Paillier public key (PublicKey.to_bytes)."""
     from accelerant.privacy.he.paillier import PublicKey
 
     key = PublicKey.from_bytes(inputs["public_key"].tobytes())
@@ -468,7 +496,11 @@ def _encrypt(inputs: Arrays, parameters: EncryptParameters, context: Context) ->
     return {"ciphertext": _text(found.to_bytes())}
 
 
-def _add(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+@_operation(
+    "privacy", _bytes("public_key", "a", "b"), _bytes("ciphertext"), lambda inputs, _: 0.01 + inputs["a"].nbytes * 2e-6
+)
+def paillier_add(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    """Sum of two encrypted arrays (EncryptedTensor.to_bytes)."""
     from accelerant.privacy.he.paillier import EncryptedTensor, PublicKey
 
     key = PublicKey.from_bytes(inputs["public_key"].tobytes())
@@ -476,47 +508,27 @@ def _add(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
     return {"ciphertext": _text((a + b).to_bytes())}
 
 
-def _decrypt(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+@_operation(
+    "privacy", _bytes("private_key", "passphrase", "ciphertext"), (TensorSpec("x", _NUMBERS),),
+    lambda inputs, _: 0.3 + inputs["ciphertext"].nbytes * 1e-5,
+)  # fmt: skip
+def paillier_decrypt(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    """Decrypt with a private key (PrivateKey.to_bytes) and its passphrase."""
     from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey
 
-    try:
-        passphrase = inputs["passphrase"].tobytes().decode()
-    except UnicodeDecodeError:
-        raise FormatError("the passphrase is not UTF-8 text") from None
-    key = PrivateKey.from_bytes(inputs["private_key"].tobytes(), passphrase)
+    key = PrivateKey.from_bytes(inputs["private_key"].tobytes(), _decoded(inputs["passphrase"], "the passphrase"))
     found = EncryptedTensor.from_bytes(inputs["ciphertext"].tobytes(), key.public, device=context.device)
     return {"x": np.asarray(key.decrypt(found))}
 
 
-def _epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Context) -> Results:
+@_operation("privacy", (), (TensorSpec("epsilon", ("FP64",), (1,)),), lambda inputs, _: 0.3)
+def privacy_epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Context) -> Results:
+    """Epsilon of steps of DP-SGD."""
     from accelerant.privacy.dp.ledger.accounting import spent
     from accelerant.privacy.dp.ledger.events import Event
 
     steps = Event("gaussian", parameters.sigma, "poisson", parameters.q, parameters.steps)
     return {"epsilon": np.array([spent([steps], parameters.delta, method=parameters.method).epsilon])}
-
-
-_PRIVACY = (
-    ServedOperation(
-        "paillier_encrypt", "Encrypt numbers with a Paillier public key (PublicKey.to_bytes)", "privacy",
-        (*_bytes("public_key"), TensorSpec("x", _NUMBERS)), _bytes("ciphertext"), EncryptParameters, _encrypt,
-        _no_check, lambda inputs, _: 0.01 + inputs["x"].size * 0.01, lambda inputs, _: 4096 + 2048 * inputs["x"].size,
-    ),
-    ServedOperation(
-        "paillier_add", "Sum of two encrypted arrays (EncryptedTensor.to_bytes)", "privacy",
-        _bytes("public_key", "a", "b"), _bytes("ciphertext"), NoParameters, _add, _no_check,
-        lambda inputs, _: 0.01 + inputs["a"].nbytes * 2e-6,
-    ),
-    ServedOperation(
-        "paillier_decrypt", "Decrypt with a private key (PrivateKey.to_bytes) and its passphrase", "privacy",
-        _bytes("private_key", "passphrase", "ciphertext"), (TensorSpec("x", _NUMBERS),), NoParameters, _decrypt,
-        _no_check, lambda inputs, _: 0.3 + inputs["ciphertext"].nbytes * 1e-5,
-    ),
-    ServedOperation(
-        "privacy_epsilon", "Epsilon of steps of DP-SGD", "privacy", (), (TensorSpec("epsilon", ("FP64",), (1,)),),
-        EpsilonParameters, _epsilon, _no_check, lambda inputs, _: 0.3,
-    ),
-)  # fmt: skip
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -568,12 +580,24 @@ def _model(folder: str, device: str) -> Any:
     return load_text_model(Path(folder), torch.device(device))
 
 
-def _generate(inputs: Arrays, parameters: PlacedGenerateParameters, context: Context) -> Results:
+def _named(table: Mapping[str, Path], name: str, what: str) -> str:
+    """Return the path that the settings give a name of models or data; ConfigError if they have none."""
+    if name not in table:
+        known = ", ".join(table) or f"none: the service's setting `{what if what == 'data' else 'models'}` names them"
+        raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {known}")
+    return str(table[name])
+
+
+@_operation(
+    "generate", (TensorSpec("prompt", ("BYTES",), (1,), optional=True),),
+    (*_bytes("text"), TensorSpec("seed", ("INT64",), (1,))), lambda inputs, parameters: 0.02 * parameters.tokens,
+    result_bytes=lambda inputs, parameters: 64 * parameters.tokens, parameters=GenerateParameters,
+    place=lambda parameters, settings: {"folder": _named(settings.models, parameters.model, "model")},
+)  # fmt: skip
+def generate(inputs: Arrays, parameters: PlacedGenerateParameters, context: Context) -> Results:
+    """Text that continues a prompt, by a model of the service."""
     model = _model(parameters.folder, context.device)
-    try:
-        ids = model.prompt(inputs["prompt"].tobytes().decode() if "prompt" in inputs else "")
-    except UnicodeDecodeError:
-        raise FormatError("the prompt is not UTF-8 text") from None
+    ids = model.prompt(_decoded(inputs["prompt"], "the prompt") if "prompt" in inputs else "")
     seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
     tokens = model.generate(
         ids, parameters.tokens, temperature=parameters.temperature, top_k=parameters.top_k or None,
@@ -620,7 +644,16 @@ _CHECKPOINT_S = 20.0
 """Seconds between checkpoints: the work of a training that is lost with its worker."""
 
 
-def _train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+def _place_data(parameters: TrainParameters, settings: ServiceSettings) -> dict[str, Any]:
+    return {"path": None if parameters.data is None else _named(settings.data, parameters.data, "data")}
+
+
+@_operation(
+    "train", (TensorSpec("text", ("BYTES",), (1,), optional=True),), _bytes("summary", "config", "model", "tokenizer"),
+    lambda inputs, parameters: 60.0, resumable=True, place=_place_data, parameters=TrainParameters,
+)  # fmt: skip
+def train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+    """Training of a small language model on text."""
     # The library caches tokenizers, from which a text could be told: that of an upload goes with the job's folder.
     with override(cache_dir=context.directory / "cache") if "text" in inputs else nullcontext():
         return _trained(inputs, parameters, context)
@@ -655,54 +688,3 @@ def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context
     return {"summary": _text(json.dumps(summary))} | {
         name: _text(path.read_bytes()) for name, path in files.items() if path.exists()
     }
-
-
-_GENERATE = ServedOperation(
-    "generate", "Text that continues a prompt, by a model of the service", "generate",
-    (TensorSpec("prompt", ("BYTES",), (1,), optional=True),), (*_bytes("text"), TensorSpec("seed", ("INT64",), (1,))),
-    PlacedGenerateParameters, _generate, _no_check, lambda inputs, parameters: 0.02 * parameters.tokens,
-    lambda inputs, parameters: 64 * parameters.tokens,
-)  # fmt: skip
-_TRAIN = ServedOperation(
-    "train", "Training of a small language model on text", "train",
-    (TensorSpec("text", ("BYTES",), (1,), optional=True),), _bytes("summary", "config", "model", "tokenizer"),
-    PlacedTrainParameters, _train, _no_check, lambda inputs, parameters: 60.0, resumable=True,
-)  # fmt: skip
-
-
-# --- the table -------------------------------------------------------------------------------------------------------
-
-OPERATIONS: dict[str, ServedOperation] = {
-    operation.name: operation
-    for operation in (
-        _field_operation("field_add", "Sums of field elements", ("x", "y")),
-        _field_operation("field_sub", "Differences of field elements", ("x", "y")),
-        _field_operation("field_mul", "Products of field elements", ("x", "y")),
-        _field_operation("field_inv", "Inverses of nonzero field elements", ("x",)),
-        _ntt(), _msm(), *_PROOFS, *_NEURAL, *_PRIVACY, _GENERATE, _TRAIN,
-    )
-}  # fmt: skip
-"""The operations by name, with the parameters that workers get."""
-
-
-def served(settings: ServiceSettings) -> dict[str, ServedOperation]:
-    """Return the operations by name, with the parameters that clients give; `place` adds the settings' folders."""
-
-    def place_model(parameters: GenerateParameters) -> dict[str, Any]:
-        return _dumped(parameters) | {"folder": str(_named(settings.models, parameters.model, "model"))}
-
-    def place_data(parameters: TrainParameters) -> dict[str, Any]:
-        path = None if parameters.data is None else str(_named(settings.data, parameters.data, "data"))
-        return _dumped(parameters) | {"path": path}
-
-    return OPERATIONS | {
-        "generate": replace(_GENERATE, parameters=GenerateParameters, place=place_model),
-        "train": replace(_TRAIN, parameters=TrainParameters, place=place_data),
-    }
-
-
-def _named(table: Mapping[str, Path], name: str, what: str) -> Path:
-    if name not in table:
-        known = ", ".join(table) or f"none: the service's setting `{what if what == 'data' else 'models'}` names them"
-        raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {known}")
-    return table[name]

@@ -56,7 +56,7 @@ from accelerant.service.jobs.worker import load_operations
 from accelerant.service.jobs.workers import WorkerProcess
 
 if TYPE_CHECKING:
-    from accelerant.service.operations import ServedOperation
+    from accelerant.service.operations import OpSpec
     from accelerant.service.settings import ServiceSettings
 
 _log = logging.getLogger("accelerant.service")
@@ -304,7 +304,7 @@ class JobService:
             raise Draining("the service has not started")
         return self._store
 
-    def _require_accepting(self, operation: str) -> ServedOperation:
+    def _require_accepting(self, operation: str) -> OpSpec:
         if not self._accepting:
             raise Draining("the server is stopping")
         if operation not in self._operations:

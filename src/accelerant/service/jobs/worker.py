@@ -36,7 +36,7 @@ from accelerant.service.errors import Cancelled, DeadlineExceeded
 from accelerant.service.jobs import wire
 
 if TYPE_CHECKING:
-    from accelerant.service.operations import ServedOperation
+    from accelerant.service.operations import OpSpec
 
 _REPORT_S = 0.25
 """Least time between two reports of a job's progress."""
@@ -93,17 +93,17 @@ class Context:
             self._worker.send({"kind": "progress", "id": self._job, "progress": fraction, "message": message[:500]})
 
 
-def load_operations(place: str) -> dict[str, ServedOperation]:
+def load_operations(place: str) -> dict[str, OpSpec]:
     """Return the table of operations at "module:attribute"."""
     module, _, attribute = place.partition(":")
-    table: dict[str, ServedOperation] = getattr(importlib.import_module(module), attribute)
+    table: dict[str, OpSpec] = getattr(importlib.import_module(module), attribute)
     return table
 
 
 class Worker:
     """One end of the socket, and what arrives on it."""
 
-    def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, ServedOperation]) -> None:
+    def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, OpSpec]) -> None:
         self._socket, self.device, self.operations = connection, device, operations
         self._sending = fork_safe(threading.Lock())
         self._jobs: queue.SimpleQueue[tuple[dict[str, Any], Context]] = queue.SimpleQueue()
@@ -228,7 +228,7 @@ class Worker:
     def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:
         self._worked.set()
         operation = self.operations[given["operation"]]
-        parameters = operation.parameters.model_validate(given["parameters"])
+        parameters = (operation.placed or operation.parameters).model_validate(given["parameters"])
         result: dict[str, np.ndarray] = operation.run(arrays, parameters, context)
         return result
 
