@@ -22,20 +22,12 @@ from uvicorn.server import ServerState
 
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
-from accelerant.service.guard import (
-    Guard,
-    GuardedProtocol,
-    RequestLog,
-    RequestRecord,
-    _Formatter,
-    _OneWrite,
-    guarded_protocol,
-    read_body,
-)
+from accelerant.service.guard import Guard, GuardedProtocol, _OneWrite, guarded_protocol, read_body
 from accelerant.service.infer import Answer, Inference, answer_format
 from accelerant.service.keys import KeyStore
 from accelerant.service.operations import OPERATIONS, NoParameters
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import RequestLog, RequestRecord, _Formatter
 
 MUL = "/v2/models/field_mul/infer"
 

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from accelerant.runtime.monitoring import events
 from accelerant.service import Client
 from accelerant.service import telemetry as module
-from accelerant.service.guard import RequestRecord
 from accelerant.service.jobs.service import JobService
-from accelerant.service.telemetry import BUCKETS_S, Telemetry
+from accelerant.service.telemetry import BUCKETS_S, RequestRecord, Telemetry
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")

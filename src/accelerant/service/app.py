@@ -26,14 +26,14 @@ from accelerant._version import __version__
 from accelerant.service import dashboard
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused, refusal_of
-from accelerant.service.guard import Guard, RequestRecord, error_body
+from accelerant.service.guard import Guard, error_body
 from accelerant.service.infer import Inference, answer_format, operation_named, written
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
 from accelerant.service.operations import OPERATIONS
 from accelerant.service.settings import ServiceSettings
-from accelerant.service.telemetry import Telemetry
+from accelerant.service.telemetry import RequestRecord, Telemetry
 
 # --- routes ----------------------------------------------------------------------------------------------------------
 

@@ -23,20 +23,18 @@ import sys
 import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
-from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from accelerant.runtime.files import escaped
 from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import RequestRecord, tracing
 
 _LOG = logging.getLogger("accelerant.service")
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
@@ -59,6 +57,7 @@ _LINGER_S, _LINGER_BYTES = 1.0, 1 << 20
 """How long, and of how much, a connection is read after its last answer, which a reset would overtake."""
 _PART_BYTES = 1 << 20
 """Longer answers are sent in parts, each after the one before: uvicorn takes all of a part into memory."""
+_LARGE_HEADERS = "the headers have more than {:,} bytes"
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -67,29 +66,8 @@ Send = Callable[[Any], Any]
 Scope = MutableMapping[str, Any]
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """A request that has been answered.
-
-    Attributes:
-        held_bytes: what it takes in memory now of the bytes that `Inference` bounds.
-        route: the path's template; "" if no route matched.
-        operation: name of the operation, "" for other routes.
-        backend: backend that ran it; "" where none did.
-    """
-
-    request_id: str
-    method: str
-    path: str
-    route: str = ""
-    operation: str = ""
-    backend: str = ""
-    key_id: str = ""
-    status: int = 0
-    seconds: float = 0.0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    held_bytes: int = 0
+def _new_id() -> str:
+    return f"{_PROCESS}{next(_NUMBERS):08x}"
 
 
 def error_body(kind: str, message: str, request_id: str) -> bytes:
@@ -111,7 +89,7 @@ class Guard:
         self.inference = inference
         self._loopback = settings.is_loopback
         self._running = 0
-        self._span = _tracing()
+        self._span = tracing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Callable[[Any], Any]) -> None:
         """Serve a request."""
@@ -124,7 +102,7 @@ class Guard:
         if len(fields) < len(headers):
             fields = _joined(headers)
         given = fields.get(b"x-request-id")
-        request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else f"{_PROCESS}{next(_NUMBERS):08x}"
+        request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else _new_id()
         record = RequestRecord(request_id, scope["method"], scope["path"])
         state = scope.setdefault("state", {})
         state["record"], state["fields"] = record, fields
@@ -220,10 +198,10 @@ class Guard:
         if self._running > self.settings.concurrency and scope["path"] not in _ALWAYS:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
         if sum([len(key) + len(value) for key, value in headers]) > self.settings.header_bytes:
-            raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
+            raise Refused(431, "HeadersTooLarge", _LARGE_HEADERS.format(self.settings.header_bytes))
         _require_one_meaning(scope, fields)
         origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
-        if origin is not None and _netloc(origin.decode("latin-1")) != host:
+        if origin is not None and ((url := _split(origin.decode("latin-1"))) is None or url.netloc != host):
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
         token = token_of(fields)
         if token is None and not self.keys.exists and self._loopback:
@@ -271,20 +249,18 @@ def _require_one_meaning(scope: Scope, fields: Mapping[bytes, bytes]) -> None:
         raise Refused(400, "BadRequest", f"in a path % is followed by two hexadecimal digits, got {found!r}")
 
 
-def _netloc(origin: str) -> str | None:
+@functools.lru_cache(maxsize=64)
+def _split(url: str) -> SplitResult | None:
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(url)
     except ValueError:
         return None
 
 
-@functools.lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
     """Return whether a Host header names this machine: a page of another site cannot send one that does."""
-    try:
-        return urlsplit(f"//{host}").hostname in _LOCAL_NAMES
-    except ValueError:
-        return False
+    url = _split(f"//{host}")
+    return url is not None and url.hostname in _LOCAL_NAMES
 
 
 def _inferred(scope: Scope) -> str | None:
@@ -305,18 +281,13 @@ def token_of(fields: Mapping[bytes, bytes]) -> str | None:
     return None if other is None else other.decode("latin-1")
 
 
-def allow(scope: Scope, needed: str) -> Key:
+def authorize(scope: Scope, needed: str) -> Key:
     """Return the key of a request; Refused if it lacks a scope of SCOPES."""
     key: Key = scope["state"]["key"]
     if not key.allows(needed):
         status, kind = (403, "Forbidden") if key.id else (401, "Unauthorized")
         raise Refused(status, kind, f"the API key does not have the scope {needed!r}")
     return key
-
-
-def authorize(request: HTTPConnection, scope: str) -> Key:
-    """Return the key of a request; Refused if it lacks a scope of SCOPES."""
-    return allow(request.scope, scope)
 
 
 async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
@@ -326,19 +297,17 @@ async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], bod
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings, hold: Callable[[int], None]) -> bytes:
-    """Return a request's body; Refused if it is too large, compressed, slow, or ends early.
+    """Return a request's body, whose parts are counted by `hold`.
 
-    Args:
-        hold: called with the size of each part.
+    Raises Refused if it is too large, compressed, slow, or ends early.
     """
     state = scope["state"]
     fields, record = state["fields"], state["record"]
     if fields.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise Refused(415, "UnsupportedMediaType", "compressed bodies are not read: send it as it is")
-    most = settings.body_bytes
     declared = fields.get(b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > most:
-        raise _too_large(most)
+    if declared is not None and declared.isdigit():
+        _require_at_most(settings.body_bytes, int(declared))
     start, more = time.monotonic(), True
     parts: list[bytes] = []
     while more:
@@ -351,22 +320,21 @@ async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings, h
                 async with asyncio.timeout(limit_s - spent_s):
                     message = await receive()
             except TimeoutError:
-                raise Refused(
-                    408, "BodyTooSlow", f"{record.bytes_in:,} bytes of the body came in {spent_s:.0f} s"
-                ) from None
+                came = f"{record.bytes_in:,} bytes of the body came in {spent_s:.0f} s"
+                raise Refused(408, "BodyTooSlow", came) from None
         if message["type"] == "http.disconnect":
             raise Refused(400, "Disconnected", "the body ended early")
         part, more = message.get("body", b""), message.get("more_body", False)
         record.bytes_in += len(part)
         hold(len(part))
-        if record.bytes_in > most:
-            raise _too_large(most)
+        _require_at_most(settings.body_bytes, record.bytes_in)
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _too_large(most: int) -> Refused:
-    return Refused(413, "BodyTooLarge", f"the body has more than {most:,} bytes")
+def _require_at_most(most: int, size: int) -> None:
+    if size > most:
+        raise Refused(413, "BodyTooLarge", f"the body has more than {most:,} bytes")
 
 
 # --- connections -----------------------------------------------------------------------------------------------------
@@ -523,7 +491,6 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes, self._in_headers, self._awaits_headers = 0, False, True
         self._header_timer: asyncio.TimerHandle | None = None
-        self._refusal: tuple[int, str] | None = None
         self._last: bytes | None = None
         self._left_bytes = 0  # that came after the last answer
         self._upgrade_body: bytes | None = None  # the header that frames the body of a request to upgrade
@@ -576,7 +543,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._awaits_headers and self._header_timer is None:
             self._time_headers()
         if self._header_bytes > self.limits.header_bytes:
-            self._refuse(431, f"the headers have more than {self.limits.header_bytes:,} bytes")
+            self._refuse(Refused(431, "HeadersTooLarge", _LARGE_HEADERS.format(self.limits.header_bytes)))
 
     def on_message_begin(self) -> None:
         """Count from here."""
@@ -591,7 +558,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         super().on_url(url)
         if len(self.url) > _TARGET_BYTES:
-            self._stop(414, f"path and query have more than {_TARGET_BYTES:,} bytes: send parameters in the body")
+            reason = f"path and query have more than {_TARGET_BYTES:,} bytes: send parameters in the body"
+            raise Refused(414, "TargetTooLong", reason)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; forget those that follow a chunked body, which nobody reads and no limit bounds."""
@@ -606,11 +574,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_headers, self._upgrade_body = False, None
         self._headers_came()
         if len(self.pipeline) >= _PIPELINED_MOST:
-            self._stop(503, f"more than {_PIPELINED_MOST} requests wait on this connection")
+            raise Refused(503, "Busy", f"more than {_PIPELINED_MOST} requests wait on this connection")
         for i, (name, value) in enumerate(self.headers):
             if name in (b"transfer-encoding", b"content-length"):
                 if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-                    self._stop(501, "of transfer encodings there is chunked alone")
+                    raise Refused(501, "NotImplemented", "of transfer encodings there is chunked alone")
                 if self.parser.should_upgrade():
                     self._upgrade_body = b"%s: %s" % (name, value)
             elif name == b"connection" and not self.parser.should_keep_alive():
@@ -620,7 +588,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.open.heard(self, is_busy=True)
         super().on_headers_complete()
         state = self.scope["state"]
-        state["arrived"], state["known"] = False, self._know
+        state["arrived"], state["known"] = False, functools.partial(self.open.know, self)
         state["crowded"] = len(self.open) > self.open.most
         if self.scope["http_version"] == "1.0":  # which knows no interim answers
             self.cycle.waiting_for_100_continue = False
@@ -637,7 +605,7 @@ class GuardedProtocol(HttpToolsProtocol):
         target = httptools.parse_url(self.url)  # raises for other forms
         netloc = self.url.partition(b"//")[2].split(b"/")[0].split(b"?")[0]
         if (target.schema or b"").lower() not in (b"http", b"https") or not target.host or b"@" in netloc:
-            self._stop(400, "the target is no path")
+            raise Refused(400, "BadRequest", "the target is no path")
         if (hosts := [i for i, (name, _) in enumerate(self.headers) if name == b"host"])[1:] == [] and hosts:
             self.headers[hosts[0]] = (b"host", netloc)
         self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
@@ -672,26 +640,20 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._last:
             self._end()
 
-    def _know(self) -> None:
-        self.open.know(self)
-
-    def _stop(self, status: int, message: str) -> None:
-        """End the parsing; uvicorn calls `send_400_response` then."""
-        self._refusal = status, message
-        raise ValueError(message)
-
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser does not take."""
-        self._refuse(*(self._refusal or (400, "this is not a request of HTTP/1.1")))
+        """Refuse what a callback of the parser has refused, or the parser itself does not take."""
+        raised = sys.exc_info()[1]
+        refused = raised.__context__ if raised is not None else None
+        broken = Refused(400, "BadRequest", "this is not a request of HTTP/1.1")
+        self._refuse(refused if isinstance(refused, Refused) else broken)
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, refused: Refused) -> None:
         """Answer what cannot be read, after the requests before it, and end the connection."""
         self._headers_came()
-        kind = {408: "HeadersTooSlow", 414: "TargetTooLong", 431: "HeadersTooLarge", 501: "NotImplemented", 503: "Busy"}
-        body = error_body(kind.get(status, "BadRequest"), message, f"{_PROCESS}{next(_NUMBERS):08x}")
+        body = error_body(refused.kind, str(refused), _new_id())
         self._last = (
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (status, HTTPStatus(status).phrase.encode(), len(body), body)
+            % (refused.status, HTTPStatus(refused.status).phrase.encode(), len(body), body)
         )
         if self._answers and self.cycle.more_body:  # of this request the body is wrong
             self.cycle.disconnected = True
@@ -732,7 +694,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _headers_are_late(self) -> None:
         if self._in_headers:
-            self._refuse(408, f"the headers took more than {self.limits.header_timeout_s:g} s")
+            reason = f"the headers took more than {self.limits.header_timeout_s:g} s"
+            self._refuse(Refused(408, "HeadersTooSlow", reason))
         else:
             self.transport.close()
 
@@ -776,95 +739,3 @@ def guarded_protocol(settings: ServiceSettings) -> type[GuardedProtocol]:
     return type(
         "GuardedProtocol", (GuardedProtocol,), {"limits": settings, "open": Connections(settings.connections, each)}
     )
-
-
-# --- logs and spans --------------------------------------------------------------------------------------------------
-
-
-class _Formatter(logging.Formatter):
-    """One line a record: JSON, or text."""
-
-    def __init__(self, style: str) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._json = style == "json"
-
-    def format(self, entry: logging.LogRecord) -> str:
-        if entry.exc_info and isinstance(error := entry.exc_info[1], Refused):  # uvicorn's, of an answer that had begun
-            message = f"{entry.getMessage().strip()}: {error}"
-            entry = logging.makeLogRecord({**vars(entry), "msg": message, "args": (), "exc_info": None})
-        if not self._json:
-            return super().format(entry).replace("\n", "\n  ")
-        line: dict[str, Any] = {"time": round(entry.created, 6), "level": entry.levelname.lower()}
-        line |= {"logger": entry.name, "message": entry.getMessage()}
-        if entry.exc_info:
-            line["exception"] = self.formatException(entry.exc_info)
-        return json.dumps(line)
-
-
-_quoted = json.encoder.encode_basestring_ascii
-_LOGGED_TEXTS = ("request_id", "method", "path", "route", "operation", "backend", "key_id")
-
-
-class RequestLog:
-    """An observer that writes a line for each request, those of a twentieth of a second together."""
-
-    def __init__(self, stream: Any, style: str) -> None:
-        self._stream, self._json = stream, style == "json"
-        self._lines: list[str] = []
-
-    def __call__(self, record: RequestRecord) -> None:
-        """Write a line soon."""
-        if not self._lines:
-            asyncio.get_running_loop().call_later(0.05, self.flush)
-        if self._json:
-            fields = [f'"{name}": {_quoted(getattr(record, name))}' for name in _LOGGED_TEXTS]  # json.dumps: 1 us each
-            start = f'{{"time": {time.time():.6f}, "level": "info", "seconds": {record.seconds:.6f}, '
-            numbers = f'"status": {record.status}, "bytes_in": {record.bytes_in}, "bytes_out": {record.bytes_out}'
-            self._lines.append(f"{start}{', '.join(fields)}, {numbers}}}\n")
-        else:
-            now, path = time.strftime("%Y-%m-%d %H:%M:%S"), escaped(record.path)
-            took = f"{record.seconds * 1e3:.1f} ms"
-            self._lines.append(f"{now} {record.status} {record.method} {path} {took} {record.request_id}\n")
-
-    def flush(self) -> None:
-        """Write the lines now; what cannot be written, to a full disk or a closed pipe, is lost."""
-        text = "".join(self._lines)
-        self._lines.clear()  # first: lines that stayed would be collected for ever
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-            self._stream.flush()
-
-
-def log_to(stream: Any, style: str) -> RequestLog:
-    """Write the logs of the service and of uvicorn to a stream; return the observer that logs requests there."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(_Formatter(style))
-    for name in ("accelerant.service", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
-    return RequestLog(stream, style)
-
-
-_NO_SPAN = nullcontext()
-
-
-def _tracing() -> Callable[[RequestRecord, Headers], AbstractContextManager[Any]]:
-    """Return a maker of spans, or of nothing where OpenTelemetry is not installed and set up."""
-    try:
-        from opentelemetry import propagate, trace
-    except ImportError:
-        return lambda record, headers: _NO_SPAN
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # no exporter has been set
-        return lambda record, headers: _NO_SPAN
-    tracer = trace.get_tracer("accelerant.service")
-
-    def span(record: RequestRecord, headers: Headers) -> AbstractContextManager[Any]:
-        carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
-        attributes = {"http.request.method": record.method, "url.path": record.path, "request_id": record.request_id}
-        found: AbstractContextManager[Any] = tracer.start_as_current_span(
-            f"{record.method} {record.path}", propagate.extract(carrier), trace.SpanKind.SERVER, attributes
-        )
-        return found
-
-    return span

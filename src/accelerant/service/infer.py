@@ -34,11 +34,12 @@ from accelerant.service.bodies import (
     write_tensors,
 )
 from accelerant.service.errors import Refused
-from accelerant.service.guard import RequestRecord, allow, read_body
+from accelerant.service.guard import authorize, read_body
 from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.service import JobService
 from accelerant.service.operations import OpSpec, Parameters
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import RequestRecord
 
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
 _TYPE, _LENGTH = b"content-type", b"inference-header-content-length"
@@ -123,7 +124,7 @@ class Inference:
         operation = operation_named(self.operations, name)
         record: RequestRecord = scope["state"]["record"]
         record.operation = name
-        allow(scope, operation.scope)
+        authorize(scope, operation.scope)
         body = await read_body(scope, receive, self.settings, functools.partial(self.hold, record))
         if len(body) < _IN_THREAD_BYTES:
             call, request = self._read(operation, scope, body)

@@ -15,10 +15,11 @@ import uvicorn
 
 from accelerant.errors import ConfigError
 from accelerant.service.app import create_app
-from accelerant.service.guard import guarded_protocol, log_to, reserve_of
+from accelerant.service.guard import guarded_protocol, reserve_of
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import log_to
 
 _LOG = logging.getLogger("accelerant.service")
 _FILES = 512

@@ -1,4 +1,4 @@
-"""Telemetry of the service: Prometheus metrics, and the events that the dashboard shows.
+"""Telemetry of the service: log lines, spans, Prometheus metrics, and the events that the dashboard shows.
 
     with Telemetry(jobs, settings) as telemetry:       # reads the devices once a second
         telemetry.observe(record)                      # once for each answered request
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -29,15 +30,42 @@ from prometheus_client.registry import Collector
 from accelerant._version import __version__
 from accelerant.errors import BackendUnavailable
 from accelerant.runtime import registry
+from accelerant.runtime.files import escaped
 from accelerant.runtime.ledger import merged, prometheus_text, sections
 from accelerant.runtime.monitoring.events import event_counts, watch_devices
 from accelerant.runtime.monitoring.monitor import Sample, to_prometheus
+from accelerant.service.errors import Refused
 
 if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
-    from accelerant.service.guard import RequestRecord
     from accelerant.service.jobs.service import JobService
     from accelerant.service.settings import ServiceSettings
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request that has been answered.
+
+    Attributes:
+        held_bytes: what it takes in memory now of the bytes that `Inference` bounds.
+        route: the path's template; "" if no route matched.
+        operation: name of the operation, "" for other routes.
+        backend: backend that ran it; "" where none did.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    route: str = ""
+    operation: str = ""
+    backend: str = ""
+    key_id: str = ""
+    status: int = 0
+    seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    held_bytes: int = 0
+
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper ends of the buckets of latencies, in seconds; the last bucket is open."""
@@ -276,3 +304,95 @@ def _present(labels: Iterable[str]) -> list[ComputeDevice]:
 def lost_devices() -> set[str]:
     """Return the devices of which this process has seen the event "lost"."""
     return {device for device, kind in event_counts() if kind == "lost"}
+
+
+# --- logs and spans --------------------------------------------------------------------------------------------------
+
+
+class _Formatter(logging.Formatter):
+    """One line a record: JSON, or text."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._json = style == "json"
+
+    def format(self, entry: logging.LogRecord) -> str:
+        if entry.exc_info and isinstance(error := entry.exc_info[1], Refused):  # uvicorn's, of an answer that had begun
+            message = f"{entry.getMessage().strip()}: {error}"
+            entry = logging.makeLogRecord({**vars(entry), "msg": message, "args": (), "exc_info": None})
+        if not self._json:
+            return super().format(entry).replace("\n", "\n  ")
+        line: dict[str, Any] = {"time": round(entry.created, 6), "level": entry.levelname.lower()}
+        line |= {"logger": entry.name, "message": entry.getMessage()}
+        if entry.exc_info:
+            line["exception"] = self.formatException(entry.exc_info)
+        return json.dumps(line)
+
+
+_quoted = json.encoder.encode_basestring_ascii
+_LOGGED_TEXTS = ("request_id", "method", "path", "route", "operation", "backend", "key_id")
+
+
+class RequestLog:
+    """An observer that writes a line for each request, those of a twentieth of a second together."""
+
+    def __init__(self, stream: Any, style: str) -> None:
+        self._stream, self._json = stream, style == "json"
+        self._lines: list[str] = []
+
+    def __call__(self, record: RequestRecord) -> None:
+        """Write a line soon."""
+        if not self._lines:
+            asyncio.get_running_loop().call_later(0.05, self.flush)
+        if self._json:
+            fields = [f'"{name}": {_quoted(getattr(record, name))}' for name in _LOGGED_TEXTS]  # json.dumps: 1 us each
+            start = f'{{"time": {time.time():.6f}, "level": "info", "seconds": {record.seconds:.6f}, '
+            numbers = f'"status": {record.status}, "bytes_in": {record.bytes_in}, "bytes_out": {record.bytes_out}'
+            self._lines.append(f"{start}{', '.join(fields)}, {numbers}}}\n")
+        else:
+            now, path = time.strftime("%Y-%m-%d %H:%M:%S"), escaped(record.path)
+            took = f"{record.seconds * 1e3:.1f} ms"
+            self._lines.append(f"{now} {record.status} {record.method} {path} {took} {record.request_id}\n")
+
+    def flush(self) -> None:
+        """Write the lines now; what cannot be written, to a full disk or a closed pipe, is lost."""
+        text = "".join(self._lines)
+        self._lines.clear()  # first: lines that stayed would be collected for ever
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def log_to(stream: Any, style: str) -> RequestLog:
+    """Write the logs of the service and of uvicorn to a stream; return the observer that logs requests there."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Formatter(style))
+    for name in ("accelerant.service", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    return RequestLog(stream, style)
+
+
+_NO_SPAN = nullcontext()
+
+
+def tracing() -> Callable[[RequestRecord, Iterable[tuple[bytes, bytes]]], AbstractContextManager[Any]]:
+    """Return a maker of spans, or of nothing where OpenTelemetry is not installed and set up."""
+    try:
+        from opentelemetry import propagate, trace
+    except ImportError:
+        return lambda record, headers: _NO_SPAN
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # no exporter has been set
+        return lambda record, headers: _NO_SPAN
+    tracer = trace.get_tracer("accelerant.service")
+
+    def span(record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[Any]:
+        carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
+        attributes = {"http.request.method": record.method, "url.path": record.path, "request_id": record.request_id}
+        found: AbstractContextManager[Any] = tracer.start_as_current_span(
+            f"{record.method} {record.path}", propagate.extract(carrier), trace.SpanKind.SERVER, attributes
+        )
+        return found
+
+    return span

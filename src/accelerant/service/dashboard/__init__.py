@@ -86,28 +86,28 @@ def _telemetry(request: Request) -> Telemetry:
 @router.get("/devices", summary="Devices of the service, with their latest figures")
 async def devices(request: Request) -> dict[str, Any]:
     """Return utilization, memory, power, temperature and clocks of each device; an absent figure has a reason."""
-    authorize(request, "monitor")
+    authorize(request.scope, "monitor")
     return {"devices": _telemetry(request).devices()}
 
 
 @router.get("/ledger", summary="What the workers computed, by op, implementation, device and case")
 async def ledger(request: Request) -> dict[str, Any]:
     """Return counts, times and fallbacks of every op of the library that ran in the workers."""
-    authorize(request, "monitor")
+    authorize(request.scope, "monitor")
     return _telemetry(request).ledger()
 
 
 @router.get("/metrics", summary="Metrics in Prometheus' text format", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return requests, queue, workers, devices and ledger in Prometheus' text format 0.0.4."""
-    authorize(request, "monitor")
+    authorize(request.scope, "monitor")
     return Response(_telemetry(request).metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/events", summary="Server-sent events: state of devices and queue, jobs, ledger", response_class=Response)
 async def events(request: Request) -> StreamingResponse:
     """Stream "start", then "state" once a second, and "job" and "ledger" when they change."""
-    caller = authorize(request, "monitor")
+    caller = authorize(request.scope, "monitor")
     stream = _telemetry(request).events(caller.key_id)
     token, keys = token_of(request.scope["state"]["fields"]), request.app.state.keys
     valid = lambda: not keys.exists if token is None else keys.verify(token) is not None  # noqa: E731

@@ -65,32 +65,21 @@ def launches_of(calls: list[Call]) -> list[Launch]:
 class CallQueue:
     """The waiting calls of a server, of one event loop.
 
-    Args:
-        most_calls: bound of their number; those in a worker count too.
-        most_bytes: bound of the bytes of their inputs.
-        batch_s: estimated seconds of a batch.
-        batch_bytes: bytes of a batch's inputs.
-        batch_calls: calls of a batch. While a worker has one, the server reads and answers the others.
+    Their number, with those in a worker, and the bytes of their inputs are bounded; so are the estimated seconds, the
+    bytes and the calls of a batch. While a worker has a batch, the server reads and answers the others.
     """
 
     def __init__(
-        self,
-        most_calls: int,
-        most_bytes: int,
-        *,
-        batch_s: float = 0.02,
-        batch_bytes: int = 8 << 20,
+        self, most_calls: int, most_bytes: int, *, batch_s: float = 0.02, batch_bytes: int = 8 << 20,
         batch_calls: int = 32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.most_calls, self.most_bytes = most_calls, most_bytes
         self.batch_s, self.batch_bytes, self.batch_calls = batch_s, batch_bytes, batch_calls
         self.calls: set[Call] = set()  # that wait or are in a worker
         self.held_bytes = 0
         self._held_of: dict[str, tuple[int, int]] = {}  # the same by key
         self._numbers = itertools.count()
-        self._waiting: OrderedDict[str, list[tuple[int, int, int, Call]]] = (
-            OrderedDict()
-        )  # a heap by key; first: next turn
+        self._waiting: OrderedDict[str, list[tuple[int, int, int, Call]]] = OrderedDict()  # heaps; first: next turn
         self._seconds = 0.01  # of a call, averaged over the latest
 
     @property

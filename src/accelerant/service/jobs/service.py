@@ -86,9 +86,7 @@ _MOST_EXCUSED = 5
 class JobService:
     """The queue and the workers of one server process. Its methods belong to one event loop.
 
-    Args:
-        settings: the service's settings.
-        operations: "module:attribute" of the table of operations, which the workers import as well.
+    `operations` is "module:attribute" of the table of operations, which the workers import as well.
     """
 
     def __init__(
@@ -128,19 +126,14 @@ class JobService:
     async def start(self) -> None:
         """Open the store, take over what was left, start the workers, and wait until one is ready.
 
-        Raises:
-            ConfigError: the directory belongs to others, or the store to a newer service.
-            ServiceError: no worker starts, or the store cannot be used; the message is the reason.
+        Raises ConfigError for a directory of others or a store of a newer service, ServiceError if no worker starts.
         """
-        owner = secrets.token_hex(16)
         volume = await self._in_thread(open_directory, self._directory)
+        resumable = {name for name, operation in self._operations.items() if operation.resumable}
         self._store = JobStore(
-            self.settings.state_url,
-            owner=owner,
-            volume=volume,
-            resumable={name for name, operation in self._operations.items() if operation.resumable},
+            self.settings.state_url, owner=secrets.token_hex(16), volume=volume, resumable=resumable,
             lease_s=self._lease_s,
-        )
+        )  # fmt: skip
         await self._in_thread(self._store.upgrade)
         devices = list(self.settings.devices) or ["auto"]
         for number, device in enumerate(devices):
@@ -154,14 +147,9 @@ class JobService:
 
     def _add_worker(self, device: str, name: str) -> None:
         worker = WorkerProcess(
-            device,
-            name,
-            self._place,
-            started=self._started,
-            idle=self._measured,
-            lost=self._lost,
+            device, name, self._place, started=self._started, idle=self._measured, lost=self._lost,
             progressed=self._progressed,
-        )
+        )  # fmt: skip
         self._workers.append(worker)
         self._spawn(worker.run())
         self._spawn(self._job_loop(worker))
@@ -244,9 +232,8 @@ class JobService:
             await self._in_thread(self._store.close)
         for queue in self._subscribers:
             _put(queue, {"event": "end"})
-        self._threads.shutdown(wait=False)
-        self._disk_threads.shutdown(wait=False)
-        self._lease_thread.shutdown(wait=False)
+        for threads in (self._threads, self._disk_threads, self._lease_thread):
+            threads.shutdown(wait=False)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -255,38 +242,42 @@ class JobService:
         task.add_done_callback(_log_failure)
         return task
 
-    async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-        """Use the store for a caller."""
-        began = time.monotonic()
+    async def _watched(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Use the store and the files in a thread; log the first error of an outage, and its end."""
+        began, files = time.monotonic(), f"files, in {getattr(function, '__name__', 'work')}"
         try:
             found = await self._in_thread(function, *arguments, **named)
-            self._succeeded(function, began)
-            return found
         except _STORE_ERRORS as error:
-            self._failed(function, error)
-            raise StoreUnavailable("the job store cannot be reached; try again later") from None
-
-    def _failed(self, function: Callable[..., Any], error: Exception) -> None:
-        """Log the first of the errors of an outage."""
-        what = (
-            f"files, in {getattr(function, '__name__', 'work')}"
-            if getattr(error, "filename", None) is not None
-            else _STORE
-        )
-        if what not in self._away:
-            self._away[what] = time.monotonic()
-            reason = error.orig if isinstance(error, DBAPIError) else error
-            _log.error("%s: %s; nothing more is logged until this works again", what, reason)
-
-    def _succeeded(self, function: Callable[..., Any], began: float) -> None:
-        """Log the end of an outage, of which a call that began before it says nothing."""
-        for what in (
-            f"files, in {getattr(function, '__name__', 'work')}",
-            *([] if function is wire.wipe else [_STORE]),
-        ):
-            if self._away and (since := self._away.get(what, math.inf)) < began:
+            what = files if getattr(error, "filename", None) is not None else _STORE
+            if what not in self._away:
+                self._away[what] = time.monotonic()
+                reason = error.orig if isinstance(error, DBAPIError) else error
+                _log.error("%s: %s; nothing more is logged until this works again", what, reason)
+            raise
+        for what in (files,) if function is wire.wipe else (files, _STORE):
+            if (since := self._away.get(what, math.inf)) < began:  # a call that began before it says nothing
                 del self._away[what]
                 _log.info("%s: works again, after %.1f s", what, time.monotonic() - since)
+        return found
+
+    async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Use the store for a caller."""
+        try:
+            return await self._watched(function, *arguments, **named)
+        except _STORE_ERRORS:
+            raise StoreUnavailable("the job store cannot be reached; try again later") from None
+
+    async def _tried(
+        self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
+    ) -> _T | None:
+        """Use the store and the files for this server; where they fail, repeat for so long, then return None."""
+        end = time.monotonic() + repeat_s
+        while True:
+            with contextlib.suppress(*_STORE_ERRORS):
+                return await self._watched(function, *arguments, **named)
+            if time.monotonic() >= end:
+                return None
+            await asyncio.sleep(0.5)
 
     async def _in_thread(
         self, function: Callable[..., _T], *arguments: Any, threads: ThreadPoolExecutor | None = None, **named: Any
@@ -295,7 +286,7 @@ class JobService:
         return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
     async def _on_disk(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._disk_threads, partial(function, *arguments))
+        return await self._in_thread(function, *arguments, threads=self._disk_threads)
 
     @property
     def store(self) -> JobStore:
@@ -320,17 +311,12 @@ class JobService:
     async def call_on(self, request: JobRequest) -> tuple[dict[str, np.ndarray], str]:
         """Run a short call; return its result, whose arrays may be read-only, and the label of the device.
 
-        Raises:
-            QueueFull: too many calls or bytes wait.
-            DeadlineExceeded: the result is not there in time.
-            WorkerLost: the call lost two workers.
-            AccelerantError: what the operation raised.
+        Raises QueueFull, DeadlineExceeded, WorkerLost where it lost two workers, and what the operation raises.
         """
-        operation = self._require_accepting(request.operation)
-        limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
-        loop = asyncio.get_running_loop()
+        operation, loop = self._require_accepting(request.operation), asyncio.get_running_loop()
+        deadline = time.monotonic() + self._limit_s(request)
         kind = request.kind or (merge_kind(request) if operation.elementwise else None)
-        call = Call(request, time.monotonic() + limit_s, kind, loop.create_future(), request.size_bytes)
+        call = Call(request, deadline, kind, loop.create_future(), request.size_bytes)
         self._queue.put(call)
         if not self._fed_soon:  # after the other requests that the event loop has ready, for larger batches
             self._fed_soon = True
@@ -338,6 +324,9 @@ class JobService:
         if call.deadline < self._alarm_at:
             self._set_alarm(call.deadline)
         return await call.future, call.device
+
+    def _limit_s(self, request: JobRequest) -> float:
+        return self.settings.deadline_s if request.deadline_s is None else request.deadline_s
 
     def _set_alarm(self, deadline: float) -> None:
         """Look at the calls' deadlines when the first one passes: one timer for all costs less than one each."""
@@ -351,9 +340,8 @@ class JobService:
         self._alarm, self._alarm_at, now = None, math.inf, time.monotonic()
         for call in self._queue.calls:
             if call.deadline <= now and not call.future.done():
-                request = call.request
-                limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
-                call.future.set_exception(DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s"))
+                late = f"{call.request.operation} did not end within {self._limit_s(call.request):g} s"
+                call.future.set_exception(DeadlineExceeded(late))
         if left := [call.deadline for call in self._queue.calls if not call.future.done()]:
             self._set_alarm(max(min(left), now + _LATE_S))  # not once for each of many
 
@@ -403,13 +391,8 @@ class JobService:
             "input_bytes": request.size_bytes,
         }  # fmt: skip
         try:
-            job = await self._stored(
-                self.store.add,
-                row,
-                most_jobs=self.settings.queue_jobs,
-                most_bytes=self.settings.queue_bytes,
-                retry_after_s=min(60.0, max(1.0, self._seconds)),
-            )
+            bounds = {"most_jobs": self.settings.queue_jobs, "most_bytes": self.settings.queue_bytes}
+            job = await self._stored(self.store.add, row, retry_after_s=min(60.0, max(1.0, self._seconds)), **bounds)
         except QueueFull:
             await self._on_disk(wire.wipe, self._folder(id))
             raise
@@ -523,44 +506,24 @@ class JobService:
 
     def _write_end(self, job: Job, ended: Mapping[str, Any]) -> None:
         """Write how an attempt ended; wipe what a job that has ended leaves."""
+        result: Path | None = None
         if "lost" in ended or "suspended" in ended:
             lost = "" if self._drained else str(ended.get("lost", ""))
             excused = ended.get("blameless") and job.attempts <= _MOST_EXCUSED
-            counted = ended.get("begun", True) and not excused
-            state = self.store.release(job, lost=lost, counted=counted)
-            if state is not None and state.final:
-                self._wipe_all_but(job.id, None)
-            return
-        result: Path | None = None
-        if error := ended.get("error"):
-            cancelled = error[0] == "Cancelled"
-            state = JobState.CANCELLED if cancelled else JobState.FAILED
-            text = None if cancelled else f"{error[0]}: {error[1]}"
-            held = self.store.finish(job, state, error=text)
+            state = self.store.release(job, lost=lost, counted=ended.get("begun", True) and not excused)
+            over = state is not None and state.final
+        elif error := ended.get("error"):
+            if error[0] == "Cancelled":
+                over = self.store.finish(job, JobState.CANCELLED)
+            else:
+                over = self.store.finish(job, JobState.FAILED, error=": ".join(error))
         else:
             result = self._result_file(job)
-            held = self.store.finish(job, JobState.SUCCEEDED, result_bytes=ended["result_bytes"])
-            if not held:
+            over = self.store.finish(job, JobState.SUCCEEDED, result_bytes=ended["result_bytes"])
+            if not over:
                 wire.wipe(result)
-        if held:
+        if over:
             self._wipe_all_but(job.id, result)
-
-    async def _tried(
-        self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
-    ) -> _T | None:
-        """Use the store and the files; where they fail, repeat for so long, then log why and return None."""
-        end = time.monotonic() + repeat_s
-        while True:
-            began = time.monotonic()
-            try:
-                found = await self._in_thread(function, *arguments, **named)
-                self._succeeded(function, began)
-                return found
-            except _STORE_ERRORS as error:
-                self._failed(function, error)
-                if time.monotonic() >= end:
-                    return None
-                await asyncio.sleep(0.5)
 
     def _progressed(self, head: Mapping[str, Any]) -> None:
         if (entry := self._running.get(head["id"])) is not None:

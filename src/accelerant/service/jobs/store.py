@@ -117,8 +117,7 @@ class JobStore:
     """The jobs of all servers that use the same URL. Its methods block; times are seconds since the epoch.
 
     Args:
-        url: "sqlite:///PATH" or "postgresql://USER:PASSWORD@HOST/NAME"; psycopg is the driver of PostgreSQL where it is
-            installed, else pg8000.
+        url: "sqlite:///PATH" or "postgresql://USER:PASSWORD@HOST/NAME", by psycopg where it is installed, else pg8000.
         owner: random name of this server process.
         volume: name of the directory in which the arrays of its jobs are.
         resumable: operations that continue from their own files when they run again.
@@ -288,19 +287,11 @@ class JobStore:
             row = connection.execute(query).one_or_none()
             if row is None:
                 return None
-            connection.execute(
-                _jobs.update()
-                .where(_jobs.c.id == row.id)
-                .values(
-                    state=_RUNNING,
-                    owner=self.owner,
-                    device=device,
-                    lease=now + self.lease_s,
-                    started=now,
-                    attempts=_jobs.c.attempts + 1,
-                    error=None,
-                )
-            )
+            values = {
+                "state": _RUNNING, "owner": self.owner, "device": device, "lease": now + self.lease_s, "started": now,
+                "attempts": _jobs.c.attempts + 1, "error": None,
+            }  # fmt: skip
+            connection.execute(_jobs.update().where(_jobs.c.id == row.id).values(values))
             insert = sqlite.insert if self._sqlite else postgresql.insert
             turn = insert(_turns).values(key_id=row.key_id, claimed=now)
             connection.execute(turn.on_conflict_do_update(index_elements=["key_id"], set_={"claimed": now}))
@@ -309,12 +300,10 @@ class JobStore:
         return Claim(_job(full), json.loads(full["parameters"]), full["deadline"], full["request_id"] or "")
 
     def _mine(self, job: Job) -> sa.ColumnElement[bool]:
-        return sa.and_(
-            _jobs.c.id == job.id,
-            _jobs.c.state == _RUNNING,
-            _jobs.c.owner == self.owner,
-            _jobs.c.attempts == job.attempts,
-        )
+        return sa.and_(_jobs.c.state == _RUNNING, *self._attempt(job))
+
+    def _attempt(self, job: Job) -> tuple[sa.ColumnElement[bool], ...]:
+        return _jobs.c.id == job.id, _jobs.c.owner == self.owner, _jobs.c.attempts == job.attempts
 
     def _change(self, job: Job, **values: Any) -> bool:
         with self._begin() as connection:
@@ -330,11 +319,13 @@ class JobStore:
         values = {**_ENDED, "state": state.value, "error": error, "result_bytes": result_bytes, "finished": time.time()}
         if state is JobState.SUCCEEDED:
             values["progress"] = 1.0
-        same = [_jobs.c.id == job.id, _jobs.c.owner == self.owner, _jobs.c.attempts == job.attempts]
         with self._begin() as connection:
             if connection.execute(_jobs.update().where(self._mine(job)).values(values)).rowcount:
                 return True
-            return connection.execute(sa.select(_jobs.c.state).where(*same)).scalar_one_or_none() == state.value
+            return (
+                connection.execute(sa.select(_jobs.c.state).where(*self._attempt(job))).scalar_one_or_none()
+                == state.value
+            )
 
     def release(self, job: Job, *, lost: str = "", counted: bool = True) -> JobState | None:
         """Give a job that this server runs back to the queue; return its new state, or None if it runs elsewhere.
@@ -466,23 +457,15 @@ def check_bounds(
     One key may hold three quarters of each bound, also where it is the only one, so that there is room for others; of
     the bytes more if it is one request. `total` and `own`, the key's, are the number of requests and their bytes.
     """
-    count, size = total
-    if count >= most_jobs:
-        raise QueueFull(f"the queue holds {count} requests, as many as it may", retry_after_s)
-    if size + added_bytes > most_bytes:
-        raise QueueFull(
-            f"the queue holds {size:,} bytes and may hold {most_bytes:,}; the request has {added_bytes:,}",
-            retry_after_s,
-        )
-    count, size = own
-    if count >= math.ceil(most_jobs * 3 / 4):
-        raise QueueFull(f"the queue holds {count} requests of this key, as many as it may", retry_after_s)
-    if count and size + added_bytes > most_bytes * 3 // 4:
-        raise QueueFull(
-            f"the queue holds {size:,} bytes of this key and may hold {most_bytes * 3 // 4:,}; the request has "
-            f"{added_bytes:,}",
-            retry_after_s,
-        )
+    for (count, size), whose, jobs, most in (
+        (total, "", most_jobs, most_bytes),
+        (own, " of this key", math.ceil(most_jobs * 3 / 4), most_bytes * 3 // 4),
+    ):
+        if count >= jobs:
+            raise QueueFull(f"the queue holds {count} requests{whose}, as many as it may", retry_after_s)
+        if size + added_bytes > most and (count or not whose):
+            held = f"the queue holds {size:,} bytes{whose} and may hold {most:,}; the request has {added_bytes:,}"
+            raise QueueFull(held, retry_after_s)
 
 
 def _storable(text: str) -> str:

@@ -2,8 +2,8 @@
 
     frame = length of head (4 bytes), length of body (8 bytes), head (JSON), body (arrays end to end)
 
-The head lists each array's name, dtype and shape. Nothing is pickled. Arrays of objects are KServe's BYTES: each
-element is its length (4 bytes) and its bytes. Integers are little-endian.
+The head lists each array's name, dtype and shape. Nothing is pickled. Numbers are little-endian; texts and files are
+arrays of uint8.
 """
 
 from __future__ import annotations
@@ -29,19 +29,16 @@ def described(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], Buffer
     entries: list[list[Any]] = []
     buffers: Buffers = []
     for name, array in arrays.items():
-        if array.dtype.kind not in "OSUbiufc":
-            raise UnsupportedDtype(f"array {name!r} has dtype {array.dtype}, which is neither a number nor bytes")
+        if array.dtype.kind not in "biufc":
+            raise UnsupportedDtype(f"array {name!r} has dtype {array.dtype}, which is no number")
         data = bytes_of(array)
-        kind = "O" if array.dtype.kind in "OSU" else array.dtype.newbyteorder("<").str
-        entries.append([name, kind, list(array.shape), len(data)])
+        entries.append([name, array.dtype.newbyteorder("<").str, list(array.shape), len(data)])
         buffers.append(data)
     return entries, buffers
 
 
-def bytes_of(array: np.ndarray) -> bytes | memoryview:
+def bytes_of(array: np.ndarray) -> memoryview:
     """Return the bytes of an array that `described` has described."""
-    if array.dtype.kind in "OSU":
-        return _packed(array)
     if not (array.flags.c_contiguous and array.dtype.str[0] != ">"):
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8).data
@@ -51,31 +48,11 @@ def restored(entries: Iterable[Sequence[Any]], body: memoryview | bytes) -> dict
     """Return the arrays that `described` described, as views of the body."""
     arrays, offset = {}, 0
     for name, kind, shape, size in entries:
-        data = memoryview(body)[offset : offset + size]
+        arrays[name] = np.frombuffer(memoryview(body)[offset : offset + size], np.dtype(kind)).reshape(shape)
         offset += size
-        if kind == "O":
-            arrays[name] = _unpacked(data, shape)
-        else:
-            arrays[name] = np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape)
     if offset != len(body):
         raise FormatError(f"the arrays take {offset} bytes, the body has {len(body)}")
     return arrays
-
-
-def _packed(array: np.ndarray) -> bytes:
-    parts = [item.encode() if isinstance(item, str) else bytes(item) for item in array.reshape(-1).tolist()]
-    return b"".join(piece for part in parts for piece in (len(part).to_bytes(4, "little"), part))
-
-
-def _unpacked(data: memoryview, shape: Sequence[int]) -> np.ndarray:
-    parts, offset = [], 0
-    while offset < len(data):
-        size = int.from_bytes(data[offset : offset + 4], "little")
-        parts.append(bytes(data[offset + 4 : offset + 4 + size]))
-        offset += 4 + size
-    array = np.empty(len(parts), dtype=object)
-    array[:] = parts
-    return array.reshape(shape)
 
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one in each call

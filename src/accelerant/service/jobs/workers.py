@@ -45,21 +45,14 @@ class WorkerProcess:
         operations: "module:attribute" of the table of operations.
         started: called with the names of other devices that should have workers when the process is ready.
         idle: called when the worker can take calls again, with the number of the last ones and their seconds.
-        lost: called with the reason and the calls that it had when the process has ended.
+        lost: called with the worker, the reason and the calls that it had when the process has ended.
         progressed: called with each report of a job's progress.
     """
 
     def __init__(
-        self,
-        device: str,
-        name: str,
-        operations: str,
-        *,
-        started: Callable[[list[str]], None],
-        idle: Callable[[int, float], None],
-        lost: Callable[[WorkerProcess, str, list[Call]], None],
-        progressed: Callable[[dict[str, Any]], None],
-    ) -> None:
+        self, device: str, name: str, operations: str, *, started: Callable[..., None], idle: Callable[..., None],
+        lost: Callable[..., None], progressed: Callable[..., None],
+    ) -> None:  # fmt: skip
         self.device, self.name, self._operations = device, name, operations
         self._started, self._idle, self._lost, self._progressed = started, idle, lost, progressed
         self.ready = asyncio.Event()
