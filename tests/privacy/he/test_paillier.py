@@ -232,7 +232,7 @@ def test_other_sizes_of_keys_are_refused(bits):
 def test_primes_are_checked(private):
     p, q = private.p, private.q
     for bad, match in [
-        ((p, p), "different"), ((p, q + 2), "not a prime"), ((2, q), "different odd"), ((3, 7), "divide"),
+        ((p, p), "different"), ((p, 3 * q), "not a prime"), ((2, q), "different odd"), ((3, 7), "divide"),
         ((-p, q), "odd"),
     ]:  # fmt: skip
         with pytest.raises(FormatError, match=match) as error:

@@ -49,12 +49,7 @@ _Rows = Callable[[Tensor], Any]
 
 
 class Draw:
-    """The identity of one draw, shared by its parts and their copies.
-
-    Args:
-        examples: number of rows that were drawn.
-        before: the draw that the same iterator made before this one; None for its first.
-    """
+    """The identity of one draw of so many rows, shared by its parts and their copies."""
 
     __slots__ = ("__weakref__", "_before", "examples", "first", "stepped", "tracker")
 
@@ -238,11 +233,7 @@ def _columns_reader(data: Any) -> tuple[_Rows, int | None]:
 
 
 def sampling_of(loader: Any) -> Sampling:
-    """Return how a sampler, a loader or batches draw, as an `Event` names it.
-
-    "poisson" for the classes of this package and a DataLoader over them, "shuffled" for a DataLoader that shuffles,
-    "unknown" for all others.
-    """
+    """Return how a sampler, a loader or batches draw, as an `Event` names it; "unknown" unless it is known."""
     if getattr(loader, "sampling", None) == "poisson":
         return "poisson"
     inner = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
@@ -267,12 +258,7 @@ def require_poisson(loader: Any) -> None:
 
 
 class DrawTracker:
-    """Compares the rows that went through backward with those of the batch in use.
-
-    Attributes:
-        passes: backward passes since the last step.
-        examples: rows of these passes.
-    """
+    """Compares the rows that went through backward since the last step with those of the batch in use."""
 
     def __init__(self) -> None:
         self.passes = self.examples = 0
@@ -309,15 +295,10 @@ class DrawTracker:
         return self.passes > 0 and self._open and not (self._last and self._seen)
 
     def begin(self, batch: DrawnBatch, origin: object = None) -> None:
-        """Start a part of a draw.
+        """Start a part of a draw; another iterator, `origin`, may leave a draw unfinished.
 
-        Args:
-            batch: the part.
-            origin: the iterator of the parts; with another one a draw begins even if the last one is not complete.
-
-        Raises:
-            ConfigError: no step followed the previous draw or other batches; the previous part was left out, or is
-                still to be used; the draw made a step already, or another training uses it.
+        Raises ConfigError if no step followed what came before, the previous part was left out or is still to
+        be used, the draw made a step already, or another training uses it.
         """
         if batch.draw is not None and batch.draw.stepped:
             raise ConfigError(
@@ -360,11 +341,7 @@ class DrawTracker:
         self._seen += rows
 
     def require_step(self) -> None:
-        """Check that the sum may be released.
-
-        Raises ConfigError without a backward pass for each row since the last step, unless the draw was empty, and for
-        a part of a draw.
-        """
+        """Check that the sum may be released: each row of a whole draw went through backward once, or it was empty."""
         if self.sampled and self._draw is not None and self._drawn != self._draw.examples:
             raise ConfigError(
                 f"{self._drawn} of the draw's {self._draw.examples} rows were used: a chosen part of a draw is no "
@@ -494,10 +471,7 @@ class PoissonSampler:
         return np.concatenate([drawn, whole + self._draw_by_comparison(self.size - whole)])
 
     def _draw_by_comparison(self, size: int) -> NDArray[np.int64]:
-        """Draw the units whose uniform number of 53 bits is below the threshold.
-
-        The first byte decides all but one comparison in 256, whose other 45 bits are then drawn.
-        """
+        """Draw the units whose uniform number of 53 bits is below the threshold; one byte decides most of them."""
         top, rest = divmod(self._threshold, 1 << _LOW)
         first = self._bytes(size)
         if top == 256:  # a rate of 1
@@ -571,12 +545,9 @@ class GroupedSampler(PoissonSampler):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of privacy of a data set.
+    """The units of privacy of a data set: rows, or groups of rows as `require_groups` numbers them.
 
-    Attributes:
-        groups: (N,) int64 on the CPU, the unit of each row as `require_groups` numbers it; None if each row is one.
-        digest: SHA-256 of these numbers, which do not depend on the groups' names; empty without groups. It reveals
-            something about the data and must never be written anywhere.
+    The digest, SHA-256 of these numbers, reveals something about the data and must never be written anywhere.
     """
 
     groups: Tensor | None = None
@@ -608,8 +579,7 @@ class Units:
     def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler:
         """Return a sampler of the units; for one of several processes, of its share: no unit is in two.
 
-        Each share is sampled at the same rate, so the union of the draws is a Poisson sample of all units. With more
-        processes than units, each raises ConfigError, so that none waits for another.
+        Each share is sampled at the same rate, so the union of the draws is a Poisson sample of all units.
         """
         if size > (count := max(1, self.number(rows))):
             raise ConfigError(f"{size} processes have {count} units among them: start fewer")
@@ -639,10 +609,7 @@ def _require_named(ledger: Ledger) -> None:
 
 
 def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
-    """Check a user's sampler against the arguments of make_private: rate, rows of a unit, the ledger's unit.
-
-    Raises ConfigError if they differ, UnsupportedCase for several processes or draws that are not Poisson's.
-    """
+    """Check a user's sampler against make_private's arguments: rate, rows of a unit, the ledger's unit, processes."""
     require_poisson(sampler)
     if processes > 1:
         raise UnsupportedCase("several processes share rows among them: leave sampler out")
@@ -670,10 +637,7 @@ def delta_remark(delta: float, count: int, unit: str) -> str:
 
 
 def require_groups(groups: Any) -> Tensor:
-    """Return the unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, a copy.
-
-    Raises ShapeError if groups are neither N integers nor N strings, or both: 1 and "1" would be one unit.
-    """
+    """Return the unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU; or ShapeError."""
     if isinstance(groups, Tensor):
         if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
             raise ShapeError(f"groups must be (N,) integers, got {tuple(groups.shape)} of {groups.dtype}")
@@ -692,14 +656,10 @@ def require_groups(groups: Any) -> Tensor:
 class RareDraws:
     """Draws at small rates in time proportional to the number of units drawn, with exact probabilities.
 
-    Units come in blocks of m = 2^bits. The number drawn from a block is binomial: with a rate t / 2^53 its distribution
-    function is a multiple of 2^(-53 m), so that a uniform number of 53 m bits gives it without error. Its first 53 bits
-    decide all but one block in 10^14; only for those are the other bits drawn. The drawn units' positions in the block
-    are uniform, and drawn again where two are equal.
-
-    Args:
-        threshold: the rate times 2^53, a whole number above 0 and below 2^53.
-        bits: log2 of a block's length, 1 or more; the mean of a block, rate * 2^bits, should not be above 1.
+    Units come in blocks of m = 2^bits. The number drawn from a block is binomial: with a rate threshold / 2^53 its
+    distribution function is a multiple of 2^(-53 m), so that a uniform number of 53 m bits gives it without error.
+    Its first 53 bits decide all but one block in 10^14; only for those are the other bits drawn. The drawn units'
+    positions in the block are uniform, and drawn again where two are equal.
     """
 
     def __init__(self, threshold: int, bits: int) -> None:

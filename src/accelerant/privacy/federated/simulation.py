@@ -175,8 +175,7 @@ def digits_demonstration(
 ) -> dict[str, FederatedReport]:
     """Return the reports of ten clients that learn scikit-learn's digits, without and with noise, by name.
 
-    Client 3 leaves in the middle of the second round, after its keys are shared. Epsilon is that of a client's data.
-    Raises MissingDependency without scikit-learn.
+    Client 3 leaves in the middle of the second round. Epsilon is that of a client's data.
     """
     try:
         load_digits = importlib.import_module("sklearn.datasets").load_digits

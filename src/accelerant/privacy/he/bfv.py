@@ -29,7 +29,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,15 +47,18 @@ from accelerant.privacy.he.bfv_scheme import (
     uniform_rows,
 )
 from accelerant.privacy.he.messages import (
+    INTEGERS,
     KINDS,
     Origin,
-    Reader,
+    SecretKey,
+    head_of,
     host_array,
     in_kind,
     open_box,
+    reader_of,
     sealed,
-    write_private,
 )  # fmt: skip
+from accelerant.privacy.messages import Reader, shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
 
@@ -200,14 +203,15 @@ class PublicKey:
         """Return the key as bytes; without the keys for products and rotations unless `computing`."""
         halves = self._halves if computing else {}
         return b"".join([
-            _head("n"), _packed(self.parameters), self._seed, _bytes(self._half), len(halves).to_bytes(2, "big"),
+            head_of("BFV", "n"), _packed(self.parameters), self._seed, _bytes(self._half),
+            len(halves).to_bytes(2, "big"),
             *(element.to_bytes(4, "big") + seed + _bytes(half) for element, (seed, half) in halves.items()),
         ])  # fmt: skip
 
     @classmethod
     def from_bytes(cls, data: bytes, *, device: str = "cpu") -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes. Nothing tells whose key it is."""
-        reader = _reader(data, "n")
+        reader = reader_of(data, "BFV", "n")
         parameters = _parameters(reader)
         data_primes, special, _ = parameters.primes
         seed, half = reader.take(_SEED_BYTES), _words(reader, (), data_primes, parameters.n)
@@ -217,7 +221,7 @@ class PublicKey:
             if element in halves or (element and element % 2 == 0) or element == 1:
                 raise FormatError(f"the key has no automorphism or twice the same: X -> X^{element}")
             halves[element] = reader.take(_SEED_BYTES), _words(reader, (len(data_primes),), primes, parameters.n)
-        _end(reader)
+        reader.end()
         return cls(parameters, seed, half, halves, space_at(device))
 
     def switching(self, element: int) -> Any:
@@ -234,7 +238,7 @@ class PublicKey:
         return self._switching[element]
 
 
-class PrivateKey:
+class PrivateKey(SecretKey):
     """A key that decrypts; neither shown by repr nor pickled or copied."""
 
     def __init__(self, public: PublicKey, secret: npt.NDArray[np.int64]) -> None:
@@ -248,28 +252,21 @@ class PrivateKey:
         p = self.parameters
         return f"PrivateKey(n={p.n}, plain_modulus={p.plain_modulus}, security={p.security})"
 
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError("a private key is not pickled or copied: to_bytes(passphrase) or save(path, passphrase)")
-
     def to_bytes(self, passphrase: str) -> bytes:
         """Return the key encrypted with a passphrase: see messages.sealed."""
-        head = _head("s") + _packed(self.parameters) + self.public.fingerprint
+        head = head_of("BFV", "s") + _packed(self.parameters) + self.public.fingerprint
         return sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
 
     @classmethod
     def from_bytes(cls, data: bytes, passphrase: str, public: PublicKey) -> PrivateKey:
         """Return the key that to_bytes gave; FormatError for other bytes, passphrase or public key."""
-        reader = _reader(data, "s")
+        reader = reader_of(data, "BFV", "s")
         if _parameters(reader) != public.parameters or reader.take(32) != public.fingerprint:
             raise FormatError(f"the private key is not that of {public!r}")
         secret = np.frombuffer(open_box(reader, data, passphrase, public.n), np.uint8)
         if len(secret) != public.n or secret.max() > 2:
             raise FormatError("the private key's polynomial has another degree, or other coefficients than -1, 0, 1")
         return cls(public, secret.astype(np.int64) - 1)
-
-    def save(self, path: str | Path, passphrase: str) -> None:
-        """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
-        write_private(path, self.to_bytes(passphrase))
 
     @classmethod
     def load(cls, path: str | Path, passphrase: str, public: PublicKey) -> PrivateKey:
@@ -324,22 +321,6 @@ def _same_key(x: PublicKey, y: PublicKey) -> None:
 
 # --- messages --------------------------------------------------------------------------------------------------------
 
-_NAMES = {"n": "public key", "s": "private key", "c": "ciphertexts"}
-_DIMENSIONS_MOST = 32
-
-
-def _head(kind: str) -> bytes:
-    return b"ACLBFV" + kind.encode() + b"\x01"
-
-
-def _reader(data: bytes, kind: str) -> Reader:
-    return Reader(data, _head(kind), f"BFV's {_NAMES[kind]}")
-
-
-def _end(reader: Reader) -> None:
-    if reader.left:
-        raise FormatError(f"the message has {reader.left} bytes too many")
-
 
 def _packed(parameters: Parameters) -> bytes:
     return struct.pack(">IIH", parameters.n, parameters.plain_modulus, parameters.security)
@@ -365,12 +346,9 @@ def _words(reader: Reader, shape: tuple[int, ...], primes: tuple[int, ...], n: i
     return words
 
 
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-
-
 def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...], Origin]:
     """Return integers in all slots, (batch, n), the shape that they had, and the origin of results."""
-    array, origin = host_array(values, _INTEGERS, "BFV")
+    array, origin = host_array(values, INTEGERS, "BFV")
     origin = replace(origin, dtype="int32" if origin.kind == "jax" else "int64")
     n, half = parameters.n, parameters.plain_modulus // 2
     if array.ndim == 0 or not 0 < array.shape[-1] <= n:
@@ -511,7 +489,7 @@ class Ciphertext:
         return both[0], both[1], (*lead, max(lengths))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        array, _ = host_array(other, _INTEGERS, "BFV")
+        array, _ = host_array(other, INTEGERS, "BFV")
         if array.shape[-1:] in ((), (1,)):
             array = np.broadcast_to(array, (*array.shape[:-1], self.shape[-1]))
         return _plain(self.public.parameters, array)[:2]
@@ -521,9 +499,8 @@ class Ciphertext:
         words = self.public.space.store(self.data)
         body = _bytes(words) if self.seed is None else self.seed + _bytes(words[:, 0])
         return b"".join([
-            _head("c"), self.public.fingerprint, bytes([self.seed is not None, KINDS.index(self.origin.kind)]),
-            min(max(0, int(self.budget_bits)), 1023).to_bytes(2, "big"), bytes([len(self.shape)]),
-            *(size.to_bytes(8, "big") for size in self.shape), body,
+            head_of("BFV", "c"), self.public.fingerprint, bytes([self.seed is not None, KINDS.index(self.origin.kind)]),
+            min(max(0, int(self.budget_bits)), 1023).to_bytes(2, "big"), shape_bytes(self.shape), body,
         ])  # fmt: skip
 
     @classmethod
@@ -532,12 +509,12 @@ class Ciphertext:
 
         Shape and estimated budget are the sender's.
         """
-        reader, n, scheme = _reader(data, "c"), public.n, public._scheme
+        reader, n, scheme = reader_of(data, "BFV", "c"), public.n, public._scheme
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
         seeded, kind, budget = reader.number(1, 1), reader.number(1, len(KINDS) - 1), reader.number(2, 1023)
-        shape = tuple(reader.number(8, 2**48) for _ in range(reader.number(1, _DIMENSIONS_MOST)))
-        if not shape or not 0 < shape[-1] <= n or math.prod(max(1, size) for size in shape) > 2**48:
+        shape = reader.shape()
+        if not shape or not 0 < shape[-1] <= n:
             raise FormatError(f"ciphertexts have shapes (..., m) with m from 1 to {n}, the message has {shape}")
         seed, batch, parts = reader.take(_SEED_BYTES) if seeded else None, math.prod(shape[:-1]), 2 - seeded
         if reader.left != 4 * batch * parts * scheme.k * n:

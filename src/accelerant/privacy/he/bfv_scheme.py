@@ -147,8 +147,7 @@ _COIN_BITS = 21
 def error_polynomials(stream: SecureStream, *shape: int) -> Integers:
     """Draw from the centered binomial distribution of 2 x 21 bits, standard deviation 3.24; in constant time.
 
-    The standard's tables are for a discrete Gaussian of standard deviation 8 / sqrt(2 pi) = 3.19. Microsoft SEAL takes
-    this distribution for it, too.
+    The standard's tables are for a discrete Gaussian of 3.19; Microsoft SEAL takes this one for it, too.
     """
     words = stream.words(2 * math.prod(shape)).numpy().view(np.uint32) >> np.uint32(32 - _COIN_BITS)
     words -= words >> 1 & 0x55555555  # their bits set; NumPy 1 has no bitwise_count
@@ -336,8 +335,7 @@ class Scheme:
     def switched(self, x: Any, x_at: tuple[int, int], key: Any) -> Any:
         """Return (batch, 2, k, n) scratch: encryptions of polynomials times the secret of a key (k, 2, 1 + k, n).
 
-        Args:
-            x_at: rows from one polynomial to the next, and the first row.
+        x_at: rows from one polynomial to the next, and the first row.
         """
         rns, k = self.rns, self.k
         rows = k + 1

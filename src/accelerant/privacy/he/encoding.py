@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import ConfigError, RangeError, UnsupportedDtype
-from accelerant.privacy.he.messages import Origin, in_kind
+from accelerant.privacy.he.messages import INTEGERS, Origin, in_kind
 from accelerant.runtime.files import clipped
 
 SLOT_BITS, SLOT_VALUE = 31, 2**23
@@ -24,8 +24,7 @@ FLOATS = {"float16": (-6, 16), "bfloat16": (-16, 128), "float32": (-16, 128), "f
 """Default exponent of each dtype, in powers of 16, and log2 of the largest magnitude. float16 is exact. float32 is
 within 2^-65, exact from 2^-41 on; float64 is within 2^-97, exact from 2^-44 on."""
 
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-DTYPES = (*FLOATS, *_INTEGERS)
+DTYPES = (*FLOATS, *INTEGERS)
 EXPONENT_MOST = 1024
 
 

@@ -1,4 +1,4 @@
-"""Shared by the schemes: fields of messages, private keys under a passphrase, and arrays of any library.
+"""Shared by the schemes: heads of messages, private keys under a passphrase, and arrays of any library.
 
 A message begins with six letters for its scheme, one for its kind, and a version in one byte.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import importlib
 import secrets
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase, UnsupportedDtype
+from accelerant.privacy.messages import Reader
 from accelerant.runtime.files import AtomicFile
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
@@ -23,44 +25,24 @@ KINDS = ("torch", "numpy", "cupy", "jax")
 """Libraries of arrays."""
 
 
-class Reader:
-    """Fields of a message of one kind; FormatError for another kind or version, or where bytes are missing.
+_SCHEMES = {"PAI": "Paillier", "BFV": "BFV"}
+_MESSAGES = {"n": "public key", "s": "private key", "c": "ciphertexts"}
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
-    Args:
-        head: the first eight bytes of such messages.
-        name: of the kind, for errors.
-    """
 
-    def __init__(self, data: bytes, head: bytes, name: str) -> None:
-        self._data, self._at = bytes(data), 0
-        if self.take(7) != head[:7]:
-            raise FormatError(f"not a message of {name}: it begins with other bytes")
-        if (version := self.number(1, 255)) != head[7]:
-            raise FormatError(f"the message has version {version}, this program reads version {head[7]}")
+def head_of(scheme: str, kind: str) -> bytes:
+    """Return the first eight bytes of messages of a scheme's kind, of which the last is the version."""
+    return f"ACL{scheme}{kind}\1".encode()
 
-    @property
-    def left(self) -> int:
-        """Bytes that were not taken yet."""
-        return len(self._data) - self._at
 
-    def take(self, count: int) -> bytes:
-        """Return the next bytes."""
-        found = self._data[self._at : self._at + count]
-        if len(found) != count:
-            raise FormatError(f"the message is cut off: {count} bytes wanted at {self._at}, {len(found)} are there")
-        self._at += count
-        return found
-
-    def number(self, count: int, most: int) -> int:
-        """Return an unsigned number of some bytes, at most `most`."""
-        value = int.from_bytes(self.take(count), "big")
-        if value > most:
-            raise FormatError(f"the number at byte {self._at - count} of the message is larger than allowed")
-        return value
-
-    def rest(self) -> bytes:
-        """Return all bytes that are left."""
-        return self.take(self.left)
+def reader_of(data: bytes, scheme: str, kind: str) -> Reader:
+    """Return a reader after the head of a message; FormatError for another kind or version."""
+    reader, head = Reader(data), head_of(scheme, kind)
+    if reader.take(7) != head[:7]:
+        raise FormatError(f"not a message of {_SCHEMES[scheme]}'s {_MESSAGES[kind]}: it begins with other bytes")
+    if (version := reader.number(1, 255)) != head[7]:
+        raise FormatError(f"the message has version {version}, this program reads version {head[7]}")
+    return reader
 
 
 def _cipher(passphrase: str, salt: bytes) -> Any:
@@ -98,10 +80,20 @@ def open_box(reader: Reader, data: bytes, passphrase: str, most: int) -> bytes:
     return plain
 
 
-def write_private(path: str | Path, data: bytes) -> None:
-    """Write a file that only its owner reads (mode 0600), whole or not at all."""
-    with AtomicFile(Path(path), mode=0o600) as file:
-        file.write(data)
+class SecretKey(ABC):
+    """A private key, which leaves the process under a passphrase only."""
+
+    @abstractmethod
+    def to_bytes(self, passphrase: str) -> bytes:
+        """Return the key encrypted with a passphrase; see `sealed`."""
+
+    def save(self, path: str | Path, passphrase: str) -> None:
+        """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
+        with AtomicFile(Path(path), mode=0o600) as file:
+            file.write(self.to_bytes(passphrase))
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a private key is not pickled or copied: to_bytes(passphrase) or save(path, passphrase)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,15 +67,14 @@ from accelerant.privacy.he.encoding import (
     scale_of,
     signed_numbers,
 )  # fmt: skip
-from accelerant.privacy.he.messages import KINDS, Origin, Reader, host_array, open_box, sealed, write_private
+from accelerant.privacy.he.messages import KINDS, Origin, SecretKey, head_of, host_array, open_box, reader_of, sealed
+from accelerant.privacy.messages import shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped, read_regular
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
 
 BITS_LEAST, BITS_MOST = 2048, 8192
-_MESSAGES, _VERSION = {"n": "public key", "s": "private key", "c": "ciphertexts"}, 1
-_DIMENSIONS_MOST = 32
 _stream = SecureStream()
 
 
@@ -158,12 +157,12 @@ class PublicKey:
 
     def to_bytes(self) -> bytes:
         """Return the key as bytes, to be sent over a channel that authenticates them."""
-        return _header("n") + bytes([self.blum]) + self.n.to_bytes(self.n_bytes, "big")
+        return head_of("PAI", "n") + bytes([self.blum]) + self.n.to_bytes(self.n_bytes, "big")
 
     @classmethod
     def from_bytes(cls, data: bytes, *, insecure: bool = False) -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes."""
-        reader = _reader(data, "n")
+        reader = reader_of(data, "PAI", "n")
         blum, n = reader.number(1, 1), reader.rest()
         if len(n) > BITS_MOST // 8:
             raise FormatError(f"n has at most {BITS_MOST} bits, the message has {len(n)} bytes of it")
@@ -289,7 +288,7 @@ class PublicKey:
         _check_units(numbers, self.n, "a ciphertext")
 
 
-class PrivateKey:
+class PrivateKey(SecretKey):
     """The private key: primes p and q. Neither repr nor errors show them, and it is not pickled or copied.
 
     Args:
@@ -326,24 +325,17 @@ class PrivateKey:
     def __hash__(self) -> int:
         return hash(self.public)
 
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError("a private key is not pickled or copied: to_bytes(passphrase) or save(path, passphrase)")
-
     def to_bytes(self, passphrase: str) -> bytes:
         """Return the key encrypted with a passphrase: ChaCha20-Poly1305 under scrypt (2^16, 8, 1: 64 MiB)."""
         half = max(self.p, self.q).bit_length() // 8 + 1
-        return sealed(_header("s"), self.p.to_bytes(half, "big") + self.q.to_bytes(half, "big"), passphrase)
+        return sealed(head_of("PAI", "s"), self.p.to_bytes(half, "big") + self.q.to_bytes(half, "big"), passphrase)
 
     @classmethod
     def from_bytes(cls, data: bytes, passphrase: str, *, insecure: bool = False) -> PrivateKey:
         """Return the key that to_bytes gave; FormatError for other bytes or another passphrase."""
-        plain = open_box(_reader(data, "s"), data, passphrase, BITS_MOST // 8 + 4)
+        plain = open_box(reader_of(data, "PAI", "s"), data, passphrase, BITS_MOST // 8 + 4)
         half = len(plain) // 2
         return cls(int.from_bytes(plain[:half], "big"), int.from_bytes(plain[half:], "big"), insecure=insecure)
-
-    def save(self, path: str | Path, passphrase: str) -> None:
-        """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
-        write_private(path, self.to_bytes(passphrase))
 
     @classmethod
     def load(cls, path: str | Path, passphrase: str, *, insecure: bool = False) -> PrivateKey:
@@ -466,14 +458,6 @@ def _integer(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise UnsupportedDtype(f"a ciphertext must be an integer, got {type(value).__name__}") from None
-
-
-def _header(kind: str) -> bytes:
-    return b"ACLPAI" + kind.encode() + bytes([_VERSION])
-
-
-def _reader(data: bytes, kind: str) -> Reader:
-    return Reader(data, _header(kind), f"Paillier's {_MESSAGES[kind]}")
 
 
 # --- encrypted tensors -----------------------------------------------------------------------------------------------
@@ -671,9 +655,9 @@ class EncryptedTensor:
         """
         kind, dtype, width = KINDS.index(self.origin.kind), DTYPES.index(self.dtype), 2 * self.public.n_bytes
         return b"".join([
-            _header("c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
+            head_of("PAI", "c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
             self.exponent.to_bytes(4, "big", signed=True), self.bound.to_bytes(self.public.n_bytes, "big"),
-            bytes([len(self.shape)]), *(size.to_bytes(8, "big") for size in self.shape),
+            shape_bytes(self.shape),
             *(int(number).to_bytes(width, "big") for number in self._leaving(rerandomize).residues.ints()),
         ])  # fmt: skip
 
@@ -683,7 +667,7 @@ class EncryptedTensor:
 
         Bound and exponent are the sender's. FormatError for other bytes, another key, or ciphertexts out of range.
         """
-        reader = _reader(data, "c")
+        reader = reader_of(data, "PAI", "c")
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
         packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(DTYPES) - 1))
@@ -691,9 +675,7 @@ class EncryptedTensor:
         bound = reader.number(public.n_bytes, 2 ** (SLOT_BITS - 1) - 1 if packed else public.max_int)
         if abs(exponent) > EXPONENT_MOST:
             raise FormatError(f"an exponent is from {-EXPONENT_MOST} to {EXPONENT_MOST}, got {exponent}")
-        shape = tuple(reader.number(8, 2**48) for _ in range(reader.number(1, _DIMENSIONS_MOST)))
-        if math.prod(max(1, size) for size in shape) > 2**48:
-            raise FormatError(f"shape {shape} is too large")
+        shape = reader.shape()
         count, width, body = math.prod(shape), 2 * public.n_bytes, reader.rest()
         if packed:
             count = -(-count // public.slots)

@@ -173,11 +173,7 @@ Load = Callable[[], Value]
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors that kernels use.
-
-    Attributes:
-        wide_permutes: whether the processor permutes the words of two registers (AVX-512).
-    """
+    """The vectors that kernels use; whether the processor permutes the words of two registers (AVX-512)."""
 
     lanes: int
     wide_permutes: bool = False
@@ -202,7 +198,8 @@ def lanes() -> int:
 class KeystreamBlocks:
     """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`.
 
-    A function of several keys has neither (`keyed` is False): it calls `rekey` before `generate`, and counts from 0.
+    A function of several keys has neither (`keyed` is False): it calls `rekey` before `generate`, and counts from
+    0.
     """
 
     def __init__(self, code: FunctionBuilder, vectors: Vectors, *, keyed: bool = True) -> None:
@@ -272,9 +269,7 @@ def update_elements(
 ) -> None:
     """Append a store of `count` elements, i64 or float, from index `at` on; those beyond %n are masked out.
 
-    Args:
-        pointer: to element 0.
-        compute: appends the new elements; its argument appends a load of the old ones.
+    `compute` appends the new elements; its argument appends a load of the old ones.
     """
     kind, size = vector(element, count), 8 if element == "i64" else 4
     address = code.at(element, pointer, at)
@@ -289,11 +284,7 @@ def update_elements(
 
 @dataclass(frozen=True, slots=True)
 class VectorKernel(ABC):
-    """A Builder (see runtime/compilation/kernel.py) whose program uses vectors of a fixed length.
-
-    Attributes:
-        vectors: this processor's if None.
-    """
+    """A Builder (runtime/compilation/kernel.py) of programs with vectors of one length, by default the CPU's."""
 
     vectors: Vectors | None = field(default=None, kw_only=True)
     written_out = True  # everything is vectors already: no optimization but inlining helps
@@ -358,8 +349,7 @@ def chacha20_text() -> str:
 def keystream_source() -> KernelSource:
     """Return chacha20_keystream(state, first, words, n, one): n words from the block `first` on.
 
-    state: key (8 words) and nonce (2); first: u64, in the device's memory, so that each replay of a captured graph
-    draws new words; one: 1.
+    state has key (8 words) and nonce (2); first is in the device's memory; one is 1.
     """
     text = chacha20_text() + (Path(__file__).parent / "kernel.c").read_text(encoding="utf-8")
     arguments = ("*u32", "*u64", "*u32", "i64", "u32")
@@ -398,10 +388,7 @@ def index_of(device: torch.device) -> int:
 
 
 class Taken(NamedTuple):
-    """Counters of a keystream that are reserved for the caller: the first one, (1,) int64.
-
-    `state`, (12,) int32, has key and nonce; a secret.
-    """
+    """Counters of a keystream reserved for the caller, from `first`, (1,) int64; state, (12,) int32, is a secret."""
 
     state: Tensor
     first: Tensor
@@ -413,8 +400,7 @@ class Taken(NamedTuple):
 def take(stream: SecureStream, blocks: int, device: torch.device) -> Taken:
     """Reserve counters of `blocks` blocks for kernels on a device.
 
-    On a CUDA device the stream's key is 8 words of `stream`, drawn at the first use. ConfigError if that would be
-    during the capture of a graph.
+    On a CUDA device the stream's key is 8 words of `stream`, drawn at the first use: ConfigError during a capture.
     """
     if device.type != "cuda":
         key, counter = stream.reserve(blocks)

@@ -54,10 +54,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def bound(self) -> Tensor:
-        """Return the squared norm of each example's gradient, (B,), in float32 or better.
-
-        Of gradients that are not formed: the square of an upper bound that covers the rounding of `total` (launch.py).
-        """
+        """Return squared norms of the gradients, (B,), or of upper bounds that cover the rounding of `total`."""
 
     def terms(self) -> Tensor | Gram:
         """Return terms of `bound`, (B, n), or what `launch.bounded` takes them of."""
@@ -78,11 +75,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Return the sum over examples of weights[i] times its gradient, in float32 or better.
-
-        Args:
-            drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
-        """
+        """Return the sum of weights[i] times gradient i, in float32 or better; where drop[i], exactly 0, NaN or not."""
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
         """Add that sum to a dense gradient of its dtype: float32 or better."""
@@ -102,7 +95,7 @@ _CACHED_BYTES = 16 << 20
 def prefers_ghost(B: int, T: int, N: int, K: int, itemsize: int, device: str) -> bool:
     """Return whether the ghost norm over T positions is faster than to form, keep and sum B gradients (N, K).
 
-    Both multiply G_i^T A_i once (the ghost norm in the weighted sum, all examples at once), so that is left out.
+    Both multiply G_i^T A_i once, so that is left out.
     """
     small, large = _OPERATIONS_PER_BYTE.get(device, _OPERATIONS_PER_BYTE["cpu"])
     per_byte = small if B * N * K * itemsize <= _CACHED_BYTES else large
@@ -121,8 +114,7 @@ _NORMS: Tuned[str] = Tuned(
 class Rows(Contribution):
     """A matrix's gradient by its factors: a (B, T, K), g (B, T, N); example i's is g_i^T a_i.
 
-    Attributes:
-        consumed: nothing reads g after the sum, so that dropped examples may be cleared in place.
+    If `consumed`, nothing reads g after the sum, so that dropped examples may be cleared in place.
     """
 
     a: Tensor
@@ -194,10 +186,9 @@ class Rows(Contribution):
 
 @dataclass(slots=True)
 class Dense(Contribution):
-    """Formed per-example gradients, (B, ...), and their squared norms where these are known.
+    """Formed per-example gradients, (B, ...).
 
-    Attributes:
-        known: terms of the squared norms, (B, n), yet to be multiplied by the square of `factor`.
+    Terms of their squared norms, (B, n), if `known`, are yet to be multiplied by the square of `factor`.
     """
 
     each: Tensor
@@ -242,9 +233,7 @@ class Dense(Contribution):
 class Lookup(Contribution):
     """An embedding's gradient: tokens (B, T), g (B, T, D); row v of example i's is the sum of g where the token is v.
 
-    Attributes:
-        V: rows of the table.
-        distinct: no token repeats within an example, except with rows of 0: then g is the gradient itself.
+    If `distinct`, no token repeats within an example, except with rows of 0: then g is the gradient itself.
     """
 
     tokens: Tensor
@@ -360,12 +349,7 @@ def _summed(tensors: list[Tensor]) -> Tensor:
 
 @dataclass(slots=True)
 class Group:
-    """Parameters that are clipped by one norm.
-
-    Attributes:
-        parameters: by identity, in the model's order: sums over them have the same bits in each run.
-        bound: the norm that each example's gradient is clipped to.
-    """
+    """Parameters that are clipped by one norm, in the model's order: sums over them have the same bits in each run."""
 
     name: str
     parameters: dict[int, torch.nn.Parameter]
@@ -375,13 +359,7 @@ class Group:
 
 @dataclass(slots=True)
 class ClippingPlan:
-    """The settings that all passes of a clipper share.
-
-    Attributes:
-        norms: "auto", "ghost" or "instantiate".
-        mean: whether the loss is the mean over examples.
-        sums: the sums of clipped gradients by their parameter's identity; None: they are the parameters' .grad.
-    """
+    """The settings that all passes of a clipper share; `sums` by their parameter's identity, None for its .grad."""
 
     names: Mapping[int, str]
     groups: Sequence[Group]
@@ -413,13 +391,8 @@ class _Share:
 class BackwardPass:
     """Collects contributions; computes norms and adds the weighted sums to the gradients when all are there.
 
-    Args:
-        mask: (B,) bool, examples that count; None for all.
-
-    Attributes:
-        clipped: by group name, once it is summed.
-        formed: whether every norm was taken of the very gradients that were summed.
-        nonfinite: how many examples were left out for a norm that is not finite; set by `finish`.
+    `formed`: whether every norm was taken of the very gradients that were summed. `nonfinite`: how many examples
+    were left out for a norm that is not finite; set by `finish`.
     """
 
     def __init__(
@@ -593,10 +566,7 @@ def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
 
 
 def makes_gradient(parameter: Tensor) -> bool:
-    """Return whether the running backward pass makes a parameter's gradient, and not only that of other tensors.
-
-    Raises UnsupportedCase if the pass is to be differentiated, or runs within another one.
-    """
+    """Return whether the running pass makes a parameter's gradient; UnsupportedCase for one within another pass."""
     if torch.is_grad_enabled():
         raise UnsupportedCase(
             "per-example clipping cannot be differentiated: call backward() without create_graph=True, or detach() the "

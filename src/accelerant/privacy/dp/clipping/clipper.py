@@ -279,10 +279,9 @@ class PerExampleClipper:
             rules.require_frozen(name, module)
 
     def begin(self, *inputs: Any) -> None:
-        """Record the number of examples of a forward pass: the first dimension of the first tensor with dimensions.
+        """Record the number of examples of a forward pass that records gradients: the first dimension of its input.
 
-        The model's `__call__` does it; a caller of a part of the model must call this first. Without gradients it has
-        no effect, so that an evaluation between forward and backward changes nothing.
+        The model's `__call__` does it; a caller of a part of the model must call this first.
         """
         if torch.is_grad_enabled():
             self.examples = batch_size(inputs)
@@ -394,15 +393,10 @@ class PerExampleClipper:
     def trial(
         self, forward: Callable[[], Any], mask: Tensor | None = None, index: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-        """Run a pass with random output gradients that leaves no trace here.
+        """Run a pass with random output gradients that leaves no trace; return norms (B,) and sums by layer.
 
-        Args:
-            forward: runs the model; the tensors in its result get gradients, a scalar the gradient 1.
-            mask: (B,) bool, the examples in the sums; None: all.
-            index: (B,), for each example of a result that has as many whose output gradient it gets; None: its own.
-
-        Returns:
-            Of each layer, the norms of the examples' gradients (B,), and the sums of the gradients by parameter.
+        The sums are over the examples of the mask. Example i of a result with as many rows gets the output
+        gradient of example index[i].
         """
         kept, layers, sums = dict(vars(self)), _groups(self.parameters, "per_layer"), dict[int, Tensor]()
         for layer in layers:

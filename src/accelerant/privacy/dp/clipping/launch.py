@@ -87,11 +87,7 @@ _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Form each g_i^T a_i on the current stream, in `out` if it is given.
-
-    a (B, T, K) is bfloat16 or float16, g (B, T, N) of its dtype. Returns (B, N, K) in that dtype, and (B, P) float32,
-    whose sums over P are the squared norms. CompileError and LaunchError: see LoadedKernel.
-    """
+    """Form each g_i^T a_i on the current stream, in `out` if it is given; and terms of their squared norms, (B, P)."""
     a, g = hopper.readable(a), hopper.readable(g)
     (B, _, K), N = a.shape, g.shape[2]
     each = torch.empty(B, N, K, dtype=a.dtype, device=a.device) if out is None else out
@@ -163,8 +159,7 @@ def margin(dtype: torch.dtype, device: torch.device) -> float:
     """Return the relative error that norms, factors and weights may have, of formed gradients too.
 
     A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), and 120 in a GPU's kernels; its root has half of
-    their error. The root, the weight and its product with the gradient are rounded once each; on a CPU that product is
-    one of matrices.
+    their error. The root, the weight and its product with the gradient are rounded once each.
     """
     eps = torch.finfo(dtype).eps
     return 6 * eps + factor_roundoff(dtype, device) if device.type == "cpu" else 32 * eps
@@ -173,8 +168,7 @@ def margin(dtype: torch.dtype, device: torch.device) -> float:
 def unresolved(dtype: torch.dtype, size: int) -> float:
     """Return what a squared norm of `size` values may lack since smaller squares and products are 0 in that dtype.
 
-    They are of each value of a formed gradient, or of each pair of up to 2^20 positions. The clipping norms that are
-    accepted are far above its root (clipper.py).
+    They are of each value, or of each pair of up to 2^20 positions. Clipping norms are far above its root.
     """
     return (size + 2.0**40) * torch.finfo(dtype).tiny
 
@@ -305,10 +299,7 @@ _ghost = triton_operation("clip_ghost", _triton_ghost, _torch_ghost, cost=_ghost
 
 
 def ghost_terms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return terms of the squared norm of each g_i^T a_i, (B, ...), and of its mass, without forming it.
-
-    a (B, T, K) are inputs, g (B, T, N) gradients of outputs.
-    """
+    """Return terms of the squared norm of each g_i^T a_i, (B, ...), and of its mass; a (B, T, K), g (B, T, N)."""
     if _direct(a) or a.shape[1] == 1:
         return _torch_ghost(a, g)
     terms: tuple[Tensor, Tensor] = _ghost(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
@@ -316,12 +307,10 @@ def ghost_terms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Gram(NamedTuple):
-    """Terms of the squared norms of products that are not formed, and what covers their rounding; see the module.
+    """Terms of squared norms of products that are not formed, (B, n) and (B, m), and what covers their rounding.
 
-    Attributes:
-        squares, masses: (B, n) and (B, m), to be summed over dimension 1.
-        gram, product: errors of the squares, by the squared mass, and of the weighted sum, by the mass.
-        alone: each product is of one position: its norm is the mass.
+    `gram` and `product` are errors of the squares, by the squared mass, and of the weighted sum, by the mass. If
+    `alone`, each product is of one position: its norm is the mass.
     """
 
     squares: Tensor
@@ -382,11 +371,7 @@ _form = Operation(
 
 
 def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and terms of their squared norms, once rounded, (B, n).
-
-    a (B, T, K) are inputs, g (B, T, N) gradients of outputs; the products go to `out`, contiguous, if it is given.
-    All at once: to form a part and take its norm while it is in a cache of 50 MiB made a step 1% slower on an H200.
-    """
+    """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and terms of their squared norms, (B, n)."""
     if _direct(a):
         return _torch_form(a, g, out)
     formed: tuple[Tensor, Tensor] = _form(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g, out)
@@ -424,12 +409,7 @@ _sum = triton_operation("clip_sum", _triton_sum, _torch_sum, cost=accesses(1, 2)
 
 
 def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """Return the sum over i of weights[i] x[i], (B, ...) to (...), in the dtype of weights.
-
-    Args:
-        drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
-        into: dense, float32, of as many elements as each example: the sum is added to it, and it is returned.
-    """
+    """Return the sum of weights[i] x[i], or add it to `into`, float32; where drop[i], exactly 0, NaN or not."""
     return _torch_sum(x, weights, drop, into) if _direct(x) else _run(_sum, x, weights, drop, into)
 
 
@@ -492,10 +472,7 @@ _factors = triton_operation("clip_factors", _triton_scale, _torch_factors, cost=
 def factors(
     a: Tensor, g: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype, *, consumed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `scaled` a and `cleared` g in a dtype; g is cleared in place if it is consumed and a kernel runs.
-
-    Examples of g that are kept are neither read nor written then.
-    """
+    """Return `scaled` a and `cleared` g in a dtype; g is cleared in place if it is consumed and a kernel runs."""
     if _direct(a) or drop is None or not (consumed and g.is_contiguous()):
         return scaled(a, weights, drop, dtype), cleared(g, drop).to(dtype)
     return _run(_factors, a, weights, drop, dtype, g), g.to(dtype)

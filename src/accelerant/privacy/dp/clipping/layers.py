@@ -208,8 +208,7 @@ def _are_positions(tokens: Tensor) -> bool:
 class SharedRows(Tensor):
     """Rows (T, D) that all examples share, such as those of positions: a view of (B, T, D), whose gradient is needed.
 
-    Sums and products with a tensor of the examples give (B, T, D). Any other use raises NotForEachExample: then the
-    model is run for each example by itself.
+    Sums and products with a tensor of the examples give (B, T, D). Any other use raises NotForEachExample.
     """
 
     _each: Tensor
@@ -589,10 +588,7 @@ class Convolution(Contribution):
         return prefers_ghost(*sizes, x.device.type)
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Return the kernel's gradient of weighted g, in float32 or better.
-
-        A sum over examples in 16 bits would be rounded by more than an example adds.
-        """
+        """Return the gradient of weighted g; in float32, since 16 bits round by more than an example adds."""
         dtype = launch.weighted_dtype(wide(self.g.dtype), self.x)
         g = launch.scaled(self.g, weights.to(dtype), drop, dtype)
         x = launch.cleared(self.x, drop).to(dtype)
@@ -619,10 +615,7 @@ class Convolution(Contribution):
 
 
 def _factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative rounding error of the factors in the gradient of a kernel, as `launch.factor_roundoff` does.
-
-    On a GPU cuDNN multiplies in TF32 unless that is switched off, or transforms the images (Winograd).
-    """
+    """Return `launch.factor_roundoff` of a convolution; on a GPU cuDNN takes TF32, or transforms the images."""
     if dtype == torch.float64:
         return 2.0**-53
     if device.type == "cpu":

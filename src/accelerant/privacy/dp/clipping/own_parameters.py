@@ -220,8 +220,8 @@ class OwnParametersRule(OwnParameters):
 class WholeModel(OwnParametersRule):
     """Runs a model as it is until it uses a result that all examples share in a way that only a region serves.
 
-    Positions are an example, `positions(arange(T))[None]`, and a temperature that a module of its own returns. A model
-    that torch.compile has is compiled once a forward pass without it needed no region.
+    Positions are an example, `positions(arange(T))[None]`. torch.compile's model is compiled once it ran without a
+    region.
     """
 
     _by_itself = False

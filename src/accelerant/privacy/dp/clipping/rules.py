@@ -59,11 +59,7 @@ _CHECKPOINT = (
 
 
 class NotForEachExample(UnsupportedCase):
-    """A result that all examples share is used in a way that is possible only in a region.
-
-    Args:
-        once: another batch may need none.
-    """
+    """A result that all examples share is used as only a region allows; `once`: another batch may need none."""
 
     def __init__(self, message: str, *, once: bool = False) -> None:
         super().__init__(message)
@@ -71,11 +67,7 @@ class NotForEachExample(UnsupportedCase):
 
 
 class Region:
-    """The scope of code that runs for each example by itself.
-
-    Attributes:
-        examples: B.
-    """
+    """The scope of code that runs for each of so many examples by itself."""
 
     def __init__(self, level: int, examples: int) -> None:
         self.level, self.examples = level, examples
@@ -97,13 +89,10 @@ class Region:
             return self.wrap(make())
 
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any, *, states: bool = False) -> Any:
-        """Call a layer with the whole batch.
+        """Call a layer with the whole batch; UnsupportedCase for an argument that lacks the dimension of the examples.
 
-        Args:
-            states: results and arguments after the first have the examples in dimension 1 (those of recurrent layers).
-
-        Raises:
-            UnsupportedCase: an argument has no dimension for the examples where the layer's input has one.
+        With `states`, results and arguments after the first have the examples in dimension 1, as recurrent
+        layers do.
         """
         B, leads = self.examples, list[bool]()
         known: dict[int, Tensor] = {}
@@ -276,10 +265,7 @@ class LayerRule(ABC):
         return region.outside(self.forward, args, kwargs, states=self.has_states)
 
     def examples_first(self, x: Tensor, least: int = 2) -> tuple[Tensor, int]:
-        """Return a layer's input with the examples in dimension 0, and their number.
-
-        ShapeError for fewer than `least` dimensions, or a first one that is not that of the model's input.
-        """
+        """Return a layer's input with the examples in dimension 0, and their number; ShapeError if it has none."""
         count = self.sink.batch
         if x.dim() < least:
             raise ShapeError(
@@ -332,12 +318,7 @@ def register(rule: _Rule) -> _Rule:
 
 @dataclass
 class Survey:
-    """The clipped part of a model.
-
-    Attributes:
-        models: modules that use parameters of their layers directly, with their method replacements.
-        frozen: BatchNorm in eval mode, with names: exact while it stays so.
-    """
+    """The clipped part of a model: rules of layers, replaced methods of models, BatchNorms that must stay frozen."""
 
     parameters: list[tuple[str, nn.Parameter]]
     layers: list[tuple[nn.Module, type[LayerRule]]] = field(default_factory=list)
@@ -504,10 +485,7 @@ def require_frozen(name: str, module: nn.Module) -> None:
 
 
 def watch_frozen(name: str, module: nn.Module, undo: ExitStack) -> None:
-    """Apply `require_frozen` before each forward pass.
-
-    In train mode the running statistics would absorb the examples, whether or not gradients are recorded.
-    """
+    """Apply `require_frozen` before each forward pass, in which running statistics would absorb the examples."""
 
     def before(module: nn.Module, args: Any) -> None:
         require_frozen(name, module)
@@ -549,10 +527,7 @@ def attach_rule(
 def replace_methods(
     module: nn.Module, methods: Methods, undo: ExitStack, *, compiled: Callable[[], bool] | None = None
 ) -> None:
-    """Replace methods of a module, wherever gradients are recorded, by functions that take no self.
-
-    While `compiled` returns true, torch.compile gets the module's own methods.
-    """
+    """Replace methods by functions without self, wherever gradients are recorded; not compiled ones if `compiled()`."""
     for name, method in methods.items():
         _set_attribute(module, name, _Replacement(module, name, method, compiled), undo)
     hide_marked(module, undo)

@@ -44,12 +44,7 @@ _SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over 
 
 
 class Spent(NamedTuple):
-    """The cost of events.
-
-    Attributes:
-        charged: part of delta that the events' charged deltas take.
-        reason: why epsilon is infinite; empty for a finite one.
-    """
+    """Epsilon, the part of delta that the events' charged deltas take, and why epsilon is infinite, if it is."""
 
     epsilon: float
     charged: float
@@ -62,18 +57,8 @@ def spent(
     """Return epsilon at delta of all events together.
 
     The events' own deltas are subtracted from delta first. Above an epsilon of CHARGED_UP_TO they grow with it; the
-    epsilon is then the least one that satisfies its own charge.
-
-    Args:
-        events: in any order; composition does not depend on it.
-        delta: in (0, 1).
-        neighbouring: "add-or-remove-one" or "replace-one"; noise multipliers are noise over the sensitivity under
-            the same relation.
-
-    Raises:
-        ConfigError: delta, method or neighbouring is invalid.
-        UnsupportedCase: Poisson sampling under "replace-one".
-        MissingDependency: dp-accounting is not installed.
+    epsilon is then the least one that satisfies its own charge. Noise multipliers are noise over the sensitivity
+    under the neighbouring relation. Raises UnsupportedCase for Poisson sampling under "replace-one".
     """
     accountant = pld_epsilon if check_method(method) == "pld" else rdp_epsilon
     delta = check_delta(delta)
@@ -99,10 +84,7 @@ def remaining(
     events: Sequence[Event], event: Event, epsilon: float, delta: float, *, method: str = "pld",
     neighbouring: str = "add-or-remove-one",
 ) -> int:  # fmt: skip
-    """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9.
-
-    Raises the errors of `spent`, and ConfigError if epsilon is not above 0.
-    """
+    """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9."""
     check_number("epsilon", epsilon)
 
     def cost(more: int, way: str) -> float:
@@ -120,7 +102,7 @@ def most_within(cost: Callable[[int, str], float], limit: float, method: str) ->
 def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> int:
     """Return the largest n in [0, 10^9] with cost(n) <= limit, for a nondecreasing cost; 0 where there is none.
 
-    cost may be slow: from the guess `start` the crossing is interpolated, as if cost grew about as a square root.
+    The crossing is interpolated from the guess `start`, as if cost grew about as a square root.
     """
     low, high, step = -1, _MAX_STEPS + 1, max(1, start // 8)
     cost_low, cost_high = 0.0, math.inf
@@ -161,20 +143,13 @@ class Release(NamedTuple):
 
 
 def release_of(event: Event) -> Release:
-    """Return the parameters that determine the cost of one release of an event.
-
-    A shuffled or unknown draw counts as if all records were used. A discrete Gaussian's noise multiplier is that of a
-    continuous one which, with the charged delta, costs no less (`noisy_sum.widened`).
-    """
+    """Return what determines the cost of one release; shuffled and unknown draws count as if all records were used."""
     mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
     return Release(mechanism, min(event.noise_multiplier, _MAX_NOISE), event.sample_rate if event.amplified else 1.0)
 
 
 def _releases(events: Sequence[Event], neighbouring: str) -> tuple[Mapping[Release, int], str]:
-    """Return counts of equal releases, about _MAX_RELEASES at most; or the reason why epsilon is infinite.
-
-    Where there are more, noise is rounded down, by as little as suffices, to releases that cost no less.
-    """
+    """Return counts of equal releases, or why epsilon is infinite; noise of too many kinds is rounded down."""
     counts: Counter[Release] = Counter()
     for event in events:
         if event.noise_multiplier < _MIN_NOISE:
@@ -208,21 +183,10 @@ def calibrate(
     mechanism: Mechanism = "gaussian", sampling: Sampling = "poisson", charged: float = 0.0,
     before: Sequence[Event] = (),
 ) -> float:  # fmt: skip
-    """Return the least noise multiplier with which `steps` releases stay within target_epsilon at delta.
+    """Return the least noise multiplier, to 1e-3 above, with which `steps` releases stay within target_epsilon.
 
-    Args:
-        sample_rate: of Poisson sampling, in (0, 1]; 1: every record in every step.
-        mechanism, sampling: as in `Event`.
-        charged: delta of each step's event.
-        before: earlier events on the same data; the target is for all together.
-
-    Returns:
-        At least the least multiplier, and at most 1e-3 of it above.
-
-    Raises:
-        ConfigError: an invalid value.
-        UnsupportedCase: no noise multiplier up to 10^6 suffices, or 10^-3 already does; `before` exceeds the target.
-        MissingDependency: dp-accounting is not installed.
+    Each step charges `charged` of delta, and the target includes the events `before`. Raises UnsupportedCase where
+    no multiplier up to 10^6 suffices, 10^-3 already does, or `before` exceeds the target.
     """
     check_number("target_epsilon", target_epsilon)
     check_delta(delta)
@@ -255,8 +219,8 @@ def calibrate(
 def _least_noise(cost: Callable[[float], float], target: float, guess: float, power: float) -> tuple[float, float]:
     """Return the least noise with cost within target, from above, and the power of the noise by which cost falls.
 
-    Epsilon falls about as a power of the noise. The next probe is where the power through the last two points meets the
-    target, moved slightly towards the bound that is further away.
+    The next probe is where the power through the last two points meets the target, moved slightly towards the bound
+    that is further away.
     """
     low, high = 0.0, math.inf
     noise = guess
@@ -313,9 +277,8 @@ _INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (m
 def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     """Return epsilon of these releases at delta, by privacy loss distributions.
 
-    Above 10^4, for more than 10^9 releases of a kind, and for deltas below the roundings of floating point, which grow
-    with the number of releases, it is the bound by Renyi divergence, which holds as well. Releases must have noise, and
-    counts must be 1 or more. Raises MissingDependency without dp-accounting.
+    Above 10^4, for more than 10^9 releases of a kind, and for deltas below the roundings of floating point, it is
+    the bound by Renyi divergence, which holds as well. Releases must have noise.
     """
     given, bound = delta, rdp_epsilon(counts, delta, _WHOLE_ORDERS)
     if not counts or bound > _PLD_LIMIT or max(counts.values()) > _MAX_STEPS:
@@ -384,10 +347,10 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
 
 
 def _pure_epsilon(release: Release) -> float | None:
-    """Return the release's pure epsilon, amplified by sampling, if it is accounted by that alone; else None.
+    """Return the pure epsilon of a release that is accounted by that alone, amplified by sampling; else None.
 
-    A discrete Laplace costs slightly more than the continuous one of its scale, depending on the grid; its pure epsilon
-    holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
+    A discrete Laplace costs slightly more than the continuous one of its scale, depending on the grid; its pure
+    epsilon holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
     """
     if release.mechanism not in ("discrete_laplace", "randomized_response") and not (
         release.mechanism == "laplace" and release.sample_rate < 1

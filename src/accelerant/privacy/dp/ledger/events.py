@@ -141,13 +141,7 @@ def about(count: int) -> int:
 def check_number(
     name: str, value: object, *, least: float = 0.0, open_below: bool = True, most: float = math.inf
 ) -> float:
-    """Return a finite number as a float; ConfigError if it is none, or not in the range.
-
-    Args:
-        name: for the message.
-        value: to check.
-        least, most: the range, without `least` itself if `open_below`.
-    """
+    """Return a finite number as a float; ConfigError if it is none, or not from least (or above it) to most."""
     number = _as_float(value)
     if number is not None and least <= number <= most and math.isfinite(number) and (number > least or not open_below):
         return number

@@ -65,12 +65,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Contents(NamedTuple):
-    """The contents of a file.
-
-    Attributes:
-        size_bytes: of the records' lines; the rest of the file is a torn line.
-        unguarded: why lines could have been cut off at the end unnoticed; empty if they could not.
-    """
+    """A file's records, the bytes of their lines, and why lines may have been cut off unnoticed ("" if not)."""
 
     records: list[Record]
     chain: str
@@ -79,17 +74,9 @@ class Contents(NamedTuple):
 
 
 class Journal:
-    """A file opened for appending, and the records that it had.
+    """A file opened for appending, and the records that it had; `torn_bytes` of a line that a crash cut short.
 
-    Args:
-        path: created if absent, readable by all and writable by its owner, subject to the umask.
-
-    Attributes:
-        torn_bytes: length of a last line that a crash cut short, and that was dropped. `append` never returned from it.
-
-    Raises:
-        ConfigError: another process writes to it, or it cannot be opened or locked.
-        FormatError: it was cut or edited; the message names the line.
+    Raises ConfigError if another process writes to it or it cannot be opened, FormatError if it was cut or edited.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,10 +110,8 @@ class Journal:
     def append(self, record: Record) -> None:
         """Append a record; it is on the disk when this returns.
 
-        Raises:
-            ConfigError: the journal is closed, or was opened by the parent that this process was forked from; the file
-                was deleted, replaced or changed by another program.
-            OSError: the disk is full or fails; the file is as before, or the journal is closed.
+        Raises ConfigError if the journal is closed, the parent's of a fork, or its file was replaced; OSError
+        if the disk is full: the file is as before.
         """
         self.require_open()
         self._require_same()
@@ -274,13 +259,7 @@ _FACTS: Final[Mapping[str, Any]] = {
 
 @dataclass(slots=True)
 class Run:
-    """One opening of a ledger.
-
-    Attributes:
-        facts: of its first record: time, dataset, budget, versions.
-        reserved: further events that may have happened.
-        closed: whether it ended with a record of the events that happened.
-    """
+    """One opening of a ledger: its first record, what it used, and what else it reserved, which may have happened."""
 
     facts: Mapping[str, Any]
     id: str = ""
@@ -298,11 +277,8 @@ class Run:
 class History:
     """The contents of a ledger's file.
 
-    Attributes:
-        facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
-        merged: events of other runs by their ids, from checkpoints, without those that `runs` has.
-        deltas: that were chosen, by budgets or otherwise, each once; the last choice is the last.
-        units: about how many units the data have, at most; 0 if nobody said.
+    `merged` are events of other runs by their ids, from checkpoints, without those that `runs` has. `deltas` were
+    chosen, the last choice last. `units` is about how many the data have, 0 if nobody said.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -428,11 +404,7 @@ def _records(counts: Counter[Event]) -> list[tuple[dict[str, Any], int]]:
 
 
 class RunWriter:
-    """Writes one run: its first record, reservations before events, and the exact counts at the end.
-
-    Args:
-        facts: for its first record: id, dataset, budget, and what else the module's docstring has.
-    """
+    """Writes one run: its first record, reservations before events, and the exact counts at the end."""
 
     def __init__(self, journal: Journal, run: int, facts: Mapping[str, Any]) -> None:
         self.used: Counter[Event] = Counter()

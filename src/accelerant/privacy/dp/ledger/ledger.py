@@ -73,8 +73,8 @@ class Budget:
 class Allowance:
     """The rest of a budget, checked before each event with few calls of the accountant.
 
-    Counts of events that are known to fit are kept: epsilon does not fall with a count, so all smaller counts fit as
-    well. When they are reached, they are extended by the events since the last time, as many times over as fits.
+    Counts that are known to fit are kept: epsilon does not fall with a count, so smaller ones fit as well. When
+    they are reached, they are extended by the events since the last time, as many times over as fits.
     """
 
     def __init__(self, budget: Budget, neighbouring: str) -> None:
@@ -405,10 +405,7 @@ class Ledger:
             self.run_id, self._process = fresh_id(), os.getpid()
 
     def _canonical(self, event: Event) -> Event:
-        """Return the event; or one that costs no less, where many differ from it only in noise or delta.
-
-        Each distinct event takes a line of the file and a composition.
-        """
+        """Return the event; or one that costs no less, where many differ from it only in noise or delta."""
         one = event.times(1)
         if one in self._used or one in self._past:
             return event

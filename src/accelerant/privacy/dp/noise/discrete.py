@@ -127,7 +127,7 @@ def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
 def base_weights(variance: Fraction) -> tuple[int, ...]:
     """Return probabilities of the magnitudes 0 to 511 of a discrete Gaussian, times 2^118; they sum to 2^118.
 
-    They are rounded to the nearest, except that of 0, to which the remainder of cut tails and rounding is added.
+    That of 0 has the remainder of cut tails and rounding.
     """
     both, total = _weights(variance)
     with decimal.localcontext(_DECIMALS):
@@ -147,10 +147,7 @@ def table_distance(variance: Fraction) -> Decimal:
 
 
 def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Split weights between the first table, which sum to 512 (2^22 - 1), and the second, which sum to 2^96.
-
-    weights[m] = first[m] 2^87 + rest[m].
-    """
+    """Split weights, first[m] 2^87 + rest[m], between the tables: sums of 512 (2^22 - 1) and of 2^96."""
     first = [w >> _REST_BITS for w in weights]
     rest = [w & (2**_REST_BITS - 1) for w in weights]
     surplus = sum(first) - CELLS * _CAPACITY  # 1 to 512, since the remainders are below 2^87 each
@@ -163,8 +160,8 @@ def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Return thresholds below `capacity` and aliases; a full cell has the threshold 0 and itself as alias.
 
-    Of the values below the capacity, cell c maps those below its threshold to c and the others to its alias. The result
-    is exactly proportional to the weights, which sum to 512 times the capacity.
+    Of the values below the capacity, cell c maps those below its threshold to c and the others to its alias:
+    exactly proportional to the weights, which sum to 512 times the capacity.
     """
     left = list(weights)
     small = [c for c in range(CELLS) if left[c] < capacity]
@@ -216,12 +213,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class GaussianPlan:
-    """A discrete Gaussian as a sum.
-
-    Attributes:
-        sigma: its deviation in grid steps, exact.
-        log_ratio: tau of the module's docstring, a bound on |ln(P(Z = n) / ideal)| with the ideal base sampler.
-    """
+    """A discrete Gaussian of deviation sigma, in grid steps, as a sum; log_ratio is tau of the module's docstring."""
 
     sigma: Fraction
     factors: tuple[int, ...]

@@ -259,11 +259,7 @@ def _sample(
 
 @dataclass(frozen=True, slots=True)
 class GaussianKernel(VectorKernel):
-    """A Builder of gaussian_steps or gaussian_add; arguments as kernel.c has them.
-
-    Attributes:
-        trigger: a word with all of these bits set takes its sample from the pool.
-    """
+    """A Builder of gaussian_steps or gaussian_add; a word with all bits of `trigger` takes its sample from the pool."""
 
     terms: int
     adds: bool
@@ -389,10 +385,7 @@ class LaplaceKernel(VectorKernel):
 
 
 def _digit(blocks: KeystreamBlocks, position: Value, digits: Value, pool: list[Variable]) -> Value:
-    """Append the comparison of a word with its digit's threshold; return the digit's term of the draw.
-
-    The pool decides ties.
-    """
+    """Append the comparison of a word with its digit's threshold, ties by the pool; return the digit's term."""
     code, count = blocks.code, blocks.lanes
     word = blocks.word(code.op("and", position, BLOCK_WORDS - 1))
     number = code.op("sub", position, _POOL_WORDS)

@@ -67,7 +67,7 @@ def require_clipped_unit(ledger: Ledger) -> Ledger:
 def require_client_unit(ledger: Ledger) -> Ledger:
     """Return the ledger of sums over clients; ConfigError if its units are replaced, or examples.
 
-    An example more changes its client's update by up to twice the norm that bounds it, as a replacement does.
+    An example more changes its client's update by up to twice the norm that bounds it.
     """
     if ledger.unit == "example":
         raise ConfigError(
@@ -84,13 +84,7 @@ def make_source(secure: bool) -> NoiseSource:
 
 @dataclass(frozen=True, slots=True)
 class NoisePlan:
-    """The noise of one release.
-
-    Attributes:
-        scale: standard deviation or b, in the units of the sum; 0 without noise.
-        grid: of a secure source, a power of two; else 0.
-        delta: charged by the release, as in Event.
-    """
+    """The noise of one release: scale in the units of the sum (0: none), grid (0: floating point), charged delta."""
 
     scale: float
     grid: float
@@ -98,12 +92,9 @@ class NoisePlan:
 
 
 class NoisySum:
-    """Releases sums of vectors that one example changes by at most a sensitivity.
+    """Releases sums of vectors, of `dimensions` numbers together, that one example changes by at most a sensitivity.
 
-    Args:
-        noise_multiplier: scale of the noise over sensitivity; 0: no noise, and no privacy.
-        dimensions: elements of all tensors of a release together.
-        kind: "gaussian" (sensitivity in L2, scale the standard deviation) or "laplace" (in L1, scale b).
+    The sensitivity is in L2 and scales are standard deviations for "gaussian", in L1 and b for "laplace".
     """
 
     def __init__(self, source: NoiseSource, noise_multiplier: float, dimensions: int, kind: Kind = "gaussian") -> None:
@@ -308,8 +299,7 @@ def _with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoisePlan) -> NDArra
 def _whole_with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoisePlan) -> NDArray[Any]:
     """Return whole numbers with noise, rounded to whole numbers, in exact arithmetic.
 
-    The noise is added to the number's parity, and the even rest to the sum: the same as the sum rounded to whole
-    numbers, halves to even. On a grid above 1 the unit is the grid.
+    The noise is added to the number's parity, and the even rest to the sum. On a grid above 1 the unit is the grid.
     """
     unit = max(1, int(plan.grid or plan.scale / _WIDEST_ON_WHOLE))  # so that the noise is below 2^31 units
     if exact.dtype != object and not (plan.scale < _EXACT and (np.abs(exact.astype(np.float64)) < _EXACT).all()):
@@ -388,10 +378,7 @@ def _calibrated(
 
 
 def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
-    """Plan noise on a grid of 1 or a fraction of it, of which whole numbers are multiples: no rounding is charged.
-
-    Noise that is too wide for it has the grid of `NoisySum.plan`.
-    """
+    """Plan noise on a grid of 1 or a fraction, of which whole numbers are multiples: no rounding is charged."""
     scale = noisy.noise_multiplier * sensitivity
     if not noisy.source.secure or not noisy.dimensions or scale > _WIDEST_ON_WHOLE:
         return noisy.plan(sensitivity)

@@ -75,10 +75,7 @@ _held: list[Tensor] = []  # tables that captured graphs read
 
 @functools.cache
 def gaussian_source(terms: int, adds: bool) -> KernelSource:
-    """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward]).
-
-    state and first as in keystream_source; tables: those of make_tables.
-    """
+    """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward])."""
     if not 1 <= terms <= MAX_TERMS:
         raise ConfigError(f"terms must be 1 to {MAX_TERMS}, got {terms}")
     entry = "gaussian_add" if adds else "gaussian_steps"
@@ -230,10 +227,7 @@ def _launch_rows(
 
 
 def noted(op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, accesses: int) -> RecordedLaunch:
-    """Record the block, a launch of a kernel over tensors of one dtype and device, as a call of op in the ledger.
-
-    `elements` are those of all tensors, `accesses` the reads and writes of each.
-    """
+    """Record the block, a launch over tensors of one dtype and device, as a call of op in the ledger."""
     x = tensors[0]
     case = f"{elements} {name_of(x.dtype)}"
     record = _record(op, kernel.name, kernel.backend, kernel.device, case, accesses * elements * x.itemsize)
@@ -466,13 +460,7 @@ class FastSource(NoiseSource):
     def _add_dense(
         self, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool, fills: bool = False
     ) -> None:
-        """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device.
-
-        Args:
-            tensors: float32, bfloat16 or float16; on the CPU only float32.
-            laplace: z has the density exp(-|z|) / 2 instead of the normal one.
-            fills: x counts as 0 and is not read (only CUDA devices).
-        """
+        """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device; `fills`: x counts as 0."""
         device = tensors[0].device
         if device.type == "cpu":
             for x in tensors:

@@ -282,11 +282,7 @@ class Privatizer(GradientPrivatizer):
 
 
 def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, charged: float) -> float:
-    """Return the least noise multiplier with which `steps` more events of a ledger end within a target.
-
-    Each event charges `charged` of delta. BudgetExceeded if the ledger's events alone pass the target; other errors
-    are those of `calibrate`.
-    """
+    """Return the least noise multiplier with which `steps` more events of a ledger end within a target."""
     if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
         raise BudgetExceeded(
             f"the ledger holds epsilon {plain(before, up=True)} at delta {target.delta:g} already: {steps} more steps "
@@ -296,10 +292,7 @@ def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, 
 
 
 def _tensors(gradients: Gradients) -> dict[str, Tensor]:
-    """Return gradients as floating-point tensors on one device by name, in a list by position.
-
-    A NumPy array is copied only where torch cannot read its memory.
-    """
+    """Return gradients as floating-point tensors on one device by name, in a list by position."""
     given: dict[str, Any] = {"": gradients}
     if isinstance(gradients, Mapping):
         given = dict(gradients)

@@ -72,11 +72,7 @@ _ROWS = "Each example changes the share of all others, and one row could move th
 
 
 class LossCheck:
-    """Records the loss of a pass, and repeats it with other rows.
-
-    Args:
-        clipper: attached to the model.
-    """
+    """Records the loss of a pass of a clipper's model, and repeats it with other rows."""
 
     def __init__(self, clipper: PerExampleClipper) -> None:
         self._clipper = clipper
@@ -130,10 +126,7 @@ class LossCheck:
     # --- checking ----------------------------------------------------------------------------------------------------
 
     def check(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
-        """Check the losses of a backward pass that begins, with the gradients that it was given.
-
-        Raises UnsupportedCase if the gradient of a row depends on other rows.
-        """
+        """Check the losses of a backward pass that begins; UnsupportedCase if a row's gradient mixes rows."""
         trace, self._trace = self._trace, None
         _Trace.remove()
         rows = self._clipper.examples
@@ -261,17 +254,9 @@ _RANDOM = {"bernoulli", "multinomial", "rand_like", "randn_like", "randint_like"
 class _Trace(TorchFunctionMode):
     """The calls of torch's functions in a loss.
 
-    It lies below all other modes, such that a `with torch.device(...)` around the model's call ends as it began.
-
-    Args:
-        clipper: attached to the model.
-        inputs: with the batch's rows.
-        drawn: whether they are the whole batch: other tensors are then of no example.
-
-    Attributes:
-        inputs: slots of what the model was given, where recorded calls made it of the batch.
-        results: slots of the model's results.
-        blame: what a known loss divides by, if rows have different shares.
+    It lies below all other modes, such that a `with torch.device(...)` around the model's call ends as it began. If
+    `drawn`, the inputs are the whole batch: other tensors are of no example. `inputs` and `results` are slots of
+    what the model was given and returned; `blame` is what a known loss divides by, if rows have different shares.
     """
 
     def __init__(self, clipper: PerExampleClipper, inputs: Iterable[Any], *, drawn: bool) -> None:
@@ -548,10 +533,7 @@ class _Trace(TorchFunctionMode):
     # --- repeating ---------------------------------------------------------------------------------------------------
 
     def weighted(self, loss: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return the loss times the gradient that backward was given for it.
-
-        Raises _Unknown if nothing is known of that.
-        """
+        """Return the loss times the gradient that backward was given for it; _Unknown if nothing is known of that."""
         if gradient is None or loss not in self._slots or bool((gradient == 1).all()):
             return loss
         if gradient not in self._slots:
@@ -561,10 +543,7 @@ class _Trace(TorchFunctionMode):
             return self.__torch_function__(torch.mul, (), (loss, gradient))  # type: ignore[no-any-return]
 
     def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
-        """Return whether the gradient of a row changes when others are replaced.
-
-        Raises _Unknown if the losses cannot be repeated, UnsupportedCase if rows were mixed before the model.
-        """
+        """Return whether a row's gradient changes when others are replaced; UnsupportedCase if the inputs' rows do."""
         if self._mixes_inputs(rows):
             raise UnsupportedCase(
                 "rows of the batch are mixed before the model: with some replaced, its inputs for others changed. "
@@ -753,7 +732,7 @@ def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> b
 def _blame(call: _Call, args: Any, kwargs: Any, rows: int) -> str:
     """Return what is wrong with a mean of cross entropies that class weights, or ignored labels, divide.
 
-    Raises UnsupportedCase for class weights that this batch does not show, since all of its rows have the same.
+    Raises UnsupportedCase for class weights where all rows of this batch happen to have the same share.
     """
     given = inspect.signature(call.function).bind(*args, **kwargs)
     given.apply_defaults()

@@ -370,9 +370,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.finish()
 
     def prepare(self, learning_rate: float | None = None) -> NoisePlan | None:
-        """Check a step, and enter it in the ledger; return its noise, None while parts of the draw are missing.
+        """Check a step, enter it in the ledger, and return its noise; None while parts of the draw are missing.
 
-        learning_rate: of the step, where it is not in the groups yet.
+        learning_rate is that of the step, where it is not in the groups yet.
         """
         if not self.tracker.complete:
             self.require_untouched()
@@ -426,10 +426,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self.expected_batch_size
 
     def update(self, plan: NoisePlan) -> None:
-        """Run the device's part of a step: noise, division, the wrapped step. `.grad` is the noisy mean afterwards.
-
-        The noisy mean is written for every clipped parameter, whether this batch reached it or not.
-        """
+        """Run the device's part of a step; `.grad` of each clipped parameter is the noisy mean afterwards."""
         expected = self.expected_batch_size
         assert expected is not None  # for the type checker: prepare checked it
         with torch.no_grad():
@@ -551,11 +548,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.losses.check(running_losses)
 
     def keep_thread(self) -> None:
-        """Let backward passes over a GPU run on this thread, until the step.
-
-        The layers' functions are Python's: called from autograd's own thread they took GPT-2's step 50 ms of the host's
-        time instead of 39, on an H200.
-        """
+        """Let backward passes over a GPU run on this thread, until the step: the layers' functions are Python's."""
         if self._threads is None and self._params[0].is_cuda:
             self._threads = torch.autograd.set_multithreading_enabled(False)
 
@@ -602,10 +595,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self.require_untouched()
 
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet.
-
-        Raises ConfigError if the wrapped optimizer was stepped directly, or a second one is over its parameters.
-        """
+        """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet."""
         if self._updating or self._released:
             return
         if any(param.grad is not None and id(param) in self._clipped for param in _held(optimizer)):

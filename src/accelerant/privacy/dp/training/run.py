@@ -53,18 +53,11 @@ _NOT_COVERED = (
 
 @dataclass(frozen=True, slots=True)
 class PrivateSettings:
-    """Options of a private run.
+    """Options of a private run; those of the command have the same names. ConfigError for an invalid value.
 
-    Attributes:
-        ledger: path of the ledger's file; empty for the one in the run's folder, wherever that is moved.
-        target_epsilon: at the end, with all that the ledger holds; None for no limit.
-        noise_multiplier: None: found from the target; with a target the run stops before the step past it.
-        delta: of (epsilon, delta).
-        max_grad_norm: to which each window's gradient is clipped.
-        secure: ChaCha20 on an integer grid; False: Philox.
-
-    Raises:
-        ConfigError: an invalid value.
+    An empty ledger is the one in the run's folder, wherever that is moved. The target is for all that the ledger
+    holds. Without a noise multiplier it is found from the target; with both, the run stops before the step past the
+    target.
     """
 
     ledger: str
@@ -86,11 +79,7 @@ class PrivateSettings:
 
 
 class PrivateRun(Extension):
-    """Makes the steps of a run private.
-
-    Args:
-        settings: of the user; of a resumed run those of `description`, with the noise that was found then.
-    """
+    """Makes the steps of a run private; a resumed run has the settings of `description`, with the noise found then."""
 
     name = "private"
 
@@ -156,11 +145,8 @@ class PrivateRun(Extension):
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
         """Return the source of windows drawn by Poisson sampling.
 
-        Raises:
-            ConfigError: fewer windows than a batch has; the ledger cannot be written, or is of another unit or data.
-            FormatError: the file is no ledger, or was cut or edited.
-            BudgetExceeded: the ledger's events have spent the target.
-            MissingDependency: dp-accounting is not installed.
+        Raises ConfigError for fewer windows than a batch has, or a ledger of another unit or data; FormatError
+        for a file that is no ledger; BudgetExceeded if its events have spent the target.
         """
         folder = Path(config.folder)
         path = self._ledger_path(folder)
@@ -416,11 +402,8 @@ class _Windows:
 class WindowSource(TokenSource):
     """Poisson draws of disjoint windows, in parts of at most the config's micro-batch.
 
-    Attributes:
-        windows: their number.
-        rate: of the sampling: batch_size over windows in two digits, since the ledger shows it; at most 1.
-        private: the training that draws them.
-        drawn: the parts of the current step.
+    The rate is batch_size over the number of windows in two digits, since the ledger shows it; at most 1. `drawn`
+    are the parts of the current step.
     """
 
     fixed = False

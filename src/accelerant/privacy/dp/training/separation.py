@@ -120,11 +120,8 @@ def _dot(one: list[Tensor], two: list[Tensor]) -> float:
 class SeparationCheck:
     """Checks the first batch that can show whether a model keeps its examples apart; in train and eval mode, if used.
 
-    A layer whose gradients are all zero (behind a matrix that begins at zero) shows nothing: then passes number 2, 4, 8
-    and so on are checked as well, until each layer that is used was seen.
-
-    Args:
-        clipper: attached to the model.
+    A layer whose gradients are all zero (behind a matrix that begins at zero) shows nothing: then passes number 2,
+    4, 8 and so on are checked as well, until each layer that is used was seen.
     """
 
     def __init__(self, clipper: PerExampleClipper) -> None:
@@ -144,10 +141,7 @@ class SeparationCheck:
         return not (self._running or self._modes[self._clipper.model.training].done)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the rows of a forward pass that is about to begin, if they can show anything new.
-
-        Raises UnsupportedCase if in some layer the gradient of an example depends on other rows.
-        """
+        """Check the rows of a forward pass that is about to begin, if they can show anything new."""
         self._called = True
         mode = self._modes[self._clipper.model.training]
         mode.forwards += mode.done
@@ -179,10 +173,7 @@ class SeparationCheck:
         mode.done = used <= mode.seen and bool(mode.seen)
 
     def before_backward(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
-        """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
-
-        Raises ConfigError if the loss is a sum and make_private was given "mean", or the other way round.
-        """
+        """Check, before the first backward pass over several rows, how the loss adds them up, if it shows."""
         if self._knows_loss or self._clipper.examples == 1:
             return
         self._knows_loss = True
@@ -268,19 +259,11 @@ class SeparationCheck:
 
 
 class _Passes:
-    """Passes of a model over a batch, some of whose rows are replaced by others.
+    """Passes of a model over a batch, some of whose rows are replaced by others: row i by row other[i].
 
-    Args:
-        clipper: attached to the model.
-        other: (B,) the row that replaces each row.
-        inputs: of the model.
-
-    Attributes:
-        inputs: as given.
-        precise: whether passes are in float32, with deterministic kernels.
-        shared: identities of inputs whose first dimension is no row.
-        backward: whether output gradients are replaced instead of inputs, as hooks and own functions may mix them.
-        buffers: those that the model stores, after each pass.
+    They are in float32, with deterministic kernels, if `precise`. If `backward`, output gradients are replaced
+    instead of inputs, as hooks and own functions may mix them. `shared` are identities of inputs whose first
+    dimension is no row.
     """
 
     def __init__(self, clipper: PerExampleClipper, other: Tensor, inputs: Any) -> None:
@@ -337,10 +320,7 @@ class _Passes:
         return one.common(two) > tolerance
 
     def remembers(self) -> str:
-        """Return the names of what the model keeps of a batch before, if a gradient depends on it; else "".
-
-        Passes are precise, each after one without gradients, over the same rows or over others.
-        """
+        """Return the names of what the model keeps of a batch before, if a gradient depends on it; else ""."""
 
         def difference() -> dict[_Part, _Difference]:
             self._states.clear()
@@ -497,10 +477,7 @@ def _patterns(rows: int) -> list[Tensor]:
 
 
 def _other_rows(inputs: Any, rows: int) -> Tensor | None:
-    """Return for each row another that differs from it in some input; None if all are equal.
-
-    It is row 0, or, for rows like row 0, the first that is unlike it.
-    """
+    """Return for each row another that differs from it: row 0 or the first unlike it; None if all are equal."""
     unlike = torch.zeros(rows, dtype=torch.bool)
     for each in _tensors(inputs):
         if each.shape[:1] == (rows,):
@@ -512,8 +489,8 @@ def _other_rows(inputs: Any, rows: int) -> Tensor | None:
 def _square(inputs: Any, rows: int) -> set[int]:
     """Return the identities of inputs after the first that are (rows, rows), as a mask of positions may be by chance.
 
-    Another number of rows tells such a mask from rows of the examples: the model takes them with the mask as it is, and
-    not with a mask of so many rows. A model that takes both may mix the examples through it.
+    Another number of rows tells: the model takes rows of the examples with such a mask as it is, and not with a
+    mask of so many rows. A model that takes both may mix the examples through it.
     """
     return {id(each) for each in _tensors(inputs)[1:] if each.shape == (rows, rows)}
 

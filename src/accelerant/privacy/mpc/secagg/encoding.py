@@ -127,13 +127,7 @@ class MaskSumsKernel(VectorKernel):
 
 
 def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the sum of each row's masks, (rows, n) int32 with the bits of integers modulo 2^32.
-
-    Args:
-        rows: seeds and signs; a row without seeds is 0.
-        n: words of a mask, at least 1.
-        device: the CPU or a CUDA device.
-    """
+    """Return the sum of each row's masks of n words, (rows, n) int32 with the bits of integers modulo 2^32."""
     device = torch.device(device)
     states = np.zeros((sum(map(len, rows)), 12), np.uint32)
     if len(states):
@@ -169,15 +163,10 @@ _FINEST = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The map from updates to integers; `make_encoding` chooses it.
+    """The map from updates of `size` elements to integers; `make_encoding` chooses it.
 
-    Attributes:
-        size: elements of an update.
-        step: grid of the values, a power of two.
-        std: deviation of each client's noise, in the units of the values; 0 without noise.
-        least: clients whose noise the guarantee counts.
-        noise_multiplier: of the noise of `least` clients; the ledger's.
-        delta: charged by a release.
+    The step is a power of two, std the deviation of each client's noise in the units of the values. The noise
+    multiplier, the ledger's, is of the noise of `least` clients; delta is charged by a release.
     """
 
     size: int
@@ -263,8 +252,8 @@ def real_tensor(value: Any, name: str) -> Tensor:
 def scaled_down(x: Tensor, max_norm: float) -> Tensor:
     """Return a float64 vector whose exact L2 norm is at most max_norm.
 
-    In whatever order squares are added, the computed norm is within numel / 2 + 2 roundings of 2^-53. The margin is
-    four times as much.
+    The computed norm is within numel / 2 + 2 roundings of 2^-53 in any order of addition; the margin is four times
+    that.
     """
     margin = 1 - (x.numel() + 8) * 2.0**-52
     return x * min(1.0, max_norm * margin / max(float(x.norm()), 1e-300))
@@ -281,7 +270,8 @@ def make_encoding(
 ) -> Encoding:  # fmt: skip
     """Return the encoding of SecureAggregation's settings; ConfigError where a sum may not fit.
 
-    `fails` bounds the probability that a sum with the noise of fewer than `least` clients is unmasked: part of delta.
+    `fails` bounds the probability that a sum with the noise of fewer than `least` clients is unmasked: part of
+    delta.
     """
     bound = max_norm if clip is None else clip if max_norm is None else min(clip, max_norm)
     if bound is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from accelerant.errors import FormatError, MissingDependency, ProtocolError
+from accelerant.privacy import messages
 
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
 STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
@@ -40,22 +41,16 @@ def crypto(module: str) -> Any:
         raise MissingDependency("cryptography", "privacy", "secure aggregation") from None
 
 
-class Reader:
+class Reader(messages.Reader):
     """Reads the parts of a body in order; FormatError where it is too short, too long, or has a number out of range."""
 
     def __init__(self, body: bytes, clients: int) -> None:
-        self._body, self._at, self._clients = memoryview(body), 0, clients
-
-    def take(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
-        if size > len(self._body) - self._at:
-            raise FormatError(f"the message ends {size - len(self._body) + self._at} bytes too early")
-        self._at += size
-        return bytes(self._body[self._at - size : self._at])
+        super().__init__(body, "little")
+        self._clients = clients
 
     def u32(self) -> int:
         """Return the next number."""
-        return int.from_bytes(self.take(4), "little")
+        return self.number(4, 2**32 - 1)
 
     def ids(self) -> tuple[int, ...]:
         """Return the next list of clients: ascending, none twice, at most all of them."""
@@ -70,15 +65,6 @@ class Reader:
     def pieces(self) -> dict[int, bytes]:
         """Return the next byte strings by client."""
         return {each: self.take(self.u32()) for each in self.ids()}
-
-    def rest(self) -> bytes:
-        """Return all bytes that are left."""
-        return self.take(len(self._body) - self._at)
-
-    def end(self) -> None:
-        """Check that everything was read."""
-        if self._at != len(self._body):
-            raise FormatError(f"the message has {len(self._body) - self._at} bytes too many")
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
