@@ -24,7 +24,7 @@ from accelerant.errors import ConfigError, DivergenceError, MissingDependency, S
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
 from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
-from accelerant.privacy.mpc.secagg.server import StageReport
+from accelerant.privacy.mpc.secagg.server import Aggregate, StageReport
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
 from accelerant.runtime.files import clipped
 
@@ -50,6 +50,18 @@ class FederatedReport:
     survivors: list[tuple[int, ...]] = field(default_factory=list)
     stages: dict[str, StageReport] = field(default_factory=dict)
 
+    def add(self, result: Aggregate, model: nn.Module, tested: tuple[Tensor, ...], loss: Any) -> None:
+        """Take a round's result, and measure the model that it gave."""
+        with torch.no_grad():  # a copy: forward may write to parameters (max_norm), and the data may be private
+            outputs, wanted = copy.deepcopy(model)(tested[0]), tested[1]
+            self.losses.append(float(loss(outputs, wanted)))
+            self.accuracies.append(float((outputs.argmax(-1) == wanted).double().mean()))
+        self.survivors.append(result.survivors)
+        for name, stage in result.stages.items():
+            total = self.stages.setdefault(name, StageReport())
+            for each, value in asdict(stage).items():
+                setattr(total, each, getattr(total, each) + value)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON; an infinite epsilon is None."""
         return {**asdict(self), "epsilon": self.epsilon if math.isfinite(self.epsilon) else None}
@@ -73,8 +85,8 @@ def simulate(
     """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
 
     Args:
-        model: its parameters are floating point; buffers are neither trained nor aggregated: the result has the
-            model's own.
+        model: its parameters are floating point; buffers are neither trained nor aggregated: the result, on the
+            data's device, has the model's own.
         data: inputs and targets, tensors or arrays of n rows each, shuffled and divided evenly among the clients.
         threshold: as for SecureAggregation; by default two thirds of the clients, or what colluders ask for.
         test: for losses and accuracies; by default the training data, which epsilon then does not cover in the report.
@@ -87,9 +99,6 @@ def simulate(
         seed: of shuffles. Keys and noise are the system's randomness.
         progress: called after each round.
 
-    Returns:
-        model: on the data's device; report.
-
     Raises:
         ConfigError, ShapeError: an invalid argument, before training.
         DivergenceError: a row of the data, or a client's update, is NaN or infinite; names it.
@@ -98,23 +107,10 @@ def simulate(
     """
     inputs, targets = map(torch.as_tensor, data)
     tested = tuple(map(torch.as_tensor, test or data))
-    if len(inputs) != len(targets) or len(inputs) < clients:
-        raise ShapeError(f"{len(inputs)} inputs and {len(targets)} targets for {clients} clients: a row for each")
     for name, value in (("rounds", rounds), ("local_epochs", local_epochs), ("batch_size", batch_size)):
         check_whole(name, value, 1)
     check_number("learning_rate", learning_rate)
-    for name, rows in (("inputs", inputs), ("targets", targets)):
-        if rows.is_floating_point() or rows.is_complex():
-            bad = (~rows.reshape(len(rows), -1).isfinite().all(1)).nonzero()
-            if len(bad):
-                raise DivergenceError(
-                    f"row {int(bad[0])} of the {name} has elements that are NaN or infinite ({len(bad)} such rows): "
-                    "leave them out"
-                )
-    for number, gone in (leaving or {}).items():
-        if type(number) is bool or not isinstance(number, int) or not 0 <= number < rounds:
-            raise ConfigError(f"leaving: rounds are 0 to {rounds - 1}, got {clipped(number)}")
-        check_leaving(gone, clients)
+    _require_valid(inputs, targets, clients, rounds, leaving or {})
     if threshold is None:
         threshold = max(-(-2 * clients // 3), (clients + colluders) // 2 + 1)
     if delta is not None:
@@ -127,8 +123,7 @@ def simulate(
         clients=clients, threshold=threshold, size=vector.numel(), clip=clip, max_norm=max_norm, colluders=colluders,
         noise_multiplier=noise_multiplier, neighbours=neighbours,
     )  # fmt: skip
-    if ledger is None and noise_multiplier:
-        ledger = Ledger(unit="client")
+    ledger = Ledger(unit="client") if ledger is None and noise_multiplier else ledger
     if ledger is not None:
         ledger.describe(delta=delta, units=clients)
     report.delta = delta or (None if ledger is None else ledger.delta) or DEFAULT_DELTA
@@ -153,21 +148,30 @@ def simulate(
         result = run_round(server, parties, update_of, number, (leaving or {}).get(number, {}))
         vector += result.mean.to(vector)
         vector_to_parameters(vector.clone(), model.parameters())
-        model.eval()
-        with torch.no_grad():  # a copy: forward may write to parameters (max_norm), and the data may be private
-            outputs, wanted = copy.deepcopy(model)(tested[0]), tested[1]
-            report.losses.append(float(loss(outputs, wanted)))
-            report.accuracies.append(float((outputs.argmax(-1) == wanted).double().mean()))
-        report.survivors.append(result.survivors)
-        for name, stage in result.stages.items():
-            total = report.stages.setdefault(name, StageReport())
-            for each, value in asdict(stage).items():
-                setattr(total, each, getattr(total, each) + value)
+        report.add(result, model.eval(), tested, loss)
         if noise_multiplier and ledger is not None:
             report.epsilon = ledger.epsilon(report.delta)
         if progress is not None:
             progress(number, report)
     return Simulation(model, report)
+
+
+def _require_valid(inputs: Tensor, targets: Tensor, clients: int, rounds: int, leaving: Mapping[int, Leaving]) -> None:
+    """Raise ShapeError or DivergenceError for rows that cannot be divided or learned, ConfigError for `leaving`."""
+    if len(inputs) != len(targets) or len(inputs) < clients:
+        raise ShapeError(f"{len(inputs)} inputs and {len(targets)} targets for {clients} clients: a row for each")
+    for name, rows in (("inputs", inputs), ("targets", targets)):
+        if rows.is_floating_point() or rows.is_complex():
+            bad = (~rows.reshape(len(rows), -1).isfinite().all(1)).nonzero()
+            if len(bad):
+                raise DivergenceError(
+                    f"row {int(bad[0])} of the {name} has elements that are NaN or infinite ({len(bad)} such rows): "
+                    "leave them out"
+                )
+    for number, gone in leaving.items():
+        if type(number) is bool or not isinstance(number, int) or not 0 <= number < rounds:
+            raise ConfigError(f"leaving: rounds are 0 to {rounds - 1}, got {clipped(number)}")
+        check_leaving(gone, clients)
 
 
 def digits_demonstration(

@@ -85,13 +85,13 @@ class PrivateTraining:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: PrivateOptimizer, arguments: _Arguments, units: Units, *, owns_ledger: bool
+        self, model: nn.Module, optimizer: PrivateOptimizer, arguments: _Arguments, *, owns_ledger: bool
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.ledger, self.clipper = optimizer.ledger, optimizer.clipper
         self.noise_multiplier = optimizer.noise_multiplier
         self.delta, self.steps = arguments.delta, arguments.steps
-        self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
+        self._microbatch, self._units, self._owns_ledger = arguments.microbatch, arguments.units, owns_ledger
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
         self._derived: float | None = None  # expected batch size from the number of units, kept out of states
@@ -389,26 +389,20 @@ def make_private(
     processes, settings = Processes(), dict[str, object]()
     with processes.agreed(settings, _HIDDEN):
         arguments = _Arguments(
-            noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
-        )
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
-        adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
-        if not isinstance(adaptive, AdaptiveClipping) and clipping not in ("flat", "per_layer"):
-            raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
-        if isinstance(adaptive, AdaptiveClipping) and isinstance(max_grad_norm, Mapping):
-            raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
-        if isinstance(model, nn.Module) and model in _private:
-            raise ConfigError("the model is private already: detach() the PrivateTraining first")
+            noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch,
+            loss_reduction, clipping, secure, ledger, groups,
+        )  # fmt: skip
         dimensions = _require_match(model, optimizer)
-        units = Units.of(groups)
-        _require_ledger(ledger, units)
-        source = make_source(secure)
         if processes.size > 1:
-            settings |= {name: _number(getattr(arguments, name)) for name in _AGREED}
-            settings |= {"clipping": adaptive, "loss_reduction": loss_reduction, "secure": secure}
-            settings |= {"groups": units.digest, **_numerics(model), **settings_of(optimizer)}
-            settings |= _layout(model, optimizer)
+            settings |= arguments.agreed() | _agreed(model, optimizer)
+    return _attached(model, optimizer, arguments, processes, dimensions)
+
+
+def _attached(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments, processes: Processes, dimensions: int
+) -> PrivateTraining:
+    """Open the ledger, find the noise, and attach clipper and optimizer: all of it or nothing."""
+    ledger, units = arguments.ledger, arguments.units
     with contextlib.ExitStack() as undo:
         opened: list[Ledger] = []
 
@@ -418,33 +412,34 @@ def make_private(
             if opened[0] is not ledger:
                 undo.callback(opened[0].close)
             known = arguments.noise_multiplier
-            return _calibrated(arguments, opened[0], secure, dimensions) if known is None else known, opened[0].run_id
+            return _calibrated(arguments, opened[0], dimensions) if known is None else known, opened[0].run_id
 
         noise, run_id = processes.on_first(begin)
         book = opened[0] if opened else _opened(ledger if isinstance(ledger, Ledger) else None, units.name, None)
         owned = book is not ledger
         if owned:
             book.run_id = run_id  # of all processes: they take the same steps
-        granularity: Literal["flat", "per_layer"] = "per_layer" if clipping == "per_layer" else "flat"
         clipper = PerExampleClipper(
-            model, max_grad_norm=max_grad_norm, clipping=granularity, loss_reduction=loss_reduction
-        )
+            model, max_grad_norm=arguments.max_grad_norm, loss_reduction=arguments.loss_reduction,
+            clipping="per_layer" if arguments.clipping == "per_layer" else "flat",
+        )  # fmt: skip
         undo.callback(clipper.detach)
         processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
         held, own = book.budget, arguments.budget
         if own is not None and held is not None and held.delta == own.delta and held.epsilon <= own.epsilon:
             own = None  # the ledger's is as tight
+        source, adaptive = make_source(arguments.secure), arguments.adaptive
         private = PrivateOptimizer(
             optimizer, clipper, NoisySum(source, noise, dimensions), book,
             processes=processes, budget=own, grouped=units.groups is not None,
             sample_rate=arguments.sample_rate, expected_batch_size=arguments.expected_batch_size,
-            adaptive=AdaptiveNorm(adaptive, source, noise) if isinstance(adaptive, AdaptiveClipping) else None,
+            adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, noise),
         )  # fmt: skip
         undo.callback(private.detach)
         processes.on_first(lambda: book.describe(delta=arguments.delta))
         if not processes.first:
             book.describe(delta=arguments.delta)
-        training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
+        training = PrivateTraining(model, private, arguments, owns_ledger=owned)
         undo.pop_all()
     _private.add(model)
     return training
@@ -455,7 +450,7 @@ def make_private(
 
 @dataclasses.dataclass(slots=True)
 class _Arguments:
-    """The numbers of `make_private`, checked; `budget` is the target."""
+    """The arguments of `make_private`, checked; `budget` is the target, `adaptive` the settings of that clipping."""
 
     noise_multiplier: float | None
     target_epsilon: float | None
@@ -465,10 +460,17 @@ class _Arguments:
     sample_rate: float
     expected_batch_size: float | None
     microbatch: int | None
+    loss_reduction: Literal["mean", "sum"]
+    clipping: Clipping | AdaptiveClipping
+    secure: bool
+    ledger: Ledger | str | Path | None
+    groups: dataclasses.InitVar[Any]
     sensitivity: float = dataclasses.field(init=False)
     budget: Budget | None = dataclasses.field(init=False)
+    adaptive: AdaptiveClipping | None = dataclasses.field(init=False)
+    units: Units = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, groups: Any) -> None:
         noise, target = self.noise_multiplier, self.target_epsilon
         if (noise is None) == (target is None):
             values = f"got noise_multiplier={noise!r} and target_epsilon={target!r}"
@@ -494,10 +496,32 @@ class _Arguments:
         self.sample_rate = check_number("sample_rate", self.sample_rate, most=1.0)
         self.sensitivity = math.hypot(*bounds)
         self.budget = None if target is None else Budget(target, self.delta)
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction must be mean or sum, got {self.loss_reduction!r}")
+        chosen = AdaptiveClipping() if self.clipping == "adaptive" else self.clipping
+        self.adaptive = chosen if isinstance(chosen, AdaptiveClipping) else None
+        if self.adaptive is None and chosen not in ("flat", "per_layer"):
+            raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {chosen!r}")
+        if self.adaptive is not None and isinstance(self.max_grad_norm, Mapping):
+            raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {self.max_grad_norm!r}")
+        self.units = Units.of(groups)
+        if isinstance(self.ledger, Ledger):
+            self.units.require_ledger(self.ledger)
+            require_clipped_unit(self.ledger)
+        elif self.ledger is not None and not isinstance(self.ledger, str | Path):
+            raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(self.ledger).__name__}")
+
+    def agreed(self) -> dict[str, object]:
+        """Return what all processes must be given: ledger and microbatch may differ."""
+        found: dict[str, object] = {name: _number(getattr(self, name)) for name in _AGREED}
+        found |= {"clipping": self.adaptive or self.clipping, "loss_reduction": self.loss_reduction}
+        return found | {"secure": self.secure, "groups": self.units.digest}
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Check model and optimizer before anything is attached; return the number of trained values."""
+    if isinstance(model, nn.Module) and model in _private:
+        raise ConfigError("the model is private already: detach() the PrivateTraining first")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _require_unwrapped(model)
@@ -541,50 +565,38 @@ def _number(value: Any) -> object:
     return None if value is None else float(value)
 
 
-def _numerics(model: nn.Module) -> dict[str, object]:
-    """Return the settings of layers, dtypes and precision that processes which train together must share."""
-    parameters = [(name, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
-    return {
-        "layers": [(name, type(module).__name__) for name, module in model.named_modules()],
-        "parameters": parameters,
-        "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-    }
-
-
-def _layout(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return which parameters an optimizer's groups have, and what it keeps of each: steps, names and shapes."""
+def _agreed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return the settings of layers, precision and optimizer that processes which train together must share."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def kept(value: Any) -> object:
         return (value.item() if value.numel() == 1 else tuple(value.shape)) if isinstance(value, Tensor) else value
 
-    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     state = {
         names[id(parameter)]: {name: kept(value) for name, value in sorted(each.items())}
         for parameter, each in optimizer.state.items()
     }
-    return {"optimizer's parameters": groups, "optimizer's state": dict(sorted(state.items()))}
-
-
-def _require_ledger(ledger: Ledger | str | Path | None, units: Units) -> None:
-    if isinstance(ledger, Ledger):
-        units.require_ledger(ledger)
-        require_clipped_unit(ledger)
-    elif ledger is not None and not isinstance(ledger, str | Path):
-        raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
+    return {
+        "layers": [(name, type(module).__name__) for name, module in model.named_modules()],
+        "parameters": [(name, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()],
+        "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **settings_of(optimizer),
+        "optimizer's parameters": [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups],
+        "optimizer's state": dict(sorted(state.items())),
+    }
 
 
 def _opened(ledger: Ledger | str | Path | None, unit: str, budget: Budget | None) -> Ledger:
     return ledger if isinstance(ledger, Ledger) else Ledger(ledger, unit=unit, budget=budget)
 
 
-def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
+def _calibrated(arguments: _Arguments, ledger: Ledger, dimensions: int) -> float:
     """Return the noise multiplier for the target, given the ledger's events and the delta that the noise charges."""
     steps = arguments.steps
     assert arguments.budget is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
-    charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
+    charged = 2 * NoisySum(make_source(arguments.secure), 1.0, dimensions).plan(arguments.sensitivity).delta
     return least_noise(arguments.budget, arguments.sample_rate, steps, ledger, charged)
 
 
