@@ -212,7 +212,7 @@ def sort(request, monkeypatch):
     """Sort by single counters, by bins, or by bins of several pieces in windows of several bins."""
 
     def forget():
-        caches = (sort_source, bins_source, device_plan_module._size_bytes, scratch_shapes)
+        caches = (sort_source, bins_source, scratch_shapes)
         for cache in caches:
             cache.cache_clear()
         for backend in ("opencl", "cuda"):  # a source's name determines its text

@@ -194,7 +194,7 @@ class EllipticCurve:
         x = operands.points_inward(self.parameters, given[0], space, "points", "subgroup" if check else "")
         both = ((x, given[0], self.shape), (operands.moved(given[1], space), given[1], (launch.SCALAR_WORDS,)))
         x, factors = (
-            space.reshape(words, (1, *tail))  # the kernel itself broadcasts a single point or scalar
+            words.reshape((1, *tail))  # the kernel itself broadcasts a single point or scalar
             if math.prod(operand.leading) == 1
             else operands.spread(space, words, operand.leading, shape, tail)
             for words, operand, tail in both

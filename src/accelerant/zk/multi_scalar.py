@@ -18,7 +18,7 @@ import numpy as np
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import (
@@ -47,8 +47,6 @@ from accelerant.zk.operands import Operand, array_operand, field_operand, moved,
 Words = Any
 Devices = Sequence[str | ComputeDevice] | None
 _Check = Callable[[], FormatError | None]
-
-_SCALAR_LIMBS = 4
 
 
 def msm(
@@ -85,7 +83,7 @@ def msm(
     """
     if devices is not None:
         return FixedBase(curve, points, check=check, multiples=False, devices=devices).msm(scalars)
-    parameters, level = _curve(curve), operands.check_of(check)
+    parameters, level = curve_of(curve), operands.check_of(check)
     # On curves of even order the kernels take points of the subgroup only
     curve_alone = parameters.cofactor == 1 or (level == "curve" and parameters.cofactor % 2 == 1)
     by_one = curve_alone and bool(level) and is_tensor(points) and points.is_cuda
@@ -140,7 +138,7 @@ class FixedBase:
         Raises:
             As msm; BackendUnavailable: a device is unavailable; ConfigError: no such devices.
         """
-        self._parameters, level = _curve(curve), operands.check_of(check)
+        self._parameters, level = curve_of(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
         if devices is not None and (device is not None or not isinstance(devices, tuple | list) or not devices):
             raise ConfigError(
@@ -237,7 +235,7 @@ def _in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any
 
 def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
     """Return the memory that msm of n points takes on a device, besides its arguments and result."""
-    parameters, space = _curve(curve), space_at(device)
+    parameters, space = curve_of(curve), space_at(device)
     if not n:
         return 0
     if space is HOST:
@@ -326,17 +324,13 @@ def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRe
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _curve(name: Any) -> Curve[Any]:
-    return curve_of(name)
-
-
 def _point_words(
     curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check, name: str = "points"
 ) -> Words:
     """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
     words = operands.points_inward(curve, operand, space, name, check)
-    return space.reshape(words, (n, math.prod(curve.shape)))
+    return words.reshape((n, math.prod(curve.shape)))
 
 
 def _inward_by_one(
@@ -347,7 +341,7 @@ def _inward_by_one(
     The other function waits for the device and returns the error; sums may start before.
     """
     space, n = operand.space, _count(curve, operand)
-    verdict, words = Verdict.of(space), space.reshape(operand.words, (n, *curve.shape))
+    verdict, words = Verdict.of(space), operand.words.reshape((n, *curve.shape))
     converted = launch.inward(space, curve, words, scalars, verdict)
 
     def check() -> FormatError | None:
@@ -360,7 +354,7 @@ def _inward_by_one(
             return error
         return check_scalars() or FormatError("points or scalars were changed while they were read")
 
-    return starter_of(space, curve, space.reshape(converted, (n, math.prod(curve.shape)))), check
+    return starter_of(space, curve, converted.reshape((n, math.prod(curve.shape)))), check
 
 
 def _count(curve: Curve[Any], operand: Operand) -> int:
@@ -386,10 +380,10 @@ def _scalar_rows(
         words = scalar_words(scalars, field.modulus, "the order")
         operand = Operand(words, words.shape[:-1], HOST)
     else:
-        operand = array_operand(scalars, field, "scalars", (_SCALAR_LIMBS,))
+        operand = array_operand(scalars, field, "scalars", (SCALAR_WORDS,))
     leading = operand.leading
     if len(leading) not in (1, 2) or leading[-1] != n:
-        limbs, shape = _SCALAR_LIMBS, tuple(operand.words.shape)
+        limbs, shape = SCALAR_WORDS, tuple(operand.words.shape)
         raise ShapeError(f"scalars must be ({n}, {limbs}) or (b, {n}, {limbs}) for {n} points, got {shape}")
 
     def check() -> FormatError | None:

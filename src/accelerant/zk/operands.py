@@ -80,8 +80,8 @@ def moved(operand: Operand, space: MemorySpace) -> Any:
 
 def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
     """Broadcast elements (*leading, *tail) to (*shape, *tail) and return them as (n, *tail)."""
-    full = space.broadcast(space.reshape(words, (*leading, *tail)), (*shape, *tail))
-    return space.reshape(full, (math.prod(shape), *tail))
+    full = space.broadcast(words.reshape((*leading, *tail)), (*shape, *tail))
+    return full.reshape((math.prod(shape), *tail))
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _types(value: object, depth: int = 2) -> str:
 
 def montgomery_points(curve: Curve[Any], operand: Operand, space: MemorySpace) -> Any:
     """Return points in Montgomery form in a memory space, (n, *shape)."""
-    words = space.reshape(moved(operand, space), (math.prod(operand.leading), *curve.shape))
+    words = moved(operand, space).reshape((math.prod(operand.leading), *curve.shape))
     return launch.to_montgomery(space, curve, words)
 
 
@@ -180,7 +180,7 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
     canonical = launch.from_montgomery(space, curve, words)
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
     device = None if tensor is None else tensor.device
-    return in_kind(space.reshape(canonical, (*leading, *curve.shape)), space, device)
+    return in_kind(canonical.reshape((*leading, *curve.shape)), space, device)
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------

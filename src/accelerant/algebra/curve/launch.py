@@ -50,8 +50,11 @@ _CHUNKS = {"cpu": 64, "": 128}
 _LANES = 8
 """Most points that the CPU's kernels process at once."""
 
-_ADDITION, _DOUBLING, _BITS = 12, 8, 256
-"""Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
+_COSTS = {
+    "add": (3, 12), "neg": (2, 0), "mul": (2, 256 * 8 + 64 * 12), "inward": (2, 0),
+    "off_curve": (1, 0), "off_subgroup": (1, 0),
+}  # fmt: skip
+"""Entry -> arrays of points that it reads and writes; multiplications of coordinates a point that the ledger counts."""
 
 
 def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
@@ -68,7 +71,7 @@ def inward(space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words 
     n, z = _count(points), space.empty(tuple(points.shape), dtype_of(curve.coordinates.base))
     count = 0 if scalars is None else prod(scalars.shape[:-1])
     arrays = (points, z, points if scalars is None else scalars, verdict)
-    with RecordedLaunch(_record(curve, "inward", space, n, 0), space.provider, space.index):
+    with RecordedLaunch(_record(curve, "inward", space, n), space.provider, space.index):
         if max(n, count):
             _launch(space, curve, "inward", arrays, (n, count), max(n, count))
     return z
@@ -85,7 +88,7 @@ def add(space: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
     if n != _count(y):
         raise ShapeError(f"curve addition: wanted as many points on both sides, got {n} and {_count(y)}")
     z = space.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
-    _run(space, curve, "add", (x, y, z), (n,), n, operations=_ADDITION * n)
+    _run(space, curve, "add", (x, y, z), (n,), n)
     return z
 
 
@@ -104,7 +107,7 @@ def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
     n = points if count == 1 else count
     z = space.empty((n, *curve.shape), dtype_of(curve.coordinates.base))
     sizes = (n, int(points > 1), int(count > 1))
-    _run(space, curve, "mul", (x, scalars, z), sizes, n, operations=(_DOUBLING * _BITS + _ADDITION * _BITS // 4) * n)
+    _run(space, curve, "mul", (x, scalars, z), sizes, n)
     return z
 
 
@@ -152,7 +155,7 @@ _Points = npt.NDArray[np.uint64]
 def _first_out_of_subgroup(curve: Curve[Any], x: _Points) -> int | None:
     for start in range(0, len(x), _MOST):
         part = x[start : start + _MOST]
-        with RecordedLaunch(_record(curve, "off_subgroup", HOST, len(part), 0), HOST.provider, HOST.index):
+        with RecordedLaunch(_record(curve, "off_subgroup", HOST, len(part)), HOST.provider, HOST.index):
             passed = _all_in_subgroup(curve, part)
         if not passed:
             index = HOST.minimum(_firsts(HOST, curve, "off_subgroup", part, _CHUNKS["cpu"]))
@@ -254,11 +257,9 @@ def _run(
     sizes: Sequence[int],
     n: int,
     chunk: int = 1,
-    *,
-    operations: int = 0,
 ) -> None:
     """Launch entry curve_<op> on n points and record the call."""
-    with RecordedLaunch(_record(curve, op, space, n, operations), space.provider, space.index):
+    with RecordedLaunch(_record(curve, op, space, n), space.provider, space.index):
         if n:
             _launch(space, curve, op, arrays, sizes, n, chunk)
 
@@ -277,18 +278,15 @@ def _launch(
     launch(space, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)
 
 
-_POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "inward": 2, "off_curve": 1, "off_subgroup": 1}
-"""Arrays of points that an entry reads and writes."""
-
-
 @functools.lru_cache(maxsize=4096)
-def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int, operations: int) -> OpRecord:
+def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int) -> OpRecord:
     dialect, _ = kernel_source(curve).pick(space.provider.dialects)
-    size_bytes = _POINT_ARRAYS[op] * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize
-    case = f"{n} {curve.name}"
+    arrays, products = _COSTS[op]
+    size_bytes = arrays * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize
     return sole_record(
-        f"curve_{op}", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations
-    )
+        f"curve_{op}", dialect, space.backend, space.label, f"{n} {curve.name}",
+        size_bytes=size_bytes, operations=products * n,
+    )  # fmt: skip
 
 
 BLOCK = 128

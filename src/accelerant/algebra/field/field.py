@@ -328,7 +328,7 @@ class FieldArray:
         if min(sizes, default=0) < 0 or math.prod(sizes) != self.size:
             wanted = ", ".join(map(clipped, sizes))
             raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to ({wanted})")
-        return self._of(self.space.reshape(self.words, (*sizes, *host.tail_of(self.field.parameters))))
+        return self._of(self.words.reshape((*sizes, *host.tail_of(self.field.parameters))))
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
 

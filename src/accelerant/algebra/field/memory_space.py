@@ -74,10 +74,6 @@ class MemorySpace(ABC):
         """Return words in C order, copied if they are not."""
         return words
 
-    def reshape(self, words: Any, shape: Shape) -> Any:
-        """Return the same words in another shape."""
-        return words.reshape(shape)
-
     def broadcast(self, words: Any, shape: Shape) -> Any:
         """Broadcast words to a shape, contiguous."""
         return words if words.shape == shape else self.load(np.broadcast_to(self.store(words), shape))

@@ -22,15 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve import launch
+from accelerant.algebra.curve import launch as curve_launch
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.msm.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
-from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.host import usable_cores
+from accelerant.runtime.recorded_launch import launch
 from accelerant.runtime.time_limit import check_time, is_limited
 
 U64 = npt.NDArray[np.uint64]
@@ -103,12 +102,6 @@ class CpuPlan:
                 rows.append((first, stop, *points, sets, top * self.parts + part, -self.parts))
         return np.array(rows, np.int64)
 
-    def doublings(self) -> npt.NDArray[np.int64]:
-        """Return the doublings of the running total before each partial sum is added."""
-        counts = np.zeros((1 if self.shared else self.windows, self.parts), np.int64)
-        counts[1:, 0] = self.bits
-        return counts.reshape(-1)
-
     def products(self, n: int) -> int:
         """Return the number of products of coordinates for n points."""
         return _ADDITION * n * self.windows + _WEIGHTING * self.partials * (1 << self.bits - 1)
@@ -178,7 +171,7 @@ class CpuBases:
         for row in range(rows):
             if row and shared:
                 for _ in range(shared.bits):
-                    multiples = launch.add(HOST, curve, multiples, multiples)
+                    multiples = curve_launch.add(HOST, curve, multiples, multiples)
             self._enter(multiples, self._points[row * self.n : (row + 1) * self.n])
 
     @classmethod
@@ -210,7 +203,7 @@ class CpuBases:
         plan = plan or self.shared or cpu_plan(self.curve.order, self.n, workers)
         columns = np.empty((6, self.n), np.uint64)
         shift = np.array([plan.shift >> 64 * i & 2**64 - 1 for i in range(5)], np.uint64)
-        _launch(self._kernel("msm_recode"), self.n, (scalars, columns, shift, self.n))
+        self._launch("msm_recode", self.n, (scalars, columns, shift), self.n)
         tasks, workers = self._fit_memory(plan, workers)
         plan = tasks.plan
         numbers = {
@@ -232,9 +225,10 @@ class CpuBases:
             if first:
                 check_time(f"after {first} of {total} tasks of {self.n:,} points")
             next_task[0], sizes[0] = first, min(total, first + step)
-            _launch(self._kernel("msm_sum"), workers, arrays)
+            self._launch("msm_sum", workers, arrays)
         z = np.empty(self._points.shape[1:], np.uint64)
-        _launch(self._kernel("msm_finish"), 1, (partials, plan.doublings(), len(partials), z))
+        counts = doublings(1 if plan.shared else plan.windows, plan.parts, plan.bits)
+        self._launch("msm_finish", 1, (partials, counts, z), len(partials))
         return z
 
     def _fit_memory(self, plan: CpuPlan, workers: int) -> tuple[_Tasks, int]:
@@ -260,10 +254,11 @@ class CpuBases:
         return _tasks_of(self.curve, self.n, plan, self._form)
 
     def _enter(self, points: U64, out: U64) -> None:
-        _launch(self._kernel("msm_enter"), len(points), (points, out, len(points)))
+        self._launch("msm_enter", len(points), (points, out), len(points))
 
-    def _kernel(self, entry: str) -> Kernel:
-        return _kernel(self.curve.name, entry, self._form)
+    def _launch(self, entry: str, indices: int, arrays: Sequence[Any], *scalars: int) -> None:
+        if indices:
+            launch(HOST, kernel_source(self.curve.name, entry, self._form), entry, indices, 1, arrays, *scalars)
 
 
 def scratch_bytes(curve: Curve[Any], n: int) -> int:
@@ -281,20 +276,17 @@ def _tasks_of(curve: Curve[Any], n: int, plan: CpuPlan, form: str) -> _Tasks:
     return _Tasks(plan, rows, step, *_layout(curve, form, entries, int(rows[:, 4].max()) * step))
 
 
-@functools.cache
-def _kernel(curve: str, entry: str, form: str) -> Kernel:
-    return registry.create("cpu").compile(kernel_source(curve, entry, form))
-
-
-def _launch(kernel: Kernel, indices: int, args: Sequence[Any]) -> None:
-    if indices:
-        values = [HOST.pointer(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-        registry.create("cpu").launch(kernel, (indices,), (1,), values)
+@functools.lru_cache(maxsize=256)
+def doublings(windows: int, parts: int, bits: int) -> npt.NDArray[np.int64]:
+    """Return the doublings of the running total before each partial sum, highest window first; shared, read-only."""
+    counts = np.zeros((windows, parts), np.int64)
+    counts[1:, 0] = bits
+    return counts.reshape(-1)
 
 
 def _free_bytes() -> int:
     """Return the host's free memory; sys.maxsize where the system does not report it."""
-    memory = registry.create("cpu").memory()
+    memory = HOST.provider.memory()
     return memory.free_bytes if memory.total_bytes else sys.maxsize
 
 

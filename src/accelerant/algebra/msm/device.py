@@ -37,6 +37,7 @@ from accelerant.algebra.curve.weierstrass import (
 )
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.program import montgomery_radix
+from accelerant.algebra.msm.cpu import doublings
 from accelerant.algebra.msm.device_plan import (
     BINS_LOCAL_BYTES,
     MAX_INDICES,
@@ -53,7 +54,6 @@ from accelerant.algebra.msm.device_plan import (
 )
 from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import OutOfMemory
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.recorded_launch import launch
 from accelerant.runtime.time_limit import check_time
 
@@ -350,12 +350,15 @@ def _doubled(curve: Curve[Any], point: Jacobian[Any], times: int) -> Jacobian[An
 
 
 def reduce_by_kernel(curve: Curve[Any], window: int, sums: U64) -> U64:
-    """reduce_windows by the CPU kernel msm_finish."""
+    """reduce_windows by the CPU kernel msm_finish, in the scalar form, whose layout is that of the C kernels."""
     chunks, windows = sums.shape[:2]
     partials = np.ascontiguousarray(sums[:, ::-1].swapaxes(0, 1))
     z = np.empty(2 * sums.shape[2] // 3, np.uint64)
-    arrays = (HOST.pointer(partials), HOST.pointer(_doublings(chunks, windows, window)))
-    HOST.provider.launch(_finish(curve.name), (1,), (1,), (*arrays, windows * chunks, HOST.pointer(z)))
+    arrays, source = (
+        (partials, doublings(windows, chunks, window), z),
+        kernel_source(curve.name, "msm_finish", "scalar"),
+    )
+    launch(HOST, source, "msm_finish", 1, 1, arrays, windows * chunks)
     return z
 
 
@@ -373,17 +376,3 @@ def _scaled(curve: Curve[Any], points: Iterable[Affine[Any]], factor: int) -> U6
 @functools.cache
 def _sums_so_far(curve: str) -> itertools.count[int]:
     return itertools.count()
-
-
-@functools.lru_cache(maxsize=256)
-def _doublings(chunks: int, windows: int, window: int) -> npt.NDArray[np.int64]:
-    """Return the doublings before each partial sum, highest window first; shared, read-only."""
-    counts = np.where(np.arange(windows * chunks) % chunks == 0, window, 0).astype(np.int64)
-    counts[0] = 0
-    return counts
-
-
-@functools.cache
-def _finish(curve: str) -> Kernel:
-    """Compile msm_finish in the scalar form, whose elements have the same layout as the C kernels'."""
-    return HOST.provider.compile(kernel_source(curve, "msm_finish", "scalar"))

@@ -14,6 +14,7 @@ products cost 2.2 times as much and its bytes 1.5 times, gains 6 to 9% at 2^22 p
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -208,7 +209,10 @@ class DevicePlan:
 
     def size_bytes(self, curve: Curve[Any]) -> int:
         """Return the scratch memory: all but points and scalars."""
-        return _size_bytes(self, 8 * coordinate_words(curve), kernels.reduce_block(curve))
+        arrays = scratch_shapes(curve.name, self).values()
+        return (
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays) + 24 * coordinate_words(curve) * self.sets
+        )
 
     def explain(self, curve: Curve[Any]) -> str:
         """Describe the plan."""
@@ -276,16 +280,6 @@ def device_plan(
                 f"are free; a smaller window than {plan.window} bits takes less"
             )
         size = -(-size // 2)
-
-
-@functools.lru_cache(maxsize=256)
-def _size_bytes(p: DevicePlan, coordinate: int, threads: int) -> int:
-    lists = 3 * (p.segments + max(1, p.heavy))
-    numbers = 2 * p.entries + p.padded_entries + p.counters + p.tiles + lists
-    numbers += ((1 << p.bin_bits) + 2) * p.pieces if p.binned else 0
-    coordinates = 4 * p.sums + p.sets * (8 * p.blocks(threads) + 3)
-    coordinates += 3 * sum(p.affine_pairs) + p.affine_threads
-    return 4 * numbers + coordinate * coordinates
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ has x R), in words, so that a product loads its operands without a shift.
     msm_sum      (points, columns, tasks, next, scratch, offsets, partials, sizes)
                  one index per worker. Workers take tasks from the counter `next`; a task computes for each of its sets
                  of buckets a partial sum of digits times points, projective
-    msm_finish   (partials, doublings, count, z)   z = sum of partials, doubled doublings[t] times before partial t is
+    msm_finish   (partials, doublings, z, count)   z = sum of partials, doubled doublings[t] times before partial t is
                                                    added; one point, affine, x R
 
 A task is a range of points and of windows (digits). Digits are signed, d in [-2^(c-1), 2^(c-1)), and point i goes to
@@ -74,7 +74,7 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
     arguments, _ = _ENTRIES[entry.removeprefix("msm_")]
     kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in arguments)
     builder = curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
-    return KernelSource(f"{entry}_{curve}", {"llvm": builder}, {entry: kinds}, targets=())
+    return KernelSource("_".join(filter(None, (entry, curve, form))), {"llvm": builder}, {entry: kinds}, targets=())
 
 
 @functools.cache
@@ -455,5 +455,5 @@ _ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField,
     "enter": (("x", "z", "n"), _enter),
     "recode": (("scalars", "columns", "shift", "n"), _recode),
     "sum": (("points", "columns", "tasks", "next", "scratch", "offsets", "partials", "sizes"), _sum),
-    "finish": (("partials", "doublings", "count", "z"), _finish),
+    "finish": (("partials", "doublings", "z", "count"), _finish),
 }

@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -209,12 +209,10 @@ class HostNttPlan:
         self.size_bytes = 0
         for step in self.passes:
             tables = pass_tables(field, step, packed.radix)
-            factors = [tables.roots, tables.before, tables.after, tables.high]
-            if by_limbs(packed):
-                factors = [table if table is None else limbs_of_52_bits(field, table) for table in factors]
-            arrays = [*factors[:3], tables.low, factors[3]]
-            self.size_bytes += sum(table.nbytes for table in arrays if table is not None)
-            self._tables.append([arrays[0] if table is None else table for table in arrays])
+            if by_limbs(packed):  # but for low, which is read as words
+                tables = Tables(*(t if t is None or t is tables.low else limbs_of_52_bits(field, t) for t in tables))
+            self.size_bytes += sum(table.nbytes for table in tables if table is not None)
+            self._tables.append([tables.roots if table is None else table for table in tables])
 
     def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: Verdict) -> None:
         """Launch one pass on so many elements, from x to z; there is no verdict on the CPU."""
@@ -302,10 +300,9 @@ class DeviceNttPlan:
         self.size_bytes = 0
         for step, tile in zip(self.passes, self._tiles, strict=True):
             tables = device_tables(space, field, step, tile)
-            arrays = (tables.roots, tables.before, tables.after, tables.low, tables.high)
-            words = sum(math.prod(table.shape) for table in arrays if table is not None)
+            words = sum(math.prod(table.shape) for table in tables if table is not None)
             self.size_bytes += words * field.word_bits // 8
-            self._tables.append([tables.roots if table is None else table for table in arrays])
+            self._tables.append([tables.roots if table is None else table for table in tables])
             self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
         space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
@@ -360,12 +357,11 @@ _BATCH = (1 << 13, 1 << 16)
 longer than the products; for a large one enough for several cores."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(NamedTuple):
     """The factors of a pass, on the host or in a device's memory; None for those that it does not have.
 
-    `roots` are powers of the pass's root, (rows / 2, ...), on devices as of roots_of; `before` and `after` (rows, ...);
-    `low` and `high`, if twiddles are split, (rows, 2^log_low, ...) and (rows, 2^(log_inner - log_low), ...).
+    `roots` are powers of the pass's root, (rows / 2, ...), on devices as of roots_of; `before` and `after`
+    (rows, 1, ...); `low`, and `high` if twiddles are split, (rows, 2^log_low, ...) and (rows, 2^(log_inner - log_low), ...).
     """
 
     roots: Any
@@ -375,6 +371,20 @@ class Tables:
     high: Any
 
 
+def _tables(step: Pass, roots: Any, columns: Callable[[Powers, Powers, int, int], Any]) -> Tables:
+    """Return tables; columns(start, base, log_count, log_unit) makes start base^(c 2^log_unit) of each row and c."""
+    low = high = None
+    if step.twiddles is not None:
+        start, base = step.twiddles.start, step.twiddles.base
+        low = columns(start, base, step.log_low, 0)
+        if step.variant.split:
+            ones = Powers(1, 1, start.log_rows, start.by_bits)
+            high = columns(ones, base, step.digits[0] - step.log_low, step.log_low)
+    alone = Powers(1, 1, 0)
+    before, after = (None if each is None else columns(each, alone, 0, 0) for each in (step.before, step.after))
+    return Tables(roots, before, after, low, high)
+
+
 def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
     """Return the tables of a pass on the host, as factors x L mod p for the radix L."""
     p = field.modulus
@@ -382,20 +392,11 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
     def scaled(values: Sequence[int]) -> Words:
         return _words_of(field, [value * radix % p for value in values])
 
-    low = high = None
-    if step.twiddles is not None:
-        base, size = step.twiddles.base.by_position(p), 1 << step.log_low
-        low = _columns(field, scaled(step.twiddles.start.by_position(p)), base, size)
-        if step.variant.split:
-            far = [pow(value, size, p) for value in base]
-            high = _columns(field, scaled([1] * step.rows), far, 1 << step.digits[0] - step.log_low)
-    return Tables(
-        roots=scaled(powers(1, step.root, max(1, step.rows // 2), p)),
-        before=None if step.before is None else scaled(step.before.by_position(p)),
-        after=None if step.after is None else scaled(step.after.by_position(p)),
-        low=low,
-        high=high,
-    )
+    def columns(start: Powers, base: Powers, log_count: int, log_unit: int) -> Words:
+        bases = [pow(value, 1 << log_unit, p) for value in base.by_position(p)]
+        return _columns(field, scaled(start.by_position(p)), bases, 1 << log_count)
+
+    return _tables(step, scaled(powers(1, step.root, max(1, step.rows // 2), p)), columns)
 
 
 def _words_of(field: Field, values: Iterable[int]) -> Words:
@@ -466,21 +467,8 @@ _LOG_STEPS = 4
 
 def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> Tables:
     """Return the tables of a pass on a device, made on the current stream: other streams must wait for it."""
-    low = high = None
-    if step.twiddles is not None:
-        start, base, log_inner = step.twiddles.start, step.twiddles.base, step.digits[0]
-        low = _device_powers(space, field, start, base, step.log_low, 0)
-        if step.variant.split:
-            ones = Powers(1, 1, start.log_rows, start.by_bits)
-            high = _device_powers(space, field, ones, base, log_inner - step.log_low, step.log_low)
-    none = Powers(1, 1, 0)
-    return Tables(
-        roots=space.load(roots_of(field, step, tile, plain="wgsl" in space.provider.dialects)),
-        before=None if step.before is None else _device_powers(space, field, step.before, none, 0, 0),
-        after=None if step.after is None else _device_powers(space, field, step.after, none, 0, 0),
-        low=low,
-        high=high,
-    )
+    roots = space.load(roots_of(field, step, tile, plain="wgsl" in space.provider.dialects))
+    return _tables(step, roots, functools.partial(_device_powers, space, field))
 
 
 def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:

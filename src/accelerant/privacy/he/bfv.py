@@ -483,8 +483,8 @@ class Ciphertext:
         for words, own in ((self.data, self.shape), (data, shape)):
             if own[:-1] != lead:
                 space, tail = self.public.space, tuple(words.shape[1:])
-                wide = space.broadcast(space.reshape(words, (*own[:-1], *tail)), (*lead, *tail))
-                words = space.reshape(wide, (math.prod(lead), *tail))
+                wide = space.broadcast(words.reshape((*own[:-1], *tail)), (*lead, *tail))
+                words = wide.reshape((math.prod(lead), *tail))
             both.append(words)
         return both[0], both[1], (*lead, max(lengths))
 

@@ -147,16 +147,6 @@ def _automatic(domain_size: int) -> MemorySpace:
         return HOST
 
 
-def proving_key(zkey: Zkey, device: Devices, stages: Stages) -> ProvingKey:
-    """Read a key into the memory of a device, or of several; errors as those of Prover."""
-    spaces = spaces_of(device, zkey.domain_size)
-    if spaces == (HOST,):
-        return HostKey(zkey, stages)
-    from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU
-
-    return DeviceKey(zkey, spaces, stages)
-
-
 # --- the CPU ---------------------------------------------------------------------------------------------------------
 
 

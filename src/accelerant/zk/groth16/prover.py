@@ -31,7 +31,16 @@ from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import U64, Devices, ProgressCallback, Stages, UnreducedError, proving_key
+from accelerant.zk.groth16.keys import (
+    U64,
+    Devices,
+    HostKey,
+    ProgressCallback,
+    ProvingKey,
+    Stages,
+    UnreducedError,
+    spaces_of,
+)
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import Statement, VerificationKey
@@ -264,6 +273,16 @@ def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Dev
     >>> proof = prove("circuit.zkey", "witness.wtns")
     """
     return Prover(zkey, device=device).prove(witness)
+
+
+def proving_key(zkey: Zkey, device: Devices, stages: Stages) -> ProvingKey:
+    """Read a key into the memory of a device, or of several; errors as those of Prover."""
+    spaces = spaces_of(device, zkey.domain_size)
+    if spaces == (HOST,):
+        return HostKey(zkey, stages)
+    from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU
+
+    return DeviceKey(zkey, spaces, stages)
 
 
 @contextmanager
