@@ -361,7 +361,7 @@ class Tables(NamedTuple):
     """The factors of a pass, on the host or in a device's memory; None for those that it does not have.
 
     `roots` are powers of the pass's root, (rows / 2, ...), on devices as of roots_of; `before` and `after`
-    (rows, 1, ...); `low`, and `high` if twiddles are split, (rows, 2^log_low, ...) and (rows, 2^(log_inner - log_low), ...).
+    (rows, 1, ...); `low` (rows, 2^log_low, ...); `high` of split twiddles (rows, 2^(log_inner - log_low), ...).
     """
 
     roots: Any
