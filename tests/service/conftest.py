@@ -1,6 +1,8 @@
 """A throwaway PostgreSQL cluster, services whose operations are those of served.py, and a server process."""
 
+import asyncio
 import contextlib
+import inspect
 import os
 import secrets
 import shutil
@@ -20,6 +22,16 @@ from accelerant.service.settings import ServiceSettings
 from requirements import require
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run asynchronous tests in an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in given}))
+    return True
 
 
 def _programs():

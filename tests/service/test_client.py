@@ -178,19 +178,16 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
             make()
 
 
-def test_many_calls_at_once(server):
-    async def main():
-        async with AsyncClient(server.url, trust_env=False) as client:
-            x = np.arange(64, dtype=np.uint64)
-            found = await asyncio.gather(*(client.field_add(x, x + i) for i in range(32)))
-            for i, z in enumerate(found):
-                np.testing.assert_array_equal(z, 2 * x + i)
-            job = await client.submit("field_mul", {"x": x, "y": x}, field="goldilocks")
-            np.testing.assert_array_equal((await client.result(job.id))["z"], x * x)
-            with pytest.raises(errors.ShapeError):
-                await client.field_add(x, x[:3])
-
-    asyncio.run(main())
+async def test_many_calls_at_once(server):
+    async with AsyncClient(server.url, trust_env=False) as client:
+        x = np.arange(64, dtype=np.uint64)
+        found = await asyncio.gather(*(client.field_add(x, x + i) for i in range(32)))
+        for i, z in enumerate(found):
+            np.testing.assert_array_equal(z, 2 * x + i)
+        job = await client.submit("field_mul", {"x": x, "y": x}, field="goldilocks")
+        np.testing.assert_array_equal((await client.result(job.id))["z"], x * x)
+        with pytest.raises(errors.ShapeError):
+            await client.field_add(x, x[:3])
 
 
 @pytest.fixture

@@ -49,54 +49,48 @@ def serving(running, settings):
     return start
 
 
-def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving):
-    async def main():
-        async with serving() as (server, task, jobs, url), httpx.AsyncClient(base_url=url, trust_env=False) as http:
-            job = await started(jobs, await jobs.submit(request("work", steps=4, seconds=2.0)))
-            call = asyncio.create_task(jobs.call(request("double", seconds=0.5)))
-            await asyncio.sleep(0.05)
-            server.handle_exit(signal.SIGTERM, None)
-            await asyncio.sleep(0.7)  # uvicorn stopped listening by then
-            paths = ("/v2/health/live", "/metrics", f"/jobs/{job.id}", "/v2/health/ready", f"/jobs/{job.id}/result")
-            assert [(await http.get(path)).status_code for path in paths] == [200, 200, 200, 503, 409]
-            body = {"inputs": [{"name": n, "shape": [1], "datatype": "UINT64", "data": [3]} for n in "xy"]}
-            assert server.config.app.state.telemetry._thread.is_alive()  # it still reads the devices
-            for headers in ({}, {"prefer": "respond-async"}):
-                refused = await http.post("/v2/models/field_mul/infer", json=body, headers=headers)
-                assert (refused.status_code, refused.json()["type"]) == (503, "Draining")
-                assert refused.headers["retry-after"] == "5"
-            async with AsyncClient(url, trust_env=False) as client:
-                np.testing.assert_array_equal((await client.result(job.id))["y"], X + 1)
-            np.testing.assert_array_equal((await call)["y"], 2 * X)
-            await task
-            with pytest.raises(httpx.ConnectError):
-                await http.get("/v2/health/live")
-
-    asyncio.run(main())
+async def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving):
+    async with serving() as (server, task, jobs, url), httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        job = await started(jobs, await jobs.submit(request("work", steps=4, seconds=2.0)))
+        call = asyncio.create_task(jobs.call(request("double", seconds=0.5)))
+        await asyncio.sleep(0.05)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.7)  # uvicorn stopped listening by then
+        paths = ("/v2/health/live", "/metrics", f"/jobs/{job.id}", "/v2/health/ready", f"/jobs/{job.id}/result")
+        assert [(await http.get(path)).status_code for path in paths] == [200, 200, 200, 503, 409]
+        body = {"inputs": [{"name": n, "shape": [1], "datatype": "UINT64", "data": [3]} for n in "xy"]}
+        assert server.config.app.state.telemetry._thread.is_alive()  # it still reads the devices
+        for headers in ({}, {"prefer": "respond-async"}):
+            refused = await http.post("/v2/models/field_mul/infer", json=body, headers=headers)
+            assert (refused.status_code, refused.json()["type"]) == (503, "Draining")
+            assert refused.headers["retry-after"] == "5"
+        async with AsyncClient(url, trust_env=False) as client:
+            np.testing.assert_array_equal((await client.result(job.id))["y"], X + 1)
+        np.testing.assert_array_equal((await call)["y"], 2 * X)
+        await task
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/v2/health/live")
 
 
 @pytest.mark.parametrize("how", ["time", "signal"])
-def test_a_drain_ends_at_its_limit_and_at_a_second_signal(serving, running, settings, how):
+async def test_a_drain_ends_at_its_limit_and_at_a_second_signal(serving, running, settings, how):
     """Calls that wait are answered, and jobs go back to the queue; so they do with several workers."""
 
-    async def main():
-        limits = {"drain_s": 1.0 if how == "time" else 600.0, "devices": ("cpu", "cpu")}
-        async with serving(**limits) as (server, task, jobs, _):
-            work = [await started(jobs, await jobs.submit(request("work", seconds=600.0))) for _ in range(2)]
-            train = await jobs.submit(request("train", steps=10, seconds=600.0))
-            call = asyncio.create_task(jobs.call(request("double", seconds=600.0)))
+    limits = {"drain_s": 1.0 if how == "time" else 600.0, "devices": ("cpu", "cpu")}
+    async with serving(**limits) as (server, task, jobs, _):
+        work = [await started(jobs, await jobs.submit(request("work", seconds=600.0))) for _ in range(2)]
+        train = await jobs.submit(request("train", steps=10, seconds=600.0))
+        call = asyncio.create_task(jobs.call(request("double", seconds=600.0)))
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        if how == "signal":
             await asyncio.sleep(0.1)
-            begun = time.monotonic()
-            server.handle_exit(signal.SIGTERM, None)
-            if how == "signal":
-                await asyncio.sleep(0.1)
-                server.handle_exit(signal.SIGINT, None)
-            await task
-            assert time.monotonic() - begun < 15.0
-            with pytest.raises(Draining):
-                await call
-        async with running(devices=("cpu",), state_url=settings.state_url) as after:
-            states = {(await after.get(job.id, None)).state for job in (*work, train)}
-            assert states <= {JobState.QUEUED, JobState.RUNNING}
-
-    asyncio.run(main())
+            server.handle_exit(signal.SIGINT, None)
+        await task
+        assert time.monotonic() - begun < 15.0
+        with pytest.raises(Draining):
+            await call
+    async with running(devices=("cpu",), state_url=settings.state_url) as after:
+        states = {(await after.get(job.id, None)).state for job in (*work, train)}
+        assert states <= {JobState.QUEUED, JobState.RUNNING}

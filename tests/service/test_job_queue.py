@@ -83,83 +83,68 @@ def test_bounds_order_and_fairness(steps):
     asyncio.run(main())
 
 
-def test_a_keys_turn_comes_between_batches():
-    async def main():
-        queue = CallQueue(1000, 1 << 20, batch_s=0.003)
-        for _ in range(100):
-            queue.put(call("greedy", priority=9))
-        assert len(queue.take("cpu", alone=True)) == 3
-        queue.put(call("modest"))
-        assert "modest" in [one.request.key_id for one in queue.take("cpu", alone=True)]
-
-    asyncio.run(main())
+async def test_a_keys_turn_comes_between_batches():
+    queue = CallQueue(1000, 1 << 20, batch_s=0.003)
+    for _ in range(100):
+        queue.put(call("greedy", priority=9))
+    assert len(queue.take("cpu", alone=True)) == 3
+    queue.put(call("modest"))
+    assert "modest" in [one.request.key_id for one in queue.take("cpu", alone=True)]
 
 
-def test_a_call_waits_for_another_device_than_the_one_that_lost_it():
-    async def main():
-        queue = CallQueue(10, 1 << 20)
-        one = call()
-        one.avoid = "cuda:0"
+async def test_a_call_waits_for_another_device_than_the_one_that_lost_it():
+    queue = CallQueue(10, 1 << 20)
+    one = call()
+    one.avoid = "cuda:0"
+    queue.put(one)
+    assert queue.take("cuda:0", alone=False) == []
+    assert queue.take("cuda:1", alone=False) == [one]
+    queue.put_back(one)
+    assert queue.take("cuda:0", alone=True) == [one]
+
+
+async def test_a_call_that_lost_a_worker_runs_alone():
+    queue = CallQueue(10, 1 << 20)
+    first, second = call(), call()
+    first.losses = second.losses = 1
+    others = [call() for _ in range(3)]
+    for one in [others[0], first, second, *others[1:]]:
         queue.put(one)
-        assert queue.take("cuda:0", alone=False) == []
-        assert queue.take("cuda:1", alone=False) == [one]
-        queue.put_back(one)
-        assert queue.take("cuda:0", alone=True) == [one]
-
-    asyncio.run(main())
+    batches = [queue.take("cpu", alone=True) for _ in range(4)]
+    assert batches == [[others[0]], [first], [second], others[1:]]
 
 
-def test_a_call_that_lost_a_worker_runs_alone():
-    async def main():
-        queue = CallQueue(10, 1 << 20)
-        first, second = call(), call()
-        first.losses = second.losses = 1
-        others = [call() for _ in range(3)]
-        for one in [others[0], first, second, *others[1:]]:
-            queue.put(one)
-        batches = [queue.take("cpu", alone=True) for _ in range(4)]
-        assert batches == [[others[0]], [first], [second], others[1:]]
-
-    asyncio.run(main())
-
-
-def test_calls_that_were_given_up_do_not_stay_behind_those_of_a_higher_priority():
-    async def main():
-        queue = CallQueue(100, 1 << 20, batch_calls=1)
-        first = call(priority=1)
-        queue.put(first)
-        for _ in range(1000):
-            given_up = call()
-            queue.put(given_up)
-            given_up.future.cancel()
-            await asyncio.sleep(0)
-            assert len(queue) <= 2 * queue.held
-        assert queue.take("cpu", alone=True) == [first]
-        first.future.set_result({})
+async def test_calls_that_were_given_up_do_not_stay_behind_those_of_a_higher_priority():
+    queue = CallQueue(100, 1 << 20, batch_calls=1)
+    first = call(priority=1)
+    queue.put(first)
+    for _ in range(1000):
+        given_up = call()
+        queue.put(given_up)
+        given_up.future.cancel()
         await asyncio.sleep(0)
-        assert (len(queue), queue.by_key()) == (0, {})
+        assert len(queue) <= 2 * queue.held
+    assert queue.take("cpu", alone=True) == [first]
+    first.future.set_result({})
+    await asyncio.sleep(0)
+    assert (len(queue), queue.by_key()) == (0, {})
 
-    asyncio.run(main())
 
-
-def test_identical_elementwise_calls_are_one_launch():
-    async def main():
-        same = [call("a", rows=3, n=1), call("b", rows=0, n=1), call("c", rows=5, n=1)]
-        others = [
-            call(n=2), call(n=1, dtype=np.uint32), call(operation="triple", n=1), call(n=1, elementwise=False),
-            call(n=1, elementwise=False),
-        ]  # fmt: skip
-        others[0].request.inputs["y"] = np.zeros(1, np.uint64)  # broadcasts
-        others.append(call(n=2, rows=1))
-        others[-1].request.inputs["y"] = np.zeros((1, 1), np.uint64)
-        for one in (others[0], others[-1]):
-            one.kind = merge_kind(one.request)
-        launches = launches_of([same[0], *others[:3], same[1], *others[3:], same[2]])
-        assert [launch.calls for launch in launches] == [same, *([one] for one in others)]
-        assert launches[0].rows == [3, 0, 5]
-        assert launches_of(same[:1])[0].rows == [0]
-
-    asyncio.run(main())
+async def test_identical_elementwise_calls_are_one_launch():
+    same = [call("a", rows=3, n=1), call("b", rows=0, n=1), call("c", rows=5, n=1)]
+    others = [
+        call(n=2), call(n=1, dtype=np.uint32), call(operation="triple", n=1), call(n=1, elementwise=False),
+        call(n=1, elementwise=False),
+    ]  # fmt: skip
+    others[0].request.inputs["y"] = np.zeros(1, np.uint64)  # broadcasts
+    others.append(call(n=2, rows=1))
+    others[-1].request.inputs["y"] = np.zeros((1, 1), np.uint64)
+    for one in (others[0], others[-1]):
+        one.kind = merge_kind(one.request)
+    launches = launches_of([same[0], *others[:3], same[1], *others[3:], same[2]])
+    assert [launch.calls for launch in launches] == [same, *([one] for one in others)]
+    assert launches[0].rows == [3, 0, 5]
+    assert launches_of(same[:1])[0].rows == [0]
 
 
 # --- arrays as bytes -------------------------------------------------------------------------------------------------
