@@ -5,7 +5,7 @@
 >>> [answer.result() for answer in answers]          # run at the end of the block
 
 Small calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
-(Method.merge), and the results are views of its result. Other calls run one by one. A recorded call may be an argument
+(OpSpec.merge), and the results are views of its result. Other calls run one by one. A recorded call may be an argument
 of a later one. A call that fails does not affect the others, except those that need its result: all run, and then the
 end of the block raises the first error. result() raises that of its own call.
 
@@ -38,12 +38,6 @@ _SMALL_BYTES = {"cpu": 1 << 16}
 _SMALL_BYTES_ELSEWHERE = 1 << 22
 """Largest input that is joined with others. Joining reads and writes it once more, which takes longer than the launch
 that it saves: a launch takes about 5 us, in which an H200 copies 12 MB and a core 30 kB."""
-
-_UNEVEN = ("gelu", "sigmoid", "silu", "swiglu")
-"""Operations whose results on a CPU depend on an element's place in the tensor: torch's kernels compute the last
-elements, fewer than a vector, by another approximation. A group of them runs call by call there."""
-
-_PREPARED = frozenset(name for name, method in METHODS.items() if method.prepare is not None)
 
 _untracked: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
 """Context in which views have no record of their base, which autograd would check at each change in place."""
@@ -177,7 +171,7 @@ class Batch(Operations):
                     if type(x) is PendingCall:
                         arrays = call.arrays = tuple(_value_of(x) for x in arrays)
                         break
-                if checked := self._limit is not None or call.name in _PREPARED:
+                if checked := self._limit is not None or METHODS[call.name].prepare is not None:
                     arrays, inputs, result = self._check(call.name, arrays, call.options)
                     needed = inputs + max(inputs, result)  # joined inputs take as much
                     if self._limit is not None and held_bytes + needed > self._limit:
@@ -266,7 +260,7 @@ class Batch(Operations):
         """Return the results of calls that run as one, on the devices of their inputs."""
         first, first_tensors, origin = members[0]
         name, options = first.name, first.options
-        if name in _UNEVEN and self._device_type == "cpu":
+        if METHODS[name].uneven and self._device_type == "cpu":
             every = tuple([x for _, tensors, _ in members for x in tensors])
             return [y.to(origin.device) for y in tensors_of(self._run(name, every, options, -len(members)))]
         count = joined_arguments(name, first_tensors, options)

@@ -25,7 +25,6 @@ from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
 from accelerant.accelerator.methods import (
     METHODS,
-    WITH_SCRATCH,
     ArrayOrigin,
     Operations,
     Results,
@@ -305,9 +304,7 @@ class Accelerator(Operations):
         self._provider.synchronize(self.device.index)
 
     @overload
-    def benchmark(
-        self, op: int | None = None, /, *, iterations: int | None = None, size: int = 256
-    ) -> dict[str, dict[str, float]]: ...
+    def benchmark(self, /, *, iterations: int | None = None, size: int = 256) -> dict[str, dict[str, float]]: ...
 
     @overload
     def benchmark(
@@ -315,7 +312,7 @@ class Accelerator(Operations):
     ) -> OpBenchmark: ...
 
     def benchmark(
-        self, op: int | str | Callable[..., Any] | None = None, /, *arrays: Any, iterations: int | None = None,
+        self, op: str | Callable[..., Any] | None = None, /, *arrays: Any, iterations: int | None = None,
         size: int = 256, **options: Any,
     ) -> dict[str, dict[str, float]] | OpBenchmark:  # fmt: skip
         """Time an operation on the user's own arrays by every implementation, or every operation on random data.
@@ -341,8 +338,6 @@ class Accelerator(Operations):
             OutOfMemory: the call needs more than the configuration's memory_limit_bytes.
         """
         self._check_open()
-        if isinstance(op, int):  # the number of iterations, as the first argument of earlier versions
-            op, iterations = None, op
         many = iterations if iterations is not None else 20 if op is None else 100
         for name, value in (("iterations", many), ("size", size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -354,8 +349,7 @@ class Accelerator(Operations):
     ) -> OpBenchmark:
         name, arrays, options = named_call(op, arrays, options)
         with override(fallback="forbid"):
-            arrays = self._prepared(name, arrays, options)
-            self._check_memory(name, arrays, options)
+            arrays, _, _ = self._checked(name, arrays, options)
             tensors, origin = to_tensors(name, arrays, self._torch_device)
 
             def run() -> Results:
@@ -402,13 +396,13 @@ class Accelerator(Operations):
         """
         self._check_open()
         kind = self._torch_device.type if self.device.torch_device else self.device.backend
-        return Batch(self._batched_check, self._batched_run, kind, self.config.memory_limit_bytes)
+        return Batch(self._checked, self._batched_run, kind, self.config.memory_limit_bytes)
 
-    def _batched_check(
-        self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], int, int]:
-        self._check_open()
-        arrays = self._prepared(name, arrays, options)
+    def _checked(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], int, int]:
+        """Return the arrays of a call as they are to be moved, and the bytes that `_check_memory` returns."""
+        prepare = METHODS[name].prepare
+        if prepare is not None:
+            arrays = tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
         return arrays, *self._check_memory(name, arrays, options)
 
     def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Results:
@@ -490,8 +484,7 @@ class Accelerator(Operations):
         self._metrics.add(name, calls=1)
         try:
             with self._own_policy(), time_limit(self.config.timeout_s, name):
-                arrays = self._prepared(name, arrays, options)
-                self._check_memory(name, arrays, options)
+                arrays, _, _ = self._checked(name, arrays, options)
                 shared = self._run_shared(name, arrays, options) if len(self._devices) > 1 else None
                 if shared is not None:
                     tensor, origin = shared
@@ -574,13 +567,6 @@ class Accelerator(Operations):
         self._announce(name, self.device.label, "cpu", f"{type(error).__name__}: {error}")
         self._metrics.add(name, fallbacks=calls)
 
-    def _prepared(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the arrays to move to the device in place of the arguments."""
-        prepare = METHODS[name].prepare
-        if prepare is None:
-            return arrays
-        return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
-
     def _run(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
         if self.device.torch_device:
             return self._in_batches(name, tensors, options, each)
@@ -617,7 +603,7 @@ class Accelerator(Operations):
         """Return how a call is divided, None if it is not, and the rows of a part: for the three limits."""
         size, limit = self.config.batch_size, self.config.memory_limit_bytes
         sums = name in ("msm", "ntt")  # which keep time limits themselves
-        if limit is not None and name in WITH_SCRATCH:
+        if limit is not None and METHODS[name].scratch:
             inputs, result = sizes_of(name, tensors, options)
             fitting = self._rows_that_fit(name, metas_of(name, tensors), options, inputs, result)
             if fitting is not None:
@@ -644,7 +630,7 @@ class Accelerator(Operations):
         if self.config.memory_limit_bytes is None:
             return 0, 0
         inputs, result = sizes_of(name, arrays, options)
-        if name not in WITH_SCRATCH and inputs + result <= self.config.memory_limit_bytes:
+        if not METHODS[name].scratch and inputs + result <= self.config.memory_limit_bytes:
             return inputs, result
         try:
             metas = metas_of(name, arrays)
@@ -694,15 +680,13 @@ def _rows_between_checks(name: str, cut: Split, options: dict[str, Any]) -> int:
     return max(1, int(_WORK_BETWEEN_CHECKS.get(first.device.type, 1e12) / max(1, work)))
 
 
-def _field_on(name: str) -> Callable[..., Any]:
-    def run(device: ComputeDevice, *arrays: Any, field: str) -> Any:
-        return getattr(prime_field(field), name)(*arrays, device=device)
-
-    return run
-
-
 _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
-    **{f"field_{name}": _field_on(name) for name in ("add", "sub", "mul", "inv")},
+    **{
+        f"field_{name}": lambda device, *arrays, field, name=name: getattr(prime_field(field), name)(
+            *arrays, device=device
+        )
+        for name in ("add", "sub", "mul", "inv")
+    },
     "ntt": lambda device, x, **options: ntt(x, device=device, **options),
     "msm": lambda device, scalars, points, *, curve, check: FixedBase(
         curve, points, device, check=check, multiples=False

@@ -157,8 +157,8 @@ def tensors_of(result: Results) -> Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """One operation.
+class OpSpec:
+    """One operation on arrays.
 
     Attributes:
         run: on tensors of one device.
@@ -172,6 +172,11 @@ class Method:
         prepare: converts an argument before it is moved, from its value, its name and the call's options.
         whole: whether a call, by its tensors and options, is never split into batches of rows.
         is_op: `run` is a public op, which computes shapes and dtypes on torch's meta device.
+        dimensions: of the first argument of calls that can be joined; None for any number.
+        scratch: whether a call allocates more than its result and statistics of rows.
+        uneven: whether results on a CPU depend on an element's place in the tensor: torch's kernels compute the last
+            elements, fewer than a vector, by another approximation. There calls that become one run in turn.
+        per_s: operations a second of an H200, as `flops` counts them.
     """
 
     run: Callable[..., Results]
@@ -183,6 +188,10 @@ class Method:
     prepare: Callable[[Any, str, Mapping[str, Any]], Any] | None = None
     whole: Callable[[Tensors, Mapping[str, Any]], bool] | None = None
     is_op: bool = False
+    dimensions: int | None = None
+    scratch: bool = False
+    uneven: bool = False
+    per_s: float = 3e12
 
 
 def _elements(count: int, *shape: int) -> Example:
@@ -206,8 +215,8 @@ def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
     return x
 
 
-def _field_method(name: str, arguments: int) -> Method:
-    """Return the Method of a field operation. Batches pass its tensors flattened to one axis of words."""
+def _field_spec(name: str, arguments: int) -> OpSpec:
+    """Return a field operation. Batches pass its tensors flattened to one axis of words."""
 
     def run(*tensors: torch.Tensor, field: str = DEFAULT_FIELD) -> torch.Tensor:
         prime = prime_field(field)
@@ -216,15 +225,12 @@ def _field_method(name: str, arguments: int) -> Method:
         result: torch.Tensor = getattr(prime, name)(*words)
         return result.reshape(-1) if flat else result
 
-    return Method(
-        run,
-        "elements",
-        _elements(arguments, -1, 1024),
-        lambda args, y, field=DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
-        joined=arguments,
+    return OpSpec(
+        run, "elements", _elements(arguments, -1, 1024),
+        lambda args, y, field=DEFAULT_FIELD: y.numel() // prime_field(field).limbs, joined=arguments,
         prepare=_field_words,
         whole=lambda args, options: prime_field(options.get("field", DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
-    )
+    )  # fmt: skip
 
 
 def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = DEFAULT_FIELD, **_: Any) -> int:
@@ -267,9 +273,9 @@ def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = DEFAULT_CURVE, **
 def _op(
     name: str, flops: int | Callable[..., int],
     arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],
-    merge: Merge | None = None, joined: int = 1, **options: Any,
-) -> Method:  # fmt: skip
-    """Return the Method of a public op.
+    merge: Merge | None = None, joined: int = 1, *, options: Mapping[str, Any] | None = None, **more: Any,
+) -> OpSpec:  # fmt: skip
+    """Return a public op.
 
     `arguments` has an example's arguments for a number of rows, as in the op's samples, and `options` its options.
     `flops` may be the operations for each element of the first result.
@@ -291,12 +297,12 @@ def _op(
 
     def example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
         sample = Sample(name, arguments(rows))
-        return tuple(x for x in sample.tensors(torch.float32, device) if x is not None), options
+        return tuple(x for x in sample.tensors(torch.float32, device) if x is not None), dict(options or {})
 
     kinds = {i: x.dtype for i, x in enumerate(arguments(1)) if isinstance(x, Indices)}
     kinds |= {i: torch.int32 for i, x in enumerate(arguments(1)) if isinstance(x, Stated)}
     count = (lambda args, y, **_: flops * y.numel()) if isinstance(flops, int) else flops
-    return Method(run, merge, example, count, joined, kinds, is_op=True)
+    return OpSpec(run, merge, example, count, joined, kinds, is_op=True, **more)
 
 
 def _product_flops(args: Tensors, y: torch.Tensor, **_: Any) -> int:
@@ -324,11 +330,9 @@ def _image(n: int) -> tuple[int, ...]:
     return 1, 16, n, 32
 
 
-_FIELD_METHODS = {"add": 2, "sub": 2, "mul": 2, "inv": 1}
-
-METHODS: dict[str, Method] = {
-    **{name: _op(name, flops, lambda n: (_wide(n),), "elements") for name, flops in (
-        ("gelu", 10), ("relu", 1), ("sigmoid", 3), ("silu", 3), ("tanh", 15),
+METHODS: dict[str, OpSpec] = {
+    **{name: _op(name, flops, lambda n: (_wide(n),), "elements", uneven=uneven) for name, flops, uneven in (
+        ("gelu", 10, True), ("relu", 1, False), ("sigmoid", 3, True), ("silu", 3, True), ("tanh", 15, False),
     )},
     **{name: _op(name, 1, lambda n: (_wide(n), _wide(n)), "elements", 2) for name in ("add", "mul")},
     **{name: _op(name, 5, lambda n: (_wide(n),), "rows") for name in ("softmax", "log_softmax")},
@@ -337,17 +341,22 @@ METHODS: dict[str, Method] = {
     "add_layer_norm": _op("add_layer_norm", 9, lambda n: (_wide(n), _wide(n), (1024,), (1024,)), "rows", 2),
     "add_rms_norm": _op("add_rms_norm", 6, lambda n: (_wide(n), _wide(n), (1024,)), "rows", 2),
     "dropout": _op("dropout", 2, lambda n: (_wide(n),)),
-    "swiglu": _op("swiglu", 5, lambda n: (_wide(n), _wide(n)), "rows", 2),
+    "swiglu": _op("swiglu", 5, lambda n: (_wide(n), _wide(n)), "rows", 2, uneven=True),
     "quantize_int8": _op("quantize_int8", 4, lambda n: (_wide(n),), "rows"),
-    "matmul": _op("matmul", _product_flops, lambda n: (_wide(n), (1024, 1024)), "stack", 2),
-    "linear_gelu": _op("linear_gelu", _product_flops, lambda n: (_wide(n), (1024, 1024), (1024,)), "rows"),
+    "matmul": _op(
+        "matmul", _product_flops, lambda n: (_wide(n), (1024, 1024)), "stack", 2, dimensions=2, scratch=True,
+    ),
+    "linear_gelu": _op(
+        "linear_gelu", _product_flops, lambda n: (_wide(n), (1024, 1024), (1024,)), "rows", scratch=True, per_s=3e13,
+    ),
     "linear_int8": _op(
         "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,)),
-        "rows",
+        "rows", scratch=True,
     ),
     "embedding": _op("embedding", 0, lambda n: (Indices((n,), 1024), (1024, 1024)), "first"),
     "cross_entropy": _op(
-        "cross_entropy", lambda args, y, **_: 5 * args[0].numel(), lambda n: (_wide(n), Indices((n,), 1024))
+        "cross_entropy", lambda args, y, **_: 5 * args[0].numel(), lambda n: (_wide(n), Indices((n,), 1024)),
+        scratch=True,
     ),
     **{
         name: _op(name, lambda args, y, **_: 8 * args[0].numel(), lambda n: (Fractions(_wide(n)), Fractions(_wide(n))))
@@ -356,44 +365,39 @@ METHODS: dict[str, Method] = {
     "linear_cross_entropy": _op(
         "linear_cross_entropy",
         lambda args, y, **_: 2 * args[0].numel() * args[1].shape[0],
-        lambda n: (_wide(n), (1024, 1024), Indices((n,), 1024)),
+        lambda n: (_wide(n), (1024, 1024), Indices((n,), 1024)), scratch=True,
     ),
     "conv2d": _op(
-        "conv2d",
-        lambda args, y, **_: 2 * y.numel() * args[1].shape[1:].numel(),
-        lambda n: (_image(n), (16, 16, 3, 3), (16,)),
-        "first",
-        padding=1,
+        "conv2d", lambda args, y, **_: 2 * y.numel() * args[1].shape[1:].numel(),
+        lambda n: (_image(n), (16, 16, 3, 3), (16,)), "first", options={"padding": 1}, dimensions=4, scratch=True,
+        per_s=2e13,
     ),
-    "max_pool2d": _op("max_pool2d", _window_flops, lambda n: (_image(n + 1),), "first", kernel_size=2),
-    "avg_pool2d": _op("avg_pool2d", _window_flops, lambda n: (_image(n + 1),), "first", kernel_size=2),
-    "rope": _op("rope", 3, lambda n: (_heads(n), (n, 32), (n, 32)), "first"),
-    "attention": _op("attention", _attention_flops, lambda n: (_heads(n), _heads(n), _heads(n)), "first", 3),
+    **{name: _op(name, _window_flops, lambda n: (_image(n + 1),), "first", options={"kernel_size": 2})
+       for name in ("max_pool2d", "avg_pool2d")},
+    "rope": _op("rope", 3, lambda n: (_heads(n), (n, 32), (n, 32)), "first", dimensions=4),
+    "attention": _op(
+        "attention", _attention_flops, lambda n: (_heads(n), _heads(n), _heads(n)), "first", 3, dimensions=4,
+        scratch=True, per_s=3e14,
+    ),
     "attention_decode": _op(
         "attention_decode", _attention_flops, lambda n: (_heads(1), _heads(n), _heads(n), Indices((1,), n + 1)),
-        "first", 4,
+        "first", 4, dimensions=4, scratch=True,
     ),
     "attention_varlen": _op(
-        "attention_varlen",
-        lambda args, y, max_seqlen_k=0, **_: 4 * args[0].numel() * max_seqlen_k,
+        "attention_varlen", lambda args, y, max_seqlen_k=0, **_: 4 * args[0].numel() * max_seqlen_k,
         lambda n: ((16, 8, 64), (16, 8, 64), (16, 8, 64), Stated((0, 16)), Stated((0, 16))),
-        max_seqlen_q=16,
-        max_seqlen_k=16,
+        options={"max_seqlen_q": 16, "max_seqlen_k": 16}, scratch=True,
     ),
-    **{f"field_{name}": _field_method(name, arguments) for name, arguments in _FIELD_METHODS.items()},
-    "ntt": Method(
-        lambda x, field=DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)),
-        "stack",
-        _elements(1, -1, 1024),
-        _transform_flops,
-        prepare=_field_words,
+    **{f"field_{name}": _field_spec(name, arguments) for name, arguments in
+       (("add", 2), ("sub", 2), ("mul", 2), ("inv", 1))},
+    "ntt": OpSpec(
+        lambda x, field=DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)), "stack",
+        _elements(1, -1, 1024), _transform_flops, prepare=_field_words, scratch=True, per_s=4e11,
     ),
-    "msm": Method(_msm, "stack", _msm_example, _msm_flops, prepare=_msm_words),
+    "msm": OpSpec(
+        _msm, "stack", _msm_example, _msm_flops, prepare=_msm_words, dimensions=2, scratch=True, per_s=6e10,
+    ),
 }  # fmt: skip
-
-
-_DIMENSIONS = {"attention": 4, "attention_decode": 4, "conv2d": 4, "rope": 4, "matmul": 2, "msm": 2}
-"""Dimensions of the first argument of calls that can be joined; any number for other operations."""
 
 
 def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) -> int:
@@ -401,7 +405,7 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
     method, first = METHODS[name], tensors[0]
     count = min(method.joined, len(tensors))
     masked = name == "attention" and len(tensors) > count  # its mask may differ along the batch
-    if masked or method.merge is None or _DIMENSIONS.get(name, first.ndim) != first.ndim:
+    if masked or method.merge is None or method.dimensions not in (None, first.ndim):
         return 0
     if method.merge == "elements" and count == 2 and tensors[1].shape != first.shape:
         count = 1 if name in ("add", "mul") and first.ndim and tensors[1].shape == first.shape[-1:] else 0
@@ -592,21 +596,18 @@ def sizes_of(name: str, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> 
         return sum(inputs), max(inputs, default=0)
 
 
-WITH_SCRATCH = frozenset((
-    "attention", "attention_decode", "attention_varlen", "conv2d", "cross_entropy", "linear_cross_entropy",
-    "linear_gelu", "linear_int8", "matmul", "msm", "ntt",
-))  # fmt: skip
-"""Operations that allocate more than their result; of others, at most statistics of rows."""
-
 _SMALL_SCRATCH_BYTES = 1 << 16
 """Scratch up to this size does not count."""
+
+_SCRATCH_LIMIT = 4096
+"""Kinds of call whose scratch is remembered."""
 
 _scratch: dict[tuple[Any, ...], int] = {}
 
 
 def scratch_of(name: str, metas: Tensors, options: Mapping[str, Any], device: ComputeDevice) -> int:
     """Return the bytes that a call allocates besides its result, predicted from shapes; 0 if that is not known."""
-    if name not in WITH_SCRATCH:
+    if not METHODS[name].scratch:
         return 0
     shapes = tuple((tuple(x.shape), x.dtype) for x in metas)
     key = (name, shapes, str(sorted(options.items())), device.backend, device.index)
@@ -619,10 +620,6 @@ def scratch_of(name: str, metas: Tensors, options: Mapping[str, Any], device: Co
             size = 0
         _scratch[key] = size if size > _SMALL_SCRATCH_BYTES else 0
     return _scratch[key]
-
-
-_SCRATCH_LIMIT = 4096
-"""Kinds of call whose scratch is remembered."""
 
 
 def _predict_scratch(name: str, metas: Tensors, options: Mapping[str, Any], device: ComputeDevice) -> int:

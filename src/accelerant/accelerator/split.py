@@ -35,10 +35,6 @@ from accelerant.accelerator.methods import (
 from accelerant.algebra.field import prime_field
 from accelerant.zk.elliptic_curve import curve as curve_named
 
-_PER_S: dict[str, float] = {"attention": 3e14, "conv2d": 2e13, "linear_gelu": 3e13, "ntt": 4e11, "msm": 6e10}
-_PER_S_ELSEWHERE = 3e12
-"""Operations a second, as Method.flops counts them, of an H200: products of an NTT, additions of points."""
-
 _PEER_BYTES_PER_S, _HOST_BYTES_PER_S = 2e11, 2.5e10
 """Speeds of a GPU's links to another one and to the host's pageable memory."""
 
@@ -117,8 +113,8 @@ def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *,
 
 def work_s(name: str, tensors: Tensors, options: Mapping[str, Any]) -> float:
     """Return the seconds that a call's work takes on one GPU, roughly."""
-    flops = METHODS[name].flops(tensors, tensors[0], **options)
-    return max(flops / _PER_S.get(name, _PER_S_ELSEWHERE), sum(x.nbytes for x in tensors) / 4e12)
+    spec = METHODS[name]
+    return max(spec.flops(tensors, tensors[0], **options) / spec.per_s, sum(x.nbytes for x in tensors) / 4e12)
 
 
 def devices_worth_using(seconds: float, size_bytes: int, rows: int, most: int, *, on_host: bool) -> int:
