@@ -18,7 +18,7 @@ from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source as field_source
-from accelerant.algebra.msm import device_plan as device_kernels
+from accelerant.algebra.msm import device_plan as msm
 from accelerant.algebra.ntt.program import powers_source
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import ConfigError
@@ -32,17 +32,17 @@ CURVE = curve_of("bn254_g1")
 SOURCES = {
     "self_test": self_test_source,
     "keystream": keystream_source,
-    "msm_sort": device_kernels.sort_source,
+    "msm_sort": msm.sort_source,
     "ntt_powers": functools.partial(powers_source, field_of("bn254_fr")),
     "rns_forward": functools.partial(rns_source, "forward"),
     "field_mul": functools.partial(field_source, field_of("bn254_fr"), "field_mul"),
     "bigint": functools.partial(bigint_source, 64, 1),
     "curve_add": functools.partial(curve_source, CURVE, "curve_add"),
     "curve_mul": functools.partial(curve_source, CURVE, "curve_mul"),
-    "msm_accumulate": functools.partial(device_kernels.accumulate_source, CURVE),
-    "msm_affine": functools.partial(device_kernels.affine_source, CURVE),
-    "msm_fold": functools.partial(device_kernels.fold_source, CURVE),
-    "msm_multiples": functools.partial(device_kernels.multiples_source, CURVE),
+    "msm_accumulate": functools.partial(msm.accumulate_source, CURVE),
+    "msm_affine": functools.partial(msm.affine_source, CURVE),
+    "msm_fold": functools.partial(msm.fold_source, CURVE),
+    "msm_multiples": functools.partial(msm.multiples_source, CURVE),
 }
 QUICK = ("self_test", "keystream", "msm_sort")
 WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}

@@ -11,7 +11,7 @@ from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source as field_source
-from accelerant.algebra.msm import device_plan as device_kernels
+from accelerant.algebra.msm import device_plan as msm
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import CompileError
 from accelerant.privacy.random.stream import keystream_source
@@ -26,14 +26,14 @@ TARGET = "gfx90a"
 CURVE = curve_of("bn254_g1")
 SOURCES = {
     "keystream": keystream_source,
-    "msm_sort": device_kernels.sort_source,
+    "msm_sort": msm.sort_source,
     "rns_forward": lambda: rns_source("forward"),
     "field_mul": lambda: field_source(field_of("bn254_fr"), "field_mul"),
     "bigint": lambda: bigint_source(64, 1),
     "curve_add": lambda: curve_source(CURVE, "curve_add"),
-    "msm_accumulate": lambda: device_kernels.accumulate_source(CURVE),
-    "msm_affine": lambda: device_kernels.affine_source(CURVE),
-    "msm_fold": lambda: device_kernels.fold_source(CURVE),
+    "msm_accumulate": lambda: msm.accumulate_source(CURVE),
+    "msm_affine": lambda: msm.affine_source(CURVE),
+    "msm_fold": lambda: msm.fold_source(CURVE),
 }
 DIVIDE = "ACL_KERNEL ACL_BLOCK(128) void divide(ACL_GLOBAL float *x) {\n    x[acl_global_id()] /= VALUE;\n}\n"
 

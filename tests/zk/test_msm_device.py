@@ -25,8 +25,7 @@ from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.msm import device
-from accelerant.algebra.msm import device_plan as device_kernels
-from accelerant.algebra.msm import device_plan as device_plan_module
+from accelerant.algebra.msm import device_plan as device_plans
 from accelerant.algebra.msm.device import DeviceBases, _Runner, start_msm
 from accelerant.algebra.msm.device_plan import (
     INVERT_BLOCK,
@@ -220,10 +219,10 @@ def sort(request, monkeypatch):
 
     with monkeypatch.context() as patched:
         if request.param != "counters":
-            patched.setattr(device_plan_module, "_BINNED_ENTRIES", 1)
+            patched.setattr(device_plans, "_BINNED_ENTRIES", 1)
         if request.param == "small bins":
             for name, value in {"SORT_BLOCK": 16, "PIECE": 16, "MAX_WINDOW_BINS": 16, "TILE": 64}.items():
-                patched.setattr(device_kernels, name, value)
+                patched.setattr(device_plans, name, value)
         forget()
         yield
     forget()
@@ -548,8 +547,8 @@ def test_bins_are_for_devices_with_the_local_memory_of_their_blocks(stand_in, he
 
 def test_rounds_fit_their_memory(monkeypatch):
     """By the table where buckets have points enough and the memory room, else none: never smaller chunks for them."""
-    monkeypatch.setattr(device_plan_module, "ROUNDS", {8: ((1 << 25, 2), (1 << 20, 1)), 12: ((1 << 20, 1),)})
-    device_plan_module._best_plan.cache_clear()
+    monkeypatch.setattr(device_plans, "ROUNDS", {8: ((1 << 25, 2), (1 << 20, 1)), 12: ((1 << 20, 1),)})
+    device_plans._best_plan.cache_clear()
     curve = curve_of("bn254_g1")
     try:
         plans = {k: device_plan(curve, 1 << k, 1 << 40) for k in (10, 18, 20, 22)}
@@ -563,7 +562,7 @@ def test_rounds_fit_their_memory(monkeypatch):
         assert (without.rounds, without.points) == (0, 1 << 22)
         assert without.size_bytes(curve) < plans[22].size_bytes(curve) / 2
     finally:
-        device_plan_module._best_plan.cache_clear()
+        device_plans._best_plan.cache_clear()
 
 
 @pytest.mark.parametrize(

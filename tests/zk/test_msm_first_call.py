@@ -23,7 +23,7 @@ from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.program import CudaProgram, montgomery_radix
 from accelerant.algebra.field.program import entries as field_entries
 from accelerant.algebra.field.program import kernel_source as field_source
-from accelerant.algebra.msm import device as window_reduction
+from accelerant.algebra.msm import device
 from accelerant.algebra.msm.device import canonical, reduce_by_kernel, reduce_by_python, reduce_windows
 from accelerant.algebra.msm.device_plan import accumulate_source, affine_source, fold_source, multiples_source
 
@@ -116,7 +116,7 @@ def test_a_first_sum_writes_no_text_and_loads_no_llvm():
 @pytest.mark.slow
 def test_a_process_of_many_sums_takes_the_kernel():
     """The counterpart: the stand-in sees LLVM where it is loaded."""
-    found = first_sums(window_reduction._PYTHON_SUMS + 1)
+    found = first_sums(device._PYTHON_SUMS + 1)
     assert "llvmlite" in found["heavy"]
     assert "torch" not in found["heavy"]
     assert found["zero"]
@@ -219,8 +219,8 @@ def test_the_kernel_comes_after_a_few_sums(windows, monkeypatch):
     """But for one window, where Python has next to nothing to do."""
     calls = []
     for name in ("reduce_by_python", "reduce_by_kernel"):
-        monkeypatch.setattr(window_reduction, name, lambda *args, name=name: calls.append(name))
-    monkeypatch.setattr(window_reduction, "_sums_so_far", functools.cache(lambda curve: itertools.count()))
+        monkeypatch.setattr(device, name, lambda *args, name=name: calls.append(name))
+    monkeypatch.setattr(device, "_sums_so_far", functools.cache(lambda curve: itertools.count()))
     for _ in range(6):
         reduce_windows(curve_of("bn254_g1"), 4, np.zeros((1, windows, 12), np.uint64))
     assert calls == (["reduce_by_python"] * 6 if windows == 1 else ["reduce_by_python"] * 4 + ["reduce_by_kernel"] * 2)

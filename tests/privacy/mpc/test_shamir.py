@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import accelerant
-from accelerant.algebra.curve import curve_of
-from accelerant.algebra.curve import weierstrass as reference
+from accelerant.algebra.curve import curve_of, weierstrass
 from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.field import prime_field
 from accelerant.errors import (
@@ -381,14 +380,14 @@ def test_commitments_are_pedersens(name):
     points = decode_points(curve, shares[0].commitments.numpy().reshape(-1, *curve.shape))
     h, p = pedersen.second_generator(name), field.modulus
     assert curve.is_on_curve(h)
-    assert reference.in_subgroup(curve, h)
+    assert weierstrass.in_subgroup(curve, h)
     values = np.array([field.decode(share.words) for share in shares[:2]], object)  # of f and f' at 1 and 2
     slope = values[1] - values[0]
     for k, coefficients in enumerate(((values[0] - slope) % p, slope % p)):
         for i in range(2):
             pairs = zip(coefficients[:, i], (curve.generator, h), strict=True)
-            terms = [reference.multiply(curve, int(scalar), point) for scalar, point in pairs]
-            assert points[2 * k + i] == reference.add(curve, *terms)
+            terms = [weierstrass.multiply(curve, int(scalar), point) for scalar, point in pairs]
+            assert points[2 * k + i] == weierstrass.add(curve, *terms)
     assert all(share.verify(shares[1].commitments) for share in shares)
     assert torch.equal(shamir.combine(shares[1:]), secret)
 
@@ -400,7 +399,7 @@ def test_commitments_hide_a_secret_of_few_bits(monkeypatch):
     splits = [shamir.split(7, 2, 2, verifiable=True, curve="bn254_g1") for _ in "ab"]
     points = [decode_points(curve, s[0].commitments.numpy().reshape(-1, *curve.shape)) for s in splits]
     assert len({*points[0], *points[1]}) == 4
-    assert reference.multiply(curve, 7, curve.generator) not in (points[0][0], points[1][0])
+    assert weierstrass.multiply(curve, 7, curve.generator) not in (points[0][0], points[1][0])
     blindings = [prime_field("bn254_fr").decode(shamir.opened(shares)[0])[1] for shares in splits]
     assert len({*blindings}) == 2
     assert min(blindings) > 2**190
@@ -421,7 +420,7 @@ def test_nobody_knows_the_logarithm_of_h(name):
         y = pow(square, (q + 1) // 4, q)
         if y * y % q == square:
             break
-    assert pedersen.second_generator(name) == reference.multiply(curve, curve.cofactor, (x, min(y, q - y)))
+    assert pedersen.second_generator(name) == weierstrass.multiply(curve, curve.cofactor, (x, min(y, q - y)))
 
 
 def test_a_changed_verifiable_share_is_named():

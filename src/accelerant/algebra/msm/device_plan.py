@@ -26,7 +26,6 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.program import defined, read_files
-from accelerant.algebra.msm import device_plan as kernels
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource, LazyDialects
 from accelerant.runtime.recorded_launch import compiled, on_forget
@@ -140,7 +139,7 @@ class DevicePlan:
     def bin_bits(self) -> int:
         """log2 of the keys of a bin of bins.c: about as many as a set has bins, so that both halves write long runs."""
         bits = (self.buckets - 1).bit_length()
-        return min(kernels.MAX_BIN_BITS, max(bits - kernels.MAX_WINDOW_BINS.bit_length() + 1, (bits + 1) // 2))
+        return min(MAX_BIN_BITS, max(bits - MAX_WINDOW_BINS.bit_length() + 1, (bits + 1) // 2))
 
     @property
     def bins(self) -> int:
@@ -150,12 +149,12 @@ class DevicePlan:
     @property
     def pieces(self) -> int:
         """Upper bound on the pieces of bins."""
-        return self.bins + self.entries // kernels.PIECE
+        return self.bins + self.entries // PIECE
 
     @property
     def counters(self) -> int:
         """Numbers of counts: those of keys and segments, and of bins."""
-        return self.keys + kernels.COUNTERS + (self.bins + 1 if self.binned else 0)
+        return self.keys + COUNTERS + (self.bins + 1 if self.binned else 0)
 
     @property
     def units(self) -> int:
@@ -175,7 +174,7 @@ class DevicePlan:
     @property
     def affine_threads(self) -> int:
         """Threads of affine.c; 0 without rounds."""
-        return -(-self.units // (self.affine_units * kernels.AFFINE_BLOCK)) * kernels.AFFINE_BLOCK if self.rounds else 0
+        return -(-self.units // (self.affine_units * AFFINE_BLOCK)) * AFFINE_BLOCK if self.rounds else 0
 
     @property
     def affine_pairs(self) -> tuple[int, int]:
@@ -201,7 +200,7 @@ class DevicePlan:
     @property
     def tiles(self) -> int:
         """Tiles of keys."""
-        return -(-self.keys // kernels.TILE)
+        return -(-self.keys // TILE)
 
     def blocks(self, threads: int) -> int:
         """Return the blocks per set of msm_reduce's first launch."""
@@ -253,8 +252,8 @@ def device_plan(
     """
     if window is not None and not 2 <= window <= _MAX_WINDOW:
         raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")
-    if segment is not None and not 1 <= segment <= kernels.MAX_SEGMENT_UNITS:
-        raise ConfigError(f"segment must be 1 to {kernels.MAX_SEGMENT_UNITS} units, got {segment}")
+    if segment is not None and not 1 <= segment <= MAX_SEGMENT_UNITS:
+        raise ConfigError(f"segment must be 1 to {MAX_SEGMENT_UNITS} units, got {segment}")
     max_rounds = _MAX_ROUNDS if curve.coordinates.degree == 1 else 0
     if rounds is not None and not 0 <= rounds <= max_rounds:
         raise ConfigError(f"rounds must be 0 to {max_rounds} on {curve.name}, got {rounds}")
@@ -289,7 +288,7 @@ def _best_plan(
     bits = order_bits + 1  # signed digits may carry beyond the highest bit
 
     def candidate(c: int) -> DevicePlan:
-        plan = DevicePlan(n, c, -(-bits // c), shared, segment or kernels.MAX_SEGMENT_UNITS)
+        plan = DevicePlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
         if rounds is None:
             best = next((best for entries, best in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
             best = min(best, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
@@ -302,7 +301,7 @@ def _best_plan(
         limit = plan.units // _THREADS
         if plan.keys >= _FEW_BUCKETS:
             limit = min(4 * plan.units // plan.keys, limit // 4)
-        return replace(plan, segment=min(kernels.MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
+        return replace(plan, segment=min(MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
 
     def products(plan: DevicePlan) -> float:
         highest = bits - (plan.windows - 1) * plan.window  # bits of the last digit
@@ -344,7 +343,7 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
     """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results"."""
     coordinate = coordinate_words(curve_of(curve))
     width = 4 * coordinate
-    block_sums = (plan.sets * plan.blocks(kernels.reduce_block(curve_of(curve))), width)
+    block_sums = (plan.sets * plan.blocks(reduce_block(curve_of(curve))), width)
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "sorted": ((plan.padded_entries,), _U32),  # with bins, before that the digits
         "counts": ((plan.counters,), _U32),
@@ -388,18 +387,18 @@ def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[Prepared
 
 def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:
     """Yield the launches of sort.c and bins.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
-    n, of_sort, of_bins = chunk.size, kernels.sort_source(), kernels.bins_source()
-    scalar_blocks, blocks = -(-n // kernels.SORT_BLOCK), -(-n // (kernels.SORT_BLOCK * kernels.ENTRIES_PER_THREAD))
+    n, of_sort, of_bins = chunk.size, sort_source(), bins_source()
+    scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * ENTRIES_PER_THREAD))
     spread, stride = (0, chunk.n) if p.shared else (p.buckets, 0)
     digits = "sorted" if p.binned else "digits"
     counted, by_bin = (digits, "ranks", "counts"), ("binned", "pieces", "counts", "before")
-    bins = (p.keys + kernels.COUNTERS, p.bins)  # where they are in counts, and their number
-    per_window, bin_blocks = (bins[0], n, p.windows, spread), p.windows * -(-n // kernels.PIECE)
+    bins = (p.keys + COUNTERS, p.bins)  # where they are in counts, and their number
+    per_window, bin_blocks = (bins[0], n, p.windows, spread), p.windows * -(-n // PIECE)
 
     def run(source: KernelSource, entry: str, grid: int, arrays: tuple[str, ...], *numbers: int) -> MsmLaunch:
-        return MsmLaunch(source, entry, grid, kernels.SORT_BLOCK, arrays, numbers)
+        return MsmLaunch(source, entry, grid, SORT_BLOCK, arrays, numbers)
 
-    sizes = (chunk.scalars, n, p.window, p.windows, p.counters, scalar_blocks * kernels.SORT_BLOCK)
+    sizes = (chunk.scalars, n, p.window, p.windows, p.counters, scalar_blocks * SORT_BLOCK)
     yield run(of_sort, "msm_digits", scalar_blocks, ("scalars", digits, "counts"), *sizes)
     if p.binned:
         yield run(of_bins, "msm_count", bin_blocks, (digits, "counts"), *per_window, p.bin_bits)
@@ -421,19 +420,19 @@ def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[Ms
 
 def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
     """Yield the rounds of affine.c; `first` is the row of "points" from which entries count."""
-    source = kernels.affine_source(curve, p.inlined, p.resident)
-    threads, blocks = p.affine_threads, p.affine_threads // kernels.AFFINE_BLOCK
+    source = affine_source(curve, p.inlined, p.resident)
+    threads, blocks = p.affine_threads, p.affine_threads // AFFINE_BLOCK
     sizes = (p.keys, first, threads, p.affine_units)
     begin = ("points", "sorted", "counts", "before0", "totals")
-    yield MsmLaunch(source, "msm_affine_begin", blocks, kernels.AFFINE_BLOCK, begin, (*sizes, p.rounds))
-    per_thread = min(kernels.INVERSIONS_PER_THREAD, -(-threads // _INVERT_THREADS))
+    yield MsmLaunch(source, "msm_affine_begin", blocks, AFFINE_BLOCK, begin, (*sizes, p.rounds))
+    per_thread = min(INVERSIONS_PER_THREAD, -(-threads // _INVERT_THREADS))
     rows = "points"
     for k in range(p.rounds):
-        grid = -(-threads // (kernels.INVERT_BLOCK * per_thread))
-        yield MsmLaunch(source, "msm_affine_invert", grid, kernels.INVERT_BLOCK, ("totals",), (threads, per_thread))
+        grid = -(-threads // (INVERT_BLOCK * per_thread))
+        yield MsmLaunch(source, "msm_affine_invert", grid, INVERT_BLOCK, ("totals",), (threads, per_thread))
         after = f"before{1 - k % 2}" if k + 1 < p.rounds else f"before{k % 2}"  # the last round writes none
         arrays = (rows, "sorted", "counts", f"before{k % 2}", "totals", f"rows{k % 2}", after)
-        yield MsmLaunch(source, "msm_affine_round", blocks, kernels.AFFINE_BLOCK, arrays, (*sizes, k, p.rounds))
+        yield MsmLaunch(source, "msm_affine_round", blocks, AFFINE_BLOCK, arrays, (*sizes, k, p.rounds))
         rows = f"rows{k % 2}"
 
 
@@ -443,11 +442,11 @@ def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmL
     if p.rounds:
         yield from _affine_launches(curve, p, first)
         rows, first = f"rows{(p.rounds - 1) % 2}", 0
-    source = kernels.accumulate_source(curve, p.inlined, p.resident, p.rounds > 0)
-    grid = -(-p.segments // kernels.ACCUMULATE_BLOCK)
+    source = accumulate_source(curve, p.inlined, p.resident, p.rounds > 0)
+    grid = -(-p.segments // ACCUMULATE_BLOCK)
     lists = (rows, "sorted", "segments", "counts", "sums")
-    yield MsmLaunch(source, "msm_accumulate", grid, kernels.ACCUMULATE_BLOCK, lists, (p.keys, first))
-    source, threads = kernels.fold_source(curve, p.fold_inlined), kernels.reduce_block(curve)
+    yield MsmLaunch(source, "msm_accumulate", grid, ACCUMULATE_BLOCK, lists, (p.keys, first))
+    source, threads = fold_source(curve, p.fold_inlined), reduce_block(curve)
     groups, blocks = min(_COMBINE_BLOCKS, p.heavy), p.blocks(threads)
     if groups:
         for again in (0, 1):

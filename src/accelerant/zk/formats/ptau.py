@@ -29,7 +29,6 @@ import numpy as np
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats import container as elements
 from accelerant.zk.formats.container import (
     U64,
     FilePath,
@@ -37,7 +36,14 @@ from accelerant.zk.formats.container import (
     Layout,
     MappedFile,
     Payload,
+    check_points,
+    contribution_payloads,
+    montgomery_points,
     point_words,
+    prime_bytes,
+    read_family,
+    read_label,
+    read_points,
     words_of,
     write_container,
 )
@@ -102,7 +108,7 @@ class Ptau(MappedFile):
 
     def _read(self) -> None:
         cursor = self.cursor(_HEADER)
-        self._family = elements.read_family(cursor, "q")
+        self._family = read_family(cursor, "q")
         self.family = self._family.name
         at = cursor.at
         self.power, self.ceremony_power = cursor.number("power"), cursor.number("ceremonyPower")
@@ -121,10 +127,10 @@ class Ptau(MappedFile):
         cursor = self.cursor(_CONTRIBUTIONS)
         contributions = []
         for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
-            points = elements.read_points(cursor, self._family, CONTRIBUTION_POINTS, "a contribution's ")
+            points = read_points(cursor, self._family, CONTRIBUTION_POINTS, "a contribution's ")
             state = cursor.take(_STATE_BYTES, "a contribution's hash")
             challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
-            contributions.append(PtauContribution(elements.read_label(cursor), points, state, challenge))
+            contributions.append(PtauContribution(read_label(cursor), points, state, challenge))
         cursor.end()
         self.contributions = tuple(contributions)
 
@@ -191,10 +197,10 @@ class Ptau(MappedFile):
             return self._family.g2 if words.shape[-1] == point_words(self._family, 2) else self._family.g1
 
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
-            elements.check_points(self, number, curve_of(words), words, subgroup=subgroup)
+            check_points(self, number, curve_of(words), words, subgroup=subgroup)
         for number, words in ((_TAU_G1, self.powers("tau_g1")), (_TAU_G2, self.powers("tau_g2"))):
             curve = curve_of(words)
-            generator = elements.montgomery_points(curve, encode_points(curve, [curve.generator]))
+            generator = montgomery_points(curve, encode_points(curve, [curve.generator]))
             if not np.array_equal(words[:1], generator):
                 raise self.error(number, 0, f"the first power is not the generator of {curve.name}")
         if not self.contributions:
@@ -260,7 +266,7 @@ def write_ptau(
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
     points = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
     sections: dict[int, list[Payload]] = {
-        _HEADER: [elements.prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
+        _HEADER: [prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
         **{
             number: [words_of(points[name], point_words(pairing, degree), _count(name, power), name)]
             for name, (number, degree) in _POWERS.items()
@@ -276,7 +282,7 @@ def write_ptau(
             "partial_hash": (contribution.partial_hash, _STATE_BYTES),
             "next_challenge": (contribution.next_challenge, _CHALLENGE_BYTES),
         }
-        sections[_CONTRIBUTIONS] += elements.contribution_payloads(
+        sections[_CONTRIBUTIONS] += contribution_payloads(
             pairing, CONTRIBUTION_POINTS, contribution.points, hashes, contribution.label
         )
     for name, words in (lagrange or {}).items():

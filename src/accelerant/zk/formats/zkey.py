@@ -31,7 +31,6 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats import container as elements
 from accelerant.zk.formats.container import (
     U64,
     FilePath,
@@ -39,8 +38,15 @@ from accelerant.zk.formats.container import (
     Layout,
     MappedFile,
     Payload,
+    check_below,
     check_points,
+    check_size,
+    contribution_payloads,
     point_words,
+    prime_bytes,
+    read_family,
+    read_label,
+    read_points,
     words_of,
     write_container,
 )
@@ -127,23 +133,23 @@ class Zkey(MappedFile):
         self.n_coefficients = self.cursor(_COEFFICIENTS).number("the number of coefficients")
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
         self.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
-        elements.check_below(self, _IC, self._family.fq, self.ic)
+        check_below(self, _IC, self._family.fq, self.ic)
         self.circuit_hash, contributions = b"", list[Contribution]()
         if _CONTRIBUTIONS in self.sections:
             cursor = self.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
             for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
-                points = elements.read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
+                points = read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
                 transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-                contributions.append(Contribution(elements.read_label(cursor), **points, transcript=transcript))
+                contributions.append(Contribution(read_label(cursor), **points, transcript=transcript))
             cursor.end()
         self.contributions = tuple(contributions)
 
     def _read_header(self) -> None:
         cursor = self.cursor(_HEADER)
-        family = elements.read_family(cursor, "q")
+        family = read_family(cursor, "q")
         at = cursor.at
-        if elements.read_family(cursor, "r") is not family:
+        if read_family(cursor, "r") is not family:
             raise cursor.error(f"r is not the group order of {family.name}, the curve of q", at)
         at = cursor.at
         self.family, self._family = family.name, family
@@ -154,7 +160,7 @@ class Zkey(MappedFile):
         if size & (size - 1) or not self.n_public < size <= 1 << most:
             bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
             raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
-        points = elements.read_points(cursor, family, _HEADER_POINTS)
+        points = read_points(cursor, family, _HEADER_POINTS)
         self.alpha1, self.beta1, self.beta2, self.gamma2, self.delta1, self.delta2 = points.values()
         cursor.end()
 
@@ -345,7 +351,7 @@ def write_zkey(
     sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
         _HEADER: [
-            elements.prime_bytes(pairing, "q") + elements.prime_bytes(pairing, "r"),
+            prime_bytes(pairing, "q") + prime_bytes(pairing, "r"),
             struct.pack("<III", n_vars, n_public, domain_size),
             *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS.items()),
         ],
@@ -357,14 +363,14 @@ def write_zkey(
         _C: [words_of(c, g1, n_vars - n_public - 1, "c")],
         _H: [words_of(h, g1, domain_size, "h")],
         _CONTRIBUTIONS: [
-            elements.check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
+            check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
             _COUNT.pack(len(contributions)),
         ],
     }
     for contribution in contributions:
         given = {name: getattr(contribution, name) for name in _CONTRIBUTION_POINTS}
         hashes = {"transcript": (contribution.transcript, _HASH_BYTES)}
-        sections[_CONTRIBUTIONS] += elements.contribution_payloads(
+        sections[_CONTRIBUTIONS] += contribution_payloads(
             pairing, _CONTRIBUTION_POINTS, given, hashes, contribution.label
         )
     write_container(path, _LAYOUT, sections)
