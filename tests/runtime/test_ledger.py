@@ -19,8 +19,8 @@ from accelerant.runtime.ledger import (
     FallbackRecord,
     Ledger,
     OpRecord,
-    label_text,
     merged,
+    metric_family,
     prometheus_text,
     quantile,
     sections,
@@ -227,8 +227,8 @@ def test_a_reason_is_no_label_of_a_counter(book, op):
 
 @pytest.mark.parametrize("text", ['a"b', "a\\", 'a\\"b', "a\nb", 'a\\nb", op="c'])
 def test_labels_are_escaped_as_prometheus_reads_them(text):
-    written = label_text({"op": text, "ran": "b"}, ("op", "wanted", "ran"))
-    found = re.fullmatch(r'op="((?:[^"\\\n]|\\[\\"n])*)",ran="b"', written)
+    *_, written = metric_family("calls", "counter", "", [({"op": text, "ran": "b"}, 1)])
+    found = re.fullmatch(r'calls\{op="((?:[^"\\\n]|\\[\\"n])*)",ran="b"\} 1', written)
     assert found
     assert re.sub(r"\\(.)", lambda part: {"n": "\n"}.get(part[1], part[1]), found[1]) == text
 

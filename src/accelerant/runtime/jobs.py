@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.host import fork_safe, python_child, set_usable_cores, usable_cores
@@ -101,7 +101,7 @@ def run_jobs(
         return
     packed = _dumps(prepare, "the function")
     share = _Share(backend, devices, workers, whole_host, threads, len(items))
-    pool: _Pool = _RayPool(packed, share, address) if engine == "ray" else _LocalPool(packed, share)
+    pool: _RayPool | _LocalPool = _RayPool(packed, share, address) if engine == "ray" else _LocalPool(packed, share)
     with contextlib.closing(pool):
         yield from _Schedule(pool, items).outcomes()
 
@@ -254,29 +254,10 @@ def _read(stream: BinaryIO) -> bytes:
 # --- the schedule ----------------------------------------------------------------------------------------------------
 
 
-class _Pool(Protocol):
-    """The workers of an engine, by number."""
-
-    count: int
-    share: _Share
-
-    def start(self, worker: int) -> None:
-        """Start a worker, which replies when it is ready."""
-
-    def send(self, worker: int, index: int, item: bytes) -> None:
-        """Let a worker work on an item."""
-
-    def wait(self) -> list[tuple[int, _Reply | str]]:
-        """Wait for replies; a text is the reason why a worker has died."""
-
-    def close(self) -> None:
-        """End all workers."""
-
-
 class _Schedule:
     """The items that wait, and those that each worker has."""
 
-    def __init__(self, pool: _Pool, items: Sequence[Any]) -> None:
+    def __init__(self, pool: _RayPool | _LocalPool, items: Sequence[Any]) -> None:
         self._pool, self._items, self._threads = pool, items, pool.share.concurrency
         self._waiting = deque(range(len(items)))
         self._lost: Counter[int] = Counter()
@@ -353,7 +334,7 @@ class _Schedule:
 
 
 class _LocalPool:
-    """Child processes of this one; a thread for each reads its replies."""
+    """Child processes of this one, by number; a thread for each reads its replies."""
 
     def __init__(self, prepare: bytes, share: _Share) -> None:
         cores = usable_cores()
@@ -391,6 +372,7 @@ class _LocalPool:
         self._replies.put((worker, f"process {child.pid} ended with status {code}"))
 
     def wait(self) -> list[tuple[int, _Reply | str]]:
+        """Wait for replies of workers; a text is the reason why one has died."""
         return [self._replies.get()]
 
     def close(self) -> None:

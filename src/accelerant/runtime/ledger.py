@@ -447,10 +447,8 @@ def prometheus_text(exported: Mapping[str, Any]) -> str:
         name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object],
         labels: tuple[str, ...] = _LABELS,
     ) -> None:  # fmt: skip
-        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
-        for row in rows:
-            if (amount := value(row)) is not None:
-                lines.append(f"{name}{{{label_text(row, labels)}}} {amount}")
+        shown = [({label: row[label] for label in labels if label in row}, value(row)) for row in rows]
+        lines.extend(metric_family(name, kind, text, shown))
 
     def median_s(row: dict[str, Any]) -> float | None:
         return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
@@ -463,9 +461,10 @@ def prometheus_text(exported: Mapping[str, Any]) -> str:
     family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, median_s)
     with_reason = (*_LABELS, "reason")
     family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
-    series: dict[str, dict[str, Any]] = {}
+    series: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in fallbacks:  # one series for all reasons
-        total = series.setdefault(label_text(row, _LABELS), {**row, "count": 0})
+        key = tuple(row.get(name) for name in _LABELS)
+        total = series.setdefault(key, {**row, "count": 0})
         total["count"] += row["count"]
     totals = list(series.values())
     family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", totals, lambda row: row["count"])
@@ -584,13 +583,17 @@ _LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran",
 """Labels that identify a series, as far as a row has them."""
 
 
-def label_text(row: dict[str, Any], labels: tuple[str, ...]) -> str:
-    """Return the labels of a row as Prometheus writes them, without their braces."""
+def metric_family(name: str, kind: str, text: str, rows: Iterable[tuple[Mapping[str, object], object]]) -> list[str]:
+    """Return the lines of a metric in Prometheus' text format; a row has labels and a value, None for none."""
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    return lines + [f"{name}{{{_label_text(labels)}}} {value}" for labels, value in rows if value is not None]
 
+
+def _label_text(labels: Mapping[str, object]) -> str:
     def escaped(value: object) -> str:
         return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
-    return ",".join(f'{name}="{escaped(row[name])}"' for name in labels if name in row)
+    return ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
 
 
 observers: list[Callable[[Decision], None]] = []

@@ -123,13 +123,13 @@ class _Array:
     pointer: int
     size_bytes: int
     owner: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    packed: bool
     device: str = ""
     result: Any = None
     stream: int | None = None
     buffer: Buffer | None = None
-    shape: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-    packed: bool = True
 
     def data_ptr(self) -> int:
         return self.pointer
@@ -403,27 +403,17 @@ class UserKernel:
                 native = arg.dtype.isnative and arg.flags.aligned
                 dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
                 self._check_dtype(position, "object" if arg.dtype.hasobject else dtype)
-            packed = self._check_layout(position, arg.flags.c_contiguous, arg.shape)
-            steps = tuple(step // arg.itemsize for step in arg.strides)
-            return _Array(
-                arg.ctypes.data,
-                _span(arg.shape, steps, arg.itemsize),
-                arg,
-                shape=arg.shape,
-                strides=steps,
-                packed=packed,
-            )
         library = type(arg).__module__.partition(".")[0]
         if library == "cupy":
             self._check_dtype(position, arg.dtype.name)
+        if library == "cupy" or isinstance(arg, np.ndarray):
             packed = self._check_layout(position, arg.flags.c_contiguous, arg.shape)
             steps = tuple(step // arg.itemsize for step in arg.strides)
-            size_bytes = _span(arg.shape, steps, arg.itemsize)
+            layout = _span(arg.shape, steps, arg.itemsize), arg, arg.shape, steps, packed
+            if library != "cupy":
+                return _Array(arg.ctypes.data, *layout)
             stream = sys.modules["cupy"].cuda.get_current_stream().ptr
-            return _Array(
-                arg.data.ptr, size_bytes, arg, f"cuda:{arg.device.id}", stream=stream, shape=arg.shape, strides=steps,
-                packed=packed,
-            )  # fmt: skip
+            return _Array(arg.data.ptr, *layout, f"cuda:{arg.device.id}", stream=stream)
         tensor = arg
         if torch is None or not isinstance(arg, torch.Tensor):
             if not hasattr(arg, "__dlpack__"):
@@ -445,21 +435,14 @@ class UserKernel:
             raise self._refused(position, "a negated view, whose memory has other numbers; pass x.resolve_neg()")
         if library in _IMMUTABLE and written:
             tensor = tensor.clone()
+        shape, steps, result = tuple(tensor.shape), tensor.stride(), tensor if written else None
         if isinstance(getattr(tensor, "buffer", None), Buffer):
             if tensor.storage_offset():
                 raise self._refused(position, "a view that begins within another tensor; pass a copy: x.clone()")
-            owner, result = (arg, tensor), tensor if written else None
-            shape, steps = tuple(tensor.shape), tensor.stride()
-            return _Array(
-                0, tensor.nbytes, owner, tensor.place.label, result, buffer=tensor.buffer, shape=shape, strides=steps,
-                packed=packed,
-            )  # fmt: skip
-        label = "" if tensor.is_cpu else _label_of(tensor.device)
-        shape, steps = tuple(tensor.shape), tensor.stride()
-        size_bytes, result = _span(shape, steps, tensor.itemsize), tensor if written else None
-        return _Array(
-            tensor.data_ptr(), size_bytes, (arg, tensor), label, result, shape=shape, strides=steps, packed=packed
-        )
+            layout = tensor.nbytes, (arg, tensor), shape, steps, packed
+            return _Array(0, *layout, tensor.place.label, result, buffer=tensor.buffer)
+        layout = _span(shape, steps, tensor.itemsize), (arg, tensor), shape, steps, packed
+        return _Array(tensor.data_ptr(), *layout, "" if tensor.is_cpu else _label_of(tensor.device), result)
 
     def _refused(self, position: int, reason: str) -> LaunchError:
         return LaunchError(f"{self._where(position)}: {reason}")

@@ -137,7 +137,6 @@ def watch_devices(
 
     watched = list(devices) if devices is not None else [device for device in all_devices() if device.available]
     latest: dict[str, Sample] = {}
-    stop = threading.Event()
 
     def read() -> None:
         for device in watched:
@@ -148,17 +147,28 @@ def watch_devices(
             if samples is not None:
                 samples(now)
 
-    def run() -> None:
-        while not stop.wait(interval_s):
-            read()
-
-    thread = threading.Thread(target=run, name="accelerant-events", daemon=True)
     read()
     with subscribe(listener or (lambda event: None)):
-        thread.start()
         try:
-            yield
+            with every(interval_s, read, "accelerant-events"):
+                yield
         finally:
-            stop.set()
-            thread.join()
             read()
+
+
+@contextmanager
+def every(interval_s: float, call: Callable[[], object], name: str) -> Iterator[None]:
+    """Call a function at intervals during a block of code, in a thread of a name."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(interval_s):
+            call()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

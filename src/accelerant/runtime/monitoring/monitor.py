@@ -25,8 +25,8 @@ from accelerant.runtime import registry
 from accelerant.runtime.files import JsonRecord, plain
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.html_page import text_table
-from accelerant.runtime.ledger import OpRecord, label_text, ledger
-from accelerant.runtime.monitoring.events import event_counts
+from accelerant.runtime.ledger import OpRecord, ledger, metric_family
+from accelerant.runtime.monitoring.events import event_counts, every
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
     CpuReader,
@@ -164,9 +164,7 @@ def to_prometheus(devices: Iterable[ComputeDevice | Sample] | None = None) -> st
     lines: list[str] = []
 
     def family(name: str, kind: str, text: str, rows: Iterable[tuple[Mapping[str, object], object]]) -> None:
-        lines.extend((f"# HELP accelerant_device_{name} {text}", f"# TYPE accelerant_device_{name} {kind}"))
-        for labels, value in rows:
-            lines.append(f"accelerant_device_{name}{{{label_text(dict(labels), tuple(labels))}}} {value}")
+        lines.extend(metric_family(f"accelerant_device_{name}", kind, text, rows))
 
     def identity(item: Sample) -> dict[str, object]:
         return {"device": item.device, "name": item.name}
@@ -281,30 +279,14 @@ _MEASURED = ("energy_j", "power_w", "temperature_c")
 
 
 class _Sampler:
-    """Reads a device at the start, at intervals in a thread, and at the end."""
+    """The readings of a device: time.perf_counter() and the figures, with the reasons for absent ones."""
 
-    def __init__(self, reader: Reader, interval_s: float) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="accelerant-monitor", daemon=True)
-        self.readings: list[tuple[float, dict[str, float]]] = []  # time.perf_counter(), figures
+        self.readings: list[tuple[float, dict[str, float]]] = []
         self.reasons: dict[str, str] = {}
 
-    def start(self) -> None:
-        self._read()
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._read()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self._read()
-
-    def _read(self) -> None:
+    def read(self) -> None:
         figures, reasons = self._reader.read(_MEASURED)
         self.readings.append((time.perf_counter(), figures))
         self.reasons.update(reasons)
@@ -346,20 +328,23 @@ def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: b
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
     target = device if isinstance(device, ComputeDevice) else registry.find_device(device)
-    sampler = _Sampler(_new_reader(target), interval_s)
+    sampler = _Sampler(_new_reader(target))
     provider = registry.create(target.backend)
     measurement = Measurement(target.label)
     provider.synchronize(target.index)
     before = {id(record): record.calls for record in ledger().records()}
     with _kernels_of(measurement, target, kernels), _peak_of(measurement, target):
-        sampler.start()
-        began = time.perf_counter()
+        sampler.read()
         try:
-            yield measurement
-            provider.synchronize(target.index)
+            with every(interval_s, sampler.read, "accelerant-monitor"):
+                began = time.perf_counter()
+                try:
+                    yield measurement
+                    provider.synchronize(target.index)
+                finally:
+                    measurement.seconds = time.perf_counter() - began
         finally:
-            measurement.seconds = time.perf_counter() - began
-            sampler.stop()
+            sampler.read()
             _add_readings(measurement, sampler)
             _share(measurement, target, before)
 
