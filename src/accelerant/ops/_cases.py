@@ -61,13 +61,9 @@ class Fractions:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One call of an op, its tensors by shape.
+    """One call of an op: a name for the test, its tensor arguments in order, and options by keyword.
 
-    Attributes:
-        name: for the test's identifier.
-        arguments: the tensor arguments in order: a shape for one of normal numbers, Fractions, Indices, Stated, None
-            for an absent one.
-        options: keyword arguments.
+    An argument is a shape, for one of normal numbers, or Fractions, Indices, Stated, or None for an absent one.
     """
 
     name: str
@@ -100,14 +96,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """One specialization of a kernel, to compile for each target.
+    """One specialization of a kernel, to compile for each target, with the warps and stages that it is launched with.
 
-    Attributes:
-        kernel: what to compile.
-        types: argument -> Triton type; "*" for the pointers that are not named. Other arguments are "i32".
-        constants: constexpr arguments by name, absent tensors among them as None.
-        num_warps, num_stages: as launched.
-        multiple: what row lengths and distances are multiples of, see TritonKernel.
+    `types` has Triton types by argument, "*" for the pointers that are not named; other arguments are "i32".
+    `constants` are those by name, absent tensors among them as None; row lengths and distances are multiples of
+    `multiple`.
     """
 
     kernel: TritonKernel
@@ -153,15 +146,10 @@ def specialized(
 class Benchmark:
     """One row of the benchmark: a sample, its dtype, and what to reach on one H200.
 
-    Attributes:
-        sample, dtype: the call.
-        forward_ms, backward_ms: times to reach, in milliseconds.
-        both_ms: the same for forward and backward together; where it is set the two are not measured apart.
-        forward_x, backward_x: speed to reach, as a multiple of the fastest peer's.
-        peak_mib: device memory to stay within in the forward pass, above what the arguments take.
-        rotated: time a forward call among calls on copies of the arguments, one after the other in a CUDA graph, the
-            copies together many times what the L2 holds; for calls that a program makes so, as the layers of a model
-            in decoding. Alone after a flush, a call of some 20 us would also show what it costs to start one.
+    Times are in milliseconds; where `both_ms` is set, forward and backward pass are measured together. `forward_x` and
+    `backward_x` are speeds as multiples of the fastest peer's; `peak_mib` bounds the device memory of the forward pass
+    above its arguments. `rotated` times a call among calls on copies of the arguments that exceed the L2, in a CUDA
+    graph: alone after a flush, a call of some 20 us would also show what it costs to start one.
     """
 
     sample: Sample
@@ -183,11 +171,10 @@ class Subject:
         theirs: torch's function.
         peers: makers of the functions of torch's other back ends, by peer; UnsupportedCase where one is absent.
         flops: operations of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
-        backward_flops: operations of the backward pass, as a multiple of the forward pass's.
+        backward_flops: the backward pass's, as a multiple of these.
         random: results differ from call to call, so they are not compared.
-        constants: indices of arguments without a gradient in training.
-        shared: indices of arguments that are the same for every row of the first, such as weights.
-        odd: returns whether torch's function takes one of the op's LARGE samples.
+        constants, shared: indices of arguments without a gradient in training, and of those that all rows share.
+        odd: whether torch's function takes one of the op's LARGE samples.
     """
 
     theirs: Callable[..., Any]
@@ -202,15 +189,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class OpCases:
-    """The cases of one op of a family; a folder of one op has these names in its cases.py instead.
-
-    Attributes:
-        SAMPLES: small calls, edges among them.
-        LARGE: calls that a GPU is tested on.
-        BENCHMARKS: rows of the benchmark.
-        TOLERANCES: by dtype, of our kernels.
-        TORCH_TOLERANCES: by dtype, of torch's functions; None: the same.
-    """
+    """The cases of one op of a family; a folder of one op has these names in its cases.py instead."""
 
     SAMPLES: tuple[Sample, ...]
     LARGE: tuple[Sample, ...]

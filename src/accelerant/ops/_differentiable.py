@@ -757,10 +757,7 @@ class DifferentiableOp:
         return run
 
     def _all_tensors(self, backward: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
-        """Return the backward pass in the form of torch's registration.
-
-        Results are tensors: one that is not needed is empty, and none shares memory with an argument.
-        """
+        """Return the backward pass as torch registers it: empty tensors for None, no memory shared with arguments."""
 
         def run(*args: Any) -> Any:
             whole: list[Tensor] = []

@@ -57,10 +57,7 @@ def accesses(count: int, flops: int) -> Callable[[Case], Cost]:
 
 
 def product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
-    """Return the cost of a product of M x K by K x N, a case of shape (M, N, K), and `operations` on each result.
-
-    `results` is the number of M x N tensors read or written.
-    """
+    """Return the cost of a product, a case (M, N, K), of `results` M x N tensors and `operations` per element."""
     M, N, K = case.shape
     return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)
 
@@ -76,15 +73,9 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 def eviction(x: Tensor, accesses: int) -> str:
     """Return the L2 eviction policy for loads of data that a kernel reads once: "evict_last", or "" for the default.
 
-    Contrary to its name, "evict_last" is up to 5% faster on an H200 for data that does not fit in the L2, also when
-    tensors alternate. For 16384 x 4096 elements of bfloat16, softmax takes 0.066 ms with it, 0.070 without, and 0.073
-    with "evict_first"; its gradient 0.096, 0.099 and 0.107; a copy by the driver 0.068. The next kernel loses 0.5 to
-    1 us of these 3. For data that fits in the L2 there is nothing to gain: 12 ops in a row on 16 MB each take 2% longer
-    with it, on 32 MB 1% less.
-
-    Args:
-        x: the tensor that is read, or one of its size.
-        accesses: number of tensors of its size that the kernel reads or writes.
+    Contrary to its name, "evict_last" is up to 5% faster on an H200 where `accesses` tensors of the size of x do not
+    fit in the L2, also when tensors alternate; the next kernel loses 0.5 to 1 us. For data that fits there is nothing
+    to gain.
     """
     return "evict_last" if x.numel() * x.element_size() * accesses > _l2_bytes(x.device) else ""
 
@@ -103,15 +94,13 @@ def _l2_bytes(device: torch.device) -> float:
 class Repeats:
     """The launches of calls that differ from an earlier one in their pointers alone, by all else that they depend on.
 
-    A call that finds its launches here skips plans, constants and the kernels' own look-ups.
+    A call that finds its launches here skips plans, constants and the kernels' own look-ups. They are dropped with
+    `plans`.
 
     >>> pointers = [x.data_ptr() for x in (x, y)]  # of all tensors, and their alignment in the key
     >>> if not repeats.start(key, pointers):
     ...     with repeats.recorded(key, pointers):
     ...         KERNEL.launch(...)
-
-    Args:
-        plans: those that the launches are made with; they are dropped with them.
     """
 
     def __init__(self, *plans: Tuned[Any]) -> None:
@@ -169,15 +158,11 @@ def are_repeatable() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The tile of one program of a row-wise kernel over an (M, N) problem.
+    """The tile of one program of a row-wise kernel over an (M, N) problem: `rows` by `block_n` columns at a time.
 
-    Attributes:
-        rows: rows at a time.
-        block_n: columns at a time, a power of two; at least N unless the kernel loops over columns.
-        num_warps: warps per program.
-        programs: programs per multiprocessor, each looping over rows; 0 for one program per group of rows.
-        stages: number of loop steps whose loads are in flight.
-        chunks: chunks of block_n columns that a kernel holds side by side.
+    `block_n` is a power of two, at least N unless the kernel loops over columns, and a kernel may hold several `chunks`
+    of it side by side. With `programs` per multiprocessor each program loops over rows; 0: one program per group of
+    rows. `stages` loop steps have their loads in flight.
     """
 
     rows: int
@@ -217,15 +202,50 @@ _SPLIT = 4
 
 
 def split_rows(M: int, N: int, block_n: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of parts of each of M rows, and the columns of a part: whole blocks, fewer in the last one.
-
-    There is one part where one program per row keeps every multiprocessor busy.
-    """
+    """Return the parts of each of M rows, one where M rows fill the device, and a part's columns: whole blocks."""
     blocks, processors = ceil_div(N, block_n), multiprocessors(device)
     if processors <= M:
         return 1, blocks * block_n
     span = ceil_div(blocks, min(blocks, ceil_div(_SPLIT * processors, M)))
     return ceil_div(blocks, span), span * block_n
+
+
+def launch_wide_rows(
+    kernels: Mapping[str, TritonKernel], way: str, inputs: Sequence[Tensor], results: Sequence[Tensor], stride: int,
+    plan: RowPlan, sums: tuple[int, torch.dtype], constants: Mapping[str, object], in_parts: Mapping[str, object],
+) -> None:  # fmt: skip
+    """Launch for rows that exceed the registers: one program each (`way`wide), or where they are few, several.
+
+    These reduce their parts of a row first (`way`part, whose constants are `in_parts`), each to as many numbers of a
+    dtype as `sums` has, and then write them (`way`join). Results are contiguous; `stride` is the first input's.
+    """
+    result = results[0]
+    N = result.shape[-1]
+    M, fixed = result.numel() // N, {"BLOCK_N": plan.block_n}
+    parts, span = split_rows(M, N, plan.block_n, result.device)
+    if parts == 1:
+        whole = {**fixed, **constants}
+        kernels[f"{way}wide"].launch((M,), (*inputs, *results, N, stride), whole, num_warps=plan.num_warps)
+        return
+    reduced = torch.empty((M, sums[0], parts), dtype=sums[1], device=result.device)
+    grid, sizes = (parts, M), (N, stride, span)
+    kernels[f"{way}part"].launch(grid, (*inputs, reduced, *sizes), {**fixed, **in_parts}, num_warps=plan.num_warps)
+    joined = {**fixed, **constants, "PARTS": next_power_of_2(parts)}
+    kernels[f"{way}join"].launch(grid, (*inputs, reduced, *results, *sizes), joined, num_warps=plan.num_warps)
+
+
+@functools.cache
+def quantizing_plan(N: int) -> RowPlan:
+    """Return the default plan of kernels that scale and round whole rows: about 4096 elements, 16 or 32 per thread."""
+    block_n = max(16, next_power_of_2(N))
+    if block_n <= 2048:
+        return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
+    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
+
+
+def row_constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
+    """Return the compile-time arguments of these kernels."""
+    return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
@@ -254,12 +274,7 @@ STREAMS = (SHORT, Elementwise(1024, 2), STREAM, Elementwise(2048, 4), Elementwis
 
 
 class StreamKernel(TritonKernel):
-    """A kernel over n elements.
-
-    Args:
-        module, name, widths: as for TritonKernel.
-        usual: the plan where nothing was measured.
-    """
+    """A kernel over n elements; `usual` is the plan where nothing was measured."""
 
     def __init__(self, module: str, name: str, usual: Elementwise = STREAM, widths: Sequence[int] = ()) -> None:
         super().__init__(module, name, widths=widths)
@@ -274,17 +289,10 @@ def launch_map(
     kernel: StreamKernel, x: Tensor, constants: Mapping[str, object], plan: Elementwise | None = None,
     dy: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run kernel([dy_ptr,] x_ptr, y_ptr, n, ..., BLOCK, EVICTION) over all elements.
+    """Run kernel([dy_ptr,] x_ptr, y_ptr, n, ..., BLOCK, EVICTION); return the result in the layout of x.
 
-    Args:
-        kernel: the kernel, of a function or of its gradient.
-        x: the argument of the function, or for a gradient what was saved.
-        constants: constexpr arguments ahead of BLOCK.
-        plan: None for the tuned one.
-        dy: the upstream gradient, if this is a gradient.
-
-    Returns:
-        the result, in the layout of x.
+    `constants` precede BLOCK. For a gradient, x is what was saved and dy the upstream gradient. `plan` None: the tuned
+    one.
     """
     y, n = torch.empty_like(x), x.numel()
     if not n:
@@ -319,15 +327,9 @@ def triton_operation(
     name: str, kernel: Callable[..., Any], torch_function: Callable[..., Any], *, cost: Callable[[Case], Cost],
     refuses: Callable[[Case], str | None] = refuses_triton_kernel, mutates: bool = False, differentiable: bool = False,
 ) -> Operation:  # fmt: skip
-    """Return an Operation of a Triton kernel and torch's functions.
+    """Return an Operation of a Triton kernel and torch's function, which take its arguments after the Case.
 
-    Args:
-        name: of the Operation.
-        kernel, torch_function: the implementations, called with the Operation's arguments after the Case.
-        cost: of a case.
-        refuses: the kernel's refusals.
-        mutates: whether both change their arguments.
-        differentiable: whether torch_function is, see Implementation.
+    `mutates`: both change their arguments; `differentiable`: torch_function is, see Implementation.
     """
     own = Implementation("triton", kernel, refuses=refuses, own=True, mutates=mutates)
     library = Implementation("torch", torch_function, mutates=mutates, differentiable=differentiable)

@@ -40,18 +40,12 @@ def define(
     schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], differentiable: Callable[..., Any],
     composite: Callable[..., Any],
 ) -> Callable[..., Any]:  # fmt: skip
-    """Register an op with torch.
+    """Register an op with torch, and return it, to call with every argument positional.
 
-    Args:
-        schema: "name(Tensor x, ...) -> Tensor".
-        kernel: computes on real tensors of any device.
-        fake: returns results of the right shape, dtype and strides.
-        differentiable: called in place of kernel where an argument requires a gradient.
-        composite: the same from torch's own differentiable functions, called for a tensor that carries a tangent
-            (forward-mode derivatives), for a DTensor, and inside the transforms of torch.func.
-
-    Returns:
-        the op, to call with every argument positional.
+    `schema` is "name(Tensor x, ...) -> Tensor". `kernel` computes on real tensors of any device; `fake` returns results
+    of the right shape, dtype and strides. `differentiable` replaces it where an argument requires a gradient;
+    `composite`, of torch's own differentiable functions, for tangents (forward mode), DTensors, and inside the
+    transforms of torch.func.
     """
     name = schema.partition("(")[0]
     library.define(schema)

@@ -27,12 +27,7 @@ _KERNELS = {"triton": "Triton", "hopper": "CUDA C++ for Hopper", "llvm": "LLVM o
 
 @dataclass(frozen=True, slots=True)
 class PublicOp:
-    """A public op; its modules are imported on first access.
-
-    Attributes:
-        name: of the function and of its Operations, <name>_fwd and <name>_bwd.
-        package: that holds it, "accelerant.ops.gelu".
-    """
+    """A public op of a package ("accelerant.ops.gelu"), whose modules are imported on first access."""
 
     name: str
     package: str

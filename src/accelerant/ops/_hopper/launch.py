@@ -31,15 +31,10 @@ _FOLDER = Path(__file__).parent
 
 
 class Mma(NamedTuple):
-    """A wgmma of 64 rows, n columns and 16 summed: D (float32, registers) = A B + (accumulate ? D : 0).
+    """A wgmma of 64 rows, n columns (a multiple of 8 up to 256) and 16 summed: float32 D = A B (+ D).
 
     Its wrapper is mma_{ss|rs}_n{n}_{n|t}{n|t}(float* d, a, u64 b, int accumulate): s is an operand in shared memory, by
-    descriptor, r one in registers (const u32*, four words per thread), t an operand stored across the sum.
-
-    Attributes:
-        n: columns, a multiple of 8 up to 256.
-        a_in_registers: whether A is in registers instead of shared memory.
-        a_across, b_across: whether the 16 summed elements are in different rows of the stored tile.
+    descriptor, r one in registers (const u32*, four words per thread), t an operand stored across the sum (`_across`).
     """
 
     n: int
@@ -161,12 +156,8 @@ def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
 class LaunchCache(dict[tuple[Hashable, ...], T]):
     """Prepared launches, by everything that their arguments depend on: addresses, shapes, strides, options, device.
 
-    Preparing a launch encodes up to five tensor maps, 2 us each. The caching allocator returns the same few addresses
-    again and again, so that a training step finds nearly all its launches here. An entry holds no tensor: it serves
-    any tensors at its addresses. A full cache is emptied.
-
-        launch = _launches.get(key) or _launches.keep(key, _prepare(x, y))
-        launch.start()
+    Preparing one encodes up to five tensor maps, 2 us each; the caching allocator returns the same few addresses again
+    and again. An entry holds no tensor: it serves any tensors at its addresses. A full cache is emptied.
     """
 
     def __init__(self, limit: int = 4096) -> None:
@@ -214,15 +205,7 @@ def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_map(x: Tensor, rows: int) -> bytes:
-    """Encode a tensor map of x with boxes of `rows` x 64 elements under the 128-byte swizzle.
-
-    Args:
-        x: (B, H, S, D) or (S, D) of bfloat16 or float16, as `readable` returns it.
-        rows: rows of S in a box, up to 256.
-
-    Raises:
-        LaunchError: the driver refuses the tensor.
-    """
+    """Encode a tensor map of x, as `readable` returns it: boxes of `rows` (up to 256) x 64 elements, swizzled."""
     x = x[None, None] if x.dim() == 2 else x
     buffer = (ctypes.c_char * 192)()
     address = (ctypes.addressof(buffer) + 63) & -64  # the driver requires a multiple of 64
@@ -236,10 +219,7 @@ def tensor_map(x: Tensor, rows: int) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _map_arguments(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> tuple[Any, ...]:
-    """Return cuTensorMapEncodeTiled's arguments but the address: innermost dimension first, strides in bytes.
-
-    Source: CUDA driver API 13.0, cuTensorMapEncodeTiled.
-    """
+    """Return cuTensorMapEncodeTiled's arguments but the address: innermost dimension first, strides in bytes."""
     batch, heads, length, width = shape
     # The stride of a dimension of size 1 is never used, but the driver may refuse its value.
     byte_strides = [2 * strides[dim] if shape[dim] > 1 else 16 * width for dim in (2, 1, 0)]

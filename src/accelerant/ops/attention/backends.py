@@ -54,15 +54,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention with a materialized score matrix, by functions that torch differentiates any number of times.
 
-    Args:
-        q: (B, Hq, S, D).
-        k, v: (B, Hkv, Skv, D).
-        causal, scale, window: as the op's; window -1 for none.
-        seen: (S, Skv) bool mask, in place of causal and window.
-        mask: as the op's, of four dimensions.
-
-    Returns:
-        o in q's dtype, and lse, float32 (float64 for float64).
+    q is (B, Hq, S, D), k and v (B, Hkv, Skv, D), window -1 for none; `seen`, (S, Skv) bool, replaces causal and window;
+    `mask` has four dimensions. Returns o in q's dtype, and lse, float32 (float64 for float64).
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     Hkv, S, Skv = k.shape[1], q.shape[2], k.shape[2]
@@ -136,11 +129,7 @@ def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def _folds_heads(*tensors: Tensor) -> bool:
-    """Return whether heads can be folded into the batch: contiguous tensors with the same number of heads, above one.
-
-    Torch's functions return results and gradients with the memory layout (B, S, H, D). Folding saves a copy in the
-    forward pass and three in the backward pass for contiguous heads.
-    """
+    """Return whether heads, of one number above one, can be folded into the batch, which saves copies."""
     heads = tensors[0].shape[1]
     return heads > 1 and all(x.is_contiguous() and x.shape[1] == heads for x in tensors)
 
@@ -495,11 +484,7 @@ def _heads_as_batches(x: Tensor) -> Tensor:
 
 
 def _folds(*tensors: Tensor) -> bool:
-    """Return whether heads can be folded into the batch.
-
-    The kernels read and write the memory layout (batch, row, head, column). Folding contiguous heads saves copies of
-    the result: 48 MiB of 97 at 8x12x2048x64 in float32.
-    """
+    """Return whether heads can be folded into the batch: saves copies, as results are (batch, row, head, column)."""
     B, H = tensors[0].shape[:2]
     return B * H <= _MAX_BATCHES and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
 

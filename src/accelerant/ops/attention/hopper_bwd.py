@@ -53,12 +53,10 @@ _FILE = Path(__file__).with_name("hopper_bwd.cu")
 
 
 class BackwardPlan(NamedTuple):
-    """A variant of the kernels.
+    """A variant of the kernels: the width of a head in shared memory (64 or 128, zero-padded), and how dq is summed.
 
-    Attributes:
-        width: of a head in shared memory, 64 or 128; the copy engine pads narrower heads with zeros.
-        sums: how dq is summed (see hopper_bwd.cu): "added", atomically to zeros; "shared", started and finished by the
-            blocks of a head, which wait for each other; "whole", by one block per head, in a fixed order.
+    `sums` (see hopper_bwd.cu): "added", atomically to zeros; "shared", started and finished by the blocks of a head,
+    which wait for each other; "whole", by one block per head, in a fixed order.
     """
 
     width: int
@@ -115,13 +113,10 @@ def _blocks(Skv: int, causal: bool) -> int:
 
 
 class Shares(NamedTuple):
-    """Division of the work among the blocks of attention_bwd.
+    """Division of the work: `grid` blocks compute products, `helpers` further ones row statistics.
 
-    Attributes:
-        grid: blocks that compute products.
-        helpers: further blocks, which compute row statistics.
-        first: index over all batches' query heads of the first one whose statistics the helpers compute; the rows
-            kernel computes those of the heads before it.
+    `first` indexes, over all batches' query heads, the first whose statistics the helpers compute; the rows kernel
+    computes those before it.
     """
 
     grid: int
@@ -203,10 +198,8 @@ def launch_hopper(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of attention on the current stream, in the shapes, dtype and layouts of q, k and v.
 
-    Args:
-        do, q, k, v, o, lse, causal, scale: as in hopper_fwd.launch_hopper.
-        deterministic: give the same bits each time, by one block per key/value head; slow where there are few.
-        out: memory for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
+    `deterministic`: the same bits each time, by one block per key/value head, slow where there are few. `out`: memory
+    for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
     """
     dq, dk, dv = out or (like(q), like(k), like(v))
     plan, sizes = _plan_and_sizes(q, k, causal, deterministic)

@@ -42,14 +42,11 @@ _FILE = Path(__file__).with_name("hopper_fwd.cu")
 
 
 class ForwardPlan(NamedTuple):
-    """A variant of the kernel.
+    """A variant of the kernel: heads of `width` in shared memory, zero-padded, warpgroups of 64 queries each.
 
-    Attributes:
-        width: of a head in shared memory; the copy engine pads narrower heads with zeros.
-        warpgroups: compute warpgroups, 64 queries each.
-        block_n: keys per block, a multiple of 64, so that the causal diagonal crosses one block per warpgroup.
-        stages: blocks of keys and values in flight.
-        give, take: registers per thread of the producer and of the compute warpgroups after setmaxnreg.
+    Blocks of `block_n` keys, a multiple of 64, so that the causal diagonal crosses one per warpgroup; `stages` of them
+    in flight. `give` and `take` are registers per thread of the producer and of the compute warpgroups after
+    setmaxnreg.
     """
 
     width: int
@@ -132,8 +129,7 @@ _tickets_taken: dict[int, int] = {}
 def _take_ticket(device: int) -> Tensor:
     """Return a counter in device memory, from which a launch's blocks draw their tiles and which they leave at 0.
 
-    Launches that run one after the other may share a counter. Launches on different streams may not, nor may launches
-    captured in a graph, which can be replayed concurrently with anything.
+    Consecutive launches may share one; launches on different streams or captured in a graph may not.
     """
     with _tickets_lock:
         counters = _tickets.get(device)
@@ -160,17 +156,9 @@ _launches: LaunchCache[PackedLaunch] = LaunchCache()
 def launch_hopper(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = -1
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention on the current stream.
+    """Compute attention on the current stream: o in q's shape, dtype and layout, and lse (B, Hq, S) float32.
 
-    Args:
-        q: (B, Hq, S, D).
-        k, v: (B, Hkv, Skv, D), Hkv a divisor of Hq.
-        causal: whether query i sees keys 0 to i only; S = Skv then.
-        scale: factor of the scores.
-        window: -1, none; the kernel supports no other.
-
-    Returns:
-        o, in q's shape, dtype and layout; lse, (B, Hq, S) float32, the logarithm of each row's sum of exponentials.
+    q is (B, Hq, S, D), k and v (B, Hkv, Skv, D) with Hkv a divisor of Hq; S = Skv if causal; no window (-1).
     """
     o = like(q)
     B, Hq, S, _ = q.shape

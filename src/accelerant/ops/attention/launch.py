@@ -165,14 +165,9 @@ def _constants(
 class _Problem(NamedTuple):
     """The parameters shared by the launches of a forward or backward pass.
 
-    Attributes:
-        cu: offsets of the packed sequences, of queries and of keys; (None, None) for dense tensors.
-        queries, keys: per sequence, or of the longest.
-        batch: number of sequences.
-        lse_strides: of lse and delta: batch, head.
-        window: -1 for none.
-        mask: bool or numbers that broadcast to (batch, heads, queries, keys), of four dimensions; None for none.
-        split: split float32 into two numbers of float16 for the products.
+    `cu` are the packed sequences' offsets of queries and keys, (None, None) for dense tensors; `queries` and `keys` are
+    per sequence, or of the longest; `lse_strides` those of batch and head; window -1 for none; `mask` broadcasts to
+    (batch, heads, queries, keys) in four dimensions; `split`: products of float32 as two numbers of float16.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]

@@ -151,7 +151,7 @@ def _bind_hopper_backward(
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
     """Return the cost of `products` matrix products that read or write each of q and k `tensors` times.
 
-    Operations are those of the visible pairs of query and key, ignoring that a window is shorter at the ends.
+    Counts visible pairs of query and key, ignoring that a window is shorter at the ends.
     """
     B, Hq, Hkv, S, Skv, D = case.shape
     causal = "causal" in case.options
@@ -216,11 +216,10 @@ sdpa_fwd = Operation(
 def attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Return torch's scaled_dot_product_attention, recorded by torch's autograd.
+    """Return torch's scaled_dot_product_attention, recorded by torch's autograd, and counted for plain tensors.
 
-    For dropout of the weights, which our kernels do not have, and for a layer on a CPU, where `attention`, which is
-    differentiable twice, takes longer. The ledger counts the calls with plain tensors. Causal positions are aligned at
-    the first query and key; queries that see no key give zeros.
+    For dropout, which our kernels lack, and for layers on a CPU. Causal positions are aligned at the first query and
+    key; queries that see no key give zeros.
     """
     blind = None
     if mask is not None:

@@ -30,12 +30,7 @@ MIN_COLUMNS = 8192
 
 @dataclass(frozen=True, slots=True)
 class SharedRowPlan:
-    """A variant of the kernel.
-
-    Attributes:
-        threads, blocks: of a block, and of a multiprocessor.
-        cluster: blocks that share a row.
-    """
+    """A variant of the kernel: threads of a block, blocks of a multiprocessor, blocks that share a row."""
 
     threads: int
     blocks: int
@@ -91,10 +86,8 @@ def refuses(case: Case) -> str | None:
 def program(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
     """Return the program text of a variant for rows of N columns, which determine the shared memory.
 
-    Args:
-        mean: the gradient is of the mean over the counted rows.
-        smooth: with label smoothing.
-        alike: all rows have the same offset from a 16-byte boundary.
+    `mean`: the gradient is of the mean over the counted rows; `alike`: all rows have one offset from a 16-byte
+    boundary.
     """
     constants = {
         "THREADS": plan.threads, "BLOCKS": plan.blocks, "CLUSTER": plan.cluster, "ALIKE": int(alike),
@@ -125,12 +118,9 @@ def launch_rows(
     rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, *, losses: Tensor,
     statistics: Tensor, dx: Tensor, dx_stride: int, counts: Tensor | None, plan: SharedRowPlan | None = None,
 ) -> None:  # fmt: skip
-    """Compute each row's loss, statistics and gradient; the arguments are those of launch.launch_rows.
+    """Do what launch.launch_rows does; rows of dx must have the alignment, modulo 16 bytes, of the logits' rows.
 
-    The rows of dx must have the alignment (modulo 16 bytes) of the rows of the logits.
-
-    Raises:
-        LaunchError: the launch failed, or the device (a partition of a GPU) has no room for the plan's clusters.
+    LaunchError: the launch failed, or the device (a partition of a GPU) has no room for the plan's clusters.
     """
     M, N = rows.shape
     plan = plan or plan_for(N) or PLANS[-1]

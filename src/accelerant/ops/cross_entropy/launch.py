@@ -64,12 +64,7 @@ _FEW_PRODUCTS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
-    """The tiling of cross_entropy_fwd_wide.
-
-    Attributes:
-        block: columns per step.
-        held: bfloat16 blocks kept in registers for the gradient; the others are read again, from L2.
-    """
+    """The tiling of cross_entropy_fwd_wide; `held` bfloat16 blocks stay in registers for the gradient."""
 
     block: int
     num_warps: int
@@ -200,16 +195,10 @@ def launch_rows(
 ) -> None:  # fmt: skip
     """Compute each row's loss, statistics and gradient; those without memory to write to are skipped.
 
-    Args:
-        rows: (M, N) logits, N contiguous, M at least 1.
-        stride, dx_stride: row strides of the logits and of dx.
-        targets: (M,), contiguous.
-        losses: (M,), written.
-        statistics: (2, M) float32, written: the maximum, and 1 / sum of exp(x - maximum).
-        dx: (M, N), written; may be the memory of rows.
-        counts: from `count`; the gradient is divided by their sum.
-        dy: the upstream gradient, a scalar or (M,).
-        plan: a WidePlan, for any N, or a RowPlan of at least N columns; None for the tuned one.
+    `rows` (M, N) has contiguous rows, M at least 1, and `stride` between them. `losses` is (M,); `statistics` (2, M)
+    float32: the maximum, and 1 / sum of exp(x - maximum); `dx` (M, N) may be the memory of rows. `counts`, from
+    `count`: the gradient is divided by their sum. `dy`, the upstream gradient, is a scalar or (M,). `plan` is a
+    WidePlan, for any N, or a RowPlan of at least N columns; None: the tuned one.
     """
     M, N = rows.shape
     if plan is None:
@@ -254,15 +243,10 @@ def launch_forward(
     inplace: bool = False, gradient: bool = False, *, run_rows: Callable[..., None] = launch_rows,
     empty_gradient: Callable[[Tensor, int], tuple[Tensor, int]] = _empty_gradient,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return loss, statistics and counts, and with `gradient` the gradient of the loss.
+    """Return loss, statistics, counts (empty for FEW logits with their gradient), and the `gradient` of the loss.
 
-    Statistics and counts of FEW logits with their gradient are empty.
-
-    Args:
-        logits: (M, N).
-        wide: return the loss in float32.
-        inplace: write the gradient over the logits if they are contiguous.
-        run_rows, empty_gradient: the kernel of the rows, and the allocation of its gradient.
+    `wide` returns the loss in float32; `inplace` writes the gradient over contiguous logits; `run_rows` and
+    `empty_gradient` are the kernel of the rows and the allocation of its gradient.
     """
     M, N = logits.shape
     device, dtype = logits.device, torch.float32 if wide else logits.dtype

@@ -64,12 +64,8 @@ def torch_rows(
 ) -> Tensor:  # fmt: skip
     """Return each row's loss, in float32 or float64, and write its gradient times dy / sum(counts) to dx.
 
-    Args:
-        logits: (M, V), with any row stride.
-        targets, ignore_index, smoothing: as the op's.
-        dx: (M, V), any dtype; may be the logits themselves; None for no gradient.
-        counts: None for 1.
-        dy: a scalar or (M,); None for 1.
+    logits (M, V) have any row stride; dx, of any dtype, may be the logits, or None for no gradient; counts and dy (a
+    scalar or (M,)) are None for 1.
     """
     exact = torch.float32 if is_low(logits.dtype) else logits.dtype
     (M, V), counted = logits.shape, targets != ignore_index
@@ -330,8 +326,8 @@ def _case(logits: Tensor, *options: str) -> Case:
 def _cpu_case(logits: Tensor, *args: object) -> Case | None:
     """Return None if chunks of rows are faster, or the gradient is to overwrite the logits.
 
-    Chunks are faster if the gradient can be computed with the loss, and in low precision, where torch's function needs
-    all logits in float32. (torch's own bfloat16 loss returns 0 where 0.004 is right.)
+    Chunks are, if the gradient can be computed with the loss, and in low precision, where torch's function needs all
+    logits in float32. (torch's own bfloat16 loss returns 0 where 0.004 is right.)
     """
     needs_grad, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
     reduction, inplace = args[3], args[5]

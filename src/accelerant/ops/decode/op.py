@@ -32,12 +32,10 @@ KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The tiling of decode_linear and decode_words.
+    """The tiling of decode_linear and decode_words: blocks of `block_n` rows and `block_k` columns of the weight.
 
-    Attributes:
-        sets: rows of the weight that a thread processes with the same part of x: 1, 2 or 4; 2 or 4 for a gated layer.
-        block_n, block_k: rows and columns of a block; 512 bytes per warp are 16 bytes per thread.
-        unroll: blocks of block_k columns that are loaded before the first is used.
+    A thread processes `sets` rows (1, 2 or 4; at least 2 if gated) with the same part of x; `unroll` blocks are loaded
+    before the first is used. 512 bytes per warp are 16 bytes per thread.
     """
 
     sets: int

@@ -76,10 +76,9 @@ class _Kernel:
     def _scaled(
         self, code: FunctionBuilder, first: Value, keep: Value, scales: Value, inside: Callable[[], Value] | None = None
     ) -> None:
-        """Append y = x scale where `keep` is set, else 0 x, for the elements from `first` on.
+        """Append y = x scale where `keep`, a bit an element, is set, else 0 x, for the elements from `first` on.
 
-        `keep` has a bit an element, `scales` the factor in every lane; `inside` writes the mask of the elements to load
-        and store. The function has the arguments `ptr %x` and `ptr %y`.
+        `inside` writes the mask of elements to load and store. The function has the arguments `ptr %x` and `ptr %y`.
         """
         element, size, lanes = _IN_MEMORY[self.dtype], self.dtype.itemsize, int(keep.type[1:].split(" ")[0])
         kind = vector(element, lanes)
@@ -111,11 +110,7 @@ def _product(code: FunctionBuilder, dtype: torch.dtype, x: Value, factor: Value)
 
 @dataclass(frozen=True, slots=True)
 class DropoutKernel(_Kernel):
-    """A Builder of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale).
-
-    Attributes:
-        masks: write the mask to one more argument.
-    """
+    """A Builder of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale[, mask to write])."""
 
     masks: bool = False
 

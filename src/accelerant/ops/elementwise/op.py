@@ -64,12 +64,7 @@ _FEW_ROWS = 256  # summed in one go: a second launch would cost more than it gai
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """The work of one program of a _row_bwd kernel, in steps of a tile.
-
-    Attributes:
-        programs: approximate number of programs per multiprocessor; the rows are split into as many parts.
-        stages: number of steps whose loads are in flight.
-    """
+    """The work of a _row_bwd program, in steps of a tile, `stages` in flight; `programs` per multiprocessor, about."""
 
     rows: int
     block_n: int
@@ -264,8 +259,8 @@ def _unary(
 ) -> DifferentiableOp:  # fmt: skip
     """Return an op of one tensor from torch's functions for it, with the kernels of its name.
 
-    `backward` takes dy and the saved tensor, x or y; `again` is the same from functions that torch can differentiate,
-    if `backward` is not differentiable; `flops` are operations per element, forward and backward.
+    `backward` takes dy and the saved tensor, x or y; `again` is the same where `backward` is not differentiable;
+    `flops` are operations per element, forward and backward.
     """
     again = again or backward
     own, own_backward = STREAM_KERNELS[f"{name}_fwd"], STREAM_KERNELS[f"{name}_bwd"]

@@ -79,8 +79,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor, first: bool = True) -> None:
 def _split(V: int) -> tuple[slice, ...]:
     """Return the classes in two parts, the first a multiple of _ALIGNED and the second short.
 
-    The library is slow for odd sizes: on an H200 the three products of a chunk ran at 94, 132 and 432 TFLOP/s with
-    50257 classes, at 650 to 700 with 50304.
+    The library is slow for odd sizes: on an H200 a chunk's products run at 94 to 432 TFLOP/s with 50257 classes, at 650
+    to 700 with 50304.
     """
     even = V // _ALIGNED * _ALIGNED
     return tuple(part for part in (slice(0, even), slice(even, V)) if part.stop > part.start)
@@ -120,12 +120,10 @@ def _run(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], to_gradient: Callable[[slice, Tensor], None],
     narrow: bool = False, forming: Forming | None = None,
 ) -> _Gradients:  # fmt: skip
-    """Replace each chunk's logits by their gradient, by `to_gradient`, and compute dhidden and dweight.
+    """Replace each chunk's logits by their gradient, by `to_gradient`; return dhidden in its dtype, and dweight.
 
-    Returns:
-        dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None if not needed. With `narrow` and
-        a single chunk dweight has its own dtype, since only the whole sum is rounded. For `forming` see
-        _run_per_example.
+    dweight is in float32 (float64 for float64), but in its own dtype with `narrow` and a single chunk, whose sum alone
+    is rounded; None if not needed. For `forming` see _run_per_example.
     """
     if forming is not None and needs[1]:
         return _run_per_example(hidden, weight, needs, to_gradient, forming)
@@ -151,11 +149,9 @@ def _run_per_example(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], to_gradient: Callable[[slice, Tensor], None],
     forming: Forming,
 ) -> _Gradients:  # fmt: skip
-    """Compute _run with a gradient of weight for each example, which has T = M / examples rows.
+    """Compute _run with a gradient of weight for each example, which has T = M / examples rows: (examples, V, K).
 
-    Returns:
-        dhidden; and the (examples, V, K) gradients in the dtype of weight, or if T < K, where those are larger, the
-        gradient (M, V) of all logits, which with hidden determines them.
+    If T < K, where those are larger: the gradient (M, V) of all logits, which with hidden determines them.
     """
     (M, K), V, examples = hidden.shape, weight.shape[0], forming.examples
     T = M // examples if examples else 0
@@ -178,20 +174,11 @@ def run_chunks(
     own: bool, losses: Tensor | None = None, counts: Tensor | None = None, dy: Tensor | None = None,
     classes: int | None = None, narrow: bool = False, forming: Forming | None = None,
 ) -> _Gradients:  # fmt: skip
-    """Compute the losses, and the gradients of hidden and weight that are needed.
+    """Compute the losses (M,), and the gradients of hidden (M, K) and weight (V, K) that are needed; all contiguous.
 
-    Args:
-        hidden, weight: (M, K), (V, K), of one dtype; contiguous.
-        targets: (M,), contiguous.
-        ignore_index, smoothing: as the op's.
-        needs: whether the gradients of hidden and of weight are needed.
-        own: compute losses and gradients of the logits by our kernels instead of torch's functions.
-        losses: (M,), written.
-        counts: from cross_entropy's `count`: gradients are divided by their sum.
-        dy: the upstream gradient, a scalar or (M,).
-        classes: the first rows of weight that are classes; None for all. The others get a gradient of 0.
-        narrow: allow a gradient of weight in its dtype, see _run; our kernels ignore it.
-        forming: computes per-example gradients of weight, see _run_per_example.
+    `own`: losses and gradients of the logits by our kernels instead of torch's functions. `counts`, from
+    cross_entropy's `count`: gradients are divided by their sum. `dy` is a scalar or (M,). Rows of weight from `classes`
+    on get a gradient of 0. For `narrow`, which our kernels ignore, see _run, for `forming` _run_per_example.
     """
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
@@ -251,8 +238,8 @@ def _chunked_forward(
     """Return the loss, and for "mean" and "sum" the gradients that are asked for; empty tensors otherwise.
 
     In float16 the gradients are those of the sum: divided by the count they would underflow before a loss scale
-    multiplies them. `whole` returns only the differentiable loss by torch's functions, from all logits together.
-    `narrow` allows a weight gradient in the weight's dtype instead of float32 where it is rounded once.
+    multiplies them. `whole`: only the differentiable loss by torch's functions. `narrow`: a weight gradient in the
+    weight's dtype where it is rounded once.
     """
     if whole:
         return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)

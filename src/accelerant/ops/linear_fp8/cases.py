@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from accelerant.ops._cases import Compilation, specialized
+from accelerant.ops._launch import quantizing_plan, row_constants
 from accelerant.ops.linear_fp8.op import KERNELS as _KERNELS
-from accelerant.ops.linear_fp8.op import constants, dgelu_plan, gelu_plan, row_plan
+from accelerant.ops.linear_fp8.op import dgelu_plan, gelu_plan
 
 KIND = "mutating"  # no public function
 
@@ -16,21 +17,21 @@ WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
 
 
 def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
-    plan = row_plan(N)
+    plan = quantizing_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", "factor_ptr": "*fp32" if factor else None}
-    return specialized(_KERNELS["rows"], types, constants(plan, N), plan.num_warps)
+    return specialized(_KERNELS["rows"], types, row_constants(plan, N), plan.num_warps)
 
 
 def _gelu(N: int) -> Compilation:
     plan = gelu_plan(N)
     types = {"z_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32"}
-    return Compilation(_KERNELS["gelu"], types, constants(plan, N), plan.num_warps)
+    return Compilation(_KERNELS["gelu"], types, row_constants(plan, N), plan.num_warps)
 
 
 def _dgelu(N: int) -> Compilation:
     plan = dgelu_plan(N)
     types = {"*": "*bf16", "q_ptr": "*u8", **dict.fromkeys(("factor_ptr", "scale_ptr", "partial_ptr"), "*fp32")}
-    return Compilation(_KERNELS["dgelu"], types, {**constants(plan, N), "STAGES": plan.stages}, plan.num_warps)
+    return Compilation(_KERNELS["dgelu"], types, {**row_constants(plan, N), "STAGES": plan.stages}, plan.num_warps)
 
 
 KERNELS = (

@@ -26,7 +26,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError
-from accelerant.ops._launch import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, triton_operation
+from accelerant.ops._launch import (
+    RowPlan,
+    as_rows,
+    ceil_div,
+    multiprocessors,
+    next_power_of_2,
+    quantizing_plan,
+    row_constants,
+    triton_operation,
+)
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.linear_gelu.op import launch_join
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
@@ -93,37 +102,20 @@ _PROGRAMS = 2  # of dgelu, per multiprocessor
 
 
 @functools.cache
-def row_plan(N: int) -> RowPlan:
-    """Return the plan of kernel rows: about 4096 elements per program, 16 or 32 per thread."""
-    block_n = max(16, next_power_of_2(N))
-    if block_n <= 2048:
-        return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
-    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
-
-
-@functools.cache
 def gelu_plan(N: int) -> RowPlan:
     """Return the plan of kernel gelu, with twice the elements per thread (32768 x 3072, H200: 0.089 ms, was 0.099)."""
-    plan = row_plan(N)
+    plan = quantizing_plan(N)
     return plan if plan.rows > 1 else replace(plan, num_warps=max(4, plan.num_warps // 2))
 
 
 @functools.cache
 def dgelu_plan(N: int) -> RowPlan:
-    """Return the plan of kernel dgelu, which also keeps the sums of all columns.
-
-    H200, 32768 x 3072: 8 warps took 0.276 ms with 3 stages, 0.346 with 2; 16 warps 0.298 with none.
-    """
+    """Return the plan of kernel dgelu, which also keeps the sums of all columns."""
     block_n = max(16, next_power_of_2(N))
     rows = max(1, min(16, 2048 // block_n))
     elements = rows * block_n
     stages = 3 if elements <= 4096 else 2  # fits in 99 KiB of shared memory for any width
     return RowPlan(rows=rows, block_n=block_n, num_warps=min(16, max(4, elements // 512)), stages=stages)
-
-
-def constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
-    """Return the compile-time arguments of rows and gelu; dgelu also has its stages."""
-    return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
 
 
 def _empty_rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +130,9 @@ def launch_rows(x: Tensor, factor: Tensor | None, out: tuple[Tensor, Tensor] | N
     rows, stride = as_rows(x, N)
     q, scale = _empty_rounded(x) if out is None else (out[0].view(torch.uint8), out[1])
     if q.numel():
-        plan = row_plan(N)
+        plan = quantizing_plan(N)
         args = (rows, factor, q, scale, M, N, stride)
-        KERNELS["rows"].launch((ceil_div(M, plan.rows),), args, constants(plan, N), num_warps=plan.num_warps)
+        KERNELS["rows"].launch((ceil_div(M, plan.rows),), args, row_constants(plan, N), num_warps=plan.num_warps)
     return q.view(E4M3), scale
 
 
@@ -151,12 +143,12 @@ def launch_gelu(z: Tensor) -> tuple[Tensor, Tensor]:
     if q.numel():
         plan = gelu_plan(N)
         args = (z, q, scale, M, N)
-        KERNELS["gelu"].launch((ceil_div(M, plan.rows),), args, constants(plan, N), num_warps=plan.num_warps)
+        KERNELS["gelu"].launch((ceil_div(M, plan.rows),), args, row_constants(plan, N), num_warps=plan.num_warps)
     return q.view(E4M3), scale
 
 
 def launch_dgelu(da: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dz, gelu(z), q and s of dz with columns multiplied by factor, and partial column sums of dz in float32.
+    """Return dz, gelu(z), q and s of dz times factor, and partial column sums of dz in float32.
 
     da is (M, N), z (M, N) contiguous, factor (N,) float32.
     """
@@ -171,7 +163,7 @@ def launch_dgelu(da: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor,
     parts = ceil_div(M, span)
     partial = torch.empty(parts, N, dtype=torch.float32, device=z.device)
     args = (rows, z, factor, dz, a, q, scale, partial, M, N, stride, span)
-    fixed = {**constants(plan, N), "STAGES": plan.stages}
+    fixed = {**row_constants(plan, N), "STAGES": plan.stages}
     KERNELS["dgelu"].launch((parts,), args, fixed, num_warps=plan.num_warps)
     return dz, a, q.view(E4M3), scale, partial
 
@@ -362,14 +354,10 @@ def gelu_linear(z: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
 def linear_dz(
     dy: Tensor, weight: Float8Weight, z: Tensor, before: Float8Weight, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Rounded]:
-    """Return dz, gelu(z), the sums of dz's columns, and dz quantized for `rounded_dx` with `before`.
+    """Return dz, gelu(z), dz's column sums in dtype `sums` unless None, and dz quantized for `rounded_dx`.
 
-    Args:
-        dy: (M, K), the gradient of linear(gelu(z)).
-        weight: (K, N).
-        z: (M, N), contiguous.
-        before: the weight of the layer whose result z is.
-        sums: dtype of the column sums; None for none.
+    dy is (M, K), the gradient of linear(gelu(z)); weight (K, N); z (M, N) contiguous, the result of the layer of
+    `before`.
     """
     da = linear_dx(dy, weight)
     dz, a, q, scale, partial = _dgelu(Case(z.device, z.dtype, z.shape, ("dgelu",)), da, z, before.scale)

@@ -25,14 +25,10 @@ _STORED_ROWS = 16  # rows of the box that a warp stores
 
 @dataclass(frozen=True, slots=True)
 class GeluHopperPlan:
-    """A variant of the kernel.
+    """A variant of the kernel: tiles of 64 `height` rows by `width` columns, `stages` steps of K in flight.
 
-    Attributes:
-        height: rows of a tile, in units of 64.
-        width: columns of a tile, a multiple of 64.
-        stages: steps of K in flight.
-        slots: 2 KiB output buffers per warp; even, one each for z and y.
-        group: tiles taken down a column before the next column, for reuse in the L2 cache.
+    `slots`: 2 KiB output buffers per warp, even, one each for z and y. `group`: tiles taken down a column before the
+    next column, for reuse in the L2 cache.
     """
 
     height: int
@@ -81,16 +77,9 @@ def launch_hopper(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
     plan: GeluHopperPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel on the current stream.
+    """Launch the kernel on the current stream: y (M, N), and the pre-activation z (M, N) if kept, else an empty tensor.
 
-    Args:
-        x, weight, bias: (M, K), (N, K), and (N,) or None.
-        approximate: "none" or "tanh".
-        keep: whether to store the pre-activation z.
-        plan: the variant; None for plan_for's.
-
-    Returns:
-        y (M, N), and z (M, N) or an empty tensor.
+    x is (M, K), weight (N, K), bias (N,) or None.
     """
     x, weight = hopper.readable(x), hopper.readable(weight)
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):

@@ -26,13 +26,9 @@ _FILE = Path(__file__).with_name("hopper.cu")
 
 @dataclass(frozen=True, slots=True)
 class Int8RowPlan:
-    """A variant of the kernel.
+    """A variant of the kernel: `rows` of the weight per warp, `unroll` steps of 512 columns in flight.
 
-    Attributes:
-        rows: rows of the weight per warp.
-        unroll: steps of 512 columns in flight while as many are multiplied.
-        warps: warps per block.
-        prefetch: bytes of each row prefetched before the preceding kernel ends (programmatic dependent launch).
+    `prefetch`: bytes of each row prefetched before the preceding kernel ends (programmatic dependent launch).
     """
 
     rows: int
@@ -96,8 +92,7 @@ def launch_hopper(
 ) -> Tensor:  # fmt: skip
     """Return y (1, N) of x (1, K) and weight (N, K) for a case that `refuses` does not refuse.
 
-    Raises:
-        LaunchError: x or weight is contiguous and does not begin on a 16-byte boundary.
+    LaunchError: x or weight is contiguous and does not begin on a 16-byte boundary.
     """
     N, K = weight.shape
     if not is_aligned(x, weight):

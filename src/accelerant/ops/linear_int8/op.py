@@ -33,13 +33,10 @@ FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class StripPlan:
-    """The tiling of linear_int8_row.
+    """The tiling of linear_int8_row: blocks of `block_n` rows and `block_k` columns, 512 elements per warp.
 
-    Attributes:
-        rows: rows of the weight that a thread processes with the same part of x: 1, 2 or 4.
-        block_n, block_k: rows and columns of a block; 512 elements per warp are 16 bytes per thread.
-        unroll: blocks of block_k columns that are loaded before the first is used.
-        stages: pipeline stages through shared memory; 1 for none.
+    A thread processes `rows` rows (1, 2 or 4) with the same part of x; `unroll` blocks are loaded before the first is
+    used, through `stages` of shared memory (1 for none).
     """
 
     rows: int
@@ -60,13 +57,7 @@ class StripPlan:
 
 @dataclass(frozen=True, slots=True)
 class Int8TilePlan:
-    """The tiling of a product.
-
-    Attributes:
-        block_m, block_n, block_k: rows of x, rows of the weight and columns of both in a step.
-        stages: pipeline stages of the loads.
-        group: tiles taken down a column before the next column, for reuse in the L2 cache.
-    """
+    """The tiling of a product; `group`: tiles taken down a column before the next column, for reuse in the L2 cache."""
 
     block_m: int
     block_n: int

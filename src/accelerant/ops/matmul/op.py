@@ -1,12 +1,11 @@
 """matmul: reference, validation, registration with torch and autograd; the product is the vendor's library's.
 
-A general matrix product kernel would not beat cuBLASLt. This op adds the ledger, which counts forward and backward
-products with their bytes and operations.
+A general matrix product kernel would not beat cuBLASLt. This op adds the checks and the ledger, which counts forward
+products with their bytes and operations, and a sample of the backward passes of torch's own autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
-from accelerant.ops._library import autocast_dtype, below_autograd, cast_for_autocast, define, is_ordinary, is_plain
+from accelerant.ops._library import autocast_dtype, cast_for_autocast, define, is_ordinary, is_plain
 from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -90,13 +89,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
         return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
     if not is_plain(a) or not is_ordinary(b):
-        y: Tensor = _op(a, b)
-    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not a.is_cpu:
-        y = _apply(a, b)
-    else:  # on a CPU with torch's own autograd
-        result = _cpu.run(matmul_op, _case(a, b), (a, b))
-        y = _product(a, b) if result is NotImplemented else result
-    return y
+        return _op(a, b)
+    result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu else NotImplemented
+    return _product(a, b) if result is NotImplemented else result
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -114,49 +109,6 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
 
 
-class Matmul(torch.autograd.Function):
-    """Autograd function of matmul on matrices and batches; its name appears in the profiler."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b, and save both."""
-        ctx.save_for_backward(a, b)
-        if is_plain(a) and is_ordinary(b):
-            return _product(a, b)
-        with below_autograd():
-            y: Tensor = _op(a, b)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return da = dy b^T and db = a^T dy, summed over broadcast dimensions."""
-        a, b = ctx.saved_tensors
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            da = _in_layout_of(a, dy, b.mT)
-        if ctx.needs_input_grad[1]:
-            db = _in_layout_of(b, a.mT, dy)
-        return da, db
-
-
-def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return p q summed to the shape of x; stored transposed if x is, as transposed weights are."""
-    if x.dim() == 2 and p.dim() == 2 and q.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]:
-        return _nested_product(q.mT, p.mT).mT
-    return _nested_product(p, q).sum_to_size(x.shape)
-
-
-def _nested_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a product inside a backward pass, which may itself be differentiated."""
-    if not is_plain(a) or not is_ordinary(b):
-        y: Tensor = _op(a, b)
-    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        y = _apply(a, b)
-    else:
-        y = _product(a, b)
-    return y
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return matmul_op(_case(a, b), a, b)
 
@@ -172,11 +124,10 @@ def _case(a: Tensor, b: Tensor) -> Case:
     return Case(a.device, a.dtype, shape, options)
 
 
-_apply: Callable[..., Any] = Matmul.apply
 _op = define(
     "matmul(Tensor a, Tensor b) -> Tensor",
     kernel=_product,
     fake=torch.matmul,
-    differentiable=_apply,
+    differentiable=torch.matmul,
     composite=torch.matmul,
 )

@@ -41,8 +41,7 @@ def adamw_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the parameter and its two moments after a step; `step` counts from 1.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with lr as the schedule multiplier of both terms
-    and alpha = 1, as in torch.optim.AdamW.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, in the form of torch.optim.AdamW.
     """
     g = -g if maximize else g
     m = beta1 * m + (1 - beta1) * g
@@ -59,8 +58,8 @@ def sgd_reference(
     """Return the parameter and its momentum buffer after a step; the buffer is None before the first step.
 
     Source: Sutskever, Martens, Dahl and Hinton 2013, "On the importance of initialization and momentum in deep
-    learning", equations 1 to 4, in the form of torch.optim.SGD: the learning rate multiplies the buffer, and the first
-    buffer is the gradient.
+    learning", equations 1 to 4, in the form of torch.optim.SGD: lr multiplies the buffer, and the first buffer is the
+    gradient.
     """
     g = -g if maximize else g
     g = g + weight_decay * p
@@ -80,8 +79,7 @@ def global_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
 def clip_reference(tensors: Sequence[Tensor], max_norm: float) -> list[Tensor]:
     """Return the tensors scaled so that their norm is at most max_norm.
 
-    Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1, with the 1e-6 of
-    torch.nn.utils.clip_grad_norm_.
+    Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1, with torch's 1e-6.
     """
     scale = (max_norm / (global_norm_reference(tensors) + 1e-6)).clamp(max=1.0)
     return [x * scale for x in tensors]
@@ -336,9 +334,8 @@ def launch_update(name: str, update: Update) -> None:
 def _launch_buckets(name: str, table: Table, constants: Sequence[Mapping[str, object]], last: Tensor) -> None:
     """Launch a kernel that changes tensors, once per bucket.
 
-    Raises:
-        CompileError, LaunchError: before anything was changed, so that another implementation can start over.
-        AccelerantError: after something was changed.
+    CompileError, LaunchError: before anything was changed, so that another implementation can start over;
+    AccelerantError: after.
     """
     plan = PLANS[name]
     maps = [table.chunks(i, plan.chunk) for i in range(len(table.buckets))]  # all allocations before the first launch

@@ -43,13 +43,9 @@ _is_contiguous = torch.Tensor.is_contiguous
 class Tensors(NamedTuple):
     """The tensors of one call, on one device; the lists have one length, or are empty if not applicable.
 
-    Attributes:
-        params, grads: parameters and gradients; norm and clipping use gradients only.
-        first, second: exp_avg and exp_avg_sq; or momentum buffers (None in groups without) and nothing.
-        masters: float32 copies of the parameters, None where there is none.
-        counters: AdamW's step counters, float32 scalars on the device.
-        groups: each tensor's parameter group.
-        new: indices of momentum buffers that were allocated for this step.
+    Norm and clipping use gradients only. `first` and `second` are exp_avg and exp_avg_sq, or momentum buffers (None in
+    groups without) and nothing; `masters` float32 copies or None; `counters` AdamW's, float32 scalars; `groups` each
+    tensor's parameter group; `new` indices of momentum buffers that were allocated for this step.
     """
 
     params: list[Tensor]
@@ -63,13 +59,10 @@ class Tensors(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The tensors of one combination of dtypes and layout, which one launch updates.
+    """The tensors of one combination of dtypes (None if absent) and layout, which one launch updates.
 
-    Attributes:
-        param, grad, state: dtypes, None if absent.
-        master: whether a float32 copy of the parameter is updated.
-        layout: "aligned" to 16 bytes, "unaligned", or "strided": with gaps, or with differing layouts.
-        tensors, elements: their numbers.
+    `master`: a float32 copy is updated. `layout`: "aligned" to 16 bytes, "unaligned", or "strided": gaps or differing
+    ones.
     """
 
     param: torch.dtype | None
@@ -190,11 +183,8 @@ def _key(tensors: Tensors) -> tuple[tuple[int, ...], Any, tuple[torch.dtype, ...
 class Table:
     """The addresses of a call's tensors, copied to the device when a kernel first needs them.
 
-    Attributes:
-        buckets: the tensors by combination of dtypes and layout, the largest first.
-        shape: number of tensors and of elements, for a Case.
-        streams: the CUDA streams that read the table.
-        by_group: cache of torch_steps' classification of the groups; None until computed.
+    `buckets` come the largest first; `shape` is the number of tensors and of elements, for a Case; `streams` are the
+    CUDA streams that read the table; `by_group` caches the classification of the groups for torch's functions.
     """
 
     def __init__(self, workspace: Workspace, tensors: Tensors, addresses: tuple[int, ...]) -> None:
@@ -420,14 +410,11 @@ def _rate(lr: float | Tensor) -> tuple[float, int]:
 
 @dataclass(slots=True)
 class Update:
-    """The arguments of adamw_step and of sgd_step.
+    """The arguments of adamw_step and of sgd_step; the table is None if no Triton kernel runs.
 
-    Attributes:
-        table: the tensors' table; None if no Triton kernel runs.
-        max_norm: clip the gradients to this norm on the fly, without changing them; the norm goes to workspace.norm.
-        grad_scale: factor by which the gradients are too large (a loss scale).
-        found_inf: not 0 if the step is to change nothing. None with grad_scale and max_norm: it changes nothing where
-            the norm is not finite.
+    `max_norm`: clip the gradients to it on the fly, without changing them; the norm goes to workspace.norm.
+    `grad_scale`: factor by which the gradients are too large (a loss scale). `found_inf`: not 0 if the step is to
+    change nothing; None with grad_scale and max_norm: it changes nothing where the norm is not finite.
     """
 
     tensors: Tensors

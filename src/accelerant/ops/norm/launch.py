@@ -180,12 +180,10 @@ def launch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowPlan | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Normalize rows.
+    """Return y, contiguous, in `dtype` or that of x; with a residual s = x + residual; and the statistics.
 
-    Returns:
-        y, contiguous, in `dtype` or that of x; with a residual s = x + residual, contiguous, in the residual's dtype;
-        and if `statistics` those of each row, float32: (M, 2), mean and 1 / standard deviation, or without centring
-        (M, 1), 1 / root mean square.
+    Those of each row, if asked for, are float32: (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1
+    / root mean square.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()
@@ -243,15 +241,10 @@ def launch_backward(
     centre: bool, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], ds: Tensor | None = None, plan: RowPlan | None = None, dxsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute dx, contiguous, and the gradients of weight and bias where they are needed.
+    """Compute dx, contiguous, and the gradients of weight and bias (its dtype alone matters) where needed.
 
-    Args:
-        centre: whether this is layer_norm.
-        weight, bias: as forward; of bias only the dtype matters.
-        statistics: of launch_forward, which include eps.
-        needs: of x, weight and bias; dx is computed in any case.
-        ds: gradient of x from elsewhere, to add.
-        dxsum: (N,), receives the sum of dx over the rows: the gradient of a bias that was added to x; or None.
+    `statistics` are launch_forward's, which include eps; `ds` is added to dx; `dxsum` (N,), if given, receives the sum
+    of dx over the rows, the gradient of a bias that was added to x.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else 0
@@ -335,17 +328,10 @@ def launch_backward_each(
     dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, examples: int, wanted: tuple[bool, bool, bool],
     ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute dx, and the sums over the rows of each example, which are contiguous, instead of over all rows.
+    """Compute dx, and sums over the rows of each example, which are contiguous: (examples, N) in float32, or None.
 
-    Args:
-        examples: at least 1; divides the rows.
-        wanted: whether to return the sums that are the gradients of weight, of bias, and of a vector added to x.
-
-    Returns:
-        dx; those sums, (examples, N) in float32, or None.
-
-    Raises:
-        UnsupportedCase: more columns than a program holds, WIDE_BACKWARD.
+    `wanted`: whether to return those that are the gradients of weight, of bias, and of a vector added to x.
+    UnsupportedCase: more columns than a program holds, WIDE_BACKWARD.
     """
     N, centre = x.shape[-1], statistics.shape[1] == 2
     if N > WIDE_BACKWARD:

@@ -83,14 +83,7 @@ _SMALL_WINDOW = 16
 
 
 class Window(NamedTuple):
-    """The windows that a kernel is compiled for.
-
-    Attributes:
-        kernel, stride, padding: of height and width.
-        largest: whether to compute the maximum instead of the average.
-        with_padding: whether averages count padding.
-        dilation: of windows of a maximum.
-    """
+    """The windows that a kernel is compiled for; averages count padding `with_padding`, dilation is for maxima."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -111,13 +104,9 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The work of one program.
+    """The work of one program: `block_p` rows (pixels with the channels last) by `block_q` columns (channels).
 
-    Attributes:
-        block_p: rows (pixels with the channels last) of y, or in the backward pass of cells of x.
-        block_q: columns (channels with the channels last).
-        num_warps: warps per program.
-        rows: windows of a column per thread of the forward pass, which reads their rows of x once.
+    `rows`: windows of a column per thread of the forward pass, which reads their rows of x once.
     """
 
     block_p: int
@@ -128,18 +117,9 @@ class PoolPlan:
 
 @functools.cache
 def plan_of(name: str, count_q: int, itemsize: int, device_type: str, *, last: bool, few: bool = True) -> PoolPlan:
-    """Return the plan of kernel "fwd" or "bwd".
+    """Return the plan of kernel "fwd" or "bwd" for count_q columns, or channels with the channels `last`.
 
-    H200, 64 x 64 x 112 x 112 in bfloat16, windows of 3 x 3, stride 2: max pooling took 0.057 ms (torch 0.210,
-    torch.compile 0.059), with the channels last 0.039; its gradient 0.094 (torch 0.591, torch.compile 0.523) and 0.044.
-    More columns per thread make its reads narrow: 16 rows by 64 in a block of 4 warps took 0.18 ms.
-
-    Args:
-        name, itemsize: of the kernel; bytes of an element.
-        count_q: columns, or channels with the channels last.
-        device_type: "cuda", or "cpu" for the interpreter.
-        last: whether the channels are last.
-        few: whether windows have few elements.
+    `few`: windows have few elements. More columns per thread make its reads narrow, three times as slow on an H200.
     """
     if device_type != "cuda":  # several programs even for small samples
         return PoolPlan(8, 8, 4, 1 + count_q % 2)
@@ -168,9 +148,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y and the positions of the maxima, both (B, C, *size) in torch's memory format.
 
-    Args:
-        divisor: of sums; None: their number of elements.
-        positions: uint8 or int64, see triton_kernels.py; None: no positions.
+    `divisor` of sums: None for their number of elements. `positions`: uint8 or int64, see triton_kernels.py; None:
+    none.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
@@ -194,12 +173,10 @@ def launch_backward(
     dy: Tensor, x: Tensor, window: Window, positions: Tensor | None = None, divisor: int | None = None,
     plan: PoolPlan | None = None, pairs: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return dx, in torch's memory format.
+    """Return dx, in torch's memory format; of x only shape and layout are used.
 
-    Args:
-        x: only its shape and layout are used.
-        positions: of the maxima, from launch_forward; None for averages.
-        pairs: whether a thread computes two neighbouring columns; None: for stride 2 with the channels first.
+    `positions` are launch_forward's, None for averages. `pairs`: a thread computes two neighbouring columns; None: for
+    stride 2 with the channels first.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
@@ -331,10 +308,9 @@ def _window(kernel_size: Pair, stride: Pair | None, padding: Pair) -> tuple[list
 
 
 def _refuse_empty_windows(x: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> None:
-    """Raise ShapeError for a window that lies in the padding only.
+    """Raise ShapeError for a window that lies in the padding only, as with a dilation larger than the image.
 
-    torch returns an index outside the image for it, by which its backward pass would write out of bounds. It occurs
-    only with a dilation larger than the image.
+    torch returns an index outside the image for it, by which its backward pass would write out of bounds.
     """
     for size, s, p, d, which in zip(x.shape[2:], stride, padding, dilation, ("height", "width"), strict=True):
         if size < d and any(start % d >= size for start in range(-p, 0, s)):
@@ -548,11 +524,7 @@ def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
 
 
 def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
-    """Return torch's gradient, computed on a GPU with the channels first.
-
-    With the channels last, torch 2.11's CUDA kernel differed from its kernel for channels first by 0.9 of the largest
-    element: 64 x 64 x 112 x 112, windows of 3 x 3, stride 2, padding 1.
-    """
+    """Return torch's gradient, on a GPU with the channels first: with them last torch 2.11's CUDA kernel was wrong."""
     if not x.is_cuda:
         return _aten.avg_pool2d_backward(dy, x, *settings)
     dx = _aten.avg_pool2d_backward(dy.contiguous(), x.contiguous(), *settings)

@@ -7,8 +7,9 @@ import math
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, size_name
+from accelerant.ops._launch import quantizing_plan, row_constants
 from accelerant.ops.quantize_int8.op import KERNELS as _KERNELS
-from accelerant.ops.quantize_int8.op import WIDE, constants, row_plan
+from accelerant.ops.quantize_int8.op import WIDE
 
 KIND = "plain"
 
@@ -36,9 +37,9 @@ _POINTERS = {"q_ptr": "*i8", "scale_ptr": "*fp32", "peaks_ptr": "*i32"}
 
 
 def _compilation(kind: str, N: int) -> Compilation:
-    plan = row_plan(N)
+    plan = quantizing_plan(N)
     types = {"*": kind, **_POINTERS}
-    return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps, multiple=math.gcd(N, 16))
+    return Compilation(_KERNELS["fwd"], types, row_constants(plan, N), plan.num_warps, multiple=math.gcd(N, 16))
 
 
 _BF16 = {"*": "*bf16", **_POINTERS}

@@ -17,9 +17,9 @@ from accelerant.ops._launch import (
     as_rows,
     ceil_div,
     eviction,
+    launch_wide_rows,
     multiprocessors,
     next_power_of_2,
-    split_rows,
     triton_operation,
     whole_rows,
 )
@@ -115,39 +115,25 @@ def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowP
     if dim < x.dim() - 1:
         tile = inner_plan(N)
         grid = (x.shape[:dim].numel() * ceil_div(inner, INNER_COLUMNS),)
-        fixed = {"LOG": log, "BLOCK_N": tile.block_n, "BLOCK_I": INNER_COLUMNS}
+        tiled = {"LOG": log, "BLOCK_N": tile.block_n, "BLOCK_I": INNER_COLUMNS}
         dense = [each.contiguous() for each in inputs]
-        KERNELS[f"{way}_inner"].launch(grid, (*dense, result, N, inner), fixed, num_warps=tile.num_warps)
+        KERNELS[f"{way}_inner"].launch(grid, (*dense, result, N, inner), tiled, num_warps=tile.num_warps)
         return result
     M = x.numel() // N
     rows, stride = as_rows(inputs[0], N)
     sources = (rows,) if way == "fwd" else (rows, x.contiguous())
     if plan is None and N > WIDE_FROM:
-        _launch_wide(way, log, sources, result, stride)
+        named: dict[str, object] = {"LOG": log}
+        sums = (2 if way == "fwd" else 1, torch.float32)
+        in_parts = {} if way == "fwd" else named
+        launch_wide_rows(KERNELS, f"{way}_", sources, (result,), stride, WIDE, sums, named, in_parts)
         return result
     if plan is None:
         plan = TUNED[way, log](x.device, x.dtype, (M, N), lambda plan: launch(way, log, inputs, dim, plan))
-    named = constants(plan, N, log, eviction(x, len(inputs) + 1))
+    fixed = constants(plan, N, log, eviction(x, len(inputs) + 1))
     grid = (ceil_div(M, plan.rows),)
-    KERNELS[way].launch(grid, (*sources, result, M, N, stride), named, num_warps=plan.num_warps)
+    KERNELS[way].launch(grid, (*sources, result, M, N, stride), fixed, num_warps=plan.num_warps)
     return result
-
-
-def _launch_wide(way: str, log: bool, inputs: tuple[Tensor, ...], result: Tensor, stride: int) -> None:
-    """Launch for rows that exceed the registers, split among programs where they are few; stride of the first input."""
-    N = result.shape[-1]
-    M, fixed = result.numel() // N, {"BLOCK_N": WIDE.block_n}
-    whole = {**fixed, "LOG": log}
-    parts, span = split_rows(M, N, WIDE.block_n, result.device)
-    if parts == 1:
-        KERNELS[f"{way}_wide"].launch((M,), (*inputs, result, N, stride), whole, num_warps=WIDE.num_warps)
-        return
-    sums = torch.empty((M, 2 if way == "fwd" else 1, parts), dtype=torch.float32, device=result.device)
-    grid, sizes = (parts, M), (N, stride, span)
-    summed = fixed if way == "fwd" else whole
-    KERNELS[f"{way}_part"].launch(grid, (*inputs, sums, *sizes), summed, num_warps=WIDE.num_warps)
-    joined = whole | {"PARTS": next_power_of_2(parts)}
-    KERNELS[f"{way}_join"].launch(grid, (*inputs, sums, result, *sizes), joined, num_warps=WIDE.num_warps)
 
 
 # --- implementations and public functions ----------------------------------------------------------------------------

@@ -42,14 +42,10 @@ from accelerant.runtime.dispatch import Case
 class BlockSpec(NamedTuple):
     """The configuration of a transformer block.
 
-    Attributes:
-        eps: added to the variance in the first and in the second norm.
-        causal: whether a position attends to no later one.
-        window: how many positions back attention reaches; -1 for all.
-        scale: of the attention scores; None for 1 / sqrt(head width).
-        approximate: form of GELU, "tanh" or "none".
-        post_norm: whether norms follow the residual additions (BERT) or precede the branches (GPT-2, ViT).
-        joined: whether a pre-norm block returns one tensor, the sum of its last branch and the residual stream.
+    `eps`: of both norms; `window`: positions that attention reaches back, -1 for all; `scale` of the scores: None for 1
+    / sqrt(head width); `approximate`: GELU's form, "tanh" or "none"; `post_norm`: norms follow the residual additions
+    (BERT) instead of preceding the branches (GPT-2, ViT); `joined`: a pre-norm block returns the sum of its last branch
+    and the residual stream.
     """
 
     heads: int
@@ -161,15 +157,10 @@ _Weight = Tensor | Float8Weight
 
 
 class ColumnSums:
-    """Column sums of the gradient that a block passes back to the block before it.
+    """Column sums of the gradient that a block passes back to the block before it: of the latter's last bias.
 
-    The backward pass of a block's first norm sums the columns of the gradient that it computes. That is the gradient of
-    the preceding block's last bias, which would otherwise read the whole gradient again. Both blocks hold this object:
-    the later one stores the sums, the earlier one takes them, provided that autograd hands it the same tensor,
-    unmodified.
-
-    Args:
-        bias: the last bias of the earlier block.
+    The backward pass of a block's first norm computes them; the earlier block takes them, provided that autograd hands
+    it the same tensor, unmodified, and so need not read the whole gradient again.
     """
 
     def __init__(self, bias: Tensor) -> None:
@@ -212,12 +203,9 @@ def _linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of a linear layer's weight and bias, in their dtypes; (None, None) if a sink takes them.
 
-    Args:
-        dy, x: gradient of the layer's result, and its input; rows.
-        examples: number of examples that the sink of the parameters expects; None if they have no sink.
-        sums: column sums of dy if they are known, per example if the parameters have a sink; others are ignored.
-
-    The weight's gradient has the weight's memory layout, so that a transposed view gets it without a copy.
+    dy and x, the gradient of the result and the input, are rows; `examples` is the number that the parameters' sink
+    expects, None without one; `sums` are column sums of dy if known, per example with a sink; others are ignored. The
+    weight's gradient has the weight's memory layout, so that a transposed view gets it without a copy.
     """
     sink = None if examples is None else first_sink((weight, bias))
     if sums is not None and sums.dim() != (1 if sink is None else 2):
@@ -324,11 +312,9 @@ def _mlp_backward(
 ) -> tuple[Tensor, Gradients]:  # fmt: skip
     """Return the gradients of the MLP's input and of the weight and bias of up and of down.
 
-    Args:
-        dm, y, z: gradient of the result, input and input of GELU, all rows.
-        weights: of up and down, in compute dtype.
-        sums: column sums of dm if they are known.
-        add_to: overwritten by its sum with the input's gradient, which is returned.
+    dm, y, z: gradient of the result, input and input of GELU, all rows; `weights` of up and down are in the compute
+    dtype; `sums` are column sums of dm if known; `add_to` is overwritten by its sum with the input's gradient, and
+    returned.
     """
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker

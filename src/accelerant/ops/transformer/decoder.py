@@ -26,11 +26,9 @@ from accelerant.runtime.dispatch import Case
 class DecoderSpec(NamedTuple):
     """The configuration of a decoder layer.
 
-    Attributes:
-        eps: added to the mean square in the first norm (and the heads' norms) and in the second.
-        heads: number of query heads, and of key and value heads.
-        causal, window, scale: as in accelerant.ops.attention; window -1 for none.
-        recompute: x -> the layer's result by differentiable modules, for derivatives of its gradients.
+    `eps` of the first norm (and the heads' norms) and of the second; `heads` of queries, and of keys and values;
+    causal, window (-1 for none) and scale as in attention; `recompute`: x -> the layer's result by differentiable
+    modules, for derivatives of its gradients.
     """
 
     eps: tuple[float, float]

@@ -48,12 +48,9 @@ _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dz = (x weight^T) gelu'(z) and a = gelu(z) on the current stream.
+    """Compute dz = (x weight^T) gelu'(z), a = gelu(z) (M, N), and float32 sums of dz's columns, a row per 32 rows of M.
 
     x is (M, K) bfloat16, weight (N, K) the transpose of the linear map's weight, z (M, N) contiguous.
-
-    Returns:
-        dz and a, (M, N); float32 partial sums of dz's columns, one row per 32 rows of M.
     """
     x, weight = hopper.readable(x), hopper.readable(weight)
     M, N = z.shape

@@ -77,10 +77,7 @@ def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return the gradient (N, K) of linear's weight in a `dtype` other than x's; the sum over rows is rounded once.
-
-    `out`, (N, K) of that dtype, gets it if given.
-    """
+    """Return the gradient (N, K) of linear's weight in a `dtype` other than x's, rounded once; in `out` if given."""
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
     return _linear_dw(case, dy, x, dtype, out)
 
@@ -134,10 +131,7 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def column_sums_each(x: Tensor, examples: int) -> Tensor:
-    """Sum the columns of x over the rows of each example, (M, N) to (examples, N), in float32 or better.
-
-    The M / examples rows of an example are consecutive.
-    """
+    """Sum the columns over each example's M / examples consecutive rows: (examples, N), float32 or better."""
     return _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
 
 
@@ -158,9 +152,7 @@ def _attention_case(qkv: Tensor, causal: bool, window: int) -> Case:
 def attend(qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse.
 
-    Args:
-        window: how many positions back attention reaches; -1 for all.
-        scale: of the scores; None for 1 / sqrt(D).
+    window -1 for none; scale None for 1 / sqrt(D).
     """
     q, k, v = _heads(qkv)
     case = _attention_case(qkv, causal, window)
@@ -280,13 +272,9 @@ def linear_dz(
     dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None,
     approximate: str = "tanh",
 ) -> _GeluGradient:  # fmt: skip
-    """Return the gradient of z (M, N) through linear(gelu(z)), gelu(z), and the gradient's column sums.
+    """Return the gradient of z (M, N) through linear(gelu(z)), gelu(z), and the gradient's column sums in dtype `sums`.
 
-    dy is (M, K), weight (K, N); z is contiguous.
-
-    Args:
-        sums: dtype of the column sums; None for none.
-        examples: number of examples to sum separately, (examples, N) in float32 or better; None for one sum.
+    dy is (M, K), weight (K, N); z is contiguous. `sums` None: none; `examples`: summed for each, in float32 or better.
     """
     case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), (approximate, "" if sums is None else "sums"))
     return _linear_dz(case, dy, weight, z, sums, examples, approximate)
@@ -366,11 +354,7 @@ def norm_backward_each(
 ) -> _NormGradients:  # fmt: skip
     """Return the gradient of a layer norm's input s (..., N), plus ds, and sums over the rows of each example.
 
-    Args:
-        required: which sums: the per-example gradients of weight, of bias, and of a bias that was added last to s.
-
-    Returns:
-        the gradient, and (examples, N) for each required sum, in float32 or better.
+    `required`: which, (examples, N) in float32 or better: the gradients of weight, of bias, of a bias added last to s.
     """
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", f"examples {examples}"))
     return _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
@@ -484,19 +468,11 @@ def tied_loss(
     hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
     forming: Forming | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
+    """Return the mean cross entropy of hidden (M, K) times table (V, K) transposed, and the gradients that are needed.
 
-    Args:
-        hidden, table: of one dtype, contiguous.
-        targets: (M,), contiguous.
-        classes: number of rows of table that are classes, the first ones; the others get a gradient of 0.
-        ignore_index: rows with this target are excluded.
-        needs: whether the gradients of hidden and of table are required.
-        forming: forms per-example gradients of the table; an example has M / examples rows.
-
-    Returns:
-        the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None if not required.
-        With `forming`, as in accelerant.ops.linear_cross_entropy.op.
+    All contiguous, of one dtype. The first `classes` rows of the table are classes; others get a gradient of 0. The
+    loss and dtable are in float32 or better, dhidden in its dtype. With `forming` dtable is per example, see
+    run_chunks.
     """
     required = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), required)

@@ -325,13 +325,14 @@ class Operation:
         torch_autograd = (
             alone
             and chosen.differentiable
-            and _by_torch(case)
+            and (len(self.implementations) == 1 or _by_torch(case))
             and case not in self._broken
             and not rules().forced  # it may be the backward op that is forced
             and not rules().debug
         )
         if torch_autograd:
-            where = "on the CPU" if case.device.type == "cpu" else "where the host is waited for"
+            where = "where the host is waited for" if FEW_ELEMENTS in case.options else "alone"
+            where = "on the CPU" if case.device.type == "cpu" else where
             reason += f"; torch {where}: its own autograd where that serves"
         plan = self._plan(case, chosen, reason, tuple(refused.items()), raced)
         plan.forced, plan.torch_autograd = forced is not None, torch_autograd
