@@ -10,7 +10,7 @@ import accelerant as acl
 from accelerant.config import override
 from accelerant.nn import GPT, GPTConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uninterpreted")]
+pytestmark = pytest.mark.slow
 
 
 def losses(model, batches, device, make_loss):

@@ -1,21 +1,15 @@
-"""The kernels of the aten table in OpenCL C: five templates, specialized by expression, dtypes and layout.
-
-A kernel is compiled once for each expression, combination of dtypes and number of dimensions that remain after those
-that lie together in memory are merged. Sizes, strides and scalars are arguments. The innermost stride of an operand is
-part of the text where it is 0 or 1, so that CPU devices load vectors.
-"""
+"""The kernels of the aten table in OpenCL C: the words of `kernels.py`, and products of matrices."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.tensors.device import TensorDevice, expanded, merged
+from accelerant.tensors.kernels import FLOATS, LANES, GeneratedKernels, Program, Text
 from accelerant.tensors.table import deep_product
 from accelerant.tensors.tensor import DeviceTensor
 
@@ -40,6 +34,7 @@ _KINDS = {"float": "f32", "double": "f64", "int": "i32", "long": "i64"}
 _HEADER = """
 #undef select
 #define select(b, a, c) ((c) ? (a) : (b))
+#define min_index(a, b) ((a) < (b) ? (a) : (b))
 """
 _RANDOM = """
 static inline uint4 philox(uint4 c, uint2 k) {
@@ -108,10 +103,6 @@ _SHARED = """
 #define div_floor(a, b) acl_div(a, b)
 """
 
-_BLOCK = 256
-_LANES = 64
-"""Work-items that share a long reduction."""
-
 _ROWS, _COLUMNS = 8, 16
 """Result of a work-item of the product on a CPU: columns of one vector."""
 
@@ -130,34 +121,34 @@ _COMPENSATED = (
 Source: Kahan's sum, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 4.3.
 """
 
-_LANES_COMBINED = """\
+_JOIN = f"""\
+__local T shared[{LANES}];
     shared[get_local_id(0)] = a;
-    for (int half_width = LANES / 2; half_width; half_width /= 2) {{
+    for (int half_width = {LANES // 2}; half_width; half_width /= 2) {{
         barrier(CLK_LOCAL_MEM_FENCE);
         if (get_local_id(0) < half_width) {{
             T v = shared[get_local_id(0) + half_width];
             a = shared[get_local_id(0)];
-            {accumulate}
+            ACCUMULATE
             shared[get_local_id(0)] = a;
         }}
     }}
     if (get_local_id(0)) return;
     a = shared[0];"""
-"""Combines the values `a` of a block's lanes, by halves."""
 
 _TILED = """
     __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];
     __local T* const a_values = (__local T*)a_tile;
     __local T* const b_values = (__local T*)b_tile;
     const int t = get_local_id(0), tx = t % 16, ty = t / 16;
-    const {index} first = get_group_id(1) * TILE, left = get_group_id(0) * TILE, z = get_group_id(2);
+    const I first = get_group_id(1) * TILE, left = get_group_id(0) * TILE, z = get_group_id(2);
     __global const T* x0 = x0_whole + x0_at + z * x0_batch;
     __global const T* x1 = x1_whole + x1_at + z * x1_batch;
     __global T* out = out_whole + out_at + z * out_batch;
     T4 c[4 * G][G];
     for (int r = 0; r < 4 * G; ++r) for (int g = 0; g < G; ++g) c[r][g] = 0;
     T a_next[4 * G], b_next[4 * G];  // of the next tile, on the way while this one is multiplied
-    for ({index} at = -BK; at < K; at += BK) {{
+    for (I at = -BK; at < K; at += BK) {{
         if (at >= 0) {{
             barrier(CLK_LOCAL_MEM_FENCE);
             #pragma unroll
@@ -170,11 +161,11 @@ _TILED = """
         #pragma unroll
         for (int j = 0; j < 4 * G; ++j) {{
             {{
-                const {index} k = at + BK + {a_k}, m = first + {a_m};
+                const I k = at + BK + {a_k}, m = first + {a_m};
                 a_next[j] = k < K && m < M ? x0[0{a}] : 0;
             }}
             {{
-                const {index} k = at + BK + {b_k}, n = left + {b_n};
+                const I k = at + BK + {b_k}, n = left + {b_n};
                 b_next[j] = k < K && n < N ? x1[0{b}] : 0;
             }}
         }}
@@ -201,10 +192,10 @@ _TILED = """
     }}
     #pragma unroll
     for (int r = 0; r < 4 * G; ++r) {{
-        const {index} m = first + r / 4 * 64 + ty * 4 + r % 4;
+        const I m = first + r / 4 * 64 + ty * 4 + r % 4;
         #pragma unroll
         for (int g = 0; g < G; ++g) {{
-            const {index} n = left + g * 64 + tx * 4;
+            const I n = left + g * 64 + tx * 4;
             if (m < M && n < N) out[m * c_row + n] = c[r][g].x;
             if (m < M && n + 1 < N) out[m * c_row + n + 1] = c[r][g].y;
             if (m < M && n + 2 < N) out[m * c_row + n + 2] = c[r][g].z;
@@ -213,9 +204,6 @@ _TILED = """
     }}
 """
 """Product on a GPU: a work-group of 256 writes a tile, a work-item 4 G rows of 4 G columns."""
-
-
-_FAULT = "if (!fault_whole[0]) { fault_whole[1] = convert_int_sat(j); fault_whole[0] = convert_int_sat(length + 1L); }"
 
 
 def _load(dtype: torch.dtype, pointer: str, index: str) -> str:
@@ -236,55 +224,20 @@ def _store(dtype: torch.dtype, pointer: str, index: str, value: str) -> str:
     return f"{pointer}[{index}] = ({_STORAGE[dtype]})({value});"
 
 
-class _Text:
-    """A kernel under construction: parameters, their types and values, and lines."""
-
-    def __init__(self, wide: bool) -> None:
-        self.index = "long" if wide else "int"
-        self.parameters: list[str] = []
-        self.kinds: list[str] = []
-        self.values: list[Any] = []
-
-    def array(self, name: str, x: DeviceTensor, *, const: bool = True) -> None:
-        qualifier = "const " if const else ""
-        self.parameters.append(f"__global {qualifier}{_STORAGE[x.dtype]}* {name}_whole")
-        self.kinds.append("*u8")
-        self.values.append(x.buffer)
-        self.number(f"{name}_at", int(x.storage_offset()))
-
-    def number(self, name: str, value: int) -> str:
-        self.parameters.append(f"{self.index} {name}")
-        self.kinds.append("i64" if self.index == "long" else "i32")
-        self.values.append(value)
-        return name
-
-    def scalars(self, name: str, values: Sequence[float], kind: str) -> None:
-        for at, value in enumerate(values):
-            self.parameters.append(f"{kind} {name}{at}")
-            self.kinds.append(_KINDS[kind])
-            self.values.append(float(value) if kind in ("float", "double") else int(value))
-
-    def step(self, name: str, coordinate: str, value: int) -> str:
-        """Return a term of an offset: nothing for a stride of 0, the coordinate for 1."""
-        if value == 0:
-            return ""
-        return f" + {coordinate}" if value == 1 else f" + {coordinate} * {self.number(name, value)}"
-
-
-def _is_wide(tensors: Sequence[DeviceTensor], count: int) -> bool:
-    if count >= 2**31:
-        return True
-    for x in tensors:
-        span = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        if span >= 2**31:
-            return True
-    return False
-
-
-class OpenclTensors(TensorDevice):
+class OpenclTensors(GeneratedKernels):
     """A device of OpenCL: any type of device, tuned for the CPU's and the GPU's."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(_STORAGE)
+    numbers: ClassVar[Mapping[str, tuple[str, str, str, str]]] = {
+        "float": ("0", "1", "-INFINITY", "INFINITY"), "double": ("0", "1", "-INFINITY", "INFINITY"),
+        "int": ("0", "1", "INT_MIN", "INT_MAX"), "long": ("0", "1", "LONG_MIN", "LONG_MAX"),
+    }  # fmt: skip
+    thread, linear, group = "get_local_id(0)", "get_global_id(0)", "get_group_id(0)"
+    counter, variable, nan = "I", "{} {} = {};", "NAN"
+    out_of_range = (
+        "if (!fault_whole[0]) {{ fault_whole[1] = convert_int_sat(j); fault_whole[0] = convert_int_sat({} + 1L); }}"
+    )
+    join = ("", _JOIN)
 
     def __init__(self, provider: ComputeProvider, index: int) -> None:
         super().__init__(provider, index)
@@ -292,386 +245,166 @@ class OpenclTensors(TensorDevice):
         self.is_cpu, self._units = properties["kind"] == "cpu", properties["multiprocessors"]
         if "float64" not in properties["dtypes"]:
             self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
-        self._kernels: dict[Any, Kernel] = {}
-        self._plans: dict[Any, _Plan] = {}
 
-    # --- the five kernels --------------------------------------------------------------------------------------------
+    # --- words -------------------------------------------------------------------------------------------------------
 
-    def map(
-        self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
-        integers: Sequence[int] = (), *, compute: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        operands = (out, *inputs)
-        plan = (expression, compute, len(scalars), len(integers), *map(_layout, operands))
-        if (known := self._plans.get(plan)) is not None:
-            self._repeat(known, operands, scalars, integers)
-            return
-        count = out.numel()
-        shape = tuple(out.shape)
-        sizes, steps = merged(shape, tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in operands))
-        compute = out.dtype if compute is None else compute
-        kind = _COMPUTE.get(compute, "long")
-        text = _Text(_is_wide(operands, count))
-        for at, x in enumerate(operands):
-            text.array(_name(at), x, const=at > 0)
-        text.number("count", count)
-        coordinates = self._coordinates(text, sizes, "i")
-        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(len(operands))]
-        text.scalars("s", scalars, kind)
-        text.scalars("n", integers, text.index)
-        lines = [
-            f"    const T x{at} = {_load(x.dtype, f'x{at}_whole', offsets[at + 1])};" for at, x in enumerate(inputs)
-        ]
-        body = [
-            f"    const {text.index} i = get_global_id(0);",
-            "    if (i >= count) return;",
-            *coordinates,
-            *lines,
-            f"    {_store(out.dtype, 'out_whole', offsets[0], expression)}",
-        ]
-        self._run(text, kind, "map", body, (-(-count // _BLOCK),), (_BLOCK,), plan=plan)
+    def _kind(self, dtype: torch.dtype) -> str:
+        return _COMPUTE.get(dtype, "long")
 
-    def reduce(
-        self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
-        post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        operands = (out, *inputs)
-        plan = (kind, pre, post, tuple(dims), compute, len(scalars), *map(_layout, operands))
-        if (known := self._plans.get(plan)) is not None:
-            self._repeat(known, operands, scalars)
-            return
-        shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
-        kept = [at for at in range(len(shape)) if at not in dims]
-        strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
-        sizes, steps = merged(
-            tuple(shape[at] for at in kept), tuple(tuple(s[at] for at in kept) for s in (tuple(out.stride()), *strides))
-        )
-        inner, inner_steps = merged(
-            tuple(shape[at] for at in dims), tuple(tuple(s[at] for at in dims) for s in strides)
-        )
-        outputs, length = out.numel(), math.prod(shape[at] for at in dims)
-        compute = inputs[0].dtype if compute is None else compute
-        value = _COMPUTE.get(compute, "long")
-        indexed = kind.startswith("arg")
-        lanes = 1 if indexed or length <= 4 * _LANES or (outputs >= 1024 and inner_steps[0][-1] != 1) else _LANES
+    def _expression(self, expression: str, kind: str) -> tuple[str, str]:
+        return expression, kind
 
-        text = _Text(_is_wide((out, *inputs), outputs * max(length, 1) + 32 * _LANES))
-        text.array("out", out, const=False)
-        for at, x in enumerate(inputs):
-            text.array(f"x{at}", x)
-        text.number("count", outputs)
-        text.number("length", length)
-        outer_lines = self._coordinates(text, sizes, "i")
-        bases = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(len(inputs) + 1)]
-        inner_lines = self._coordinates(text, inner, "r", "e")
-        offsets = [f"b{at}{self._offset(text, f'r{at}', inner_steps[at], 'e')}" for at in range(len(inputs))]
-        text.scalars("s", scalars, value)
-        neutral, combine = _COMBINE[kind.removeprefix("arg")]
-        loads = [
-            f"        const T x{at} = {_load(x.dtype, f'x{at}_whole', offsets[at])};" for at, x in enumerate(inputs)
-        ]
-        accumulate = f"a = {combine};"
-        if indexed:
-            better = ">" if kind == "argmax" else "<"
-            accumulate = f"if (r == 0 || (a == a && (v != v || v {better} a))) {{ a = v; where = r; }}"
-        compensated = kind == "sum" and value in ("float", "double") and length > 32 * lanes
-        first = "get_local_id(0)" if lanes > 1 else "0"
-        loop = f"    for ({text.index} r = {first}; r < length; r += {lanes}) {{"
-        if compensated:  # of sums of 32 terms
-            loop = (
-                f"    T rest = 0;\n    for ({text.index} block = {first}; block < length; block += {32 * lanes}) {{\n"
-                f"    T part = 0;\n    for ({text.index} r = block; r < length && r < block + {32 * lanes}; "
-                f"r += {lanes}) {{"
-            )
-            accumulate = "part += v;"
-        low, high = ("-INFINITY", "INFINITY") if value in ("float", "double") else _LIMITS[value]
-        body = [
-            f"    const {text.index} i = {'get_group_id(0)' if lanes > 1 else 'get_global_id(0)'};",
-            *(["    __local T shared[LANES];"] if lanes > 1 else []),
-            "    if (i >= count) return;",
-            *outer_lines,
-            *(f"    const {text.index} b{at} = {bases[at + 1]};" for at in range(len(inputs))),
-            f"    const T lowest = {low}, highest = {high};",
-            f"    T a = {neutral};",
-            *([f"    {text.index} where = 0;"] if indexed else []),
-            loop,
-            *(f"    {line}" for line in inner_lines),
-            *loads,
-            f"        const T v = {pre};",
-            f"        {accumulate}",
-            "    }",
-            *([_COMPENSATED.format(type="T", a="a", v="part", rest="rest"), "    }"] if compensated else []),
-        ]
-        if lanes > 1:
-            body.append(_LANES_COMBINED.format(accumulate="a += v;" if compensated else accumulate))
-        body.append(f"    {_store(out.dtype, 'out_whole', bases[0], 'where' if indexed else post)}")
-        block = lanes if lanes > 1 else 64
-        grid = outputs if lanes > 1 else -(-outputs // block)
-        self._run(text, value, "reduce", body, (grid,), (block,), f"#define LANES {lanes}\n", plan=plan)
+    def _cast(self, value: str, kind: str, to: str) -> str:
+        return f"(T)({value})"
 
-    def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
-        shape = tuple(out.shape)
-        at_index = expanded(tuple(index.shape), tuple(index.stride()), shape)
-        x_strides = tuple(0 if at == dim else s for at, s in enumerate(x.stride()))
-        sizes, steps = merged(shape, (tuple(out.stride()), x_strides, at_index))
-        text = _Text(_is_wide((out, x), out.numel()))
-        text.array("out", out, const=False)
-        text.array("x0", x)
-        text.array("x1", index)
-        text.array("fault", self.fault(), const=False)
-        text.number("count", out.numel())
-        coordinates = self._coordinates(text, sizes, "i")
-        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
-        text.number("length", x.shape[dim])
-        text.number("step", x.stride(dim))
-        kind, value = _COMPUTE.get(out.dtype, "long"), _load(x.dtype, "x0_whole", "at")
-        if out.dtype.is_floating_point:
-            value = f"outside ? (T)NAN : (T){value}"
-        body = [
-            f"    const {text.index} i = get_global_id(0);",
-            "    if (i >= count) return;",
-            *coordinates,
-            f"    long j = {_load(index.dtype, 'x1_whole', offsets[2])};",
-            "    const int outside = j < 0 || j >= length;",
-            f"    if (outside) {_FAULT}",
-            "    j = j < 0 ? 0 : j >= length ? length - 1 : j;",
-            f"    const {text.index} at = {offsets[1]} + ({text.index})j * step;",
-            f"    {_store(out.dtype, 'out_whole', offsets[0], value)}",
-        ]
-        self._run(text, kind, "gather", body, (-(-out.numel() // _BLOCK),), (_BLOCK,))
+    def _load(self, dtype: torch.dtype, operand: str, index: str) -> str:
+        return _load(dtype, f"{operand}_whole", index)
 
-    def scatter(
-        self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
-        check: bool = True,
-    ) -> None:  # fmt: skip
-        shape = tuple(source.shape)
-        others = [at for at in range(len(shape)) if at != dim]
-        strides = (
-            tuple(out.stride()),
-            expanded(tuple(index.shape), tuple(index.stride()), shape),
-            tuple(source.stride()),
-        )
-        sizes, steps = merged(tuple(shape[at] for at in others), tuple(tuple(s[at] for at in others) for s in strides))
-        count = math.prod(shape[at] for at in others)
-        text = _Text(_is_wide((out, source), source.numel()))
-        text.array("out", out, const=False)
-        text.array("x0", index)
-        text.array("x1", source)
-        if check:
-            text.array("fault", self.fault(), const=False)
-        text.number("count", count)
-        coordinates = self._coordinates(text, sizes, "i")
-        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
-        text.number("length", out.shape[dim])
-        text.number("rows", shape[dim])
-        along = [text.number(f"step{at}", s[dim]) for at, s in enumerate(strides)]
-        kind = _COMPUTE.get(out.dtype, "long")
-        value = _load(source.dtype, "x1_whole", f"b2 + r * {along[2]}")
-        if add:
-            value = f"(T){_load(out.dtype, 'out_whole', 'at')} + (T){value}"
-        body = [
-            f"    const {text.index} i = get_global_id(0);",
-            "    if (i >= count) return;",
-            *coordinates,
-            *(f"    const {text.index} b{at} = {offset};" for at, offset in enumerate(offsets)),
-            f"    for ({text.index} r = 0; r < rows; ++r) {{",
-            f"        long j = {_load(index.dtype, 'x0_whole', f'b1 + r * {along[1]}')};",
-            f"        if (j < 0 || j >= length) {{ {_FAULT if check else ''} continue; }}",
-            f"        const {text.index} at = b0 + ({text.index})j * {along[0]};",
-            f"        {_store(out.dtype, 'out_whole', 'at', value)}",
-            "    }",
-        ]
-        self._run(text, kind, "scatter", body, (-(-count // 64),), (64,))
+    def _operand(self, dtype: torch.dtype, operand: str, index: str, compute: torch.dtype) -> str:
+        return f"const T {operand} = {self._load(dtype, operand, index)};"
+
+    def _index(self, dtype: torch.dtype, operand: str, index: str) -> str:
+        return f"const long j = {self._load(dtype, operand, index)};"
+
+    def _store(self, dtype: torch.dtype, index: str, value: str, kind: str) -> str:
+        return _store(dtype, "out_whole", index, value)
+
+    def _added(self, dtype: torch.dtype, value: str, kind: str) -> str:
+        return f"(T){self._load(dtype, 'out', 'at')} + {value}"
+
+    def _lanes(self, length: int, outputs: int, innermost: int) -> int:
+        return 1 if length <= 4 * LANES or (outputs >= 1024 and innermost != 1) else LANES
+
+    def _long_sum(self, loop: str, first: str, length: str, lanes: int) -> tuple[list[str], str, list[str]]:
+        """Add sums of 32 terms with compensation."""
+        blocks = f"for (I block = {first}; block < {length}; block += {32 * lanes}) {{"
+        end = f"min_index({length}, block + {32 * lanes})"
+        opened = ["T rest = 0;", blocks, "T part = 0;", loop.format("block", end)]
+        return opened, "part += v;", ["}", _COMPENSATED.format(type="T", a="a", v="part", rest="rest"), "}"]
+
+    def _compile(self, text: Text, program: Program) -> Kernel:
+        kind, entry, operands = program.kind, program.entry, text.operands
+        wide = self._is_wide([*operands.values()], program.count)
+        parameters = [
+            f"__global {'const ' * (name not in ('out', 'fault'))}{_STORAGE[x.dtype]}* {name}_whole"
+            for name, x in operands.items()
+        ] + [f"{type_} {name}" for name, type_ in text.numbers.items()]
+        index = "i64" if wide else "i32"
+        kinds = ["*u8"] * len(operands) + [_KINDS.get(type_, index) for type_ in text.numbers.values()]
+        widths = (*program.block, 1, 1)[:3]  # else the compiler keeps registers for the largest work-group
+        body = "\n    ".join(program.body)
+        whole = "\n".join([
+            *(["#pragma OPENCL EXTENSION cl_khr_fp64 : enable"] if torch.float64 in self.dtypes else []),
+            _HEADER, *[_RANDOM] * ("(i, n0, n1)" in body), *[_BFLOAT16] * ("bfloat16" in body),
+            f"typedef {kind} T;", f"typedef {'long' if wide else 'int'} I;",
+            _FLOATING if kind in FLOATS else _INTEGRAL, _SHARED, program.head,
+            f"__kernel __attribute__((reqd_work_group_size({', '.join(map(str, widths))})))",
+            f"void {entry}({', '.join(parameters)}) {{", f"    {body}", "}",
+        ])  # fmt: skip
+        single = ["-cl-single-precision-constant"] * (kind == "float")
+        options = ("-w", *single)  # PoCL prints warnings of its headers
+        source = KernelSource(f"aten_{entry}", {"opencl": whole}, {entry: tuple(kinds)}, targets=(), options=options)
+        return self.provider.compile(source, device=self.index)
+
+    # --- products of matrices ----------------------------------------------------------------------------------------
 
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype in (torch.float16, torch.bfloat16):  # products of float32 are exact, and sums as torch's
             wide = self.empty(out.shape, torch.float32)
-            a, b = (self.converted(x, torch.float32) for x in (a, b))
-            self.matmul(wide, a, b)
+            self.matmul(wide, *(self.converted(x, torch.float32) for x in (a, b)))
             self.copy(out, wide)
-            return
-        if not self.is_cpu:
-            self._tiled_matmul(out, a, b)
-            return
-        if b.stride(2) != 1:
-            b = self.contiguous(b)
-        batch, rows, columns = out.shape
-        inner = a.shape[2]
-        text = _Text(_is_wide((out, a, b), out.numel()))
-        for name, x in (("out", out), ("x0", a), ("x1", b)):
-            text.array(name, x, const=name != "out")
+        elif self.is_cpu:
+            operands = (out, a, b if b.stride(2) == 1 else self.contiguous(b))
+            self._run(self._write_product, operands, ())
+        elif a.shape[2] > _DEPTH_GPU and out.dtype.is_floating_point:
+            deep_product(self, out, a, b, _DEPTH_GPU)
+        else:
+            self._run(self._write_tiled_product, (out, a, b), ())
+
+    @staticmethod
+    def _product_numbers(text: Text) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor]:
+        """Add the sizes of a product and the strides of its batches; return the operands."""
+        out, a, b = text.operands.values()
+        for name, x in text.operands.items():
             text.number(f"{name}_batch", x.stride(0) if x.shape[0] > 1 else 0)
-        for name, n in (("M", rows), ("N", columns), ("K", inner)):
-            text.number(name, n)
-        steps = [text.step("a_row", "m", a.stride(1)), text.step("a_inner", "k", a.stride(2))]
+        for name, size in (("M", out.shape[1]), ("N", out.shape[2]), ("K", a.shape[2])):
+            text.number(name, size)
+        return out, a, b
+
+    def _write_product(self, text: Text) -> Program:
+        """Write a product for CPUs: a work-item has a block of rows of a vector of columns."""
+        out, a, b = self._product_numbers(text)
+        batch, rows, columns = out.shape
+        along = text.step("a_row", "m{0}", a.stride(1)), text.step("a_inner", "k", a.stride(2))
         text.number("b_row", b.stride(1))
         text.number("c_row", out.stride(1))
-        height = min(_ROWS, 1 << (rows - 1).bit_length())
-        kind = _COMPUTE.get(out.dtype, "long")
-        lines = []
-        for at in range(height):
-            lines.append(f"    const {text.index} m{at} = first + {at} < M ? first + {at} : M - 1;")
-            lines.append(f"    __global const T* a{at} = x0{steps[0].replace(' + m', f' + m{at}', 1)};")
-        along = steps[1].removeprefix(" + ") or "0"
-
-        def sums(type_: str, row: str) -> list[str]:
-            """Return lines that set c0, c1, ... to sums over K: blocks of _DEPTH_CPU terms, added with compensation."""
-            compensated = inner > _DEPTH_CPU and kind in ("float", "double")
-            each = range(height)
-            depth = f"block + {_DEPTH_CPU} < K ? block + {_DEPTH_CPU} : K" if compensated else "K"
-            return [
-                *(f"        {type_} c{at} = 0{f', e{at} = 0' * compensated};" for at in each),
-                f"        for ({text.index} block = 0; block < K; block += {_DEPTH_CPU if compensated else 'K'}) {{",
-                *(f"            {type_} p{at} = 0;" for at in each),
-                f"            for ({text.index} k = block; k < ({depth}); ++k) {{",
-                f"                const {type_} row = {row};",
-                *(f"                p{at} += a{at}[{along}] * row;" for at in each),
-                "            }",
-                *(
-                    f"            {{ {_COMPENSATED.format(type=type_, a=f'c{at}', v=f'p{at}', rest=f'e{at}')} }}"
-                    if compensated
-                    else f"            c{at} = p{at};"
-                    for at in each
-                ),
-                "        }",
-            ]
-
+        height, kind = min(_ROWS, 1 << (rows - 1).bit_length()), _STORAGE[out.dtype]
+        inner = along[1].removeprefix(" + ") or "0"
+        compensated = a.shape[2] > _DEPTH_CPU and kind in FLOATS
         body = [
-            f"    const {text.index} n = get_global_id(0) * {_COLUMNS}, first = get_global_id(1) * {height};",
-            f"    const {text.index} z = get_global_id(2);",
-            "    if (n >= N || first >= M) return;",
-            "    __global const T* x0 = x0_whole + x0_at + z * x0_batch;",
-            "    __global const T* x1 = x1_whole + x1_at + z * x1_batch + n;",
-            "    __global T* out = out_whole + out_at + z * out_batch + n;",
-            *lines,
-            f"    if (n + {_COLUMNS} <= N) {{",
-            *sums("V", "vload16(0, x1 + k * b_row)"),
-            *(f"        if (first + {at} < M) vstore16(c{at}, 0, out + m{at} * c_row);" for at in range(height)),
-            "        return;",
-            "    }",
-            f"    for ({text.index} e = 0; n + e < N; ++e) {{",
-            *sums("T", "x1[k * b_row + e]"),
-            *(f"        if (first + {at} < M) out[m{at} * c_row + e] = c{at};" for at in range(height)),
-            "    }",
+            f"const I n = get_global_id(0) * {_COLUMNS}, first = get_global_id(1) * {height}, z = get_global_id(2);",
+            "if (n >= N || first >= M) return;",
+            "__global const T* x0 = x0_whole + x0_at + z * x0_batch;",
+            "__global const T* x1 = x1_whole + x1_at + z * x1_batch + n;",
+            "__global T* out = out_whole + out_at + z * out_batch + n;",
         ]
-        if kind == "int":  # bool
-            raise TypeError("there is no product of bool matrices")
-        kind = _STORAGE[out.dtype]
+        for at in range(height):
+            body.append(f"const I m{at} = first + {at} < M ? first + {at} : M - 1;")
+            body.append(f"__global const T* a{at} = x0{along[0].format(at)};")
+        body += [
+            f"if (n + {_COLUMNS} <= N) {{",
+            *_sums("V", "vload16(0, x1 + k * b_row)", height, inner, compensated),
+            *(f"if (first + {at} < M) vstore16(c{at}, 0, out + m{at} * c_row);" for at in range(height)),
+            "return;",
+            "}",
+            "for (I e = 0; n + e < N; ++e) {",
+            *_sums("T", "x1[k * b_row + e]", height, inner, compensated),
+            *(f"if (first + {at} < M) out[m{at} * c_row + e] = c{at};" for at in range(height)),
+            "}",
+        ]
         high = 16 if rows > 8 * height else 1
         grid = (-(-columns // _COLUMNS), -(-rows // (height * high)), batch)
-        self._run(text, kind, "matmul", body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
+        return Program("matmul", kind, out.numel(), body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
 
-    def _tiled_matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
-        """Write a product by work-groups that share tiles in local memory, for GPUs; operands may have any strides."""
+    def _write_tiled_product(self, text: Text) -> Program:
+        """Write a product for GPUs, of operands of any strides: work-groups share tiles in local memory."""
+        out, a, b = self._product_numbers(text)
         batch, rows, columns = out.shape
-        if a.shape[2] > _DEPTH_GPU and out.dtype.is_floating_point:
-            deep_product(self, out, a, b, _DEPTH_GPU)
-            return
         large = batch * -(-rows // 128) * -(-columns // 128)
         groups = 2 if min(rows, columns) > 64 and large >= self._units else 1  # one for each unit, at least
-        tile = 64 * groups
-        text = _Text(_is_wide((out, a, b), out.numel()))
-        for name, x in (("out", out), ("x0", a), ("x1", b)):
-            text.array(name, x, const=name != "out")
-            text.number(f"{name}_batch", x.stride(0) if x.shape[0] > 1 else 0)
-        for name, n in (("M", rows), ("N", columns), ("K", a.shape[2])):
-            text.number(name, n)
+        tile, kind = 64 * groups, _STORAGE[out.dtype]
         at_a = text.step("a_row", "m", a.stride(1)) + text.step("a_inner", "k", a.stride(2))
         at_b = text.step("b_inner", "k", b.stride(1)) + text.step("b_column", "n", b.stride(2))
         text.number("c_row", out.stride(1))
-        kind = _STORAGE[out.dtype]
         along = {
             True: ("t % BK", f"t / BK + j * {256 // _DEPTH}"),
             False: (f"t / TILE + j * {256 // tile}", "t % TILE"),
         }
         (a_k, a_m), (b_k, b_n) = along[a.stride(2) == 1], along[b.stride(1) == 1 and b.stride(2) != 1]
-        body = _TILED.format(index=text.index, a=at_a, b=at_b, a_k=a_k, a_m=a_m, b_k=b_k, b_n=b_n).split("\n")
+        body = _TILED.format(a=at_a, b=at_b, a_k=a_k, a_m=a_m, b_k=b_k, b_n=b_n).split("\n")
         sizes = {"BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4}
         head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {size}\n" for name, size in sizes.items())
-        self._run(text, kind, "matmul", body, (-(-columns // tile), -(-rows // tile), batch), (256, 1, 1), head)
-
-    # --- text --------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _coordinates(text: _Text, sizes: Sequence[int], source: str, name: str = "c") -> list[str]:
-        """Return lines that split a linear index into coordinates, the first dimension outermost."""
-        if len(sizes) < 2:
-            return [f"    const {text.index} {name}0 = {source};"] if sizes else []
-        lines, rest = [], source
-        for at in range(len(sizes) - 1, 0, -1):
-            size = text.number(f"{name}size{at}", sizes[at])
-            lines.append(f"    const {text.index} {name}{at} = {rest} % {size}, {name}rest{at} = {rest} / {size};")
-            rest = f"{name}rest{at}"
-        return [*lines, f"    const {text.index} {name}0 = {rest};"]
-
-    @staticmethod
-    def _offset(text: _Text, operand: str, steps: Sequence[int], name: str = "c") -> str:
-        return "".join(text.step(f"{operand}_step{at}", f"{name}{at}", step) for at, step in enumerate(steps))
-
-    def _run(
-        self, text: _Text, kind: str, entry: str, body: Sequence[str], grid: Sequence[int], block: Sequence[int],
-        head: str = "", plan: Any = None,
-    ) -> None:  # fmt: skip
-        """Launch a kernel, compiled on first use; with a key of `_plans`, keep the launch for `_repeat`."""
-        key = (entry, kind, head, tuple(block), tuple(body), tuple(text.parameters))
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            widths = (*block, 1, 1)[:3]  # else the compiler keeps registers for the largest work-group
-            floating, whole = kind in ("float", "double"), "\n".join(body)
-            program = "\n".join([
-                *(["#pragma OPENCL EXTENSION cl_khr_fp64 : enable"] if torch.float64 in self.dtypes else []),
-                _HEADER, *[_RANDOM] * ("(i, n0, n1)" in whole), *[_BFLOAT16] * ("bfloat16" in whole),
-                f"typedef {kind} T;", _FLOATING if floating else _INTEGRAL, _SHARED, head,
-                f"__kernel __attribute__((reqd_work_group_size({', '.join(map(str, widths))})))",
-                f"void {entry}({', '.join(text.parameters)}) {{", whole, "}",
-            ])  # fmt: skip
-            options = (
-                "-w",
-                *["-cl-single-precision-constant"] * (kind == "float"),
-            )  # PoCL prints warnings of its headers
-            source = KernelSource(
-                f"aten_{entry}", {"opencl": program}, {entry: tuple(text.kinds)}, targets=(), options=options
-            )
-            kernel = self._kernels[key] = self.provider.compile(source, device=self.index)
-        if plan is not None:
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            arrays = [None if kind == "*u8" else value for kind, value in zip(text.kinds, text.values, strict=True)]
-            self._plans[plan] = (kernel, grid, block, arrays, float if kind in ("float", "double") else int)
-        self.provider.launch(kernel, grid, block, text.values)
-
-    def _repeat(
-        self, plan: _Plan, operands: Sequence[DeviceTensor], scalars: Sequence[float], integers: Sequence[int] = ()
-    ) -> None:
-        """Launch as before, with other memory and other scalars: the text of a small kernel takes most of its time."""
-        kernel, grid, block, known, number = plan
-        values = known.copy()
-        for at, x in enumerate(operands):
-            values[2 * at] = x.buffer  # each is followed by its offset
-        if scalars or integers:
-            values[len(values) - len(scalars) - len(integers) :] = [*map(number, scalars), *map(int, integers)]
-        self.provider.launch(kernel, grid, block, values)
+        grid = (-(-columns // tile), -(-rows // tile), batch)
+        return Program("matmul", kind, out.numel(), body, grid, (256, 1, 1), head)
 
 
-_PLANS = 4096
-"""Launches that a device keeps."""
-
-_Plan: TypeAlias = tuple[Kernel, Sequence[int], Sequence[int], list[Any], Callable[[Any], Any]]
-
-
-def _layout(x: DeviceTensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.storage_offset(), x.dtype
-
-
-def _name(at: int) -> str:
-    return f"x{at - 1}" if at else "out"
-
-
-_LIMITS = {"int": ("INT_MIN", "INT_MAX"), "long": ("LONG_MIN", "LONG_MAX")}
-_COMBINE = {
-    "sum": ("0", "a + v"),
-    "prod": ("1", "a * v"),
-    "max": ("lowest", "max(a, v)"),
-    "min": ("highest", "min(a, v)"),
-}
-"""Kind of reduction -> neutral element, and combination of `a` and `v`."""
+def _sums(kind: str, row: str, height: int, inner: str, compensated: bool) -> list[str]:
+    """Return lines that set c0, c1, ... to sums over K; `compensated` ones are of blocks of _DEPTH_CPU terms."""
+    each = range(height)
+    depth = f"min_index(K, block + {_DEPTH_CPU})" if compensated else "K"
+    return [
+        *(f"{kind} c{at} = 0{f', e{at} = 0' * compensated};" for at in each),
+        f"for (I block = 0; block < K; block += {_DEPTH_CPU if compensated else 'K'}) {{",
+        *(f"{kind} p{at} = 0;" for at in each),
+        f"for (I k = block; k < {depth}; ++k) {{",
+        f"const {kind} row = {row};",
+        *(f"p{at} += a{at}[{inner}] * row;" for at in each),
+        "}",
+        *(
+            f"{{ {_COMPENSATED.format(type=kind, a=f'c{at}', v=f'p{at}', rest=f'e{at}')} }}"
+            if compensated
+            else f"c{at} = p{at};"
+            for at in each
+        ),
+        "}",
+    ]
