@@ -577,11 +577,10 @@ def test_everything_on_cuda(name):
 
 def test_words_as_tensors_of_a_device(one_of_each, monkeypatch):
     """What CUDA's arrays go through, with the CPU in its place."""
-    from accelerant.algebra.field import field as module
     from accelerant.algebra.field import memory_space
 
     field, p = one_of_each, one_of_each.modulus
-    monkeypatch.setattr(module, "space_of", lambda tensor: memory_space._Tensors("cpu", 0))
+    monkeypatch.setattr(memory_space, "space_of", lambda tensor: memory_space._Tensors("cpu", 0))
     words = field.random((3, 5))
     values = np.array(field.decode(words), object)
     a = torch.from_numpy(words)

@@ -22,12 +22,11 @@ from accelerant.algebra.curve.encoding import Layout, decode_points, encode_poin
 from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import Curve, curve_of, family_of
 from accelerant.algebra.field import PrimeField, prime_field
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, Operand, space_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import operands
 from accelerant.zk.multi_scalar import FixedBase
-from accelerant.zk.operands import Operand
 
 Device = str | ComputeDevice | None
 
@@ -126,7 +125,7 @@ class EllipticCurve:
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
         words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout, check=False))
         if check:
-            operands.points_inward(self.parameters, Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
+            operands.points_inward(self.parameters, Operand(words, HOST, words.shape[:1]), HOST, "points", "subgroup")
         return words
 
     # --- predicates ----------------------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ class EllipticCurve:
         )
         space, shape = self._together(("points", "scalars"), given, device)
         x = operands.points_inward(self.parameters, given[0], space, "points", "subgroup" if check else "")
-        both = ((x, given[0], self.shape), (operands.moved(given[1], space), given[1], (launch.SCALAR_WORDS,)))
+        both = ((x, given[0], self.shape), (given[1].moved(space), given[1], (launch.SCALAR_WORDS,)))
         x, factors = (
             words.reshape((1, *tail))  # the kernel itself broadcasts a single point or scalar
             if math.prod(operand.leading) == 1

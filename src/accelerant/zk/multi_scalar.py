@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +23,7 @@ from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import (
     HOST,
     MemorySpace,
+    Operand,
     Verdict,
     in_kind,
     is_tensor,
@@ -42,7 +42,7 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
-from accelerant.zk.operands import Operand, array_operand, field_operand, moved, scalar_words
+from accelerant.zk.operands import field_operand, scalar_words, tailed_operand
 
 Words = Any
 Devices = Sequence[str | ComputeDevice] | None
@@ -154,7 +154,7 @@ class FixedBase:
             lambda space, first, last: _Part.of(self._parameters, operand, space, level, multiples, first, last),
             spaces, bounds[:-1], bounds[1:],
         )  # fmt: skip
-        self._kind = replace(operand, words=None, tensor=None if operand.tensor is None else operand.tensor[:0])
+        self._kind = operand._replace(words=None, tensor=None if operand.tensor is None else operand.tensor[:0])
 
     def __repr__(self) -> str:
         return f"FixedBase({self.curve!r}, {self.n} points, {'+'.join(part.space.label for part in self._parts)})"
@@ -207,7 +207,7 @@ class _Part(NamedTuple):
         name = "points"
         if last - first < operand.leading[0]:
             name, words = f"points[{first}:{last}]", operand.space.getitem(operand.words, (slice(first, last),))
-            operand = replace(operand, words=words, leading=(last - first,))
+            operand = operand._replace(words=words, leading=(last - first,))
         words = _point_words(curve, operand, space, check, name)
         if space is HOST:
             plan = shared_cpu_plan(curve, last - first) if multiples else None
@@ -378,9 +378,9 @@ def _scalar_rows(
         operand = field_operand(field, scalars)
     elif known:
         words = scalar_words(scalars, field.modulus, "the order")
-        operand = Operand(words, words.shape[:-1], HOST)
+        operand = Operand(words, HOST, words.shape[:-1])
     else:
-        operand = array_operand(scalars, field, "scalars", (SCALAR_WORDS,))
+        operand = tailed_operand(field, scalars, "scalars", (SCALAR_WORDS,))
     leading = operand.leading
     if len(leading) not in (1, 2) or leading[-1] != n:
         limbs, shape = SCALAR_WORDS, tuple(operand.words.shape)
@@ -395,6 +395,6 @@ def _scalar_rows(
     checked = operand.space is HOST or operand.space != space
     if checked and (error := check()) is not None:
         raise error
-    words = moved(operand, space)
+    words = operand.moved(space)
     rows = [words] if len(leading) == 1 else [space.getitem(words, (i,)) for i in range(leading[0])]
     return rows, leading[:-1], None if checked or known else words, _all_valid if checked else check

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -19,12 +18,17 @@ from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
-from accelerant.algebra.field import words as host
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of, stacked
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    MemorySpace,
+    Operand,
+    array_operand,
+    in_kind,
+    stacked,
+)
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
-from accelerant.runtime.host import refuse_masked
 
 Shape = tuple[int, ...]
 Check = Literal["", "curve", "subgroup"]
@@ -40,42 +44,13 @@ _TESTS: dict[Check, tuple[launch.Test, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """An array argument: contiguous words in a space, and the dimensions `leading` those of a point or a scalar.
-
-    `tensor` is the original tensor, if it was one; `free` words, of Python integers, follow the other argument's space.
-    """
-
-    words: Any
-    leading: Shape
-    space: MemorySpace
-    tensor: Any = None
-    free: bool = False
-
-
-def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
-    """Return an array of a field's words whose last axes are `tail`, or raise UnsupportedDtype or ShapeError.
-
-    ConfigError for a tensor on a device without a backend.
-    """
-    tensor = x if is_tensor(x) else None
-    refuse_masked(x, name)
-    if tensor is None and not isinstance(x, np.ndarray):
-        raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or of Python, got {type(x).__name__}")
-    space, shape = HOST if tensor is None else space_of(x), tuple(x.shape)
-    host.check_words(field, str(x.dtype).removeprefix("torch."), shape, name)
+def tailed_operand(field: Field, x: Any, name: str, tail: Shape) -> Operand:
+    """Return an array of a field's words whose last axes are `tail`; ShapeError for others."""
+    operand = array_operand(field, x, name, "of Python")
+    shape = tuple(x.shape)
     if shape[-len(tail) :] != tail:
         raise ShapeError(f"{name} must be (..., {', '.join(map(str, tail))}), got {shape}")
-    words = x
-    if tensor is not None:
-        words = x.detach().numpy() if space is HOST else signed_view(x)
-    return Operand(space.contiguous(words), shape[: len(shape) - len(tail)], space, tensor)
-
-
-def moved(operand: Operand, space: MemorySpace) -> Any:
-    """Return the words in a memory space."""
-    return operand.words if operand.space == space else space.load(operand.space.store(operand.words))
+    return operand._replace(leading=shape[: len(shape) - len(tail)])
 
 
 def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
@@ -92,8 +67,8 @@ def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -
     x = stacked(x, name)
     if x is None or isinstance(x, (tuple, list)):
         words = encoded_points(curve, x, name)
-        return Operand(words, words.shape[: words.ndim - len(curve.shape)], HOST, free=True)
-    operand = array_operand(x, curve.coordinates.base, name, curve.shape)
+        return Operand(words, HOST, words.shape[: words.ndim - len(curve.shape)], free=True)
+    operand = tailed_operand(curve.coordinates.base, x, name, curve.shape)
     if check:
         launch.check_reduced(operand.space, curve, operand.words, name)
     return operand
@@ -136,7 +111,7 @@ def _types(value: object, depth: int = 2) -> str:
 
 def montgomery_points(curve: Curve[Any], operand: Operand, space: MemorySpace) -> Any:
     """Return points in Montgomery form in a memory space, (n, *shape)."""
-    words = moved(operand, space).reshape((math.prod(operand.leading), *curve.shape))
+    words = operand.moved(space).reshape((math.prod(operand.leading), *curve.shape))
     return launch.to_montgomery(space, curve, words)
 
 
@@ -191,8 +166,8 @@ def scalar_operand(field: Field, scalars: Any) -> Operand:
     scalars = stacked(scalars, "scalars")
     if isinstance(scalars, (int, np.integer, list, tuple)):
         words = scalar_words(scalars, 1 << 64 * SCALAR_WORDS, "2^256")
-        return Operand(words, words.shape[:-1], HOST, free=True)
-    return array_operand(plain_scalars(field, scalars), field, "scalars", (SCALAR_WORDS,))
+        return Operand(words, HOST, words.shape[:-1], free=True)
+    return tailed_operand(field, plain_scalars(field, scalars), "scalars", (SCALAR_WORDS,))
 
 
 def plain_scalars(field: Field, scalars: Any) -> Any:
@@ -202,7 +177,7 @@ def plain_scalars(field: Field, scalars: Any) -> Any:
 
 def field_operand(field: Field, scalars: FieldArray) -> Operand:
     """Return the canonical words of a FieldArray, on its device; ConfigError for another field's."""
-    return Operand(_of_field(field, scalars).plain_words(), scalars.shape, scalars.space)
+    return Operand(_of_field(field, scalars).plain_words(), scalars.space, scalars.shape)
 
 
 def _of_field(field: Field, scalars: FieldArray) -> FieldArray:

@@ -27,9 +27,9 @@ def same(a, b):
 
 
 KINDS = {
-    "miller": lambda family: pairing._record_miller(family, 2),
-    "product": pairing._record_product,
-    "final": pairing._record_final,
+    "miller": lambda family: pairing.miller_tape.__wrapped__(family, 2),
+    "product": pairing.product_tape.__wrapped__,
+    "final": pairing.final_tape.__wrapped__,
 }
 
 
@@ -59,7 +59,7 @@ def test_a_damaged_entry_is_recorded_again(folder):
 
     def make():
         calls.append(1)
-        return pairing._record_product(family)
+        return pairing.product_tape.__wrapped__(family)
 
     first = tape.cached("t", field, make)
     code = next(folder.iterdir()) / "code"
@@ -71,7 +71,7 @@ def test_a_damaged_entry_is_recorded_again(folder):
 def test_nothing_that_a_tape_is_lies_beside_the_checksum(folder):
     """With other constants, or registers beyond the memory, all would be computed wrong."""
     family = family_of("bn254")
-    field, first = FIELDS["bn254_fq"], pairing._record_product(family)
+    field, first = FIELDS["bn254_fq"], pairing.product_tape.__wrapped__(family)
     tape.cached("t", field, lambda: first)
     path = next(folder.iterdir()) / "report.json"
     report = json.loads(path.read_text())

@@ -59,7 +59,7 @@ _COSTS = {
 
 def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert canonical points to Montgomery form."""
-    return field_launch.unary(space, curve.coordinates.base, "to_montgomery", points, "canonical")
+    return field_launch.elementwise(space, curve.coordinates.base, "to_montgomery", "canonical", points)
 
 
 def inward(space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: Verdict) -> Words:
@@ -79,7 +79,7 @@ def inward(space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words 
 
 def from_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert points in Montgomery form to canonical ones."""
-    return field_launch.unary(space, curve.coordinates.base, "from_montgomery", points, "montgomery")
+    return field_launch.elementwise(space, curve.coordinates.base, "from_montgomery", "montgomery", points)
 
 
 def add(space: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:

@@ -226,17 +226,24 @@ def _record(family: Family, n: int) -> OpRecord:
 # --- Miller loop -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+def _kept(record: Callable[..., TapeFunction]) -> Callable[..., TapeFunction]:
+    """Keep what a function records of a family and perhaps a size in memory, and on the disk under its name."""
+
+    @functools.cache
+    def tape(family: Family, *size: int) -> TapeFunction:
+        name = "_".join((record.__name__.removesuffix("_tape"), family.name, *map(str, size)))
+        return cached(name, family.fq, lambda: record(family, *size))
+
+    return functools.wraps(record)(tape)
+
+
+@_kept
 def miller_tape(family: Family, size: int) -> TapeFunction:
     """Return the Miller loop of `size` pairs of finite points, whose code grows with size.
 
     Its inputs are P and Q of each pair: six canonical coordinates, c0 before c1. Its outputs are the value, in
     Montgomery form, and the _CHECKS registers of each pair.
     """
-    return cached(f"miller_{family.name}_{size}", family.fq, lambda: _record_miller(family, size))
-
-
-def _record_miller(family: Family, size: int) -> TapeFunction:
     program = Program(family.fq)
     f = program.window(FQ12_SIZE)
     windows = [(program.window(2), program.window(4), program.window(6), program.window(_CHECKS)) for _ in range(size)]
@@ -405,14 +412,12 @@ def _p_segment(family: Family) -> Segment:
 # --- final exponentiation --------------------------------------------------------------------------------------------
 
 
-@functools.cache
+@_kept
 def final_tape(family: Family) -> TapeFunction:
-    """Return f^((q^12 - 1) / r) of one element that is not zero, from Montgomery to canonical form."""
-    return cached(f"final_{family.name}", family.fq, lambda: _record_final(family))
+    """Return f^((q^12 - 1) / r) of one element that is not zero, from Montgomery to canonical form.
 
-
-def _record_final(family: Family) -> TapeFunction:
-    """Record the powers by q^6 - 1, by q^2 + 1, and by (q^4 - q^2 + 1) / r exactly."""
+    It is the powers by q^6 - 1, by q^2 + 1, and by (q^4 - q^2 + 1) / r exactly.
+    """
     machine = _Machine(family)
     f = machine.new()
     start = machine.copy(f)
@@ -425,13 +430,9 @@ def _record_final(family: Family) -> TapeFunction:
     return machine.program.function([f], [result])
 
 
-@functools.cache
+@_kept
 def product_tape(family: Family) -> TapeFunction:
     """Return the product of two elements in Montgomery form."""
-    return cached(f"product_{family.name}", family.fq, lambda: _record_product(family))
-
-
-def _record_product(family: Family) -> TapeFunction:
     machine = _Machine(family)
     f, g = machine.new(), machine.new()
     machine.mul(f, g)

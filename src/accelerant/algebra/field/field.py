@@ -17,7 +17,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,30 +27,19 @@ from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import (
     HOST,
     MemorySpace,
+    Operand,
+    array_operand,
     in_kind,
     is_tensor,
-    signed_view,
     space_at,
-    space_of,
     stacked,
 )
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import clipped
-from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.provider import ComputeDevice
 
 Device = str | ComputeDevice | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """The words of an argument; those made of Python integers (`movable`) are moved to the other argument's space."""
-
-    words: Any
-    space: MemorySpace
-    tensor: Any = None
-    movable: bool = False
 
 
 class PrimeField:
@@ -133,28 +121,28 @@ class PrimeField:
             return x.moved(x.space if device is None else space_at(device))
         operand = self._operand(x, "x", reduce)
         space = operand.space if device is None else space_at(device)
-        montgomery = launch.unary(space, self.parameters, "to_montgomery", _moved(operand, space), "canonical")
+        montgomery = launch.elementwise(space, self.parameters, "to_montgomery", "canonical", operand.moved(space))
         return FieldArray(self, space, montgomery, home=None if operand.tensor is None else operand.tensor.device)
 
     def add(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return (x + y) mod p."""
-        return self._binary("add", x, y, device, reduce)
+        return self._map("add", (x, y), device, reduce)
 
     def sub(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return (x - y) mod p."""
-        return self._binary("sub", x, y, device, reduce)
+        return self._map("sub", (x, y), device, reduce)
 
     def mul(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return x y mod p."""
-        return self._binary("mul", x, y, device, reduce)
+        return self._map("mul", (x, y), device, reduce)
 
     def square(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return x^2 mod p."""
-        return self._unary("square", x, device, reduce)
+        return self._map("square", (x,), device, reduce)
 
     def neg(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return -x mod p."""
-        return self._unary("neg", x, device, reduce)
+        return self._map("neg", (x,), device, reduce)
 
     def inv(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return x^-1 mod p, many by one inversion; a 0 among them raises FormatError, which names its index."""
@@ -175,61 +163,49 @@ class PrimeField:
         """Return the sum of the products along the last axis of the elements' shape."""
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
 
-    def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
-        if device is None and reduce is False and (z := launch.checked_at_once(self.parameters, op, x, y)) is not None:
-            return z
+    def _map(self, op: str, arrays: Sequence[Any], device: Device, reduce: bool) -> Any:
+        if device is None and reduce is False:
+            z = launch.checked_at_once(self.parameters, op, *arrays)
+            if z is not None:
+                return z
         return self._each(
-            lambda space, field, a, b: launch.binary(space, field, op, a, b, "canonical"), (x, y), device, reduce
+            lambda space, field, *words: launch.elementwise(space, field, op, "canonical", *words),
+            arrays,
+            device,
+            reduce,
         )
-
-    def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
-        if device is None and reduce is False and (z := launch.checked_at_once(self.parameters, op, x)) is not None:
-            return z
-        return self._each(lambda space, field, a: launch.unary(space, field, op, a, "canonical"), (x,), device, reduce)
 
     def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:
         """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, ("x", "y"), strict=False)]
-        fixed = [operand for operand in operands if not operand.movable]
+        fixed = [operand for operand in operands if not operand.free]
         home = fixed[0].space if fixed else HOST
         for operand in fixed:
             if operand.space != home:
                 raise ShapeError(f"x and y must be on one device, got {home.label} and {operand.space.label}")
         space = home if device is None else space_at(device)
-        words = _broadcast(self.parameters, space, [_moved(operand, space) for operand in operands])
+        words = _broadcast(self.parameters, space, [operand.moved(space) for operand in operands])
         result = run(space, self.parameters, *words, *options)
         tensor = fixed[0].tensor if fixed else None
         return in_kind(result, space, None if tensor is None else tensor.device)
 
-    def _operand(self, x: Any, name: str, reduce: bool) -> _Operand:
+    def _operand(self, x: Any, name: str, reduce: bool) -> Operand:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
         if not isinstance(reduce, bool | np.bool_):  # "no" would mean yes
             raise ConfigError(f"reduce must be True or False, got {clipped(reduce)}")
         field, x = self.parameters, stacked(x, name)
         if isinstance(x, (int, np.integer, list, tuple)) or (isinstance(x, np.ndarray) and x.dtype == object):
-            return _Operand(host.encode(field, x, reduce=reduce, name=name), HOST, movable=True)
-        if is_tensor(x):
-            host.check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
-            space, tensor = space_of(x), x
-            words: Any = x.detach().numpy() if space is HOST else signed_view(x)
-        elif isinstance(x, np.ndarray):
-            refuse_masked(x, name)
-            if x.dtype != self.dtype or field.limbs > 1:  # a dtype's name takes longer than a small sum
-                host.check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
-            space, words, tensor = HOST, x, None
-        elif isinstance(x, FieldArray):
+            return Operand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
+        if isinstance(x, FieldArray):
             raise UnsupportedDtype(
                 f"{name} is a FieldArray: use its operators, or give its .canonical() words to the field's functions"
             )
-        else:
-            kind = type(x).__name__
-            raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or Python integers, got {kind}")
-        words = space.contiguous(words)
+        operand = array_operand(field, x, name, "Python integers")
         if reduce:
-            words = launch.unary(space, field, "reduce", words, "canonical")
-        else:
-            launch.check_reduced(space, field, words, name)
-        return _Operand(words, space, tensor)
+            words = launch.elementwise(operand.space, field, "reduce", "canonical", operand.words)
+            return operand._replace(words=words)
+        launch.check_reduced(operand.space, field, operand.words, name)
+        return operand
 
 
 class FieldArray:
@@ -297,7 +273,7 @@ class FieldArray:
 
     def plain_words(self) -> Any:
         """Return canonical words in the array's memory space."""
-        return launch.unary(self.space, self.field.parameters, "from_montgomery", self.words, "montgomery")
+        return launch.elementwise(self.space, self.field.parameters, "from_montgomery", "montgomery", self.words)
 
     def moved(self, space: MemorySpace) -> FieldArray:
         """Return the elements in another memory space."""
@@ -444,14 +420,10 @@ class FieldArray:
 
     def _binary(self, op: str, x: Any, y: Any) -> FieldArray:
         a, b = self._together(x, y)
-        return self._of(launch.binary(self.space, self.field.parameters, op, a, b, "montgomery"))
+        return self._of(launch.elementwise(self.space, self.field.parameters, op, "montgomery", a, b))
 
     def _unary(self, op: str) -> FieldArray:
-        return self._of(launch.unary(self.space, self.field.parameters, op, self.words, "montgomery"))
-
-
-def _moved(operand: _Operand, space: MemorySpace) -> Any:
-    return operand.words if operand.space == space else space.load(operand.space.store(operand.words))
+        return self._of(launch.elementwise(self.space, self.field.parameters, op, "montgomery", self.words))
 
 
 def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:

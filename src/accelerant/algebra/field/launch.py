@@ -36,17 +36,11 @@ _BY_FORM = ("mul", "square", "inv", "pow", "dot")
 """Operations with a kernel for each form; the others have one for both."""
 
 
-def binary(space: MemorySpace, field: Field, op: str, x: Words, y: Words, form: Representation) -> Words:
-    """Add, subtract or multiply words of one shape; op is "add", "sub" or "mul"."""
-    return _elementwise(space, field, op, (x, y), form)
+def elementwise(space: MemorySpace, field: Field, op: str, form: Representation, *inputs: Words) -> Words:
+    """Apply "add", "sub" or "mul" to words of one shape; or to those of one array "neg", "square", or a conversion.
 
-
-def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representation) -> Words:
-    """Apply "neg" or "square"; "reduce", which takes any words; or "to_montgomery" or "from_montgomery"."""
-    return _elementwise(space, field, op, (x,), form)
-
-
-def _elementwise(space: MemorySpace, field: Field, op: str, inputs: Sequence[Words], form: Representation) -> Words:
+    Conversions are "reduce", which takes any words, "to_montgomery" and "from_montgomery".
+    """
     x = inputs[0]
     z = space.like(x)
     if space.backend == "cuda" and x.numel():  # a kept launch costs the host less
@@ -114,7 +108,7 @@ def inverse(space: MemorySpace, field: Field, x: Words, form: Representation, na
     zero = space.first_zero(x, field.limbs) if _count(field, x) else None
     if zero is not None:
         raise FormatError(f"{name}[{zero}] (flattened) is 0, which has no inverse")
-    return unary(space, field, "inv", x, form)
+    return elementwise(space, field, "inv", form, x)
 
 
 def power(space: MemorySpace, field: Field, x: Words, exponent: int, form: Representation, name: str) -> Words:

@@ -10,14 +10,17 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.words import check_words, dtype_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
+from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
 
 Shape = tuple[int, ...]
@@ -360,6 +363,37 @@ def stacked(x: Any, name: str) -> Any:
     if first.dtype.is_signed:
         return sys.modules["torch"].stack(parts)
     return sys.modules["torch"].stack([signed_view(part) for part in parts]).view(first.dtype)
+
+
+class Operand(NamedTuple):
+    """An array argument: contiguous words in a space, and the dimensions `leading` those of a point or a scalar.
+
+    `tensor` is the original tensor, if it was one; `free` words, of Python integers, follow the other argument's space.
+    """
+
+    words: Any
+    space: MemorySpace
+    leading: Shape = ()
+    tensor: Any = None
+    free: bool = False
+
+    def moved(self, space: MemorySpace) -> Any:
+        """Return the words in a memory space."""
+        return self.words if self.space == space else space.load(self.space.store(self.words))
+
+
+def array_operand(field: Field, x: Any, name: str, others: str) -> Operand:
+    """Return an array of a field's words, not compared with the modulus; for messages, `others` are taken elsewhere."""
+    if is_tensor(x):
+        check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
+        space = space_of(x)
+        return Operand(space.contiguous(x.detach().numpy() if space is HOST else signed_view(x)), space, tensor=x)
+    refuse_masked(x, name)
+    if not isinstance(x, np.ndarray):
+        raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or {others}, got {type(x).__name__}")
+    if x.dtype != dtype_of(field) or field.limbs > 1:  # a dtype's name takes longer than a small sum
+        check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
+    return Operand(HOST.contiguous(x), HOST)
 
 
 def space_at(device: str | ComputeDevice) -> MemorySpace:

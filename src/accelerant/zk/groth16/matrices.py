@@ -134,11 +134,11 @@ def quotient(rows: SparseMatrix, witness: U64) -> U64:
     field, n = rows.field, rows.n_rows // 2
     values = np.empty((3, n, field.limbs), np.uint64)
     rows.times(witness, out=values[:2].reshape(2 * n, field.limbs))
-    values[2] = field_launch.binary(HOST, field, "mul", values[0], values[1], "montgomery")
+    values[2] = field_launch.elementwise(HOST, field, "mul", "montgomery", values[0], values[1])
     _to_coset(HOST, field, values, n)
-    product = field_launch.binary(HOST, field, "mul", values[0], values[1], "montgomery")
-    difference = field_launch.binary(HOST, field, "sub", product, values[2], "montgomery")
-    scalars: U64 = field_launch.unary(HOST, field, "from_montgomery", difference, "montgomery")
+    product = field_launch.elementwise(HOST, field, "mul", "montgomery", values[0], values[1])
+    difference = field_launch.elementwise(HOST, field, "sub", "montgomery", product, values[2])
+    scalars: U64 = field_launch.elementwise(HOST, field, "from_montgomery", "montgomery", difference)
     return scalars
 
 

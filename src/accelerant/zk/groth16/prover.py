@@ -235,8 +235,8 @@ class Prover:
         """Return the parts of a proof that depend on no witness: delta1 times r, s and -r s, and delta2 times s."""
         g1, g2, field = self._pairing.g1, self._pairing.g2, self._field
         r, s = randomness[:1], randomness[1:]
-        rs = field_launch.binary(HOST, field, "mul", r, s, "canonical")
-        minus_rs = field_launch.unary(HOST, field, "neg", rs, "canonical")
+        rs = field_launch.elementwise(HOST, field, "mul", "canonical", r, s)
+        minus_rs = field_launch.elementwise(HOST, field, "neg", "canonical", rs)
         delta1: U64 = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
         delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
         return delta1, delta2

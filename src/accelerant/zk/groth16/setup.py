@@ -173,8 +173,8 @@ def _at_tau(fr: PrimeField, terms: Terms, n_wires: int, lagrange: U64) -> U64:
 
 
 def _montgomery(fr: PrimeField, values: U64) -> U64:
-    words: U64 = field_launch.unary(
-        HOST, fr.parameters, "to_montgomery", np.ascontiguousarray(values, np.uint64), "canonical"
+    words: U64 = field_launch.elementwise(
+        HOST, fr.parameters, "to_montgomery", "canonical", np.ascontiguousarray(values, np.uint64)
     )
     return words
 
