@@ -42,7 +42,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -255,6 +255,12 @@ def carried() -> Callable[[], AbstractContextManager[object]]:
     return partial(override, **changes) if changes else nullcontext
 
 
+@lru_cache(64, typed=True)  # an Accelerator with a policy of its own changes the settings in each call
+def _changed(before: Settings, **changes: Any) -> Settings:
+    _require_known(changes, {setting.name for setting in fields(Settings)}, "unknown setting")
+    return replace(before, **{name: _converted(name, value, "override") for name, value in changes.items()})
+
+
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
     """Change settings for a block of code, in this thread or asyncio task and in its backward passes.
@@ -266,17 +272,16 @@ def override(**changes: Any) -> Iterator[Settings]:
     >>> with override(fallback="forbid"):
     ...     train()
     """
-    _require_known(changes, {setting.name for setting in fields(Settings)}, "unknown setting")
-    read = {name: _converted(name, value, "override") for name, value in changes.items()}
-    changed = replace(settings(), **read)
-    level = settings().log
-    chooses = not CHOICE_SETTINGS.isdisjoint(read)
+    before = settings()
+    change = _changed if all(type(value) in (str, bool) for value in changes.values()) else _changed.__wrapped__
+    changed, level = change(before, **changes), before.log
+    chooses = not CHOICE_SETTINGS.isdisjoint(changes)
     token = _overridden.set(changed)
     try:
         _published.append(changed)
         if chooses:
             choice_overrides.append(changed)
-        if "log" in read:
+        if "log" in changes:
             _set_log_level(changed.log)
         yield changed
     finally:
@@ -284,5 +289,5 @@ def override(**changes: Any) -> Iterator[Settings]:
         _published.remove(changed)
         if chooses:
             choice_overrides.remove(changed)
-        if "log" in read:
+        if "log" in changes:
             _set_log_level(level)
