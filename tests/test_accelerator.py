@@ -674,13 +674,9 @@ def test_backends_have_the_names_that_people_call_them_by():
     for name in ("CPU", "cpu:0", torch.device("cpu"), " Cpu "):
         assert Accelerator(name).backend == registry.find_device(str(name)).backend == "cpu"
     other = {
-        "CUDA": "cuda",
-        "mps": "apple",
-        "MPS:0": "apple",
-        "apple_silicon": "apple",
-        "Apple Silicon": "apple",
+        "CUDA": "cuda", "mps": "apple", "MPS:0": "apple", "apple_silicon": "apple", "Apple Silicon": "apple",
         "HIP": "rocm",
-    }
+    }  # fmt: skip
     for name, backend in other.items():
         if registry.reason_absent(backend):
             for choose in (registry.choose, registry.find_device, lambda name: Accelerator(name, fallback=False)):

@@ -12,13 +12,8 @@ import urllib.request
 from requirements import require
 
 FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--hide-scrollbars",
-    "--remote-debugging-port=0",
-    "--no-first-run",
-]
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0", "--no-first-run",
+]  # fmt: skip
 KEYS = {"Tab": 9, "Enter": 13, " ": 32}
 
 

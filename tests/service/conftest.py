@@ -55,14 +55,8 @@ def postgres():
             for path in (folder, password):
                 shutil.chown(path, "postgres", "postgres")
         command = [
-            programs / "initdb",
-            "--pgdata",
-            folder / "data",
-            "--username",
-            "accelerant",
-            "--auth",
-            "scram-sha-256",
-        ]
+            programs / "initdb", "--pgdata", folder / "data", "--username", "accelerant", "--auth", "scram-sha-256",
+        ]  # fmt: skip
         subprocess.run(
             [*command, "--pwfile", password, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **user
         )
@@ -153,3 +147,16 @@ def server(tmp_path_factory, models):
 def http(server):
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """The PEM files of a certificate of localhost, and of its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    files = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+    ]  # fmt: skip
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    return files

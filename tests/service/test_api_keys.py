@@ -134,7 +134,7 @@ def test_days_are_bounded_and_a_stored_key_of_longer_is_listed(store, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
+def test_the_service_beyond_loopback(tmp_path, certificate, monkeypatch, capsys):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
     with pytest.raises(ConfigError, match="has no API keys"):
         require_keys(ServiceSettings(host="0.0.0.0", directory=tmp_path / "state"))
@@ -151,19 +151,11 @@ def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
     listed = keys("list")
     assert [key["name"] for key in listed] == ["a", "b"]
     assert "token" not in listed[0]
-    certificate, key = certificate_for_localhost(tmp_path)
     server = Server(
-        tmp_path / "state",
-        "--host",
-        "0.0.0.0",
-        "--device",
-        "cpu",
-        "--tls-certificate",
-        str(certificate),
-        "--tls-key",
-        str(key),
-    )
-    trusted = ssl.create_default_context(cafile=certificate)
+        tmp_path / "state", "--host", "0.0.0.0", "--device", "cpu", "--tls-certificate", str(certificate[0]),
+        "--tls-key", str(certificate[1]),
+    )  # fmt: skip
+    trusted = ssl.create_default_context(cafile=certificate[0])
     url = server.url.replace("0.0.0.0", "localhost")
     body = {"inputs": [{"name": name, "shape": [1], "datatype": "UINT64", "data": [3]} for name in "xy"]}
     with server.client(verify=trusted) as http:
@@ -201,30 +193,3 @@ def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
     assert field["token"] not in log
     assert secret.split("_", 2)[2] not in log
     assert any(record["key_id"] == field["id"] and record["operation"] == "field_mul" for record in server.records())
-
-
-def certificate_for_localhost(folder):
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    private = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(private.public_key())
-        .serial_number(1).not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(private, hashes.SHA256())
-    )  # fmt: skip
-    paths = folder / "certificate.pem", folder / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    return paths

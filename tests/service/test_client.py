@@ -327,8 +327,5 @@ def test_the_pages_program_runs(server, monkeypatch, capsys):
     program = re.search(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
     exec(compile(program, "service.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == [
-        "[ 4 10 18]",
-        "(1024,)",
-        "{'z': array([9223372034707292161], dtype=uint64)}",
-        "(65536,)",
-    ]
+        "[ 4 10 18]", "(1024,)", "{'z': array([9223372034707292161], dtype=uint64)}", "(65536,)",
+    ]  # fmt: skip

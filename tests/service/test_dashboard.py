@@ -127,15 +127,9 @@ def test_a_key_reaches_every_control_and_shows_where_it_is(page):
             break
     reached = {stop["id"] or stop["text"] for stop in stops}
     wanted = {
-        "Skip to content",
-        "theme",
-        "Failed",
-        "example-operation",
-        "example-field",
-        "example-x",
-        "Run",
+        "Skip to content", "theme", "Failed", "example-operation", "example-field", "example-x", "Run",
         "example-random",
-    }
+    }  # fmt: skip
     assert wanted <= reached
     assert [stop for stop in stops if stop["tag"] != "BODY" and not stop["visible"]] == []
     page.evaluate("document.querySelector('[data-show=failed]').focus()")
@@ -202,13 +196,8 @@ def test_the_apis_page_shows_operations_and_requests(page, server, scheme):
     assert page.evaluate(arrow) == "-45deg"
     text = page.evaluate("document.body.innerText")
     for expected in (
-        "field_mul",
-        "bn254_fr",
-        "goldilocks",
-        "/v2/models/{name}/infer",
-        "/jobs/{id}",
-        "application/octet-stream",
-    ):
+        "field_mul", "bn254_fr", "goldilocks", "/v2/models/{name}/infer", "/jobs/{id}", "application/octet-stream",
+    ):  # fmt: skip
         assert expected in text
     assert "undefined" not in text
     assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -10,7 +10,6 @@ import re
 import socket
 import ssl
 import struct
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -65,28 +64,6 @@ def raw(server):
     connection = Raw(server)
     with connection.socket:
         yield connection
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """The PEM files of a certificate of localhost, and of its key."""
-    folder = tmp_path_factory.mktemp("certificate")
-    files = folder / "cert.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
-    subprocess.run([*command, *names], check=True, capture_output=True)
-    return files
 
 
 def alive(http):
@@ -297,14 +274,8 @@ def test_results_that_would_be_huge_are_refused_before_they_are_computed(http):
 def test_large_or_deep_json_is_refused(http):
     deep = b'{"inputs":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     for body in (
-        deep,
-        b'{"inputs": [' + b"0," * 150_000 + b"0]}",
-        b"\xff\xfe",
-        b"[]",
-        b"7",
-        b'{"inputs": 7}',
-        b'{"id": 1}',
-    ):
+        deep, b'{"inputs": [' + b"0," * 150_000 + b"0]}", b"\xff\xfe", b"[]", b"7", b'{"inputs": 7}', b'{"id": 1}',
+    ):  # fmt: skip
         answer = http.post(MUL, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
     for shape, data in (([2, 3], [[1, 2], [3, 4], [5, 6]]), ([2, 2], [[1, 2, 3], [4]])):
@@ -323,11 +294,8 @@ def test_bfloat16_is_refused_with_what_to_send(http):
 
 def test_paths_do_not_leave_their_folders(http):
     for path in (
-        "/dashboard/../../etc/passwd",
-        "/dashboard/%2e%2e/%2e%2e/etc/passwd",
-        "/jobs/..%2f..%2fetc",
-        "/jobs/%00",
-    ):
+        "/dashboard/../../etc/passwd", "/dashboard/%2e%2e/%2e%2e/etc/passwd", "/jobs/..%2f..%2fetc", "/jobs/%00",
+    ):  # fmt: skip
         answer = http.get(path)
         assert answer.status_code in (400, 404), path
         assert "root:" not in answer.text
