@@ -27,7 +27,7 @@ from accelerant.service import dashboard
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.guard import Guard, error_body
-from accelerant.service.infer import Inference, answer_format, operation_named, written
+from accelerant.service.infer import Answer, Inference, answer_format, operation_named, written
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
@@ -107,12 +107,8 @@ async def server() -> dict[str, Any]:
 @_router.get("/v2/models", tags=["models"])
 async def models(request: Request) -> dict[str, Any]:
     """The operations, one model each."""
-    return {
-        "models": [
-            {"name": one.name, "summary": one.summary, "scope": one.scope}
-            for one in request.app.state.operations.values()
-        ]
-    }
+    operations = request.app.state.operations.values()
+    return {"models": [{"name": one.name, "summary": one.summary, "scope": one.scope} for one in operations]}
 
 
 @_router.get("/v2/models/{name}/versions/1", include_in_schema=False)
@@ -147,8 +143,8 @@ async def infer(name: str, request: Request) -> Response:
 
     The guard calls `Inference` itself; this route describes it.
     """
-    answer = await request.app.state.inference.answer(name, request.scope, request.receive)
-    return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})
+    answer: Answer = await request.app.state.inference.answer(name, request.scope, request.receive)
+    return answer.response()
 
 
 @_router.get("/jobs", tags=["jobs"], response_model=dict[str, Any])
@@ -183,8 +179,7 @@ async def job_result(id: str, request: Request) -> Response:
     job = await jobs.get(id, owner)
     operation = operation_named(request.app.state.operations, job.operation)
     inference.hold(state["record"], job.result_bytes or 0)
-    answer = await written(operation, await jobs.result(id, owner), format, inference.settings.json_bytes)
-    return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})
+    return (await written(operation, await jobs.result(id, owner), format, inference.settings.json_bytes)).response()
 
 
 @_router.delete("/jobs/{id}", tags=["jobs"])
@@ -272,14 +267,10 @@ def _describe_errors(app: FastAPI) -> None:
     inner = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = inner()
+        document, names = inner(), ["error", "type", "request_id"]
+        properties = {name: {"type": "string"} for name in names}
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        names = ("error", "type", "request_id")
-        schemas["Error"] = {
-            "type": "object",
-            "required": list(names),
-            "properties": {name: {"type": "string"} for name in names},
-        }
+        schemas["Error"] = {"type": "object", "required": names, "properties": properties}
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation does it

@@ -65,16 +65,10 @@ def datatype_of(value: Value) -> str:
 def read_kserve(
     body: bytes, json_bytes: int | None, key: str, *, most_json: int = 1 << 62
 ) -> tuple[dict[str, Any], Values]:
-    """Return the JSON object of a request or response, and its tensors by name.
+    """Return the JSON object of a request or response, and its tensors, those of "inputs" or "outputs", by name.
 
-    Args:
-        body: JSON, followed by the bytes of tensors.
-        json_bytes: bytes of the JSON (header Inference-Header-Content-Length); None: all of the body.
-        key: "inputs" or "outputs".
-        most_json: largest JSON that is parsed.
-
-    Raises:
-        FormatError: names the tensor and what is wrong with it.
+    The bytes of tensors follow the JSON, whose size is `json_bytes` (header Inference-Header-Content-Length); None: all
+    of the body. FormatError names the tensor and what is wrong with it.
     """
     size = len(body) if json_bytes is None else json_bytes
     if not 0 <= size <= len(body):
@@ -209,18 +203,12 @@ def _from_list(name: str, data: Any, shape: tuple[int, ...], datatype: str) -> V
         raise FormatError(f"tensor {clipped(name)}: a number is beyond {datatype}") from None
 
 
-_encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps would make one in each call
-
-
 def write_kserve(
     head: Mapping[str, Any], key: str, values: Mapping[str, Value], binary: bool | Collection[str] = True
 ) -> tuple[bytes, int | None]:
     """Return the body of a request or response, and the bytes of its JSON (None: all of it, as no tensor is binary).
 
-    Args:
-        head: entries of the JSON object beside the tensors.
-        key: "inputs" or "outputs".
-        binary: whether tensors are bytes after the JSON, or the names of those that are.
+    `head` has the entries beside the tensors, which are at `key`; `binary` the names of those that follow as bytes.
     """
     tensors, parts = [], []
     for name, value in values.items():
@@ -258,8 +246,7 @@ def _listed(name: str, value: Value) -> list[Any]:
 def read_tensors(format: str, body: bytes, names: Collection[str], *, most_json: int = 1 << 62) -> Values:
     """Return the arrays of a body by name; `names` are those of .npy arrays, which follow each other in this order.
 
-    Args:
-        most_json: largest header of safetensors and metadata of Arrow, which become objects as JSON does.
+    Headers of safetensors and metadata of Arrow, which become objects as JSON does, have at most `most_json` bytes.
     """
     if format == NPY:
         return _read_npy(body, names)
@@ -305,6 +292,12 @@ def _read_safetensors(body: bytes, most_json: int) -> Values:
     return values
 
 
+_NPY_ERRORS = (
+    ValueError, EOFError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError, TokenError,
+)  # fmt: skip
+"""What NumPy raises for a header that is none, which it parses as Python."""
+
+
 def _read_npy(body: bytes, names: Collection[str]) -> Values:
     stream, values = io.BytesIO(body), Values()
     for name in names:
@@ -316,16 +309,7 @@ def _read_npy(body: bytes, names: Collection[str]) -> Values:
             if version not in readers:
                 raise ValueError(f"version {version} is not 1.0 or 2.0")
             shape, fortran, dtype = readers[version](stream)
-        except (
-            ValueError,
-            EOFError,
-            SyntaxError,
-            RecursionError,
-            MemoryError,
-            OverflowError,
-            TypeError,
-            TokenError,
-        ) as error:
+        except _NPY_ERRORS as error:
             raise FormatError(f"array {name!r} is not .npy: {clipped(str(error))}") from None
         if dtype.newbyteorder("<") not in _NAMES:
             raise FormatError(f"array {name!r}: dtype {clipped(str(dtype))} is none of {', '.join(DATATYPES)}")

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 import numpy.typing as npt
+from starlette.responses import Response
 
 from accelerant.errors import FormatError
 from accelerant.service.bodies import (
@@ -58,6 +59,10 @@ class Answer:
     body: bytes
     headers: list[tuple[bytes, bytes]]
     status: int = 200
+
+    def response(self) -> Response:
+        """Return it for a route of FastAPI."""
+        return Response(self.body, self.status, {name.decode(): value.decode() for name, value in self.headers})
 
 
 @dataclass(slots=True)

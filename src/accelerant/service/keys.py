@@ -40,16 +40,9 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key without its secret.
+    """A key without its secret; its id owns jobs and stands in logs, its name is for people.
 
-    Attributes:
-        id: public part, which owns jobs and stands in logs.
-        name: for people.
-        scopes: some of SCOPES; "admin" includes all.
-        rate: requests a second on average, None for no limit.
-        burst: requests that may come at once.
-        created: seconds since the epoch.
-        secrets: hashes; the last is the newest.
+    Requests are limited to `rate` a second on average, and `burst` at once. The last of `secrets` is the newest.
     """
 
     id: str

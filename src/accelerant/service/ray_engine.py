@@ -74,12 +74,6 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
         settings: state_url is of PostgreSQL, directory one that all nodes share; devices are a replica's.
         address: the cluster; by default the one of RAY_ADDRESS, or the one on this host, or a new one of it.
         replicas: their number; by default one a GPU, or one a node if the cluster has no GPU.
-
-    Raises:
-        ConfigError: a setting does not fit; there is no cluster; it has fewer GPUs or nodes than replicas.
-        MissingDependency: the extra ray is not installed.
-        StoreUnavailable: the job store cannot be used.
-        AccelerantError: Ray Serve does not start the replicas.
     """
     require_keys(settings)
     if not settings.state_url.startswith("postgresql"):
@@ -140,11 +134,7 @@ def _placement(ray: Any, replicas: int | None) -> tuple[int, dict[str, Any], str
 def _deploy(
     ray: Any, serve: Any, settings: ServiceSettings, volume: str, count: int, resources: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Start the replicas and the proxies, and wait until they are ready.
-
-    Raises:
-        AccelerantError: Ray Serve gave up, on a busy cluster, say, or for an error of a replica, which it names.
-    """
+    """Start the replicas and the proxies, and wait until they are ready; AccelerantError if Ray Serve gives up."""
 
     def build() -> FastAPI:
         return _application(settings, volume)

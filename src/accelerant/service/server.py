@@ -127,14 +127,7 @@ def _allow_files(settings: ServiceSettings) -> None:
 
 
 def run(settings: ServiceSettings) -> None:
-    """Serve until a signal ends it.
-
-    Raises:
-        ConfigError: as `require_keys` raises it; the address, the certificate or the directory cannot be used; or the
-            job store needs a newer service.
-        StoreUnavailable: the job store cannot be used.
-        ServiceError: no worker starts.
-    """
+    """Serve until a signal ends it; raise ConfigError or ServiceError, with the reason, if it cannot start."""
     require_keys(settings)
     _require_address(settings)
     requests = log_to(sys.stderr, settings.log)

@@ -180,18 +180,9 @@ class Telemetry:
         Jobs are those of the key; None for all.
         """
         jobs = await self._jobs.list(key_id, limit=50)
-        yield (
-            "start",
-            {
-                "version": __version__,
-                "started": self._started,
-                "buckets_s": BUCKETS_S,
-                "history": {
-                    name: [item.to_dict() for item in history] for name, history in list(self._history.items())
-                },
-                "jobs": [asdict(job) for job in jobs],
-            },
-        )
+        history = {name: [item.to_dict() for item in items] for name, items in list(self._history.items())}
+        known = {"version": __version__, "started": self._started, "buckets_s": BUCKETS_S, "history": history}
+        yield "start", known | {"jobs": [asdict(job) for job in jobs]}
         changes = aiter(self._jobs.subscribe())
         upcoming = asyncio.ensure_future(anext(changes, None))
         try:
@@ -223,16 +214,13 @@ class Telemetry:
             "time_s": time.time(),
             "devices": self.devices(),
             "queue": {
-                "queued": stats.queued,
-                "running": stats.running,
-                "bytes": stats.bytes,
-                "jobs_limit": self._settings.queue_jobs,
-                "bytes_limit": self._settings.queue_bytes,
+                "queued": stats.queued, "running": stats.running, "bytes": stats.bytes,
+                "jobs_limit": self._settings.queue_jobs, "bytes_limit": self._settings.queue_bytes,
             },
             "workers": [asdict(worker) for worker in stats.workers],
             "requests": self._latencies(),
             "fallbacks": sum(row["count"] for row in self.ledger()["fallbacks"]),
-        }
+        }  # fmt: skip
 
     def _latencies(self) -> dict[str, dict[str, Any]]:
         """Return, for each operation, requests by bucket of latency, their sum in seconds, and those that failed."""

@@ -30,14 +30,11 @@ class JobState(StrEnum):
 class JobRequest:
     """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
 
-    Args:
-        operation: name of the served operation.
-        parameters: the operation's parameters, as JSON values.
-        inputs: arrays by name.
+    Attributes:
         key_id: the API key that asks; queues are fair between keys.
-        priority: requests of one key with a higher priority run first. It has no effect on other keys.
-        deadline_s: seconds from now in which the result must be there; None is the default of calls, and no
-            deadline for jobs.
+        priority: order among the requests of one key, the highest first; without effect on other keys.
+        deadline_s: seconds from now in which the result must be there; None: that of the settings for calls, none for
+            jobs.
         request_id: id of the HTTP request, for logs.
         cost_s: estimate of the seconds that it takes; batches of short calls are cut by it.
         kind: what `merge_kind` says of an elementwise operation, where it is known already.
@@ -90,15 +87,9 @@ class Job:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """The state of a worker process.
+    """The state of a worker process: its name, its device's label, and whether it takes work.
 
-    Attributes:
-        device: the worker's name, which is its device's unless several workers share that.
-        label: the device's label, as "cpu:0".
-        alive: whether the process takes work; false while it starts.
-        restarts: the number of processes that ended.
-        job: the id of the job that it runs.
-        calls: the number of short calls that it has.
+    `restarts` counts the processes that ended, `calls` the short calls that it has; `job` is the id of the one it runs.
     """
 
     device: str

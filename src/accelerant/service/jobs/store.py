@@ -166,9 +166,7 @@ class JobStore:
     def upgrade(self, migrations: Path = _MIGRATIONS, known: int = REVISION) -> None:
         """Create or upgrade the schema; one of a newer version than `known` is left as it is.
 
-        Raises:
-            ConfigError: that newer version has declared that this one cannot work on it.
-            StoreUnavailable: the database cannot be used, and why.
+        Raises ConfigError where that version excludes this one, StoreUnavailable with the reason of the database.
         """
         config = Config(attributes={"version_table": _VERSION_TABLE})
         config.set_main_option("script_location", str(migrations).replace("%", "%%"))

@@ -50,14 +50,7 @@ class Suspended(Exception):  # noqa: N818 - not an error
 
 
 class Context:
-    """The surroundings of an operation that runs in a worker.
-
-    Attributes:
-        device: the device to run on, as "cpu" or "cuda:0".
-        directory: a private folder for files, of jobs only. It is removed after the job; that of a resumable job is
-            there again when the job runs again after a crash.
-        deadline: time.time() by which the result must be there, or None.
-    """
+    """The surroundings of an operation that runs in a worker: its device, and time.time() of its deadline, if any."""
 
     def __init__(self, device: str, directory: Path | None, deadline: float | None, worker: Worker, job: str) -> None:
         self.device, self.deadline = device, deadline
@@ -68,19 +61,13 @@ class Context:
 
     @property
     def directory(self) -> Path:
-        """The job's private folder."""
+        """The job's private folder, removed after it; that of a resumable job is there again after a crash."""
         if self._directory is None:
             raise RuntimeError("a short call has no folder")
         return self._directory
 
     def progress(self, fraction: float, message: str = "") -> None:
-        """Report the share of the work that is done, and end the operation if it is to stop before all of it is.
-
-        Raises:
-            Cancelled: the job was cancelled.
-            DeadlineExceeded: its deadline has passed.
-            Suspended: the server stops.
-        """
+        """Report the share of the work that is done; raise Cancelled, DeadlineExceeded or Suspended to end it early."""
         if self.stop == "cancel":
             raise Cancelled("the job was cancelled")
         if fraction < 1.0 and (self.stop or (self.lease is not None and time.time() > self.lease)):
