@@ -46,7 +46,7 @@ TESTS = {
     "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py",
     "privacy/dp/clipping": "tests/privacy/dp/clipping tests/privacy/dp/training/test_optimizer.py",
     "privacy/dp/ledger": "tests/privacy/dp/ledger",
-    "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_masks.py "
+    "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_beaver.py "
     "tests/privacy/mpc/test_secagg_search.py",
     "algebra": "tests/algebra tests/zk/test_field_api.py tests/zk/test_curve_api.py tests/zk/test_ntt.py "
     "tests/zk/test_msm.py tests/zk/test_registration.py tests/privacy/he",

@@ -133,7 +133,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "clip_layer": ("62e60adf8f7142e8",),
     "gpt2_block": ("c0a1ea7601811039",),
     "vit_layer": ("a462ca28ad994a36",),
-    "vit_embeddings": ("30b221f6bf44c7c2",),
     "bert_layer": ("c9f8ef605ef5c212",),
     "bert_layer.feed_forward_chunk": ("d935db5223a7e491",),
     "bert_attention": ("5fac741babed40e0",),

@@ -13,7 +13,7 @@ Exact per-example gradients of
                 statistics, Conv1d, Conv2d (groups, stride, padding in every mode, dilation), PReLU, MultiheadAttention
                 (batch_first), LSTM and GRU (batch_first; no projections, no packed sequences)
     accelerant  Linear, LayerNorm, RMSNorm, Conv2d, LSTM, GRU; GPT and Llama with all that is inside
-    transformers  Conv1D, the RMS norms of Llama, Mistral, Qwen2 and Qwen3, ViT's embeddings; so GPT-2, Llama, BERT, ViT
+    transformers  Conv1D, the RMS norms of Llama, Mistral, Qwen2 and Qwen3; so GPT-2, Llama, BERT, ViT
 and of modules made of these, with biases, LoRA adapters, parameters that several layers share (an embedding tied to an
 output layer with its cross term), and layers called several times. Frozen parameters cost nothing. Other modules with
 parameters of their own (a scale, a class token, Conv3d, ConvTranspose, weight_norm and other parametrizations) need no

@@ -249,22 +249,20 @@ _DESCRIPTIONS = frozenset([
 
 class _Expanded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sink: Sink, examples: int, batched: bool = False) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, sink: Sink, examples: int) -> Tensor:
         ctx.sink, ctx.parameter = sink, parameter
         sink.expect(parameter)
-        return parameter.expand(examples, *(parameter.shape[1:] if batched else parameter.shape))
+        return parameter.expand(examples, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
         require_first_visit(ctx)
-        ctx.sink.gradients(ctx.parameter, dy.reshape(dy.shape[0], *ctx.parameter.shape))
-        return None, None, None, None
+        ctx.sink.gradients(ctx.parameter, dy)
+        return None, None, None
 
 
 expanded: Callable[..., Tensor] = _Expanded.apply
-"""parameter, sink, examples[, batched] -> the parameter once for each example, (examples, *shape), without a copy.
-
-`batched`: its first dimension, of size 1, is the one that is expanded."""
+"""parameter, sink, examples -> the parameter once for each example, (examples, *shape), without a copy."""
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -519,24 +517,6 @@ class _HuggingFaceRMSNormRule(_HuggingFaceRule):
         y = (floats * (floats.pow(2).mean(-1, keepdim=True) + self.module.variance_epsilon).rsqrt()).to(x.dtype)
         dtype = torch.promote_types(weight.dtype, y.dtype)
         return scale_shift(y, weight, None, (x.dim() - 1,), self.sink, dtype)
-
-
-@register
-class _ViTEmbeddingsRule(_HuggingFaceRule):
-    """Expands the class token and the positions, (1, ...), to one for each example."""
-
-    layers, form = ("transformers.models.vit.modeling_vit:ViTEmbeddings",), "vit_embeddings"
-
-    def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        own = dict(self.module._parameters)
-        try:
-            for name, param in own.items():
-                if self.sink.wants(param):
-                    self.module._parameters[name] = expanded(param, self.sink, pixel_values.shape[0], True)
-            y: Tensor = self.plain(pixel_values, *args, **kwargs)
-            return y
-        finally:
-            self.module._parameters.update(own)
 
 
 # --- convolutions: the rows of their norms are unfolded windows -------------------------------------------------------
