@@ -33,7 +33,19 @@ import numpy.typing as npt
 from accelerant.algebra.curve.launch import check_reduced
 from accelerant.algebra.curve.llvm_points import add, double
 from accelerant.algebra.curve.parameters import Family, endomorphism
-from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape, TapeFunction, cached, multiple, run_tape
+from accelerant.algebra.curve.tape import (
+    Fq2,
+    Program,
+    RecordedPairs,
+    Recorder,
+    Segment,
+    Tape,
+    TapeFunction,
+    cached,
+    flat,
+    pairs,
+    run_tape,
+)
 from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates, signed_windows
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST
@@ -41,6 +53,17 @@ from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+
+Fq6 = tuple[Fq2, Fq2, Fq2]
+Fq12 = tuple[Fq6, Fq6]
+Projective = tuple[Fq2, Fq2, Fq2]
+"""A point (X/Z, Y/Z) of the twist."""
+
+Line = tuple[Fq2, Fq2, Fq2]
+"""Coefficients of 1, w, w^3 on a twist by division; of 1, w^2, w^3 on one by multiplication."""
+
+FQ12_SIZE = 12
+"""Registers of an element of Fq12, in the order of its nested tuples."""
 
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -322,7 +345,7 @@ def _step_segment(family: Family, step: Callable[..., tuple[Line, Projective]], 
     """Return the update of T and f by one step of one pair; an addition adds Q or, for a negative sign, -Q."""
     tower = RecordedTower(family)
     f = tower.unflatten(tower.base.inputs("f", FQ12_SIZE))
-    t = tower.projective(tower.base.inputs("t", 6))
+    t = _point(tower)
     p = tower.base.inputs("p", 2)
     if sign:
         x, y = pairs(tower.base.inputs("q", 4))
@@ -389,7 +412,7 @@ def _q_segment(family: Family) -> Segment:
     """Return X - x Z, Y - y Z and Z of T and (x, y) = -psi^3(Q) (BN) or psi(Q) with the sign of x (BLS12)."""
     tower = RecordedTower(family)
     x, y = pairs(tower.base.inputs("q", 4))
-    t = tower.projective(tower.base.inputs("t", 6))
+    t = _point(tower)
     u, v = tower.frobenius_twist(x, y, 3 if family.kind == "bn" else 1)
     first = tower.sub(t[0], tower.mul(u, t[2]))
     same = family.kind == "bls12" and family.parameter > 0
@@ -576,87 +599,26 @@ def _hard_bls(machine: _Machine, f: int) -> int:
     return c
 
 
-Fq2 = tuple[int, int]
-Fq6 = tuple[Fq2, Fq2, Fq2]
-Fq12 = tuple[Fq6, Fq6]
-Projective = tuple[Fq2, Fq2, Fq2]
-"""A point (X/Z, Y/Z) of the twist."""
-
-Line = tuple[Fq2, Fq2, Fq2]
-"""Coefficients of 1, w, w^3 on a twist by division; of 1, w^2, w^3 on one by multiplication."""
-
-FQ12_SIZE = 12
-"""Registers of an element of Fq12, in the order of its nested tuples."""
-
-
-def pairs(values: Sequence[int]) -> tuple[Fq2, ...]:
-    """Group coefficients into elements of Fq2."""
-    return tuple((values[i], values[i + 1]) for i in range(0, len(values), 2))
-
-
-def flat(elements: Sequence[Fq2]) -> tuple[int, ...]:
-    """Return the coefficients of elements of Fq2."""
-    return tuple(value for pair in elements for value in pair)
-
-
 def flat12(a: Fq12) -> tuple[int, ...]:
     """Return the coefficients of an element of Fq12."""
     return flat((*a[0], *a[1]))
 
 
-class RecordedTower:
-    """The tower of a family over a new recorder, `base`. Elements are nested pairs and triples of its values.
+def _point(tower: RecordedTower) -> Projective:
+    """Return T of the window "t"."""
+    x, y, z = pairs(tower.base.inputs("t", 6))
+    return x, y, z
+
+
+class RecordedTower(RecordedPairs):
+    """The tower of a family over a new recorder. Elements are nested pairs and triples of its values.
 
     Names of methods end in the degree of their field, 6 or 12, none in Fq2. M is a product in Fq.
     """
 
     def __init__(self, family: Family) -> None:
+        super().__init__(Recorder(family.fq))
         self.family = family
-        self.base = Recorder(family.fq)
-
-    def pair(self, value: Pair) -> Fq2:
-        """Return a constant of Fq2."""
-        return self.base.constant(value[0]), self.base.constant(value[1])
-
-    # --- Fq2 -----------------------------------------------------------------------------------------------------
-
-    def add(self, a: Fq2, b: Fq2) -> Fq2:
-        return self.base.add(a[0], b[0]), self.base.add(a[1], b[1])
-
-    def sub(self, a: Fq2, b: Fq2) -> Fq2:
-        return self.base.sub(a[0], b[0]), self.base.sub(a[1], b[1])
-
-    def neg(self, a: Fq2) -> Fq2:
-        return self.base.neg(a[0]), self.base.neg(a[1])
-
-    def conjugate(self, a: Fq2) -> Fq2:
-        """Return c0 - c1 u, which is a^q."""
-        return a[0], self.base.neg(a[1])
-
-    def times(self, a: Fq2, factor: int) -> Fq2:
-        """Return the product of a and a small positive integer, by additions."""
-        return multiple(self.add, a, factor)
-
-    def mul(self, a: Fq2, b: Fq2) -> Fq2:
-        """Return a b by Karatsuba; 3M."""
-        k = self.base
-        low, high = k.mul(a[0], b[0]), k.mul(a[1], b[1])
-        cross = k.mul(k.add(a[0], a[1]), k.add(b[0], b[1]))
-        return k.sub(low, high), k.sub(k.sub(cross, low), high)
-
-    def square(self, a: Fq2) -> Fq2:
-        """Return a^2 = (c0 + c1) (c0 - c1) + 2 c0 c1 u; 2M."""
-        k = self.base
-        product = k.mul(a[0], a[1])
-        return k.mul(k.add(a[0], a[1]), k.sub(a[0], a[1])), k.add(product, product)
-
-    def scale(self, a: Fq2, factor: int) -> Fq2:
-        """Return the product of a and a value of Fq; 2M."""
-        return self.base.mul(a[0], factor), self.base.mul(a[1], factor)
-
-    def times_constant(self, a: Fq2, factor: Pair) -> Fq2:
-        """Return the product of a and a constant; 3M, or 2M for a constant of Fq."""
-        return self.mul(a, self.pair(factor)) if factor[1] else self.scale(a, self.base.constant(factor[0]))
 
     def times_xi(self, a: Fq2) -> Fq2:
         """Return a xi by additions; xi = c + u with c a small positive number."""
@@ -665,11 +627,6 @@ class RecordedTower:
             raise ValueError(f"{self.family.name}: wanted a non-residue c + u, got {self.family.nonresidue}")
         scaled = self.times(a, c)
         return self.base.sub(scaled[0], a[1]), self.base.add(scaled[1], a[0])
-
-    def projective(self, values: Sequence[int]) -> Projective:
-        """Return the point with these six coefficients."""
-        x, y, z = pairs(values)
-        return x, y, z
 
     # --- Fq6 -----------------------------------------------------------------------------------------------------
 

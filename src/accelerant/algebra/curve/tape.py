@@ -243,6 +243,68 @@ def multiple(add: Callable[[T, T], T], a: T, factor: int) -> T:
     return result
 
 
+Fq2 = tuple[int, int]
+
+
+def pairs(values: Sequence[int]) -> tuple[Fq2, ...]:
+    """Group coefficients into elements of Fq2."""
+    return tuple((values[i], values[i + 1]) for i in range(0, len(values), 2))
+
+
+def flat(elements: Sequence[Fq2]) -> tuple[int, ...]:
+    """Return the coefficients of elements of Fq2."""
+    return tuple(value for pair in elements for value in pair)
+
+
+class RecordedPairs:
+    """Fq2 = Fq[u] / (u^2 + 1) over a recorder, `base`: elements are pairs of its values. M is a product in Fq."""
+
+    def __init__(self, base: Recorder) -> None:
+        self.base = base
+
+    def pair(self, value: Fq2) -> Fq2:
+        """Return a constant of Fq2."""
+        return self.base.constant(value[0]), self.base.constant(value[1])
+
+    def add(self, a: Fq2, b: Fq2) -> Fq2:
+        return self.base.add(a[0], b[0]), self.base.add(a[1], b[1])
+
+    def sub(self, a: Fq2, b: Fq2) -> Fq2:
+        return self.base.sub(a[0], b[0]), self.base.sub(a[1], b[1])
+
+    def neg(self, a: Fq2) -> Fq2:
+        return self.base.neg(a[0]), self.base.neg(a[1])
+
+    def conjugate(self, a: Fq2) -> Fq2:
+        """Return c0 - c1 u, which is a^q."""
+        return a[0], self.base.neg(a[1])
+
+    def times(self, a: Fq2, factor: int) -> Fq2:
+        """Return the product of a and a small positive integer, by additions."""
+        return multiple(self.add, a, factor)
+
+    def mul(self, a: Fq2, b: Fq2) -> Fq2:
+        """Return a b by Karatsuba; 3M."""
+        k = self.base
+        low, high = k.mul(a[0], b[0]), k.mul(a[1], b[1])
+        cross = k.mul(k.add(a[0], a[1]), k.add(b[0], b[1]))
+        return k.sub(low, high), k.sub(k.sub(cross, low), high)
+
+    def square(self, a: Fq2) -> Fq2:
+        """Return a^2 = (c0 + c1) (c0 - c1) + 2 c0 c1 u; 2M."""
+        k = self.base
+        product = k.mul(a[0], a[1])
+        return k.mul(k.add(a[0], a[1]), k.sub(a[0], a[1])), k.add(product, product)
+
+    def scale(self, a: Fq2, factor: int) -> Fq2:
+        """Return the product of a and a value of Fq; 2M."""
+        return self.base.mul(a[0], factor), self.base.mul(a[1], factor)
+
+    def times_constant(self, a: Fq2, factor: Fq2) -> Fq2:
+        """Return the product of a and a constant; 3M, or 2M for a constant of Fq."""
+        return self.mul(a, self.pair(factor)) if factor[1] else self.scale(a, self.base.constant(factor[0]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
     """A program as data: `constants` are the values of the first registers, the first of them 0.
