@@ -16,6 +16,8 @@ from accelerant._version import __version__
 
 TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-C prints a traceback of the command line
 if TYPE_CHECKING:
+    from typing import Any
+
     from accelerant import algebra, distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
@@ -68,4 +70,12 @@ def _accelerator_on(backend: str, device: int) -> Accelerator:
     return Accelerator(backend, device, fallback=False)
 
 
-runtime.accelerator_on = _accelerator_on  # a provider has the operations as methods, and imports nothing above it
+def _tensors_to(x: Any, device: Any) -> Any:
+    from accelerant.tensors import to
+
+    return to(x, device)
+
+
+# The runtime uses these, and imports nothing above it.
+runtime.accelerator_on, runtime.tensors_to = _accelerator_on, _tensors_to
+runtime.declaring_packages = ("accelerant.ops", "accelerant.privacy.dp.clipping")

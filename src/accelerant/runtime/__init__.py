@@ -6,4 +6,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 accelerator_on: "Callable[[str, int], Any]"
-"""Makes an Accelerator without fallback on a device of a backend; the package above sets it."""
+"""Makes an Accelerator without fallback on a device of a backend; the package above sets this and what follows."""
+
+tensors_to: "Callable[[Any, Any], Any]"
+"""Moves torch's tensors to a device, also of OpenCL and WebGPU."""
+
+declaring_packages: "tuple[str, ...]" = ()
+"""Packages whose modules declare Operations, to be imported for the names of all ops."""

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from accelerant import runtime
 from accelerant.config import choice_overrides, override, settings, similar
 from accelerant.errors import (
     AccelerantError,
@@ -496,7 +497,7 @@ class Operation:
 def _require_declared(forced: tuple[tuple[str, str], ...], where: str = "") -> None:
     """Raise ConfigError for an op that no module declares, or an implementation that it does not have."""
     if any(op not in _operations for op, _ in forced):
-        for package in _DECLARING:
+        for package in runtime.declaring_packages:
             for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
                 if not module.name.endswith((".cases", ".triton_kernels")):
                     importlib.import_module(module.name)
@@ -505,10 +506,6 @@ def _require_declared(forced: tuple[tuple[str, str], ...], where: str = "") -> N
             meant, known = similar(op, _operations), ", ".join(sorted(_operations))
             raise ConfigError(f"{where}there is no op {op!r}{meant}; known are {known}")
         _operations[op].named(name, where=where)
-
-
-_DECLARING = ("accelerant.ops", "accelerant.privacy.dp.clipping")
-"""Packages whose modules declare Operations. Some are imported on first use, here for the names of their ops."""
 
 
 def _by_times(

@@ -15,7 +15,6 @@ page allocation.
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 import time
 from collections import deque
@@ -32,10 +31,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accelerant import runtime
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
 from accelerant.runtime.host import fork_safe, refuse_masked
 from accelerant.runtime.memory.limits import available_bytes
-from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.runtime.streams.stream import WITH_STREAMS, Event, Future, Stream
 
@@ -217,12 +216,13 @@ def stream_chunks(
     """
     where = find_device(device)
     if where.backend not in WITH_STREAMS:
-        chunk_bytes = (
-            chunk_bytes
-            if chunk_bytes is not None
-            else max(1, min(_CHUNK_BYTES, available_bytes(where) // (8 * _DEPTH)))
-        )
-        fn, where = _computed_on(where, fn), find_device("cpu")
+        if chunk_bytes is None:
+            chunk_bytes = max(1, min(_CHUNK_BYTES, available_bytes(where) // (8 * _DEPTH)))
+        compute, there, where = fn, where, find_device("cpu")
+
+        def fn(*tensors: Tensor) -> Any:
+            return runtime.tensors_to(compute(*runtime.tensors_to(tensors, there)), "cpu")
+
     inputs = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
     sources = [as_host(array, f"array {i}") for i, array in enumerate(inputs)]
     if not sources:
@@ -245,16 +245,6 @@ def stream_chunks(
     results = outputs or [value.numpy() if as_numpy else value for value in pipeline.results]
     run.result = results[0] if pipeline.single else tuple(results)
     return run
-
-
-_TENSORS = "accelerant.tensors.tensor"
-"""Module whose function `to` moves tensors to devices without streams; by name, since the runtime knows no op."""
-
-
-def _computed_on(device: ComputeDevice, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors on the host that computes on a device whose provider has one queue."""
-    to: Callable[..., Any] = importlib.import_module(_TENSORS).to
-    return lambda *tensors: to(fn(*to(tensors, device)), "cpu")
 
 
 @dataclass(slots=True)
