@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from accelerant.tensors.device import TensorDevice
-from accelerant.tensors.table import TABLE, aten, dim_of, elementwise, operand, register, representable, strided
+from accelerant.tensors.table import (
+    TABLE,
+    aten,
+    dim_of,
+    elementwise,
+    expression,
+    operand,
+    register,
+    representable,
+    strided,
+)
 from accelerant.tensors.tensor import DeviceTensor
 
 
@@ -258,6 +268,4 @@ def _dropout(place: TensorDevice, x: Any, p: float, train: bool | None) -> Any:
     return elementwise(place, "select(0, {0} * {2}, {1} != 0)", (x, mask, 1 / (1 - p) if p < 1 else 0.0), x.dtype), mask
 
 
-@register("native_dropout_backward")
-def _dropout_backward(place: TensorDevice, dy: Any, mask: Any, scale: float) -> Any:
-    return elementwise(place, "{0} * {1} * {2}", (dy, mask, scale), dy.dtype)
+expression("native_dropout_backward", "{0} * {1} * {2}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 from accelerant.config import settings
 from accelerant.runtime.dispatch.operation import recoverable
@@ -18,8 +19,8 @@ from accelerant.tensors.device import TensorDevice
 from accelerant.tensors.table import (
     aten,
     dim_of,
-    dims_of,
     elementwise,
+    expression,
     operand,
     reduced,
     reduction,
@@ -101,24 +102,6 @@ def _baddbmm(place: TensorDevice, x: Any, a: Any, b: Any, *, beta: Any = 1, alph
     return _added(place, x, _product(place, a, b), beta, alpha)
 
 
-@register("mv.default")
-def _mv(place: TensorDevice, a: Any, b: Any) -> Any:
-    b = operand(place, b)
-    if b.dim() != 1:
-        raise RuntimeError(f"mv: vector + matrix @ vector expected, got a matrix of {a.dim()}D @ {b.dim()}D")
-    out = _mm(place, a, strided(b, (b.shape[0], 1), (b.stride(0), 1)))
-    return strided(out, out.shape[:1], (1,))
-
-
-@register("dot.default")
-def _dot(place: TensorDevice, a: Any, b: Any) -> Any:
-    if a.shape != b.shape or a.dim() != 1 or a.dtype != b.dtype:
-        raise RuntimeError(
-            f"dot: wanted two vectors alike, got {tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
-        )
-    return reduction(place, "sum", (operand(place, a), operand(place, b)), [0], a.dtype, pre="x0 * x1")
-
-
 # --- activations -----------------------------------------------------------------------------------------------------
 
 _PHI = "0.5 * (1 + erf({0} * 0.70710678118654752))"
@@ -145,25 +128,9 @@ def _gelu_backward(place: TensorDevice, dy: Any, x: Any, *, approximate: str = "
     return elementwise(place, template, (dy, x), x.dtype)
 
 
-@register("silu_backward.default")
-def _silu_backward(place: TensorDevice, dy: Any, x: Any) -> Any:
-    sigmoid = "(1 / (1 + exp(-{1})))"
-    return elementwise(place, f"{{0}} * {sigmoid} * (1 + {{1}} * (1 - {sigmoid}))", (dy, x), x.dtype)
-
-
-@register("threshold_backward.default")
-def _threshold_backward(place: TensorDevice, dy: Any, x: Any, threshold: Any) -> Any:
-    return elementwise(place, "select({0}, 0, {1} <= {2})", (dy, x, threshold), dy.dtype)
-
-
-@register("sigmoid_backward.default")
-def _sigmoid_backward(place: TensorDevice, dy: Any, y: Any) -> Any:
-    return elementwise(place, "{0} * {1} * (1 - {1})", (dy, y), dy.dtype)
-
-
-@register("tanh_backward.default")
-def _tanh_backward(place: TensorDevice, dy: Any, y: Any) -> Any:
-    return elementwise(place, "{0} * (1 - {1} * {1})", (dy, y), dy.dtype)
+expression("threshold_backward.default", "select({0}, 0, {1} <= {2})")
+expression("sigmoid_backward.default", "{0} * {1} * (1 - {1})")
+expression("tanh_backward.default", "{0} * (1 - {1} * {1})")
 
 
 # --- softmax ---------------------------------------------------------------------------------------------------------
@@ -211,18 +178,6 @@ def _log_softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype:
         return elementwise(place, "{0} * 0", (y,), dtype)
     total = reduction(place, "sum", (dy,), [dim_of(dim, y.dim())], y.dtype, keepdim=True)
     return elementwise(place, "{0} - exp({1}) * {2}", (dy, y, total), dtype)
-
-
-@register("logsumexp.default")
-def _logsumexp(place: TensorDevice, x: Any, dim: Any, keepdim: bool = False) -> Any:
-    dims = dims_of(x, dim)
-    if not x.numel() or not x.dtype.is_floating_point:
-        return NotImplemented
-    largest = reduction(place, "max", (x,), dims, x.dtype, keepdim=True)
-    safe = elementwise(place, "select({0}, {1}, is_inf({0}))", (largest, 0.0), x.dtype)
-    total = reduction(place, "sum", (x, safe), dims, x.dtype, pre="exp(x0 - x1)", keepdim=True)
-    result = elementwise(place, "{1} + log({0})", (total, safe), x.dtype, out=total)
-    return result if keepdim else result.reshape([n for at, n in enumerate(x.shape) if at not in dims])
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -282,25 +237,27 @@ def _layer_norm_backward(
     return dx, dweight, dbias
 
 
-def _decomposed(name: str) -> Callable[..., Any]:
-    """Return torch's decomposition of an operation, which calls others of the table."""
+# --- torch's decompositions, which call other operations of the table ------------------------------------------------
 
-    def run(_: TensorDevice, *args: Any, **kwargs: Any) -> Any:
-        from torch._decomp import decomposition_table  # takes a while to import
 
-        if args[0].dim() < 2:
-            return NotImplemented  # torch's error
-        packet, overload = name.split(".")
-        return decomposition_table[getattr(getattr(aten, packet), overload)](*args, **kwargs)
+def _decomposed(name: str, least: int) -> Callable[..., Any]:
+    """Return torch's decomposition of an operation, for tensors of at least some number of dimensions."""
+    packet, overload = name.split(".")
+
+    def run(_: TensorDevice, x: Any, *args: Any, **kwargs: Any) -> Any:
+        decomposition = decomposition_table[getattr(getattr(aten, packet), overload)]
+        return decomposition(x, *args, **kwargs) if x.dim() >= least else NotImplemented  # torch's error
 
     return run
 
 
-for _name in (
-    "native_group_norm.default", "native_group_norm_backward.default", "_native_batch_norm_legit.default",
-    "_native_batch_norm_legit.no_stats", "native_batch_norm_backward.default",
-):  # fmt: skip
-    register(_name)(_decomposed(_name))
+for _names, _least in (
+    ("native_group_norm.default native_group_norm_backward.default native_batch_norm_backward.default", 2),
+    ("_native_batch_norm_legit.default _native_batch_norm_legit.no_stats", 2),
+    ("logsumexp.default mv.default dot.default", 0),
+):
+    for _name in _names.split():
+        register(_name)(_decomposed(_name, _least))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

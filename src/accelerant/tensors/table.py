@@ -198,6 +198,11 @@ def elementwise(
     return out
 
 
+def expression(name: str, template: str) -> None:
+    """Register an operation that is an expression of its arguments, in the dtype of the first."""
+    register(name)(lambda place, *args: elementwise(place, template, args, args[0].dtype))
+
+
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
