@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,36 +70,21 @@ def _filled(place: TensorDevice, size: Sequence[int], dtype: torch.dtype, value:
     return out if value is None else elementwise(place, "{0}", (representable(value, dtype),), dtype, out=out)
 
 
-for _name, _value in {"empty_like": None, "zeros_like": 0, "ones_like": 1}.items():
-
-    def _fill_like(
-        place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, value: Any = _value, **_: Any
-    ) -> Any:
-        return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
-
-    register(f"{_name}.default")(_fill_like)
-
-for _name, _value in {"new_empty": None, "new_zeros": 0, "new_ones": 1}.items():
-
-    def _fill_new(
-        place: TensorDevice, x: DeviceTensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
-        value: Any = _value, **_: Any,
-    ) -> Any:  # fmt: skip
-        return _filled(place, size, x.dtype if dtype is None else dtype, value)
-
-    register(f"{_name}.default")(_fill_new)
-
-
-@register("full_like.default")
-def _full_like(place: TensorDevice, x: DeviceTensor, value: Any, *, dtype: Any = None, **_: Any) -> Any:
+def _fill_like(place: TensorDevice, x: DeviceTensor, value: Any, *, dtype: Any = None, **_: Any) -> Any:
     return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
 
 
-@register("new_full.default")
-def _new_full(
+def _fill_new(
     place: TensorDevice, x: DeviceTensor, size: Sequence[int], value: Any, *, dtype: Any = None, **_: Any
 ) -> Any:
     return _filled(place, size, x.dtype if dtype is None else dtype, value)
+
+
+register("full_like.default")(_fill_like)
+register("new_full.default")(_fill_new)
+for _name, _value in {"empty": None, "zeros": 0, "ones": 1}.items():
+    register(f"{_name}_like.default")(partial(_fill_like, value=_value))
+    register(f"new_{_name}.default")(partial(_fill_new, value=_value))
 
 
 @register("new_empty_strided.default")
@@ -124,24 +110,17 @@ def _equal(place: TensorDevice, a: Any, b: Any) -> bool:
     return not a.numel() or bool((a == b).all().item())
 
 
-def _matrix_sizes(name: str, x: Tensor) -> tuple[int, int]:
+def _triangle(
+    place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None, name: str, sign: str
+) -> Any:
     if x.dim() < 2:
         raise RuntimeError(f"{name}: input tensor must have at least 2 dimensions, got {x.dim()}")
-    return x.shape[-2], x.shape[-1]
+    template = f"select(0, {{0}}, i % n0 {sign} (i / n0) % n1 + n2)"
+    return elementwise(place, template, (x,), x.dtype, out=out, integers=(x.shape[-1], x.shape[-2], diagonal))
 
 
-@register("tril", "tril_")
-def _tril(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = _matrix_sizes("tril", x)
-    template = "select(0, {0}, i % n0 <= (i / n0) % n1 + n2)"
-    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
-
-
-@register("triu", "triu_")
-def _triu(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = _matrix_sizes("triu", x)
-    template = "select(0, {0}, i % n0 >= (i / n0) % n1 + n2)"
-    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
+register("tril", "tril_")(partial(_triangle, name="tril", sign="<="))
+register("triu", "triu_")(partial(_triangle, name="triu", sign=">="))
 
 
 @register("cat")
@@ -244,16 +223,15 @@ def _bernoulli_of(place: TensorDevice, p: Any, *, generator: Any = None) -> Any:
     return elementwise(place, template, (p,), p.dtype, integers=_seed(generator))
 
 
-@register("rand_like.default")
-def _rand_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
+def _drawn_like(
+    place: TensorDevice, x: Any, *, dtype: Any = None, draw: Callable[..., Any] = _uniform, **_: Any
+) -> Any:
     out = _filled(place, x.shape, dtype or x.dtype, None)
-    return out if out is NotImplemented else _uniform(place, out, out=out)
+    return out if out is NotImplemented else draw(place, out, out=out)
 
 
-@register("randn_like.default")
-def _randn_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
-    out = _filled(place, x.shape, dtype or x.dtype, None)
-    return out if out is NotImplemented else _normal(place, out, out=out)
+register("rand_like.default")(_drawn_like)
+register("randn_like.default")(partial(_drawn_like, draw=_normal))
 
 
 @register("native_dropout")

@@ -13,7 +13,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -233,22 +233,18 @@ for _name, _template in {
     "neg": "-{0}", "abs": "abs({0})", "relu": "select({0}, 0, {0} < 0)", "square": "{0} * {0}",
 }.items():  # fmt: skip
     _unary(_name, _template, to_float=False)
-for _name, _template in {
-    "floor": "floor({0})",
-    "ceil": "ceil({0})",
-    "trunc": "trunc({0})",
-    "round": "rint({0})",
-}.items():
 
-    def _rounding(
-        place: TensorDevice, x: DeviceTensor, *, decimals: int = 0, out: DeviceTensor | None = None,
-        template: str = _template,
-    ) -> Any:  # fmt: skip
-        if decimals or x.dtype == torch.bool:
-            return NotImplemented
-        return elementwise(place, template if x.dtype.is_floating_point else "{0}", (x,), x.dtype, out=out)
 
-    register(_name, f"{_name}_")(_rounding)
+def _rounding(
+    place: TensorDevice, x: DeviceTensor, *, decimals: int = 0, out: DeviceTensor | None = None, function: str
+) -> Any:
+    if decimals or x.dtype == torch.bool:
+        return NotImplemented
+    return elementwise(place, f"{function}({{0}})" if x.dtype.is_floating_point else "{0}", (x,), x.dtype, out=out)
+
+
+for _name, _function in {"floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint"}.items():
+    register(_name, f"{_name}_")(partial(_rounding, function=_function))
 
 
 @register("sign", "sign_")
@@ -349,16 +345,7 @@ def _sub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTens
     return elementwise(place, "{0} - {2} * {1}", (a, b, representable(alpha, dtype)), dtype, out=out)
 
 
-@register("rsub")
-def _rsub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1) -> Any:
-    if torch.bool in (_dtype(a), _dtype(b)):
-        return NotImplemented
-    dtype = promoted(a, b)
-    return (
-        elementwise(place, "{1} - {2} * {0}", (a, b, representable(alpha, dtype)), dtype)
-        if _is_alpha(alpha, dtype)
-        else NotImplemented
-    )
+register("rsub")(lambda place, a, b, alpha=1: _sub(place, b, a, alpha))
 
 
 @register("div", "div_")
@@ -406,14 +393,8 @@ def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, ou
     return elementwise(place, "min(max({0}, {1}), {2})", (x, low, high), dtype, out=out)
 
 
-@register("clamp_min", "clamp_min_")
-def _clamp_min(place: TensorDevice, x: Any, low: Any, *, out: DeviceTensor | None = None) -> Any:
-    return _clamp(place, x, low, out=out)
-
-
-@register("clamp_max", "clamp_max_")
-def _clamp_max(place: TensorDevice, x: Any, high: Any, *, out: DeviceTensor | None = None) -> Any:
-    return _clamp(place, x, None, high, out=out)
+register("clamp_min", "clamp_min_")(lambda place, x, low, *, out=None: _clamp(place, x, low, out=out))
+register("clamp_max", "clamp_max_")(lambda place, x, high, *, out=None: _clamp(place, x, None, high, out=out))
 
 
 @register("where.self")
@@ -438,20 +419,19 @@ def _lerp(place: TensorDevice, a: Any, b: Any, weight: Any, *, out: DeviceTensor
     return elementwise(place, template, (a, b, weight), a.dtype, out=out)
 
 
-@register("addcmul", "addcmul_")
-def _addcmul(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
-    dtype = torch.promote_types(promoted(x, a), promoted(x, b))
-    if dtype == torch.bool or not _is_alpha(value, dtype):
-        return NotImplemented  # torch's error
-    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, representable(value, wide(dtype))), dtype, out=out)
+def _add_scaled(name: str, template: str, *, floats_only: bool) -> None:
+    def run(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
+        dtype = torch.promote_types(promoted(x, a), promoted(x, b))
+        refused = not dtype.is_floating_point if floats_only else dtype == torch.bool or not _is_alpha(value, dtype)
+        if refused:
+            return NotImplemented  # torch's error
+        return elementwise(place, template, (x, a, b, representable(value, wide(dtype))), dtype, out=out)
+
+    register(name, f"{name}_")(run)
 
 
-@register("addcdiv", "addcdiv_")
-def _addcdiv(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
-    dtype = torch.promote_types(promoted(x, a), promoted(x, b))
-    if not dtype.is_floating_point:
-        return NotImplemented  # torch's error
-    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, representable(value, wide(dtype))), dtype, out=out)
+_add_scaled("addcmul", "{0} + {3} * {1} * {2}", floats_only=False)
+_add_scaled("addcdiv", "{0} + {3} * ({1} / {2})", floats_only=True)
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
@@ -645,34 +625,25 @@ register("any.default", "any.dim", "any.dims")(_quantified("max"))
 register("all.default", "all.dim", "all.dims")(_quantified("min"))
 
 
-def _variance(
-    place: TensorDevice, x: Any, dim: Any, correction: Any, keepdim: bool, post: str
-) -> tuple[Any, DeviceTensor]:
-    dims = dims_of(x, dim)
-    mean = _mean(place, x, dims, True, dtype=wide(x.dtype))
-    count = float(max(_count(x, dims) - (1 if correction is None else correction), 0))
-    pre = "(x0 - x1) * (x0 - x1)"
-    result = reduction(place, "sum", (x, mean), dims, x.dtype, pre=pre, post=post, scalars=(count,), keepdim=keepdim)
-    return result, (mean if keepdim else mean.reshape(result.shape)).to(x.dtype)
+def _variance(name: str, post: str, *, with_mean: bool = False) -> None:
+    def run(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        if not x.numel() or not x.dtype.is_floating_point:
+            return NotImplemented
+        dims = dims_of(x, dim)
+        mean = _mean(place, x, dims, True, dtype=wide(x.dtype))
+        count = (float(max(_count(x, dims) - (1 if correction is None else correction), 0)),)
+        pre = "(x0 - x1) * (x0 - x1)"
+        result = reduction(place, "sum", (x, mean), dims, x.dtype, pre=pre, post=post, scalars=count, keepdim=keepdim)
+        if not with_mean:
+            return result
+        return result, (mean if keepdim else mean.reshape(result.shape)).to(x.dtype)
+
+    register(f"{name}.correction")(run)
 
 
-def _has_variance(x: Tensor) -> bool:
-    return x.numel() > 0 and x.dtype.is_floating_point
-
-
-@register("var.correction")
-def _var(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "a / s0")[0] if _has_variance(x) else NotImplemented
-
-
-@register("std.correction")
-def _std(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "sqrt(a / s0)")[0] if _has_variance(x) else NotImplemented
-
-
-@register("var_mean.correction")
-def _var_mean(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "a / s0") if _has_variance(x) else NotImplemented
+_variance("var", "a / s0")
+_variance("std", "sqrt(a / s0)")
+_variance("var_mean", "a / s0", with_mean=True)
 
 
 @register("linalg_vector_norm.default")
