@@ -29,7 +29,6 @@ _E = TypeVar("_E", bound=BaseException)
 _EXCHANGED: Final = 4096
 _LONGEST: Final = 500  # characters of an error that another process repeats
 
-
 OWN_LAUNCH: Final = "accelerant-"
 """Begins the name that our launcher gives a group of processes: its process ID, a random number and the attempt."""
 
@@ -79,9 +78,8 @@ class Processes:
         if self.size == 1:
             return lambda: list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64)
-        work = torch.distributed.all_reduce(
-            found, torch.distributed.ReduceOp.MAX, group=_host_group(), async_op=True
-        )  # fmt: skip
+        largest = torch.distributed.ReduceOp.MAX
+        work = torch.distributed.all_reduce(found, largest, group=_host_group(), async_op=True)
 
         def wait() -> list[int]:
             work.wait()
@@ -131,12 +129,9 @@ class Processes:
                 if theirs.get(name) != found[0][1].get(name):
                     if hidden and name in hidden:
                         raise _shared(ConfigError(hidden[name]))
-                    raise _shared(
-                        ConfigError(
-                            f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
-                            f"{theirs.get(name)} in rank {rank} (here {shown.get(name)})"
-                        )
-                    )
+                    values = f"{found[0][1].get(name)} in rank 0, {theirs.get(name)} in rank {rank}"
+                    text = f"{name} must be the same in each process: {values} (here {shown.get(name)})"
+                    raise _shared(ConfigError(text))
 
     def on_first(self, action: Callable[[], _T]) -> _T:
         """Return an action's result (JSON) on rank 0, in every process; raise its error in each, so that none waits."""
@@ -202,9 +197,7 @@ def _raise_again(error: list[str] | None, rank: int) -> None:
     """Raise an error of another process."""
     if error is not None:
         kind = getattr(errors, error[0], errors.ProtocolError)
-        raise _shared(
-            kind.__new__(kind, f"rank {rank}: {error[1]}")
-        )  # without __init__, which may take other arguments
+        raise _shared(kind.__new__(kind, f"rank {rank}: {error[1]}"))  # its __init__ may take other arguments
 
 
 def _shortened(text: str) -> str:

@@ -262,9 +262,8 @@ class UserKernel:
             assert isinstance(array, _Array)  # for the type checker: the position is a pointer's
             measure = array.measure(name, dim, chosen.backend != "cpu" and not array.device)
             if measure is None:
-                raise self._refused(
-                    position, f"{self.parameters[i].name} wants {dim + 1} dimensions, got {len(array.shape)}"
-                )
+                wanted = f"{self.parameters[i].name} wants {dim + 1} dimensions"
+                raise self._refused(position, f"{wanted}, got {len(array.shape)}")
             if debug and measure < 0:
                 raise self._refused(position, "the setting debug checks no strides below 0; pass a copy")
             values[i] = self._number(i, self.parameters[i], measure)
@@ -343,9 +342,8 @@ class UserKernel:
                 return tuple(map(operator.index, sizes))
         except TypeError:
             pass
-        raise LaunchError(
-            f"kernel {self.name!r}: {name} must be one to three numbers of at least 1, got {given!r}"
-        ) from None
+        text = f"{name} must be one to three numbers of at least 1, got {given!r}"
+        raise LaunchError(f"kernel {self.name!r}: {text}") from None
 
     def _grid(
         self, values: Sequence[Any], shape: int | Sequence[int] | None, backend: str
@@ -360,9 +358,7 @@ class UserKernel:
             extents = next((value.shape for each, value in pairs if not each.constant), pairs[0][1].shape)
         else:
             try:
-                extents = (
-                    (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
-                )
+                extents = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
             except TypeError:
                 extents = (-1,)
             if min(extents, default=0) < 0:
@@ -385,9 +381,7 @@ class UserKernel:
             if kind == "f32" and abs(value) > _LARGEST_F32 and abs(value) != float("inf"):
                 raise OverflowError
         except (LaunchError, OverflowError):
-            raise LaunchError(
-                f"{self._where(position)}: wanted a number that {kind} holds, got {_shown(arg)}"
-            ) from None
+            raise self._refused(position, f"wanted a number that {kind} holds, got {_shown(arg)}") from None
         return value
 
     def _array(self, position: int, parameter: Parameter, arg: Any) -> _Array:
@@ -403,14 +397,14 @@ class UserKernel:
                 native = arg.dtype.isnative and arg.flags.aligned
                 dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
                 self._check_dtype(position, "object" if arg.dtype.hasobject else dtype)
-        library = type(arg).__module__.partition(".")[0]
+        library = "" if isinstance(arg, np.ndarray) else type(arg).__module__.partition(".")[0]
         if library == "cupy":
             self._check_dtype(position, arg.dtype.name)
-        if library == "cupy" or isinstance(arg, np.ndarray):
+        if library in ("cupy", ""):
             packed = self._check_layout(position, arg.flags.c_contiguous, arg.shape)
             steps = tuple(step // arg.itemsize for step in arg.strides)
             layout = _span(arg.shape, steps, arg.itemsize), arg, arg.shape, steps, packed
-            if library != "cupy":
+            if not library:
                 return _Array(arg.ctypes.data, *layout)
             stream = sys.modules["cupy"].cuda.get_current_stream().ptr
             return _Array(arg.data.ptr, *layout, f"cuda:{arg.device.id}", stream=stream)
@@ -473,9 +467,8 @@ class UserKernel:
     def _device_of(self, arrays: Sequence[_Array]) -> ComputeDevice:
         labels = sorted({array.device for array in arrays if array.device})
         if len(labels) > 1:
-            raise LaunchError(
-                f"kernel {self.name!r}: its arrays are on {' and '.join(labels)}; move them to one device"
-            )
+            where = " and ".join(labels)
+            raise LaunchError(f"kernel {self.name!r}: its arrays are on {where}; move them to one device")
         if labels and self._device is not None and labels[0] != self._device.label:
             raise LaunchError(f"kernel {self.name!r} is for {self._device.label}; its arrays are on {labels[0]}")
         return _device_named(labels[0]) if labels else self._device or self._default()
@@ -494,9 +487,8 @@ class UserKernel:
                 return preferred if name == preferred.backend else registry.choose(name)
         wanted = "opencl" if self.dialect == "opencl" else "cuda"
         reason = registry.reason_absent(wanted)
-        raise BackendUnavailable(
-            wanted, f"{reason}; {self.name!r} is {_LANGUAGES[self.dialect]}: only portable C runs on the CPU"
-        )
+        language = _LANGUAGES[self.dialect]
+        raise BackendUnavailable(wanted, f"{reason}; {self.name!r} is {language}: only portable C runs on the CPU")
 
     def _on(self, device: ComputeDevice, debug: bool = False) -> tuple[ComputeDevice, ComputeProvider, Kernel]:
         found = self._kernels.get((device.label, debug))
@@ -576,11 +568,8 @@ def _tensor_of(array: _Array) -> Any:
         return array.result
     if isinstance(array.owner, tuple):
         return array.owner[1]
-    return (
-        torch.from_numpy(array.owner)
-        if isinstance(array.owner, np.ndarray)
-        else torch.utils.dlpack.from_dlpack(array.owner)
-    )
+    is_numpy = isinstance(array.owner, np.ndarray)
+    return torch.from_numpy(array.owner) if is_numpy else torch.utils.dlpack.from_dlpack(array.owner)
 
 
 @functools.cache
@@ -612,9 +601,8 @@ def _stated(position: int, text: object) -> Parameter:
     base = kind[1:].partition("x")[0]
     known = base in (*_DTYPES, "void") if kind.startswith("*") else kind in SCALAR_CTYPES
     if not known:
-        raise ConfigError(
-            f"arguments, {position}: wanted a type like 'f32', 'i64', '*f32' or 'const *f32', got {text!r}"
-        )
+        wanted = "wanted a type like 'f32', 'i64', '*f32' or 'const *f32'"
+        raise ConfigError(f"arguments, {position}: {wanted}, got {text!r}")
     return Parameter(f"argument {position}", kind, kind.startswith("*") and str(text).startswith("const "))
 
 

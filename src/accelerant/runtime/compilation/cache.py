@@ -188,9 +188,8 @@ class KernelCache:
             with tempfile.TemporaryFile(dir=self.root) as file:
                 file.write(b"probe")
         except OSError as error:
-            raise ConfigError(
-                f"kernel cache {self.root} cannot be written: {error.strerror or error}; {advice}"
-            ) from None
+            reason = f"cannot be written: {error.strerror or error}"
+            raise ConfigError(f"kernel cache {self.root} {reason}; {advice}") from None
 
     def _contents(self, key: str) -> list[bytes]:
         """Return report and code of an entry; raise PermissionError if someone else could have written them."""

@@ -41,13 +41,9 @@ from accelerant.runtime.files import read_regular
 
 _TIMEOUT_S = 300
 _FLAGS = (
-    "-std=gnu11",
-    "-Werror=implicit-function-declaration",
-    "-fPIC",
-    "-shared",
-    "-fno-strict-aliasing",
+    "-std=gnu11", "-Werror=implicit-function-declaration", "-fPIC", "-shared", "-fno-strict-aliasing",
     "-fvisibility=hidden",
-)
+)  # fmt: skip
 _FRAME = "-Wframe-larger-than=65536"
 """For kernels with barriers, whose threads have stacks of 256 KiB: the warning of gcc or clang is an error."""
 _INDICES = re.compile(r"\bacl_(?:(?:global|local|group)_id|local_size)(?:_y)?\b|\bacl_barrier\b")

@@ -300,9 +300,8 @@ def inspect_amd(
         raise ConfigError(f"{command[0]} does not compile for {target!r}")
     log = re.sub(r"^(.+?):(\d+):\d+: ((?:fatal )?)(error|warning):", r"\1(\2): \4:", done.stderr, flags=re.MULTILINE)
     if done.returncode:
-        raise CompileError(
-            f"{name} does not compile for {target}", re.sub(r"^\d+ errors? generated.*", "", log, flags=re.M)
-        )
+        log = re.sub(r"^\d+ errors? generated.*", "", log, flags=re.M)
+        raise CompileError(f"{name} does not compile for {target}", log)
     found = []
     for notes in done.stdout.partition("amdhsa.kernels:")[2].split("\n  - .")[1:]:
         fields = dict(re.findall(r"^ {0,4}\.(\w+): +(\S+)$", notes, re.MULTILINE))

@@ -156,9 +156,8 @@ def entry_of(
     if not exact:
         raise CompileError(f"no kernel {name!r} in the text (one that a macro writes is not found); it has {listed}")
     if len({(each.name, each.parameters) for each in exact}) > 1:
-        raise CompileError(
-            f"several kernels are named {name!r}, at lines {', '.join(str(each.line) for each in exact)}"
-        )
+        lines = ", ".join(str(each.line) for each in exact)
+        raise CompileError(f"several kernels are named {name!r}, at lines {lines}")
     found = exact[0]
     given = _split(rest.rstrip().removesuffix(">")) if rest else []
     if len(given) > len(found.templates) or (rest and not rest.rstrip().endswith(">")):

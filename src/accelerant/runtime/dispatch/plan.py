@@ -68,7 +68,7 @@ def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Calla
         left += [following for following, _ in node.next_functions]
     waiting = count = len(nodes)
     total_ms = began = 0.0
-    end: Callable[[float], None] = _ignore
+    end: Callable[[float], None] | None = None
 
     def before(_gradients: Any) -> None:
         nonlocal began, end
@@ -80,16 +80,13 @@ def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Calla
         nonlocal waiting, total_ms
         total_ms += (time.perf_counter() - began) * 1e3
         waiting -= 1
-        if not waiting:
+        if not waiting and end is not None:
             end(total_ms)
             waiting, total_ms = count, 0.0
 
     for node in nodes:  # no hook refers to a node, which would then never be freed
         node.register_prehook(before)
         node.register_hook(after)
-
-
-def _ignore(_ms: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -144,13 +141,9 @@ class Explanation:
             refused = "; ".join(f"{name}: {reason}" for name, reason in one.refused)
             cells = (one.op, one.case, one.device, one.implementation, one.reason, refused)
             rows.append([("", cell) for cell in cells])
-        return "".join(
-            [
-                table(("op", "case", "device", "chosen", "because", "refused"), rows),
-                *(f"{escape(line)}<br>" for line in self.why_not_gpu()),
-                f"{self.total_ms:.3f} ms in all",
-            ]
-        )
+        decided = table(("op", "case", "device", "chosen", "because", "refused"), rows)
+        reasons = "".join(f"{escape(line)}<br>" for line in self.why_not_gpu())
+        return f"{decided}{reasons}{self.total_ms:.3f} ms in all"
 
 
 _observers_lock = fork_safe(threading.Lock())

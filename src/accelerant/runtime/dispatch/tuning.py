@@ -77,14 +77,11 @@ class Tuned(Generic[P]):
             if may_measure and run is not None:
                 runs = [(name, partial(run, candidate)) for name, candidate in candidates.items()]
                 outcome = None if obstacle(device, ()) else race(runs, device, lost=registry.provider_of(device).lost)
-                lasting = outcome is not None and bool(
-                    outcome.ms
-                )  # else another thread is racing, or none was launched
+                lasting = outcome is not None and bool(outcome.ms)  # else another races, or none was launched
                 if outcome is not None and outcome.ms:
                     failed = {name: reason_of(error) for name, error in outcome.failed.items()}
-                    measured = Measurement(
-                        outcome.ms, "x".join(map(str, sizes)), failed=failed, sources=self._sources()
-                    )
+                    case = "x".join(map(str, sizes))
+                    measured = Measurement(outcome.ms, case, failed=failed, sources=self._sources())
                     choices().keep(device, key, measured)
                     self.forget()
             name = fastest(measured.ms, candidates) if measured is not None else None

@@ -268,9 +268,8 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer:
     result = optimizer(parameters)
     if not isinstance(result, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer: wanted one, or what makes one from parameters; that made {type(result).__name__}"
-        )
+        wanted = "wanted one, or what makes one from parameters"
+        raise ConfigError(f"optimizer: {wanted}; that made {type(result).__name__}")
     return result
 
 

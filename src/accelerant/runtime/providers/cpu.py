@@ -169,9 +169,8 @@ class CpuProvider(ComputeProvider):
         dialect, program = source.pick(self.dialects)
         began = time.perf_counter()
         if source.shared_bytes:
-            raise CompileError(
-                f"kernel {source.name!r}: the CPU has no dynamic shared memory; declare it in the kernel"
-            )
+            text = "the CPU has no dynamic shared memory; declare it in the kernel"
+            raise CompileError(f"kernel {source.name!r}: {text}")
         key = self.key_of(source)
         if self.wait_for is not None:
             self.wait_for(key)

@@ -174,9 +174,8 @@ class OpenclProvider(ComputeProvider):
         began = time.perf_counter()
         dialect, program = source.pick(self.dialects)
         if not isinstance(program, str):
-            raise CompileError(
-                f"kernel {source.name!r}: OpenCL compiles text, not the result of a {type(program).__name__}"
-            )
+            kind = type(program).__name__
+            raise CompileError(f"kernel {source.name!r}: OpenCL compiles text, not the result of a {kind}")
         text, options = self._prepare(opened, source, program, portable_header() if dialect == "portable" else "")
         key = kernel_key(
             program=text, entries=sorted(source.entries), options=options, target=opened.identity,
@@ -282,9 +281,8 @@ class OpenclProvider(ComputeProvider):
         try:
             built = program.build(options=options, devices=[opened.device])
         except self._cl.Error as error:
-            raise CompileError(
-                f"kernel {source.name!r} does not compile for {opened.device.name.strip()}", str(error)
-            ) from None
+            name = opened.device.name.strip()
+            raise CompileError(f"kernel {source.name!r} does not compile for {name}", str(error)) from None
         (code,) = built.get_info(self._cl.program_info.BINARIES)
         return Binary(
             code=code,
