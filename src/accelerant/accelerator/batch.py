@@ -91,8 +91,8 @@ class Batch(Operations):
 
     Args:
         check: checks a call; returns its arrays, encoded if they are numbers, and the bytes of its inputs and result.
-        run: moves tensors to the device and runs an operation on them, for a number of calls; a number below 0 has as
-            many calls run one after the other, each on its part of the tensors.
+        run: moves tensors to the device and runs an operation on them, which stands for a number of calls; or runs
+            these calls in turn, each on its part of the tensors.
         device_type: torch's name of the device's kind.
         memory_limit_bytes: for inputs, their joined copies and results on the device together. A batch beyond it runs
             in several parts, and each part's results are where its inputs came from before the next begins.
@@ -100,7 +100,7 @@ class Batch(Operations):
 
     def __init__(
         self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], int, int]],
-        run: Callable[[str, Tensors, dict[str, Any], int], Results], device_type: str = "cpu",
+        run: Callable[[str, Tensors, dict[str, Any], int, bool], Results], device_type: str = "cpu",
         memory_limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._check, self._run = check, run
@@ -236,7 +236,9 @@ class Batch(Operations):
             if len(members) == 1 or not self._run_together(members):
                 for call, tensors, origin in members:
                     try:
-                        self._succeed([(call, tensors, origin)], [self._run(call.name, tensors, call.options, 1)])
+                        self._succeed(
+                            [(call, tensors, origin)], [self._run(call.name, tensors, call.options, 1, False)]
+                        )
                         self.launches += 1
                     except Exception as error:  # noqa: BLE001 - as above
                         call.fail(error)
@@ -262,10 +264,10 @@ class Batch(Operations):
         name, options = first.name, first.options
         if METHODS[name].uneven and self._device_type == "cpu":
             every = tuple([x for _, tensors, _ in members for x in tensors])
-            return [y.to(origin.device) for y in tensors_of(self._run(name, every, options, -len(members)))]
+            return [y.to(origin.device) for y in tensors_of(self._run(name, every, options, len(members), True))]
         count = joined_arguments(name, first_tensors, options)
         joined, split = _join(name, [tensors for _, tensors, _ in members], count)
-        results = tensors_of(self._run(name, joined, options, len(members)))
+        results = tensors_of(self._run(name, joined, options, len(members), False))
         del joined
         with torch.no_grad(), _untracked():
             columns = [split(y.to(origin.device)) for y in results]

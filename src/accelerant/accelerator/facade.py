@@ -405,15 +405,15 @@ class Accelerator(Operations):
             arrays = tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
         return arrays, *self._check_memory(name, arrays, options)
 
-    def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Results:
+    def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int, in_turn: bool) -> Results:
         self._check_open()
-        self._metrics.add(name, calls=abs(calls))
+        self._metrics.add(name, calls=calls)
         try:
             with self._own_policy(), time_limit(self.config.timeout_s, name):
                 moved, _ = self._move_or_fall_back(name, tensors)
-                return self._run_or_fall_back(name, moved, options, calls)
+                return self._run_or_fall_back(name, moved, options, calls, in_turn)
         except BaseException:
-            self._metrics.add(name, errors=abs(calls))
+            self._metrics.add(name, errors=calls)
             raise
 
     def submit(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
@@ -534,12 +534,14 @@ class Accelerator(Operations):
             self._fall_back_or_raise(name, error)
             return to_tensors(name, arrays, torch.device("cpu"))
 
-    def _run_or_fall_back(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int = 1) -> Results:
+    def _run_or_fall_back(
+        self, name: str, tensors: Tensors, options: dict[str, Any], calls: int = 1, in_turn: bool = False
+    ) -> Results:
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing.
 
-        `calls` are counted; a number below 0 has as many run one after the other, each on its part of the tensors.
+        The calls are one call on joined tensors, or run `in_turn`, each on its part of the tensors.
         """
-        each = max(0, -calls)
+        each = calls if in_turn else 0
         if tensors[0].device == self._torch_device:
             try:
                 start = self._provider.record_event(self.device.index)
@@ -553,7 +555,7 @@ class Accelerator(Operations):
                 check_time("at its end", self._wait)
                 return result
             except Exception as error:  # noqa: BLE001 - as above
-                self._fall_back_or_raise(name, error, abs(calls))
+                self._fall_back_or_raise(name, error, calls)
         result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, each)
         check_time("at its end")
         return result
