@@ -5,8 +5,8 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.attention_decode import op
-from accelerant.ops.attention_decode.op import attention_decode_reference
+from accelerant.ops.decode import op
+from accelerant.ops.decode.op import attention_decode_reference
 
 WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
 

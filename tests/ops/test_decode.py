@@ -5,8 +5,8 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.decode import op as launch
-from accelerant.ops.decode.op import DecodePlan, append, decode_linear, linear
+from accelerant.ops.decode import steps as launch
+from accelerant.ops.decode.steps import DecodePlan, append, decode_linear, linear
 from accelerant.ops.rope.tables import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def linear_reference(x, weight, scale=None, *, norm=None, eps=1e-6, residual=None, gated=False):
-    """Return the result of accelerant.ops.decode.op.linear."""
+    """Return the result of accelerant.ops.decode.steps.linear."""
     h = x if norm is None else x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * norm
     z = h @ weight.to(h.dtype).T
     if scale is not None:

@@ -11,7 +11,7 @@ from accelerant.config import override
 from accelerant.ops._launch import StreamKernel, launch_map
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
-from accelerant.ops.decode import op as decode
+from accelerant.ops.decode import steps as decode
 from accelerant.ops.elementwise import op as elementwise
 from accelerant.ops.embedding import op as embedding
 from accelerant.ops.gelu import op as gelu
@@ -43,7 +43,7 @@ def found_tuned():
                 visit(value)
 
     for path in sorted(Path(accelerant.ops.__path__[0]).glob("[!_]*/*.py")):
-        if path.stem in ("launch", "op"):
+        if path.stem in ("launch", "op", "steps"):
             for each in vars(importlib.import_module(f"accelerant.ops.{path.parent.name}.{path.stem}")).values():
                 visit(each)
     return found

@@ -35,7 +35,7 @@ from accelerant.nn.models import hugging_face
 from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
-from accelerant.ops.decode.op import usual_plan
+from accelerant.ops.decode.steps import usual_plan
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.peers import PeerSum
 

@@ -1,14 +1,17 @@
 """Tensor operations, each in its folder with a reference, kernels and autograd.
 
+Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap and their combinations) torch's own
+functions run in an op's place; the ledger does not count them.
+
 Importing this starts no driver and no compiler: a kernel is compiled, or read from the disk cache, when it first runs.
 """
 
 from __future__ import annotations
 
 from accelerant.ops.attention import attention, attention_varlen
-from accelerant.ops.attention_decode import attention_decode
 from accelerant.ops.conv2d import conv2d
 from accelerant.ops.cross_entropy import cross_entropy
+from accelerant.ops.decode import attention_decode
 from accelerant.ops.dropout import dropout
 from accelerant.ops.elementwise import add, mul, relu, sigmoid, silu, tanh
 from accelerant.ops.embedding import embedding

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accelerant.config import choice_overrides
-from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops._library import refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules, torch_wants_determinism

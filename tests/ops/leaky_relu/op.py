@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import SHORT, STREAM, StreamKernel, accesses, launch_map, triton_operation
-from accelerant.ops._refusals import check_dtype
+from accelerant.ops._library import check_dtype
 from accelerant.runtime.dispatch import case_of
 
 forward_kernel = StreamKernel("leaky_relu.triton_kernels", "leaky_relu_fwd", STREAM)

@@ -24,8 +24,7 @@ from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
 from accelerant.config import choice_overrides
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
-from accelerant.ops._library import is_plain, name_of
-from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops._library import is_plain, name_of, refuses_triton_kernel
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation

@@ -22,8 +22,7 @@ import torch
 
 from accelerant.accelerator.fusion.graph import Expr, computed_in, counted, power, where
 from accelerant.errors import ShapeError, UnsupportedCase
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING
+from accelerant.ops._library import FLOATING, name_of
 
 if TYPE_CHECKING:
     from accelerant.accelerator.fusion.recorder import Recording

@@ -32,7 +32,7 @@ from accelerant.nn.models.language_model import (
     require_tokens,
 )
 from accelerant.nn.quantization import LinearInt8
-from accelerant.ops.decode.op import append, linear
+from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
 
 

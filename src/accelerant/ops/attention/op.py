@@ -15,8 +15,15 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._library import autocast_dtype, is_plain, name_of
-from accelerant.ops._refusals import FLOATING, check_dtype, not_a_tensor, refuses_triton_kernel
+from accelerant.ops._library import (
+    FLOATING,
+    autocast_dtype,
+    check_dtype,
+    is_plain,
+    name_of,
+    not_a_tensor,
+    refuses_triton_kernel,
+)
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
 from accelerant.ops.attention.backends import (
     CUDNN,

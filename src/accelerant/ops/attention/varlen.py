@@ -11,8 +11,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import not_a_tensor
+from accelerant.ops._library import name_of, not_a_tensor
 from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.ops.attention.op import (
@@ -125,9 +124,6 @@ def attention_varlen(
         ShapeError: shapes that do not go together, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: a negative window or length.
-
-    Under forward-mode differentiation and the transforms of torch.func torch's own functions run, with the score matrix
-    of all sequences materialized; the ledger does not count them.
 
     Source: as attention; Dao 2023, arXiv:2307.08691 for the packed form.
     """

@@ -17,8 +17,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._images import Pair, as_images, output_sizes, pair, to_channels_first, to_channels_last
-from accelerant.ops._library import autocast_dtype, cast_for_autocast
-from accelerant.ops._refusals import check_dtype, check_matches
+from accelerant.ops._library import autocast_dtype, cast_for_autocast, check_dtype, check_matches
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules

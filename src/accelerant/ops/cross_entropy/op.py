@@ -14,8 +14,7 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
-from accelerant.ops._library import autocast_dtype, is_plain, name_of
-from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
+from accelerant.ops._library import autocast_dtype, check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.cross_entropy import hopper
 from accelerant.ops.cross_entropy.launch import COUNTS, bind_forward, launch_backward, launch_forward
 from accelerant.runtime.compilation.triton import refuses_triton
@@ -267,8 +266,6 @@ def cross_entropy(
     On other devices a target out of range makes the loss NaN (torch's kernel asserts, which ends the CUDA context).
     If a gradient is needed, bfloat16 and float32 logits of a "mean" or "sum" are read once: the gradient is computed
     with the loss, and occupies memory of the size of the logits until the backward pass.
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's own cross_entropy
-    runs, which the ledger does not count.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """

@@ -1,1 +1,5 @@
-"""Steps of a decoder layer for one new token of each sequence, called by nn's models; no public function."""
+"""Attention of new queries to a cache of keys and values."""
+
+from accelerant.ops.decode.op import attention_decode
+
+__all__ = ["attention_decode"]

@@ -1,12 +1,50 @@
-"""Compiled kernels of the decoding steps."""
+"""Samples, benchmarks, tolerances and compiled kernels of attention_decode, and of the other steps of decoding."""
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation, specialized
-from accelerant.ops.decode.op import KERNELS as _KERNELS
-from accelerant.ops.decode.op import WORDS_PLANS, DecodePlan, usual_plan
+import torch
 
-KIND = "mutating"
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialized, tolerances
+from accelerant.ops.decode.op import KERNELS as _KERNELS
+from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
+from accelerant.ops.decode.steps import KERNELS as _STEPS
+from accelerant.ops.decode.steps import WORDS_PLANS, DecodePlan, usual_plan
+
+KIND = "plain"
+
+
+def _sample(Hq: int, Hkv: int, Sq: int, T: int, D: int, lengths: tuple[int, ...]) -> Sample:
+    B = len(lengths)
+    words = "+".join(map(str, lengths[:4])) or "none"
+    caches = (B, Hkv, T, D)
+    return Sample(f"{Hq}on{Hkv}x{Sq}x{D}-{words}of{T}", ((B, Hq, Sq, D), caches, caches, Stated(lengths)), {})
+
+
+_SAMPLES = (
+    _sample(1, 1, 1, 1, 1, (1,)), _sample(2, 1, 1, 9, 8, (9, 4)), _sample(4, 2, 3, 70, 16, (70, 2, 33)),
+    _sample(6, 2, 1, 200, 24, (187,)), _sample(2, 2, 1, 33, 64, (0, 33)), _sample(40, 1, 2, 40, 8, (40,)),
+    _sample(2, 2, 1, 0, 8, (0,)), _sample(2, 2, 1, 8, 8, ()),
+)  # fmt: skip
+_LARGE = (
+    _sample(32, 8, 1, 4097, 128, (4097, 1, 1000)), _sample(8, 8, 4, 3000, 64, (2999, 5)),
+    _sample(71, 1, 1, 5000, 80, (4999,)), _sample(4, 4, 2, 700, 256, (700,)),
+)  # fmt: skip
+# Caches of 512 MiB at 85% of the copy rate, as linear_int8 reads its weights.
+_BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
+
+_TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4e-3, 3e-3), bfloat16=(2e-2, 1e-2))
+FAMILY = {"attention_decode": OpCases(_SAMPLES, _LARGE, _BENCHMARKS, _TOLERANCES)}
+
+
+def compilation(
+    kind: str, width: int, capability: tuple[int, int], rows: int = 4, *, split: bool = True
+) -> Compilation:
+    """Return the specialization of fwd that a device of this compute capability launches."""
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
+    types = {"*": kind, "lengths_ptr": "*i32", "scale": "fp32", "o_ptr": "*fp32" if split else kind}
+    optional = {"lse_ptr": "*fp32" if split else None}
+    fixed = constants(rows, width, dtype, capability)
+    return specialized(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
 
 
 def _linear(
@@ -17,29 +55,29 @@ def _linear(
         "*": kind, "weight_ptr": "*i8" if integers else kind, "scale_ptr": "*fp32" if integers else None, "eps": "fp32",
         "norm_ptr": kind if norm else None, "residual_ptr": kind if residual else None,
     }  # fmt: skip
-    return specialized(_KERNELS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
+    return specialized(_STEPS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
 
 
 def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
     types = {"*": "*fp32", "planes_ptr": "*i32", "weight_ptr": "*i32", "y_ptr": "*bf16"}
     optional = {"residual_ptr": "*bf16" if residual else None}
-    return specialized(_KERNELS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
+    return specialized(_STEPS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
 
 
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
-    return specialized(_KERNELS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
+    return specialized(_STEPS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
 
 
 def _rope(kind: str, *, turned: bool = True) -> Compilation:
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
     types = {"*": kind, "positions_ptr": "*i32", **tables}
-    return specialized(_KERNELS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
+    return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)
-KERNELS = (
+_STEP_KERNELS = (
     # The first is compiled for every target, AMD's included.
     _linear(usual_plan(4096, 4096, 1, False), integers=True, norm=True, by_bits=False),
     _linear(usual_plan(6144, 4096, 2, False), norm=True),
@@ -57,4 +95,19 @@ KERNELS = (
     _rope("*bf16"),
     _rope("*fp32"),
     _rope("*fp16", turned=False),
+)
+
+KERNELS = (
+    compilation("*fp16", 64, (7, 5)),
+    compilation("*bf16", 128, (9, 0)),
+    compilation("*bf16", 64, (9, 0), split=False),
+    compilation("*bf16", 256, (9, 0), rows=40),
+    compilation("*fp32", 128, (9, 0)),
+    *(
+        Compilation(
+            _KERNELS["combine"], {"*": "*fp32", "o_ptr": "*bf16"}, {"BLOCK_S": splits, "BLOCK_D": width}, NUM_WARPS
+        )
+        for splits, width in ((16, 128), (MAX_SPLITS, 256))
+    ),
+    *_STEP_KERNELS,
 )

@@ -1,362 +1,198 @@
-"""Decoding steps: linear layers of one row, and the rotation and cache update of a new token, as Operations.
-
-They are for inference and have no gradient, and `append` changes the caches, so they are not registered with torch: the
-models of accelerant.nn call the functions below.
-"""
+"""attention_decode: launches, reference, the public function, and the registration with torch."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
+from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
+from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor
+from accelerant.ops.attention.backends import TORCH, attend
+from accelerant.ops.attention.launch import triton_capability, with_rows
+from accelerant.ops.attention.op import attention_reference, check_heads, checked, refuses_triton_kernels, shapes_of
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.tuning import Tuned
-
-# --- launches --------------------------------------------------------------------------------------------------------
+from accelerant.runtime.dispatch import Case, Cost
 
 KERNELS = {
-    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"decode_{name}")
-    for name in ("linear", "planes", "words", "rope")
+    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"attention_decode_{name}")
+    for name in ("fwd", "combine")
 }
 
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The tiling of decode_linear and decode_words: blocks of `block_n` rows and `block_k` columns of the weight.
-
-    A thread processes `sets` rows (1, 2 or 4; at least 2 if gated) with the same part of x; `unroll` blocks are loaded
-    before the first is used. 512 bytes per warp are 16 bytes per thread.
-    """
-
-    sets: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    unroll: int
-
-    def constants(self, gated: bool, by_bits: bool) -> dict[str, int | bool]:
-        """Return the compile-time arguments; by_bits: 8-bit integers are converted or multiplied by PTX."""
-        return {
-            "GATED": gated, "BYTES": by_bits, "SETS": self.sets, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k,
-            "UNROLL": self.unroll,
-        }  # fmt: skip
-
-
-def _plans(columns: int) -> tuple[DecodePlan, ...]:
-    """Return the candidates for weights of which 16 bytes per thread of a warp are this many columns."""
-    shapes = [
-        (sets, 1, warps, warps, unroll)
-        for warps in (1, 2, 4, 8)
-        for sets, unroll in ((1, 4), (1, 2), (2, 2), (2, 1), (4, 1), (4, 2))
-        if columns * warps * unroll <= 4096
-    ]
-    shapes += [(sets, 4, 1, 4, unroll) for sets, unroll in ((1, 4), (2, 2), (4, 1))]
-    return tuple(DecodePlan(sets, rows, columns * wide, warps, unroll) for sets, rows, wide, warps, unroll in shapes)
-
-
-PLANS = {1: _plans(512), 2: _plans(256), 4: _plans(128)}
-"""Candidates of decode_linear by bytes of a weight's element."""
-
-
-WORDS_PLANS = tuple(DecodePlan(*sizes) for sizes in (
-    (4, 1, 1024, 2, 2), (4, 1, 512, 1, 2), (4, 1, 512, 1, 1), (4, 1, 1024, 2, 1), (4, 1, 2048, 4, 1),
-    (2, 1, 512, 1, 2), (2, 1, 512, 1, 4), (2, 1, 1024, 2, 2), (4, 2, 512, 2, 2), (2, 4, 512, 4, 4),
-))  # fmt: skip
-"""Candidates of decode_words; the first is the fastest measured on an H200 for Llama 3.1 8B."""
-
-WORDS_MIN_BYTES = 2**26
-"""Bytes of a weight from which on decode_words pays for converting x first, measured on an H200."""
+MAX_SPLITS = 64
+NUM_WARPS = 4
+_PROGRAMS = 2  # per multiprocessor, if each has at least _ENOUGH_KEYS keys
+_ENOUGH_KEYS = 512
 
 
 @functools.cache
-def usual_plan(N: int, K: int, itemsize: int, gated: bool) -> DecodePlan:
-    """Return the fastest plan on an H200 for the layers of Llama 3.1 8B; N outputs (2 N rows if gated), K columns."""
-    columns = 512 // itemsize  # per warp, 16 bytes per thread
-    if N <= 4608 and not gated:  # few rows: one warp each
-        return DecodePlan(1, 1, columns, 1, 4)
-    return DecodePlan(4, 1, columns, 1, 2) if itemsize == 1 else DecodePlan(4, 1, 2 * columns, 2, 1)
-
-
-TUNED: Tuned[DecodePlan] = Tuned(
-    "decode_linear",
-    default=lambda N, K, itemsize, gated: usual_plan(N, K, itemsize, bool(gated)),
-    candidates=lambda N, K, itemsize, gated: tuple(p for p in PLANS[itemsize] if p.sets > 1 or not gated),
-)
-"""Tuned plans of decode_linear, keyed by outputs, columns, bytes of a weight's element and gated."""
-
-TUNED_WORDS: Tuned[DecodePlan] = Tuned(
-    "decode_words", default=lambda N, K, gated: WORDS_PLANS[0], candidates=lambda N, K, gated: WORDS_PLANS
-)
-"""Tuned plans of decode_words, keyed by outputs, columns and gated."""
+def constants(rows: int, width: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int | bool]:
+    """Return the compile-time arguments of fwd for `rows` rows per key head; capability None: the interpreter."""
+    block_d = max(16, next_power_of_2(width))
+    upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
+    slow = dtype == torch.float32 or upcast or (capability is not None and capability < (8, 0))
+    block_m = min(16 if slow else 64, max(16, next_power_of_2(rows)))
+    block_n = 16 if capability is None or (slow and block_d > 64) else 32 if slow or block_d > 128 else 64
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "UPCAST": upcast}
 
 
 @functools.cache
-def _interpreted_plan(gated: bool, K: int) -> DecodePlan:
-    """Return a plan that gives small samples several programs, steps and a partial last step."""
-    return DecodePlan(4 if gated and K % 3 == 0 else 2, 2, 16, 4, 1 + K % 2)
+def stages_for(capability: tuple[int, int] | None) -> int:
+    """Return the pipeline depth: as many loads as fit in 227, 99 or 64 KiB of shared memory."""
+    return 4 if capability == (9, 0) else 2 if capability is not None and capability >= (8, 0) else 1
 
 
-def launch_linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
-    gated: bool, plan: DecodePlan | None = None,
-) -> Tensor:  # fmt: skip
-    """Return y (M, N) of x (M, K); all arguments contiguous."""
-    M, K = x.shape
-    N = weight.shape[0] // (2 if gated else 1)
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    if x.device.type != "cuda":
-        plan = plan or _interpreted_plan(gated, K)
-    elif plan is None:
-        plan = TUNED(
-            x.device, x.dtype, (N, K, weight.element_size(), int(gated)),
-            lambda plan: launch_linear(x, weight, scale, norm, eps, residual, gated, plan),
-        )  # fmt: skip
-    outputs = plan.sets // 2 if gated else plan.sets
-    KERNELS["linear"].launch(
-        (ceil_div(N, outputs * plan.block_n), M),
-        (x, norm, weight, scale, residual, y, N, K, eps),
-        plan.constants(gated, weight.dtype == torch.int8 and x.device.type == "cuda"),
-        num_warps=plan.num_warps,
+def splits_for(programs: int, T: int, block_n: int, device: torch.device) -> int:
+    """Return the parts of T keys, with `programs` programs each, that fill the device in one wave."""
+    processors = multiprocessors(device)
+    most = min(ceil_div(T, block_n), MAX_SPLITS)
+    if ceil_div(_PROGRAMS * processors, programs) * _ENOUGH_KEYS > T:
+        return max(1, min(processors // programs, most))  # a second program per multiprocessor costs more than it hides
+    return max(1, min(_PROGRAMS * processors // programs, most))
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int | None = None) -> Tensor:
+    """Return o, contiguous; splits None for splits_for's."""
+    B, Hq, Sq, D = q.shape
+    Hkv, T = k.shape[1], k.shape[2]
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not o.numel():
+        return o
+    if not T:
+        return o.zero_()
+    q, k, v = with_rows(q), with_rows(k), with_rows(v)
+    group = Hq // Hkv
+    capability = triton_capability(q.device)
+    fixed = constants(group * Sq, D, q.dtype, capability)
+    row_blocks = ceil_div(group * Sq, int(fixed["BLOCK_M"]))
+    programs = B * Hkv * row_blocks
+    splits = splits or splits_for(programs, T, int(fixed["BLOCK_N"]), q.device)
+    parts, lse = o, None
+    if splits > 1:
+        parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, B, Hq, Sq), dtype=torch.float32, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    KERNELS["fwd"].launch(
+        (programs * splits,),
+        (q, k, v, lengths, parts, lse, T, Sq, Hkv, group, row_blocks, splits, D, scale, *strides),
+        fixed,
+        num_warps=NUM_WARPS,
+        num_stages=stages_for(capability),
     )
-    return y
+    if lse is not None:
+        rows = B * Hq * Sq
+        joined = {"BLOCK_S": next_power_of_2(splits), "BLOCK_D": fixed["BLOCK_D"]}
+        KERNELS["combine"].launch((rows,), (parts, lse, o, rows, splits, D), joined, num_warps=NUM_WARPS)
+    return o
 
 
-def launch_words(
-    x: Tensor, weight: Tensor, scale: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: bool,
-    plan: DecodePlan | None = None,
-) -> Tensor:  # fmt: skip
-    """Return launch_linear's y, computed from x as 24-bit integers and an int8 weight; K is a multiple of 16."""
-    M, K = x.shape
-    N = weight.shape[0] // (2 if gated else 1)
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    planes = torch.empty(M, 3, K, dtype=torch.int8, device=x.device)
-    units = torch.empty(M, dtype=torch.float32, device=x.device)
-    block = next_power_of_2(K)
-    KERNELS["planes"].launch(
-        (M,), (x, norm, planes, units, K, eps), {"BLOCK": block}, num_warps=max(1, min(32, block // 256))
-    )
-    if x.device.type != "cuda":
-        plan = plan or DecodePlan(2 + 2 * (K % 32 == 0), 2, 32, 4, 1 + K % 3 // 2)
-    elif plan is None:
-        plan = TUNED_WORDS(
-            x.device, x.dtype, (N, K, int(gated)),
-            lambda plan: launch_words(x, weight, scale, norm, eps, residual, gated, plan),
-        )  # fmt: skip
-    outputs = plan.sets // 2 if gated else plan.sets
-    KERNELS["words"].launch(
-        (ceil_div(N, outputs * plan.block_n), M),
-        (planes.view(torch.int32), units, weight.view(torch.int32), scale, residual, y, N, K // 4),
-        plan.constants(gated, x.device.type == "cuda"),
-        num_warps=plan.num_warps,
-    )
-    return y
-
-
-def launch_rope(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
-    """Rotate, write keys and values to the caches, and return the queries (B, heads, 1, D); arguments contiguous."""
-    B, kv_heads, T, D = k_cache.shape
-    heads = qkv.shape[1] // D - 2 * kv_heads
-    q = torch.empty(B, heads, 1, D, dtype=qkv.dtype, device=qkv.device)
-    if B:
-        half = D // 2
-        block = next_power_of_2(half)
-        heads_per_program = max(1, 256 // block)  # one warp, 8 pairs per thread
-        KERNELS["rope"].launch(
-            (ceil_div(heads + 2 * kv_heads, heads_per_program), B),
-            (qkv, cos, sin, positions, q, k_cache, v_cache, heads, kv_heads, T, half),
-            {"HEADS": heads_per_program, "BLOCK": block},
-            num_warps=1,
-        )
-    return q
-
-
-# --- implementations -------------------------------------------------------------------------------------------------
-
-
-def _refuses_words(case: Case) -> str | None:
-    _, lines, K = case.shape
-    if case.options[0] != torch.int8:
-        return "takes an int8 weight"
-    if case.dtype not in (torch.bfloat16, torch.float16):
-        return "converts x to 24-bit integers, which represent 16-bit dtypes but not float32"
-    if lines * K < WORDS_MIN_BYTES or K % 16 or K > 2**15:
-        return f"is for weights of at least {WORDS_MIN_BYTES} bytes, with at most {2**15} columns, a multiple of 16"
-    return refuses_triton_kernel(case)
-
-
-def _refuses_rope(case: Case) -> str | None:
-    return "takes heads of even width" if case.shape[-1] % 2 else refuses_triton_kernel(case)
-
-
-def _torch_linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
-    gated: bool,
-) -> Tensor:  # fmt: skip
-    h = x if norm is None else F.rms_norm(x, norm.shape, norm.to(x.dtype), eps)
-    z = F.linear(h, weight.to(h.dtype))
-    if scale is not None:
-        z = (z.to(torch.promote_types(z.dtype, torch.float32)) * scale).to(h.dtype)
-    if gated:
-        gate, up = z.chunk(2, -1)
-        z = F.silu(gate) * up
-    return z if residual is None else z + residual
-
-
-def _torch_rope(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
-    B, kv_heads, T, D = k_cache.shape
-    x = qkv.view(B, -1, D)
-    heads = x.shape[1] - 2 * kv_heads
-    inside = positions.long().clamp(max=T - 1)
-    rotated = x[:, : heads + kv_heads]
-    if cos is not None and sin is not None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        c, s = (table.index_select(0, inside).to(wide)[:, None] for table in (cos, sin))
-        x1, x2 = rotated.to(wide).chunk(2, -1)
-        rotated = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
-    fits = (positions < T)[:, None, None]
-    at = inside[:, None, None, None].expand(B, kv_heads, 1, D)
-    for cache, new in ((k_cache, rotated[:, heads:]), (v_cache, x[:, heads + kv_heads :])):
-        kept = cache.gather(2, at)[:, :, 0]
-        cache.scatter_(2, at, torch.where(fits, new, kept)[:, :, None])
-    return rotated[:, :heads, None].contiguous()
-
-
-def _linear_cost(case: Case) -> Cost:
-    """Return the cost of reading the weight once, which bounds the step."""
-    M, lines, K = case.shape
-    return Cost(lines * K * case.options[0].itemsize, 2 * M * lines * K)
-
-
-def _rope_cost(case: Case) -> Cost:
-    B, heads, kv_heads, _, D = case.shape
-    return Cost(2 * B * (heads + 2 * kv_heads) * D * case.dtype.itemsize, 3 * B * (heads + kv_heads) * D)
-
-
-decode_linear = Operation(
-    "decode_linear",
-    (
-        Implementation("triton-words", launch_words, refuses=_refuses_words, own=True),
-        Implementation("triton", launch_linear, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_linear),
-    ),
-    cost=_linear_cost,
-)
-decode_rope = triton_operation(
-    "decode_rope", launch_rope, _torch_rope, cost=_rope_cost, refuses=_refuses_rope, mutates=True
-)
-
-
-# --- decoding steps --------------------------------------------------------------------------------------------------
-
-
-def linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 1e-6,
-    residual: Tensor | None = None, gated: bool = False,
-) -> Tensor:  # fmt: skip
-    """Apply a linear layer to few rows, with an optional norm before and gate or residual after it.
-
-    y = f(z) + residual,  z = scale (h W^T),  h = rms_norm(x, norm) or x,  f(z) = z, or silu(z[:N]) z[N:] if gated
-
-    One row runs in one kernel, which reads the weight once, or for a large int8 weight in two, the first of which
-    converts x to integers. More rows use rms_norm, matmul or linear_int8, swiglu and a sum.
-
-    Args:
-        x: (M, K), float16, bfloat16, float32 or float64, contiguous.
-        weight: (N, K), or (2 N, K) if gated; dtype of x, or int8; contiguous.
-        scale: of the weight's rows, float32, for int8.
-        norm: (K,), gain of an RMS norm of x, dtype of x or float32; None for no norm.
-        eps: of the norm.
-        residual: (M, N), dtype of x, added last; or None.
-        gated: whether the first half of the weight's rows are gates of the second (SwiGLU).
-
-    Returns:
-        (M, N), dtype of x, without a gradient. One row is rounded once, at the end. Integers represent x with an error
-        of at most 1 / 16710000 of its largest magnitude.
-
-    Raises:
-        ShapeError: incompatible shapes.
-        UnsupportedDtype: dtypes not listed above.
-    """
-    _check(x, weight, scale, norm, residual, gated)
-    if x.shape[0] == 1:
-        case = Case(x.device, x.dtype, (1, *weight.shape), (weight.dtype, *(("gated",) if gated else ())))
-        return decode_linear(case, x, weight, scale, norm, eps, residual, gated)
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Compute one sequence at a time; synchronizes with the device to read the lengths."""
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.no_grad():
-        h = x if norm is None else ops.rms_norm(x, norm, eps=eps)
-        z = ops.matmul(h, weight.t()) if scale is None else ops.linear_int8(h, weight, scale)
-        if gated:
-            z = ops.swiglu(z)
-        return z if residual is None else z + residual
+        for b, length in enumerate(lengths.tolist()):
+            keys, values = (x[b : b + 1, :, : max(length, 0)] for x in (k, v))
+            o[b : b + 1] = TORCH[0].run(q[b : b + 1], keys, values, q.shape[2] > 1, scale, -1)[0]
+    return o
 
 
-def append(
-    qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Write the new token's key and value to the caches, with queries and keys rotated by its position's angle.
+def _cost(case: Case) -> Cost:
+    """Return the cost for full caches."""
+    B, Hq, Hkv, Sq, T, D = case.shape
+    return Cost((2 * B * Hkv * T * D + 2 * B * Hq * Sq * D) * case.dtype.itemsize, 4 * B * Hq * Sq * T * D)
+
+
+attention_decode_fwd = triton_operation(
+    "attention_decode_fwd", launch_forward, _torch_forward, cost=_cost, refuses=refuses_triton_kernels
+)
+
+
+def attention_decode_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Return causal attention of each sequence's queries to the first `length` keys of its cache."""
+    results = []
+    for b, length in enumerate(lengths.tolist()):
+        k, v = (x[b : b + 1, :, :length] for x in (k_cache, v_cache))
+        results.append(attention_reference(q[b : b + 1], k, v, causal=True, scale=scale))
+    return torch.cat(cast("list[Tensor]", results)) if results else q.clone()
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float | None = None
+) -> Tensor:
+    """Compute attention of each sequence's newest queries to a cache of keys and values.
+
+    The caches already hold the keys and values of these queries: query i of Sq sees the keys before
+    length - Sq + i + 1, that is itself and all before it.
 
     Args:
-        qkv: (B, (heads + 2 kv_heads) D): all queries, then all keys, then all values; contiguous.
-        positions: (B,) int32 or int64, the token's index in each sequence's cache; stays on the device and is not
-            checked: T or more writes nothing.
-        k_cache, v_cache: (B, kv_heads, T, D), dtype of qkv, contiguous; changed.
-        cos, sin: (at least T, D / 2), from accelerant.ops.rope.tables.rope_tables, contiguous; None: no rotation.
+        q: (B, Hq, Sq, D), float16, bfloat16, float32 or float64; Sq is 1, or a few (as in speculative decoding).
+        k_cache, v_cache: (B, Hkv, T, D), dtype of q; Hkv divides Hq. Any layout, fastest if D is contiguous. Nothing
+            beyond a sequence's length is read.
+        lengths: (B,) int32 or int64 on the device of q: keys of each sequence, 0 to T. The values stay on the device
+            and are not checked; more than T counts as T.
+        scale: factor of the scores; None for 1 / sqrt(D).
 
     Returns:
-        the rotated queries (B, heads, 1, D).
+        (B, Hq, Sq, D), dtype of q, contiguous, without a gradient. A query that sees no key gives zeros. Under
+        torch.autocast q and the caches are cast to the autocast dtype.
 
     Raises:
-        ShapeError: incompatible shapes.
+        ShapeError: incompatible shapes, tensors on several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+
+    Source: Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding for long-context inference".
     """
-    B, kv_heads, T, D = k_cache.shape
-    heads = qkv.shape[-1] // D - 2 * kv_heads
-    if qkv.shape != (B, (heads + 2 * kv_heads) * D) or heads < 1:
-        raise ShapeError(f"qkv must be ({B}, (heads + {2 * kv_heads}) * {D}), got {tuple(qkv.shape)}")
-    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ShapeError(f"v_cache must be contiguous and {tuple(k_cache.shape)}, got {tuple(v_cache.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table is not None and (D % 2 or table.dim() != 2 or table.shape[0] < T or table.shape[1] != D // 2):
-            raise ShapeError(f"{name} must be (at least {T}, {D} / 2), got {tuple(table.shape)}")
-    case = Case(qkv.device, qkv.dtype, (B, heads, kv_heads, T, D), () if cos is None else ("turned",))
-    return decode_rope(case, qkv, cos, sin, positions, k_cache, v_cache)
+    q, k_cache, v_cache = checked(q, k_cache, v_cache, "attention_decode")
+    if q.dim() != 4 or k_cache.dim() != 4:
+        shapes = shapes_of(q, k_cache)
+        raise ShapeError(f"attention_decode takes q (B, Hq, Sq, D) and caches (B, Hkv, T, D), got {shapes}")
+    B, Hq, _, D = q.shape
+    if k_cache.shape[0] != B or k_cache.shape[3] != D or D < 1:
+        raise ShapeError(f"q and k_cache must have the same B and D, got {shapes_of(q, k_cache)}")
+    check_heads(Hq, k_cache.shape[1])
+    if not isinstance(lengths, Tensor):
+        raise not_a_tensor("attention_decode", "lengths", lengths)
+    if lengths.dim() != 1 or lengths.shape[0] != B or not lengths.is_contiguous():
+        raise ShapeError(f"lengths must be ({B},) and contiguous, got {tuple(lengths.shape)}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"lengths must be int32 or int64, got {name_of(lengths.dtype)}")
+    if lengths.device != q.device:
+        raise ShapeError(f"lengths must be on {q.device}, where q is; it is on {lengths.device}")
+    run = _forward if not torch.compiler.is_compiling() and is_plain(q) else _op
+    return run(q, k_cache, v_cache, lengths, D**-0.5 if scale is None else float(scale))
 
 
-def _check(
-    x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, residual: Tensor | None, gated: bool
-) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise ShapeError(f"x must be (M, K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if x.dtype not in FLOATING or weight.dtype not in (x.dtype, torch.int8):
-        names = f"{name_of(weight.dtype)} for x of {name_of(x.dtype)}"
-        raise UnsupportedDtype(f"weight must be of x's dtype or int8, got {names}")
-    if (scale is None) != (weight.dtype != torch.int8):
-        raise ShapeError(f"int8 weights take a scale, others none; the weight is {name_of(weight.dtype)}")
-    if gated and weight.shape[0] % 2:
-        raise ShapeError(f"a gated weight has an even number of rows, got {weight.shape[0]}")
-    N = weight.shape[0] // (2 if gated else 1)
-    expected = (
-        ("scale", scale, weight.shape[:1]),
-        ("norm", norm, x.shape[1:]),
-        ("residual", residual, (x.shape[0], N)),
-    )
-    for name, tensor, shape in expected:
-        if tensor is not None and tensor.shape != shape:
-            raise ShapeError(f"{name} must be {tuple(shape)}, got {tuple(tensor.shape)}")
+def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    B, Hq, Sq, D = q.shape
+    case = Case(q.device, q.dtype, (B, Hq, k.shape[1], Sq, k.shape[2], D))
+    return attention_decode_fwd(case, q, k, v, lengths, scale)
+
+
+def _without_gradient(*args: Any) -> Tensor:
+    with below_autograd():
+        o: Tensor = _op(*args)
+    return o
+
+
+def _composite(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    Sq, T = q.shape[2], k.shape[2]
+    key, query = torch.arange(T, device=q.device), torch.arange(Sq, device=q.device)
+    length = lengths[:, None, None, None, None]
+    seen = key <= length - Sq + query[:, None]
+    kept = (key < lengths[:, None])[:, None, :, None]
+    o = attend(q, k.where(kept, 0), v.where(kept, 0), False, scale, -1, seen & (key < length))[0]
+    return o.detach()
+
+
+_op = define(
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float scale) -> Tensor",
+    kernel=_forward,
+    fake=lambda q, k, v, lengths, scale: q.new_empty(q.shape),
+    differentiable=_without_gradient,
+    composite=_composite,
+)

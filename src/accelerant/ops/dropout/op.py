@@ -15,8 +15,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses, ceil_div
-from accelerant.ops._library import is_plain, name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._library import check_dtype, is_plain, name_of, refuses_triton_kernel
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, LANES, DropoutKernel, MaskKernel, refuses_half
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource

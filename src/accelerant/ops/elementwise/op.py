@@ -32,8 +32,7 @@ from accelerant.ops._launch import (
     next_power_of_2,
     triton_operation,
 )
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._library import check_dtype, name_of, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
@@ -411,8 +410,7 @@ def _refuses(case: Case) -> str | None:
 
 
 _SHORT = 8
-"""A sum over rows of at most so many elements is torch's: 1000003 rows of 3 in bfloat16 took an H200 0.033 ms, torch's
-0.013. Rows of 4095 are ours; between the two nothing was measured."""
+"""A sum over rows of at most so many elements is torch's, which is 2.5 times as fast for 3; rows of 4095 are ours."""
 
 
 def _refuses_sum(case: Case) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import SHORT, StreamKernel, accesses, launch_map, triton_operation
-from accelerant.ops._refusals import check_dtype
+from accelerant.ops._library import check_dtype
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.files import clipped
 

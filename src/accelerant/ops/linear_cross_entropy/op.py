@@ -13,9 +13,8 @@ from torch.nn import functional
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import add_product, ceil_div, product_cost, triton_operation
-from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._library import autocast_dtype, check_dtype, name_of
 from accelerant.ops._per_example import Forming
-from accelerant.ops._refusals import check_dtype
 from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.op import (
     check_loss,
@@ -29,8 +28,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 # --- chunks of rows --------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
-"""Limit of a chunk's logits by device type. A chunk may also take as much memory as the weight's float32 gradient,
-which is read and written once per chunk (4 of 38 ms at 8192 rows, 4096 columns, 128256 classes on an H200)."""
+"""Limit of a chunk's logits by device type, or the memory of the weight's float32 gradient, accessed once per chunk."""
 
 _ALIGNED = 64  # elements: rows of the buffer begin on 128-byte boundaries
 _TILE = 256  # rows of the largest tiles of the products

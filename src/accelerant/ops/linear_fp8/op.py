@@ -36,7 +36,7 @@ from accelerant.ops._launch import (
     row_constants,
     triton_operation,
 )
-from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops.linear_gelu.op import launch_join
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation

@@ -16,8 +16,14 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper.launch import is_hopper, refuses_product
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors, product_cost, triton_operation
-from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
-from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
+from accelerant.ops._library import (
+    autocast_dtype,
+    cast_for_autocast,
+    check_dtype,
+    check_matches,
+    name_of,
+    refuses_triton_kernel,
+)
 from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
@@ -358,9 +364,6 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: approximate is neither "none" nor "tanh".
         TypeError: an argument is not a tensor.
-
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's own linear and
-    gelu run, which the ledger does not count.
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """

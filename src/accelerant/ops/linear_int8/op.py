@@ -15,8 +15,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._hopper.launch import is_hopper
 from accelerant.ops._launch import ceil_div, triton_operation
-from accelerant.ops._library import autocast_dtype, name_of
-from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
+from accelerant.ops._library import autocast_dtype, check_dtype, name_of, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
@@ -105,13 +104,10 @@ FEW_BACKWARD_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
     (16, 64, 256, 4, 3), (16, 64, 128, 4, 4), (16, 32, 256, 4, 4), (16, 128, 128, 4, 3), (16, 32, 128, 4, 5),
     (16, 64, 64, 2, 4),
 ))  # fmt: skip
-"""Candidates for the gradient of up to 16 rows, with the sum split in parts. H200, 8192 x 8192, one row, bfloat16: the
-first took 0.033 ms with 8 parts, 0.036 with 16, 0.038 with 4, 0.145 with 1; torch's product with a dequantized weight
-0.044."""
+"""Candidates for the gradient of up to 16 rows, with the sum split in parts."""
 
 SPLIT_PLAN = FEW_BACKWARD_PLANS[1]
-"""The plan of float32; the first and the third spill. H200, 8192 x 8192, one row: 0.056 ms; torch's product takes 0.326
-with the weight dequantized, 0.076 with a dense one. The error is 6e-6 of the gradient's norm, torch's 4e-7."""
+"""The plan of float32; the first and the third spill. The error is 6e-6 of the gradient's norm, torch's 4e-7."""
 
 _MAX_PROGRAMS = 256
 """Limit of tiles times parts of such a sum."""

@@ -13,8 +13,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import STREAM, ceil_div, triton_operation
-from accelerant.ops._library import autocast_dtype, is_plain
-from accelerant.ops._refusals import check_dtype, check_matches
+from accelerant.ops._library import autocast_dtype, check_dtype, check_matches, is_plain
 from accelerant.ops.elementwise.op import is_row
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
@@ -300,9 +299,6 @@ def mse_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Tenso
         ShapeError: another shape, several devices.
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: reduction is out of range.
-
-    Under forward-mode differentiation and the transforms of torch.func torch's own function runs, which the ledger does
-    not count. So it is for the other losses of this module.
     """
     return _call("mse_loss", input, target, reduction)
 

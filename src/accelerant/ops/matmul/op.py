@@ -13,8 +13,15 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
-from accelerant.ops._library import autocast_dtype, cast_for_autocast, define, is_ordinary, is_plain
-from accelerant.ops._refusals import check_dtype, check_matches
+from accelerant.ops._library import (
+    autocast_dtype,
+    cast_for_autocast,
+    check_dtype,
+    check_matches,
+    define,
+    is_ordinary,
+    is_plain,
+)
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from accelerant.errors import AccelerantError, CompileError, LaunchError
 from accelerant.ops._launch import triton_operation
-from accelerant.ops._library import composed
-from accelerant.ops._refusals import refuses_float64
+from accelerant.ops._library import composed, refuses_float64
 from accelerant.ops.multi_tensor.tables import (
     AdamWGroup,
     Bucket,

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING
+from accelerant.ops._library import FLOATING, name_of
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = [

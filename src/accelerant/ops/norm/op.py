@@ -14,8 +14,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING, check_dtype, check_or_float32, not_a_tensor
+from accelerant.ops._library import FLOATING, check_dtype, check_or_float32, name_of, not_a_tensor
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Operation, case_of
 
@@ -241,9 +240,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         UnsupportedDtype: a dtype not listed above.
         TypeError: x, weight or bias is not a tensor.
         ConfigError: eps is not a number.
-
-    Under forward-mode differentiation and the transforms of torch.func this is torch's own layer_norm, which the ledger
-    does not count; likewise the other norms.
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """

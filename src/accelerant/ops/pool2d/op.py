@@ -16,7 +16,7 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._images import Pair, as_images, output_sizes, pair
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
-from accelerant.ops._refusals import check_dtype, refuses_float64
+from accelerant.ops._library import check_dtype, refuses_float64
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules

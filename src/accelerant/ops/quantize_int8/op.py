@@ -16,8 +16,7 @@ from accelerant.ops._launch import (
     row_constants,
     triton_operation,
 )
-from accelerant.ops._library import below_autograd, define, is_plain
-from accelerant.ops._refusals import checked_dim
+from accelerant.ops._library import below_autograd, checked_dim, define, is_plain
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops._library import is_ordinary, is_plain
-from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops._library import is_ordinary, is_plain, refuses_triton_kernel
 from accelerant.ops.attention.launch import triton_capability
 from accelerant.ops.recurrent.llvm_kernels import GATES, RecurrentKernel, lanes, vectors
 from accelerant.runtime import registry

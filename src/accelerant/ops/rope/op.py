@@ -13,7 +13,7 @@ from torch import Tensor
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
-from accelerant.ops._refusals import check_dtype, check_or_float32, not_a_tensor
+from accelerant.ops._library import check_dtype, check_or_float32, not_a_tensor
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 from accelerant.runtime.dispatch.tuning import Tuned
@@ -158,9 +158,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
         ShapeError: x is not (B, H, S, D) with an even D, the tables are not as above, or several devices.
         UnsupportedDtype: a dtype not listed above.
         TypeError: an argument is not a tensor.
-
-    Under forward-mode differentiation and the transforms of torch.func torch's own functions run, which the ledger does
-    not count.
 
     Source: Su et al. 2021, arXiv:2104.09864, equation 34.
     """

