@@ -55,7 +55,7 @@ TESTS = {
     "tests/zk/test_registration.py",
     "algebra/ntt": "tests/algebra/ntt tests/zk/test_ntt.py tests/privacy/he/test_bfv.py",
     "zk/groth16/verifier": "tests/zk/groth16/test_verifier.py tests/zk/groth16/test_untrusted.py",
-    "zk/groth16/keys": "tests/zk/groth16/test_keys.py tests/zk/groth16/test_untrusted.py",
+    "zk/groth16/keys": "tests/zk/groth16/test_prover.py tests/zk/groth16/test_untrusted.py",
 }
 """Tests of modules, the most likely to fail first. Of others it is the folder of the same path in tests/."""
 
