@@ -30,6 +30,7 @@ NOT_FOR_USERS = {
     "out_of_memory",
     "pick_entry",
     "probe_in_child",
+    "refuse_forked",
     "room_fraction",
 }
 SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizers")

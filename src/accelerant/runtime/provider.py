@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -536,10 +537,8 @@ class ComputeProvider(ABC):
         if held + size_bytes > min(limits):
             with _limits_lock:
                 allocation_failures.setdefault((self.name, device), [0, 0])[0] += 1
-            raise OutOfMemory(
-                f"{size_bytes:,} bytes asked on {self.name}:{device}; "
-                f"{held:,} are held and the limit is {min(limits):,}"
-            )
+            bounds = f"{held:,} are held and the limit is {min(limits):,}"
+            raise OutOfMemory(f"{size_bytes:,} bytes asked on {self.name}:{device}; {bounds}")
 
 
 _LEFT_FREE = 0.05
@@ -728,6 +727,15 @@ def check_device(backend: str, index: int, count: int) -> None:
     if not 0 <= index < count:
         present = {0: "no device", 1: "one device, number 0"}.get(count, f"devices 0 to {count - 1}")
         raise ConfigError(f"backend {backend!r} has {present}; got device {index}")
+
+
+def refuse_forked(pid: int, device: str, backend: str) -> None:
+    """Raise DeviceLost in a forked child of the process that opened a device: it has none of the driver's threads."""
+    if os.getpid() != pid:
+        raise DeviceLost(
+            f"{device}: this process was forked after {backend} had started, and its drivers do not work in a forked "
+            "child; start the process by spawn (multiprocessing.get_context('spawn'))"
+        )
 
 
 _Owner = TypeVar("_Owner")

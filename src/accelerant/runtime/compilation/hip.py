@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import kernel_key
-from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, first_line, portable_header
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, first_line, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.host import run_python
 
@@ -49,12 +49,7 @@ def compile_hip(source: KernelSource, target: str) -> Binary:
     )  # fmt: skip
     if not found["code"]:
         raise CompileError(f"kernel {source.name!r} does not compile for {target}", found["log"])
-    return Binary(
-        code=base64.b64decode(found["code"]),
-        symbols={entry: entry for entry in source.entries},
-        resources={entry: Resources() for entry in source.entries},
-        log=found["log"],
-    )
+    return Binary.of(base64.b64decode(found["code"]), source.entries, found["log"])
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -55,6 +55,12 @@ class Binary:
     resources: Mapping[str, Resources]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     log: str = ""
+
+    @classmethod
+    def of(cls, code: bytes, entries: Iterable[str], log: str = "") -> Binary:
+        """Return code whose symbols are the names of its entry points, and whose resources are not known."""
+        names = list(entries)
+        return cls(code, dict(zip(names, names, strict=True)), {name: Resources() for name in names}, log=log)
 
 
 @runtime_checkable

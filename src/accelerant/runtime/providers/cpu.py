@@ -30,7 +30,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.host_c import c_compiler, c_key, compile_c, load_c
-from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource
 from accelerant.runtime.host import (
     control_group_room,
     fork_safe,
@@ -312,8 +312,7 @@ class CpuProvider(ComputeProvider):
                 code: bytes = self._target.emit_object(module)
             except RuntimeError as error:
                 raise CompileError(f"kernel {source.name!r} does not compile for {self._cpu}", str(error)) from None
-        entries = {entry: entry for entry in source.entries}
-        return Binary(code=code, symbols=entries, resources={entry: Resources() for entry in entries})
+        return Binary.of(code, source.entries)
 
     def _load(self, binary: Binary, entry: str) -> tuple[int, Any]:
         """Return the entry's address, and the library of the code, which must live as long as the entry is called."""

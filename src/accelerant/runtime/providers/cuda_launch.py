@@ -63,9 +63,8 @@ def check_memory(kernel: Kernel, args: Sequence[object]) -> None:
             if not isinstance(arg.owner, torch.Tensor):
                 check_owner(arg, torch.Tensor, kernel.backend, f"kernel {kernel.name!r}, argument {position}")
         elif isinstance(arg, torch.Tensor) and not arg.is_cuda:
-            raise LaunchError(
-                f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"
-            )
+            where = f"kernel {kernel.name!r}, argument {position}"
+            raise LaunchError(f"{where}: the tensor is on {arg.device}, not on cuda")
 
 
 def driver_value(results: tuple[Any, ...]) -> Any:
@@ -184,22 +183,18 @@ class LoadedKernel:
     def _misfit(self, args: Sequence[Any]) -> LaunchError:
         """Return the error for arguments that are not those of the kernel."""
         for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
+            where = f"kernel {self.name!r}, argument {position}"
             if kind == "struct":
-                return LaunchError(
-                    f"kernel {self.name!r}, argument {position}: structs are launched by LoadedKernel.pack"
-                )
+                return LaunchError(f"{where}: structs are launched by LoadedKernel.pack")
             if kind.startswith("*") and not hasattr(arg, "data_ptr"):
-                return LaunchError(
-                    f"kernel {self.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}"
-                )
+                return LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         return LaunchError(f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}")
 
     def _shape(self, grid: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
         """Return grid and block with three axes each, and the bytes of shared memory."""
         if any(not 1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=False)):
-            raise LaunchError(
-                f"kernel {self.name!r}: a grid has 1 to {_LARGEST_GRID} blocks along its axes, got {grid}"
-            )
+            bounds = f"a grid has 1 to {_LARGEST_GRID} blocks along its axes"
+            raise LaunchError(f"kernel {self.name!r}: {bounds}, got {grid}")
         try:
             sizes = [index(size) for axes in (grid, block) for size in (*axes, 1, 1)[:3]]
         except TypeError as error:

@@ -49,6 +49,7 @@ from accelerant.runtime.provider import (
     out_of_memory,
     pick_entry,
     probe_in_child,
+    refuse_forked,
 )
 
 _PROBE = """
@@ -257,11 +258,7 @@ class OpenclProvider(ComputeProvider):
 
     def _device(self, device: int) -> _OpenclDevice:
         """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        if os.getpid() != self._pid:
-            raise DeviceLost(
-                f"opencl:{device}: this process was forked after OpenCL had started, and its drivers do not work in a "
-                "forked child; start the process by spawn (multiprocessing.get_context('spawn'))"
-            )
+        refuse_forked(self._pid, f"opencl:{device}", "OpenCL")
         check_device(self.name, device, len(self._devices))
         return self._devices[device]
 
@@ -284,12 +281,8 @@ class OpenclProvider(ComputeProvider):
             name = opened.device.name.strip()
             raise CompileError(f"kernel {source.name!r} does not compile for {name}", str(error)) from None
         (code,) = built.get_info(self._cl.program_info.BINARIES)
-        return Binary(
-            code=code,
-            symbols={entry: entry for entry in source.entries},
-            resources={entry: Resources() for entry in source.entries},
-            log=built.get_build_info(opened.device, self._cl.program_build_info.LOG) or "",
-        )
+        log = built.get_build_info(opened.device, self._cl.program_build_info.LOG) or ""
+        return Binary.of(code, source.entries, log)
 
     def _load(self, opened: _OpenclDevice, binary: Binary, entry: str) -> Any:
         program = self._cl.Program(opened.context, [opened.device], [binary.code]).build()

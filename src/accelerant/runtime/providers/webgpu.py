@@ -36,7 +36,7 @@ import numpy.typing as npt
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import windowed
 from accelerant.runtime.host import fork_safe, has_gpu_node, host_memory
 from accelerant.runtime.monitoring.events import publish
@@ -57,6 +57,7 @@ from accelerant.runtime.provider import (
     out_of_memory,
     pick_entry,
     probe_in_child,
+    refuse_forked,
 )
 
 _PROBE = """
@@ -258,11 +259,7 @@ class WebgpuProvider(ComputeProvider):
 
     def _device(self, device: int) -> _WebgpuDevice:
         """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        if os.getpid() != self._pid:
-            raise DeviceLost(
-                f"webgpu:{device}: this process was forked after WebGPU had started, and its drivers do not work in a "
-                "forked child; start the process by spawn (multiprocessing.get_context('spawn'))"
-            )
+        refuse_forked(self._pid, f"webgpu:{device}", "WebGPU")
         check_device(self.name, device, len(self._devices))
         opened = self._devices[device]
         if opened.lost:
@@ -360,8 +357,7 @@ class _WebgpuDevice:
     def build(self, source: KernelSource, text: str) -> Binary:
         """Let the driver check a module, and return its text as the "code"."""
         self._module(source.name, text)
-        entries = {entry: entry for entry in source.entries}
-        return Binary(code=text.encode(), symbols=entries, resources={entry: Resources() for entry in entries})
+        return Binary.of(text.encode(), source.entries)
 
     def _module(self, name: str, text: str) -> Any:
         if text not in self._modules:
@@ -629,10 +625,8 @@ def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | floa
     value = check_scalar(kernel.name, position, kind, arg)
     low, high = (-(2**31), 2**31) if kind == "i64" else (0, 2**32)
     if kind in ("i64", "u64") and not low <= value < high:
-        raise LaunchError(
-            f"kernel {kernel.name!r}, argument {position}: WGSL has no 64-bit integers; wanted an {kind} of 32 bits, "
-            f"got {value}"
-        )
+        text = f"WGSL has no 64-bit integers; wanted an {kind} of 32 bits, got {value}"
+        raise LaunchError(f"kernel {kernel.name!r}, argument {position}: {text}")
     return value
 
 
@@ -658,15 +652,12 @@ def _split(
             why = f"its arrays would be {len(parts)} bindings of at most {most}"
             if len(parts) <= most:
                 why = "its module is neither elementwise nor reads arrays by the functions of wgsl.words"
-            raise LaunchError(
-                f"kernel {name!r}: an array of {max(sizes):,} bytes; a binding of this device has at most {limit:,}, "
-                f"and {why}"
-            )
+            bounds = f"an array of {max(sizes):,} bytes; a binding of this device has at most {limit:,}"
+            raise LaunchError(f"kernel {name!r}: {bounds}, and {why}")
         yield variant, _grid(opened, program, name, grid), parts, values
         return
     count, wide = int(values[-1]), max(program.element_bytes)
-    step = limit // wide // 256 * 256  # every part begins at a multiple of 256 bytes
-    step = max(256, step)
+    step = max(256, limit // wide // 256 * 256)  # every part begins at a multiple of 256 bytes
     for first in range(0, count, step):
         here = min(step, count - first)
         parts = [
