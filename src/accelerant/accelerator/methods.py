@@ -483,39 +483,12 @@ class Operations(ABC):
     def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run or record a call; the options may be those of other calls, too, and are not changed."""
 
-    add = _op_method("add")
-    add_layer_norm = _op_method("add_layer_norm")
-    add_rms_norm = _op_method("add_rms_norm")
-    attention = _op_method("attention")
-    attention_decode = _op_method("attention_decode")
-    attention_varlen = _op_method("attention_varlen")
-    avg_pool2d = _op_method("avg_pool2d")
-    binary_cross_entropy = _op_method("binary_cross_entropy")
-    binary_cross_entropy_with_logits = _op_method("binary_cross_entropy_with_logits")
-    conv2d = _op_method("conv2d")
-    cross_entropy = _op_method("cross_entropy")
-    dropout = _op_method("dropout")
-    embedding = _op_method("embedding")
-    gelu = _op_method("gelu")
-    l1_loss = _op_method("l1_loss")
-    layer_norm = _op_method("layer_norm")
-    linear_cross_entropy = _op_method("linear_cross_entropy")
-    linear_gelu = _op_method("linear_gelu")
-    linear_int8 = _op_method("linear_int8")
-    log_softmax = _op_method("log_softmax")
-    matmul = _op_method("matmul")
-    max_pool2d = _op_method("max_pool2d")
-    mse_loss = _op_method("mse_loss")
-    mul = _op_method("mul")
-    quantize_int8 = _op_method("quantize_int8")
-    relu = _op_method("relu")
-    rms_norm = _op_method("rms_norm")
-    rope = _op_method("rope")
-    sigmoid = _op_method("sigmoid")
-    silu = _op_method("silu")
-    softmax = _op_method("softmax")
-    swiglu = _op_method("swiglu")
-    tanh = _op_method("tanh")
+    (
+        add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_varlen, avg_pool2d,
+        binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout, embedding, gelu,
+        l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int8, log_softmax, matmul, max_pool2d, mse_loss,
+        mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
+    ) = map(_op_method, ops.__all__)  # fmt: skip
 
     def field_add(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""

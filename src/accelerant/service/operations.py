@@ -335,7 +335,7 @@ def groth16_prove(inputs: Arrays, parameters: NoParameters, context: Context) ->
     lambda inputs, parameters: 0.05 + 1e-7 * _sizes(inputs, parameters),
 )  # fmt: skip
 def groth16_verify(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
-    """Whether a Groth16 proof is valid, from snarkjs's JSON files."""
+    """Validity of a Groth16 proof, from snarkjs's JSON files."""
     from accelerant.zk.groth16 import Proof, VerificationKey, verify
 
     key, public, text = (inputs[name].tobytes() for name in ("verification_key", "public", "proof"))
