@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -298,7 +298,7 @@ class PerExampleClipper:
 
     def is_input(self, x: Tensor) -> bool:
         mine = x.untyped_storage().data_ptr()
-        strided = [each for each in _tensors(self.inputs) if each.layout == torch.strided]
+        strided = [each for each in rules.tensors_of(self.inputs) if each.layout == torch.strided]
         return any(each.untyped_storage().data_ptr() == mine for each in strided)
 
     def expect(self, *parameters: Tensor | None) -> None:
@@ -406,7 +406,7 @@ class PerExampleClipper:
             _plan=replace(self._plan, groups=layers, sums=sums), _pass=None, _expected={}, _announced={},
         )  # fmt: skip
         try:
-            results = [each for each in _tensors(forward()) if each.requires_grad]
+            results = [each for each in rules.tensors_of(forward()) if each.requires_grad]
             with torch.autocast(self.parameters[0][1].device.type, enabled=False):
                 if results:
                     torch.autograd.backward(results, [_random_like(each, index) for each in results])
@@ -497,18 +497,6 @@ def batch_size(inputs: Any) -> int | None:
         return inputs.shape[0] if inputs.dim() else None
     items = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else ()
     return next((size for item in items if (size := batch_size(item)) is not None), None)
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors in a model's result: in mappings, sequences and data classes."""
-    if isinstance(result, Tensor):
-        return [result]
-    items = result if isinstance(result, tuple | list) else ()
-    if isinstance(result, Mapping):
-        items = tuple(result.values())
-    elif is_dataclass(result):
-        items = tuple(getattr(result, each.name) for each in fields(result))
-    return [each for item in items for each in _tensors(item)]
 
 
 def _random_like(result: Tensor, index: Tensor | None) -> Tensor:

@@ -32,6 +32,7 @@ from accelerant.privacy.dp.clipping.rules import (
     region,
     register,
     replace_methods,
+    tensors_of,
 )
 from accelerant.runtime.memory.peak import modules_restored
 
@@ -69,8 +70,7 @@ class OwnParametersRule(OwnParameters):
 
     def _count(self, args: Any, kwargs: Any) -> int:
         """Return the number of examples of the inputs; raise if they have none."""
-        found: list[Tensor] = []
-        mapped((args, kwargs), lambda x: found.append(x) if x.dim() else None)
+        found = [x for x in tensors_of((args, kwargs)) if x.dim()]
         batch = self.sink.batch
         if batch is None:
             batch = found[0].shape[0] if found else None
@@ -177,15 +177,15 @@ class OwnParametersRule(OwnParameters):
         """Raise UnsupportedCase if the plain forward gives another result: it depends on other examples."""
 
         def plain() -> list[Tensor]:
-            return _tensors(self._without_trace(lambda: self.plain(*args, **kwargs)))
+            return tensors_of(self._without_trace(lambda: self.plain(*args, **kwargs)))
 
-        found, expected, again = _tensors(result), plain(), []
+        found, expected, again = [each.detach() for each in tensors_of(result)], plain(), []
         if not _alike(found, expected):  # it may have drawn random numbers: compare without dropout
             modes = [(module, module.training) for module in self.module.modules()]
             try:
                 for module, _ in modes:
                     module.training = False
-                found = _tensors(self._without_trace(lambda: self._by_example(count, args, kwargs)))
+                found = tensors_of(self._without_trace(lambda: self._by_example(count, args, kwargs)))
                 expected, again = plain(), plain()
             finally:
                 for module, mode in modes:
@@ -284,12 +284,6 @@ def _kept(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 def _entered(now: Region, x: Tensor) -> Tensor:
     """Return an input of the module as one example has it; x itself if its first dimension is not of examples."""
     return now.wrap(x.unsqueeze(1)) if x.dim() and x.shape[0] == now.examples else x
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(nested, lambda x: found.append(x.detach()))
-    return found
 
 
 def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -24,10 +24,11 @@ with a rule gets and returns is unwrapped and wrapped here, so that its autograd
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MethodType
@@ -199,16 +200,33 @@ class _Attention(TorchFunctionMode):
 
 
 def mapped(nested: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return nested containers and data classes with each tensor changed."""
+    """Return nested containers, mappings of any class and data classes with each tensor changed."""
 
     def each(item: Any) -> Any:
         if isinstance(item, Tensor):
             return change(item)
         if is_dataclass(item) and not isinstance(item, type):
             return replace(item, **{field.name: mapped(getattr(item, field.name), change) for field in fields(item)})
-        return item
+        if isinstance(item, Mapping):
+            found = {key: mapped(value, change) for key, value in item.items()}
+            result = copy.copy(item) if isinstance(item, MutableMapping) else found
+            result.update(found)
+            return result
+        return [mapped(value, change) for value in item] if isinstance(item, list) else item
 
     return tree_map(each, nested)
+
+
+def tensors_of(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested mappings, sequences and data classes."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    items = nested if isinstance(nested, tuple | list) else ()
+    if isinstance(nested, Mapping):
+        items = tuple(nested.values())
+    elif is_dataclass(nested):
+        items = tuple(getattr(nested, each.name) for each in fields(nested))
+    return [each for item in items for each in tensors_of(item)]
 
 
 def _name(call: Any) -> str:

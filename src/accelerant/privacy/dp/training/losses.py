@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._differentiable import recorders
 from accelerant.privacy.dp.clipping import PerExampleClipper
-from accelerant.privacy.dp.clipping.clipper import _tensors as tensors_of
+from accelerant.privacy.dp.clipping.rules import tensors_of
 
 _FIRST = 10
 """Backward passes whose loss is repeated."""
@@ -88,7 +88,7 @@ class LossCheck:
         self.end()
         if self._due():
             self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=True)
-            self._trace.resume()
+            _Trace.remove(instead=self._trace)
 
     def enter_model(self, inputs: Any, *, trial: bool) -> None:
         """Leave out what the model calls, and note its inputs."""
@@ -109,7 +109,7 @@ class LossCheck:
             self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=False)
         if self._trace is not None:
             self._trace.add_results(tensors_of(result))
-            self._trace.resume()
+            _Trace.remove(instead=self._trace)
 
     def end(self) -> None:
         """Stop recording."""
@@ -237,6 +237,9 @@ _SIZING = {
 }  # fmt: skip
 """Functions that a number from the batch may change a loss by in other ways."""
 
+_NUMERIC = _SCALING | _FACTORIES | _SIZING
+"""Functions whose numbers may come from the batch."""
+
 _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _READING = {
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
@@ -287,10 +290,6 @@ class _Trace(TorchFunctionMode):
 
     # --- the stack of modes ------------------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Put the trace below all other modes."""
-        _Trace.remove(self)
-
     @staticmethod
     def remove(instead: _Trace | None = None) -> None:
         """Take traces off this thread's stack of modes, and put one below all others."""
@@ -335,7 +334,7 @@ class _Trace(TorchFunctionMode):
             self._keep(target)
         # The class weights of a loss may be as many as the rows.
         fixed = {id(each) for each in (*args[2:], *kwargs.values())} if name in _WEIGHTED else set[int]()
-        scales = name in _SCALING or name in _SIZING or name in _FACTORIES
+        scales = name in _NUMERIC
         literals = _literals() if self._numbers or self._read else frozenset[float]()
 
         def slot(each: Any) -> Any:
@@ -507,8 +506,7 @@ class _Trace(TorchFunctionMode):
             return any(isinstance(each, (list, np.ndarray)) for each in parts)
         if name in _JOINING:
             return self._read == 2
-        numbers = name in _SCALING or name in _SIZING or name in _FACTORIES
-        return numbers and any(map(unknown, pytree.tree_leaves((args, kwargs))))
+        return name in _NUMERIC and any(map(unknown, pytree.tree_leaves((args, kwargs))))
 
     def _follow(self, name: str, args: Any, given: Any, result: Any, hosted: bool) -> None:
         """Note what a call's results depend on, and what the host learns by it."""
@@ -556,8 +554,7 @@ class _Trace(TorchFunctionMode):
         if None in wanted:
             raise _Unknown("its last operation was not seen")
         calls = self._needed(wanted)
-        used = {slot.number for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot)}
-        used.update(number for number in wanted if number is not None)
+        used = _used(calls, wanted)
         for number in used & self._leaves.keys():
             leaf = self._leaves[number]
             if not leaf.result and leaf.tensor.grad_fn is not None and leaf.tensor.requires_grad:
@@ -585,8 +582,7 @@ class _Trace(TorchFunctionMode):
     def _mixes_inputs(self, rows: int) -> bool:
         """Return whether what the model is given for a row changes when others are replaced."""
         calls = self._needed(self.inputs)
-        used = {slot.number for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot)}
-        used.update(self.inputs)
+        used = _used(calls, self.inputs)
         if not self.inputs or any(
             self._leaves[each].tensor._version != self._leaves[each].version for each in used & self._leaves.keys()
         ):
@@ -610,7 +606,7 @@ class _Trace(TorchFunctionMode):
         for call in reversed(self._calls):
             if needed.intersection(call.results):
                 calls.append(call)
-                needed.update(slot.number for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
+                needed |= _used([call], ())
         return calls[::-1]
 
     def _replacements(self, used: set[int], rows: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -685,6 +681,12 @@ class _Trace(TorchFunctionMode):
         for number, each in zip(call.results, pytree.tree_leaves(result), strict=True):
             if number is not None:
                 values[number] = each
+
+
+def _used(calls: Iterable[_Call], wanted: Iterable[int | None]) -> set[int]:
+    """Return the slots of calls' arguments and of what is wanted."""
+    slots = (slot for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
+    return {slot.number for slot in slots} | {number for number in wanted if number is not None}
 
 
 def _literals() -> frozenset[float]:

@@ -23,14 +23,13 @@ keep.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Container, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,9 +39,8 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
-from accelerant.privacy.dp.clipping.clipper import _tensors as tensors_of
 from accelerant.privacy.dp.clipping.clipper import batch_size
-from accelerant.privacy.dp.clipping.rules import model_methods
+from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
 from accelerant.runtime.memory.peak import modules_restored
 
 _TOLERANCE = 2e-5
@@ -405,7 +403,7 @@ class _Passes:
         widened = self.precise and not torch.is_autocast_enabled(self._device)
 
         def inputs(index: Tensor) -> Any:
-            return _mapped(
+            return mapped(
                 self.inputs, lambda each: _detached(each, rows, None if id(each) in shared else index, widened)
             )
 
@@ -479,7 +477,7 @@ def _patterns(rows: int) -> list[Tensor]:
 def _other_rows(inputs: Any, rows: int) -> Tensor | None:
     """Return for each row another that differs from it: row 0 or the first unlike it; None if all are equal."""
     unlike = torch.zeros(rows, dtype=torch.bool)
-    for each in _tensors(inputs):
+    for each in tensors_of(inputs):
         if each.shape[:1] == (rows,):
             differs = each != each[:1] if each.layout == torch.strided else torch.arange(rows) > 0  # it is not compared
             unlike |= differs.unsqueeze(-1).flatten(1).any(1).cpu()
@@ -492,7 +490,8 @@ def _square(inputs: Any, rows: int) -> set[int]:
     Another number of rows tells: the model takes rows of the examples with such a mask as it is, and not with a
     mask of so many rows. A model that takes both may mix the examples through it.
     """
-    return {id(each) for each in _tensors(inputs)[1:] if each.shape == (rows, rows)}
+    _, *others = (each for each in tensors_of(inputs) if each.dim())  # the first tells the number of rows
+    return {id(each) for each in others if each.shape == (rows, rows)}
 
 
 def _same(each: Tensor) -> Tensor:
@@ -507,32 +506,6 @@ def _detached(each: Tensor, rows: int, index: Tensor | None, widened: bool) -> T
     if index is not None and each.shape[:1] == (rows,):
         mine = mine.index_select(0, index.to(each.device))
     return mine.requires_grad_(each.requires_grad)
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    """Return the tensors with dimensions in nested inputs."""
-    found: list[Tensor] = []
-    _mapped(inputs, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]  # append returns None
-    return [each for each in found if each.dim()]
-
-
-def _mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested mappings, tuples and lists with each tensor changed."""
-    if isinstance(nested, Tensor):
-        return change(nested)
-    if isinstance(nested, tuple):
-        items = [_mapped(item, change) for item in nested]
-        return type(nested)(*items) if hasattr(nested, "_fields") else tuple(items)
-    if isinstance(nested, list):
-        return [_mapped(item, change) for item in nested]
-    if isinstance(nested, MutableMapping):
-        result = copy.copy(nested)
-        for key, item in nested.items():
-            result[key] = _mapped(item, change)
-        return result
-    if isinstance(nested, Mapping):
-        return {key: _mapped(item, change) for key, item in nested.items()}
-    return nested
 
 
 def running_losses() -> list[tuple[Tensor, Tensor | None]]:
