@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import logging
@@ -23,14 +22,13 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from accelerant.errors import CompileError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources, sources_hash
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.memory.live_set import has_fakes, predictions
 from accelerant.runtime.provider import noted
@@ -75,15 +73,6 @@ def refuses_triton(device: torch.device) -> str | None:
     return f"no Triton on {device.type}"
 
 
-@functools.cache
-def _sources_hash() -> str:
-    """Hash every Triton source of the package: kernels may call one another across modules."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("triton_kernels.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class Specialization:
     """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
@@ -104,8 +93,9 @@ class Specialization:
     @property
     def key(self) -> str:
         """Everything that the code depends on besides the target."""
+        sources = sources_hash("", endings=("triton_kernels.py",))  # kernels may call one another across modules
         fixed = _FIXED if self.contracts else {"enable_fp_fusion": False}
-        return f"{self!r} {fixed} triton {_version()} {_sources_hash()}"
+        return f"{self!r} {fixed} triton {_version()} {sources}"
 
     def build(self, target: str) -> Binary:
         """Compile for an architecture ("sm_90", "gfx942"); raise CompileError with Triton's message."""
