@@ -15,7 +15,6 @@ registers, shared memory); CUDA Occupancy API, header cuda_occupancy.h (units of
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 import shutil
 import time
@@ -365,27 +364,16 @@ def _launch_bounds(ptx: str) -> list[tuple[str, int | None]]:
     return entries
 
 
-@functools.cache
-def _demangler() -> Any:
-    """Return the C++ runtime's demangling function and the C library's free; None on other systems."""
-    try:
-        library = ctypes.CDLL("libstdc++.so.6")
-        free = ctypes.CDLL(None).free
-    except (OSError, TypeError, AttributeError):
-        return None
-    demangle = library.__cxa_demangle
-    demangle.restype = ctypes.c_void_p
-    free.argtypes = [ctypes.c_void_p]
-    return demangle, free
-
-
 def _demangle(symbol: str) -> str:
-    """Return a symbol's C++ name; the symbol itself where it is not mangled."""
-    if not symbol.startswith("_Z") or _demangler() is None:
+    """Return a symbol's C++ name; the symbol itself where it is not mangled, or there is no C++ runtime."""
+    if not symbol.startswith("_Z"):
         return symbol
-    demangle, free = _demangler()
-    status = ctypes.c_int()
-    text = demangle(symbol.encode(), None, None, ctypes.byref(status))
+    try:
+        demangle, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
+    except (OSError, TypeError, AttributeError):
+        return symbol
+    demangle.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    text = demangle(symbol.encode(), None, None, ctypes.byref(ctypes.c_int()))
     if not text:
         return symbol
     try:
