@@ -1,6 +1,8 @@
 """What the tests of ops share: the op folders, and the comparison with a reference."""
 
 import importlib
+import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,3 +176,36 @@ def check_sample(op, sample, dtype, device="cpu", tolerances=None):
         if wants_gradient(tensor):
             assert tensor.grad.dtype == dtype
             close(tensor.grad, reference.grad, tolerance)
+
+
+LAYOUTS = {
+    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
+    "transposed": lambda: torch.randn(33, 6).t(),
+    "permuted batch": lambda: torch.randn(4, 3, 33).transpose(0, 1),
+    "every second": lambda: torch.randn(6, 66)[:, ::2],
+    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
+}
+"""Tensors of rows of 33 elements that are not contiguous."""
+
+
+def compiled_into(function, *args):
+    """The functions that torch.compile finds in a call."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(function, fullgraph=True, backend=keep)(*args)
+    return [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+
+
+def disassembled(code):
+    """The instructions of a cubin, as text."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout

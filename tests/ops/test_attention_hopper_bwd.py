@@ -2,12 +2,10 @@
 
 import functools
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+from op_checks import disassembled
 
 from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.hopper_bwd import (
@@ -37,15 +35,6 @@ SPILLS = {64: 0, 128: 20}
 @functools.cache
 def compiled(plan, dtype=torch.bfloat16, causal=True, part=PARTS[0]):
     return compile_cuda(program(plan, dtype, causal, part).source(KINDS), "sm_90a")
-
-
-def disassembled(code):
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

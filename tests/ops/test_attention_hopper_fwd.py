@@ -3,14 +3,12 @@
 import ctypes
 import functools
 import re
-import subprocess
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from op_checks import disassembled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerant.errors import LaunchError
@@ -29,15 +27,6 @@ IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 @functools.cache
 def compiled(plan, dtype=torch.bfloat16, causal=True):
     return compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
-
-
-def disassembled(code):
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
@@ -113,15 +114,6 @@ def test_float32_weights_beside_low_precision(dtype, width, interpreted):
     layer_norm_reference(*exact).backward(dy.double())
     torch.testing.assert_close(weight.grad, exact[1].grad.float(), rtol=1e-5, atol=1e-5)  # sums stay in float32
     torch.testing.assert_close(bias.grad, exact[2].grad.float(), rtol=1e-5, atol=1e-5)
-
-
-LAYOUTS = {
-    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
-    "transposed": lambda: torch.randn(33, 6).t(),
-    "permuted batch": lambda: torch.randn(4, 3, 33).transpose(0, 1),
-    "every second": lambda: torch.randn(6, 66)[:, ::2],
-    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
@@ -93,15 +94,6 @@ def test_largest_and_smallest(dtype, run, interpreted):
 def test_any_plan_gives_the_same(plan, interpreted):
     x = torch.randn(37, 50)
     torch.testing.assert_close(launch.launch(x, 1, plan), exact(x), rtol=0, atol=0)
-
-
-LAYOUTS = {
-    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
-    "transposed": lambda: torch.randn(33, 6).t(),
-    "permuted batch": lambda: torch.randn(4, 3, 33).transpose(0, 1),
-    "every second": lambda: torch.randn(6, 66)[:, ::2],
-    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
-}
 
 
 @pytest.mark.parametrize("dim", [0, -1])

@@ -3,8 +3,7 @@
 A package of one op is a folder of at most four files:
 
     __init__.py         exports the public function
-    op.py               the function, its Operations and its DifferentiableOp; the reference <op>_reference, here or in
-                        reference.py
+    op.py               the function, its Operations and its DifferentiableOp, and the reference <op>_reference
     triton_kernels.py   the kernels <op>_fwd and <op>_bwd
     cases.py            SAMPLES, LARGE, BENCHMARKS, TOLERANCES, KERNELS and SUBJECT; or FAMILY, with these for each op
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,16 +33,12 @@ class PublicOp:
     @property
     def function(self) -> Callable[..., Any]:
         """The public function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(self.package), self.name)
-        return function
+        return getattr(importlib.import_module(self.package), self.name)
 
     @property
     def reference(self) -> Callable[..., Any]:
         """The oracle of its tests, for any dtype."""
-        own = importlib.util.find_spec(f"{self.package}.reference") is not None
-        module = importlib.import_module(f"{self.package}.{'reference' if own else 'op'}")
-        reference: Callable[..., Any] = getattr(module, f"{self.name}_reference")
-        return reference
+        return getattr(importlib.import_module(f"{self.package}.op"), f"{self.name}_reference")
 
     @property
     def cases(self) -> Any:
