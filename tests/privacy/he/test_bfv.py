@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.algebra.ntt.rns import is_prime
+from accelerant.algebra.field.parameters import is_prime
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy import he
 from accelerant.privacy.he import bfv, bfv_scheme, messages

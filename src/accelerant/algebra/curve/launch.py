@@ -289,6 +289,8 @@ def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int) -> OpRecord:
     )  # fmt: skip
 
 
+# --- programs in C ----------------------------------------------------------------------------------------------------
+
 BLOCK = 128
 """Most threads per block in the C dialects; a power of two. Each may use 255 registers and more."""
 

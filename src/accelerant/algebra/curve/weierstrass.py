@@ -266,6 +266,8 @@ def signed_windows(number: int, width: int) -> list[int]:
     return digits
 
 
+# --- the group law ----------------------------------------------------------------------------------------------------
+
 Jacobian = tuple[E, E, E]
 
 

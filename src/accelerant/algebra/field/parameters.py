@@ -114,7 +114,7 @@ _MOST_BITS = 4096
 """Bits of the largest modulus that is tested for primality: it takes seconds beyond."""
 
 
-def _is_prime(n: int) -> bool:
+def is_prime(n: int) -> bool:
     """Miller and Rabin's test with 64 random bases: Fermat's with fixed ones passes Carmichael's numbers."""
     if n < 5 or n % 2 == 0:
         return n in (2, 3)
@@ -137,7 +137,7 @@ def register_field(name: str, modulus: int, generator: int) -> Field:
             )
     if modulus.bit_length() > _MOST_BITS:
         raise ConfigError(f"{name}: the modulus must have at most {_MOST_BITS:,} bits, got {modulus.bit_length():,}")
-    if not _is_prime(modulus):
+    if not is_prime(modulus):
         raise ConfigError(f"{name}: the modulus {clipped(modulus)} is not prime")
     try:
         field = Field(name, modulus, generator % modulus)

@@ -211,6 +211,8 @@ def _hexadecimal(words: tuple[int, ...], suffix: str) -> str:
     return ", ".join(f"0x{word:x}{suffix}" for word in words)
 
 
+# --- WGSL -------------------------------------------------------------------------------------------------------------
+
 _HEAD = """
 @compute @workgroup_size(BLOCK_X)
 fn {entry}(

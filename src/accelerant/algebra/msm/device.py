@@ -305,6 +305,8 @@ def _free_bytes(space: MemorySpace, share: float) -> int:
     return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))
 
 
+# --- the last step on the host ----------------------------------------------------------------------------------------
+
 _PYTHON_SUMS = 4
 """Sums per curve that Python integers reduce before the kernel is loaded; they cost a tenth of loading it."""
 

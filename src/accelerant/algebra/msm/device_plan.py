@@ -464,6 +464,8 @@ def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmL
 
 Sizes = Mapping[str, int | str]
 
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
 SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two
 ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
 PIECE = 4096  # entries of a block of bins.c, in 32 KiB of local memory; a multiple of SORT_BLOCK

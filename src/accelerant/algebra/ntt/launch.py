@@ -30,7 +30,7 @@ from accelerant.algebra.field.program import BLOCK, montgomery_radix
 from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, by_limbs, pass_kernel
-from accelerant.algebra.ntt.plan import Pass, Powers, Variant, make_passes, powers
+from accelerant.algebra.ntt.plan import Pass, Powers, Variant, make_passes, powers, reversed_numbers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, kernel_source, powers_source
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
@@ -499,7 +499,7 @@ def roots_of(field: Field, step: Pass, tile: Tile, *, plain: bool = False) -> Wo
         all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)
         elements, by_level = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
         for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
-            exponents = np.outer(elements, _reversed(done)) * (step.rows >> done + tile.radix)
+            exponents = np.outer(elements, reversed_numbers(done)) * (step.rows >> done + tile.radix)
             by_level[1 << tile.radix + done : 2 << tile.radix + done] = all_roots[exponents.reshape(-1)]
         return by_level
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
@@ -509,12 +509,4 @@ def roots_of(field: Field, step: Pass, tile: Tile, *, plain: bool = False) -> Wo
         words = np.stack((factors, quotients), axis=1)
     else:
         words = _words_of(field, [w * radix % p for w in roots])
-    return words[_reversed(count.bit_length() - 1)]
-
-
-def _reversed(bits: int) -> npt.NDArray[np.int64]:
-    """Return the numbers of so many bits, bit-reversed."""
-    numbers = np.zeros(1, np.int64)
-    for _ in range(bits):
-        numbers = np.concatenate((2 * numbers, 2 * numbers + 1))
-    return numbers
+    return words[reversed_numbers(count.bit_length() - 1)]

@@ -25,6 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from accelerant.algebra.field.parameters import Field, field_of
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
@@ -76,6 +79,14 @@ def powers(scale: int, base: int, count: int, p: int) -> list[int]:
     return values
 
 
+def reversed_numbers(bits: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of so many bits, bit-reversed."""
+    numbers = np.zeros(1, np.int64)
+    for _ in range(bits):
+        numbers = np.concatenate((2 * numbers, 2 * numbers + 1))
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Powers:
     """A factor scale base^r for each of 2^log_rows rows r, at position r, or bitrev(r) if by_bits is set."""
@@ -89,7 +100,7 @@ class Powers:
         """Return the factors, by position."""
         bits = self.log_rows
         values = powers(self.scale, self.base, 1 << bits, p)
-        return [values[bit_reversed(i, bits)] for i in range(1 << bits)] if self.by_bits else values
+        return [values[i] for i in reversed_numbers(bits)] if self.by_bits else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +255,9 @@ def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], Layout, La
     return (logs[0], logs[1]), reads, Layout((1, first, n), first * second)
 
 
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
 def bit_reversed(index: int, bits: int) -> int:
     """Return the number whose lowest `bits` bits are those of the index in the opposite order."""
     return int(f"{index:0{bits}b}"[::-1], 2) if bits else 0
@@ -252,7 +266,7 @@ def bit_reversed(index: int, bits: int) -> int:
 def permuted(x: Sequence[int]) -> list[int]:
     """Return 2^k numbers in bit-reversed order."""
     bits = len(x).bit_length() - 1
-    return [x[bit_reversed(i, bits)] for i in range(len(x))]
+    return [x[i] for i in reversed_numbers(bits)]
 
 
 def ntt_reference(

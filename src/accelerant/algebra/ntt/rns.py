@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from accelerant.algebra.field.llvm_kernels import host_has
 from accelerant.algebra.field.memory_space import MemorySpace
-from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.parameters import Field, is_prime
 from accelerant.algebra.field.program import read_files
+from accelerant.algebra.ntt.plan import reversed_numbers
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, program, vector
@@ -42,19 +43,6 @@ MOST_SOURCES = 32
 
 _LOG_TILE, _THREADS = 13, 256  # RNS_LOG_TILE, RNS_THREADS
 _LEVEL = (("z", "roots", "primes"), ("first", "count", "log_n", "log_span", "inverse", "rows"))
-
-
-def is_prime(number: int) -> bool:
-    """Return whether a number below 3.2e9 is prime: Miller-Rabin to the bases 2, 3, 5 and 7 (Jaeschke 1993)."""
-    if number < 11 or number % 2 == 0:
-        return number in (2, 3, 5, 7)
-    odd = number - 1
-    twos = (odd & -odd).bit_length() - 1
-    for base in (2, 3, 5, 7):
-        x = pow(base, odd >> twos, number)
-        if x != 1 and all(pow(x, 1 << k, number) != odd for k in range(twos)):
-            return False
-    return True
 
 
 def primes_below(bits: int, n: int, count: int) -> tuple[int, ...]:
@@ -118,7 +106,7 @@ class RnsPrimes:
             raise ConfigError(f"needed: n a power of two from 64 on, and primes below 2^30 that are 1 mod {2 * n}")
         roots = np.empty((len(self.primes), 4, n), np.uint32)
         numbers = np.zeros((len(self.primes), 8), np.uint32)
-        reverse = _bit_reversed(n)
+        reverse = reversed_numbers(self.log_n)
         for i, p in enumerate(self.primes):
             psi = _prime_field(p).root_of_unity(2 * n)
             for at, base in ((0, psi), (2, pow(psi, -1, p))):
@@ -237,13 +225,6 @@ class RnsPrimes:
 def _prime_field(p: int) -> Field:
     generator = next(g for g in range(2, p) if pow(g, (p - 1) // 2, p) == p - 1)
     return Field(f"prime_{p}", p, generator)
-
-
-def _bit_reversed(n: int) -> npt.NDArray[np.int64]:
-    numbers = np.zeros(1, np.int64)
-    while len(numbers) < n:
-        numbers = np.concatenate((2 * numbers, 2 * numbers + 1))
-    return numbers
 
 
 def _powers(base: int, count: int, p: int) -> npt.NDArray[np.uint64]:

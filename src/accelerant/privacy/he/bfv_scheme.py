@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
-from accelerant.algebra.ntt.rns import RnsPrimes, is_prime, primes_below
+from accelerant.algebra.field.parameters import is_prime
+from accelerant.algebra.ntt.rns import RnsPrimes, primes_below
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped

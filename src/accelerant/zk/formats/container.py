@@ -362,6 +362,8 @@ def write_container(
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+# --- primes, points and words -----------------------------------------------------------------------------------------
+
 Which = Literal["q", "r"]
 
 _CHUNK_BYTES = 1 << 22

@@ -373,6 +373,8 @@ def _prefixed(prefix: str, names: Mapping[str, str]) -> Iterator[None]:
         raise FormatError(f"{prefix}: {text}") from None
 
 
+# --- a contract in Solidity -------------------------------------------------------------------------------------------
+
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,79}", re.ASCII)
 
 _KEYWORDS = """
