@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import math
 import random
@@ -9,11 +11,14 @@ from msm_reference import msm_sum
 from pairing_reference import pairing, tower_of
 from small_orders import of_cofactor, of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
-from accelerant.algebra.curve import FAMILIES, family_of
+from accelerant.algebra.curve import FAMILIES, family_of, tape
+from accelerant.algebra.curve import pairing as pairings
 from accelerant.algebra.curve.encoding import encode_points, point_bytes, points_from_bytes
 from accelerant.algebra.curve.pairing import product, product_is_one
 from accelerant.algebra.curve.weierstrass import add, multiply, negate, signed_windows
+from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.ledger import ledger
 
 FOLDER = Path(__file__).parents[2] / "vectors"
@@ -309,3 +314,74 @@ def test_signed_windows(width):
         digits = signed_windows(value, width)
         assert sum(digit << i for i, digit in enumerate(digits)) == value
         assert all(digit == 0 or (digit % 2 and abs(digit) < 1 << width - 1) for digit in digits)
+
+
+# Tapes on disk: what comes back is what was recorded.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setattr(tape, "KernelCache", lambda: KernelCache(tmp_path))
+    return tmp_path
+
+
+def same(a, b):
+    """Tapes have no equality of their own."""
+    plain = [(t.field, t.registers, t.constants, t.products, t.code.tolist(), t.schedule.tolist()) for t in (a, b)]
+    return plain[0] == plain[1]
+
+
+KINDS = {
+    "miller": lambda family: pairings.miller_tape.__wrapped__(family, 2),
+    "product": pairings.product_tape.__wrapped__,
+    "final": pairings.final_tape.__wrapped__,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["bn254", "bls12_381"])
+def test_what_is_read_is_what_was_recorded(folder, kind, name):
+    family, calls = family_of(name), []
+    made = KINDS[kind](family)
+
+    def make():
+        calls.append(kind)
+        return made
+
+    for _ in range(2):
+        found = tape.cached(f"{kind}_{name}", FIELDS[f"{name}_fq"], make)
+        assert same(found.tape, made.tape)
+        assert found.tape.code.dtype == np.int32
+        assert found.tape.schedule.dtype == np.int64
+        assert (found.inputs, found.outputs) == (made.inputs, made.outputs)
+    assert len(calls) == 1
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_damaged_entry_is_recorded_again(folder):
+    family = family_of("bn254")
+    field, calls = FIELDS["bn254_fq"], []
+
+    def make():
+        calls.append(1)
+        return pairings.product_tape.__wrapped__(family)
+
+    first = tape.cached("t", field, make)
+    code = next(folder.iterdir()) / "code"
+    code.write_bytes(bytes([code.read_bytes()[0] ^ 1]) + code.read_bytes()[1:])
+    assert same(tape.cached("t", field, make).tape, first.tape)
+    assert len(calls) == 2
+
+
+def test_nothing_that_a_tape_is_lies_beside_the_checksum(folder):
+    """With other constants, or registers beyond the memory, all would be computed wrong."""
+    family = family_of("bn254")
+    field, first = FIELDS["bn254_fq"], pairings.product_tape.__wrapped__(family)
+    tape.cached("t", field, lambda: first)
+    path = next(folder.iterdir()) / "report.json"
+    report = json.loads(path.read_text())
+    assert not report["metadata"]
+    report["metadata"] = {"schedule": 0, "registers": 1, "constants": ["5"], "products": 0, "places": {}}
+    path.write_text(json.dumps(report))
+    assert same(tape.cached("t", field, lambda: first).tape, first.tape)
