@@ -177,10 +177,8 @@ def _converted(name: str, value: Any, origin: str) -> Any:
     try:
         if kind is Path and isinstance(value, (str, Path)) and value:
             return Path(value).expanduser().absolute()
-        if kind is int and isinstance(value, (int, str)) and not isinstance(value, bool):
-            return int(value)
-        if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            return float(value)
+        if kind in (int, float) and isinstance(value, (int, str, kind)) and not isinstance(value, bool):
+            return kind(value)
         if kind is str and isinstance(value, str):
             return value
         if typing.get_origin(kind) is tuple:

@@ -29,10 +29,13 @@ _TYPES = {
 }
 """The files that are served, and nothing else of the folder."""
 
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 @cache
@@ -40,24 +43,10 @@ def _file(name: str) -> bytes:
     return files(__name__).joinpath(name).read_bytes()
 
 
-def _static(name: str) -> Response:
-    return _response(_file(name), _TYPES[name])
-
-
 def _page(name: str, title: str, script: str) -> Response:
     """Return a page, whose file follows the head that all have."""
     head = _file("head.html").decode().format(title=title, script=script)
-    return _response(head.encode() + _file(name), "text/html; charset=utf-8")
-
-
-def _response(content: bytes, media_type: str) -> Response:
-    headers = {
-        "Content-Security-Policy": _POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(content, media_type=media_type, headers=headers)
+    return Response(head.encode() + _file(name), headers=_HEADERS, media_type="text/html; charset=utf-8")
 
 
 @router.get("/", include_in_schema=False)
@@ -75,7 +64,9 @@ def docs() -> Response:
 @router.get("/dashboard/{name}", include_in_schema=False)
 def static(name: str) -> Response:
     """Return a file of the dashboard."""
-    return _static(name) if name in _TYPES else Response(status_code=404)
+    if name not in _TYPES:
+        return Response(status_code=404)
+    return Response(_file(name), headers=_HEADERS, media_type=_TYPES[name])
 
 
 def _telemetry(request: Request) -> Telemetry:
