@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel, used_inputs
-from accelerant.accelerator.fusion.functions import DTYPES, NAMES, Traced, View, Viewed
+from accelerant.accelerator.fusion.functions import NAMES
 from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Input, Program, Result, gradient_of
 from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
 from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
-from accelerant.accelerator.fusion.recorder import Domain, Recording, Returned, view_of
+from accelerant.accelerator.fusion.recorder import (
+    DTYPES,
+    Domain,
+    Recording,
+    Returned,
+    Traced,
+    View,
+    Viewed,
+    view_of,
+)
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
 from accelerant.config import choice_overrides
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype

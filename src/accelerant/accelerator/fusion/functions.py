@@ -1,297 +1,31 @@
-"""Values that stand for arrays while a function of arrays is recorded, and the functions of torch and NumPy on them.
-
-What a Traced value meets is looked up by name in FUNCTIONS; what is not there is refused by that name, with the line of
-the user's code.
-"""
+"""The functions of torch and NumPy that fused functions may call, on traced values."""
 
 from __future__ import annotations
 
-import difflib
 import functools
-import linecache
 import math
-import os
-import sys
 from collections import namedtuple
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from accelerant.accelerator.fusion.graph import Expr, computed_in, counted, power, where
-from accelerant.errors import ShapeError, UnsupportedCase
-from accelerant.ops._library import FLOATING, name_of
+from accelerant.accelerator.fusion.recorder import (
+    ALIASES,
+    DTYPES,
+    FUNCTIONS,
+    REDUCERS,
+    Traced,
+    refuse,
+    traced,
+    viewed,
+)
+from accelerant.errors import ShapeError
+from accelerant.ops._library import name_of
 
-if TYPE_CHECKING:
-    from accelerant.accelerator.fusion.recorder import Recording
-
-_OURS = tuple(str(Path(path).parent) + os.sep for path in (__file__, torch.__file__, np.__file__))
 _Extreme = namedtuple("_Extreme", "values indices")
-DTYPES = (*FLOATING, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of arrays."""
-
-
-class Viewed(BaseException):
-    """Ends the recording of a function that takes views of arrays: it is recorded for the shapes of these."""
-
-
-View: TypeAlias = tuple[int, tuple[tuple[str, Any], ...]]
-"""An argument, and what was done to it in turn: ("index", key) or ("permute", dimensions)."""
-
-
-def refuse(text: str) -> NoReturn:
-    """Raise UnsupportedCase with the innermost line of the user's own code."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    if frame is not None:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        text += f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno}{': ' + line if line else ''})"
-    raise UnsupportedCase(f"fuse: {text}")
-
-
-def _close(name: str) -> str:
-    close = difflib.get_close_matches(name, [*FUNCTIONS, *_ALIASES], 1, 0.8)
-    return f"; did you mean {close[0]}?" if close else "; call it outside of the fused function"
-
-
-class Traced:
-    """An array of the recorded function.
-
-    `dropped` values were reduced without keepdim: they lack the dimension of the columns. `view` says of which argument
-    this is a view, and `made` which call made it: a view of the result is the result of views.
-    """
-
-    __slots__ = ("_expr", "_size", "dropped", "dtype", "made", "recording", "view")
-    __array_priority__ = 1000
-    __hash__ = None  # type: ignore[assignment]  # as __eq__ returns an array
-
-    def __init__(
-        self, recording: Recording, expr: Expr | None, dtype: torch.dtype, size: tuple[int, ...], dropped: bool = False,
-        view: View | None = None,
-    ) -> None:  # fmt: skip
-        self.recording, self._expr, self.dtype, self._size, self.dropped = recording, expr, dtype, size, dropped
-        self.view = view
-        self.made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-
-    @property
-    def expr(self) -> Expr:
-        """The value in the graph."""
-        if self._expr is None:
-            self._expr = self.recording.seen(self)
-        return self._expr
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self._size)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape; who asks gets a program for it alone."""
-        self.recording.reads_shape = True
-        return torch.Size(self._size)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return _call("torch", function.__name__, args, kwargs or {})
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if method == "reduce":
-            return _call("numpy", _REDUCERS.get(ufunc.__name__, ufunc.__name__ + ".reduce"), inputs, options)
-        return _call("numpy", ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}", inputs, options)
-
-    def __array_function__(self, function: Callable[..., Any], types: object, args: Any, kwargs: Any) -> Any:
-        return _call("numpy", function.__name__, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in _READS:
-            refuse(f"{name}() reads values, which are not known while the function is recorded")
-        if name not in FUNCTIONS and name not in _ALIASES:
-            refuse(f"{name} of an array is not supported{_close(name)}")
-        return lambda *args, **options: _call("array", name, (self, *args), options)
-
-    def _control(self, *_: object) -> NoReturn:
-        refuse(
-            "a value of an array decides what the function does, and is not known while it is recorded; use "
-            "torch.where or numpy.where, and & and | for `and`, `or` and chained comparisons"
-        )
-
-    def _number(self, *_: object) -> NoReturn:
-        refuse(
-            "a number is wanted of an array, whose values are not known while it is recorded; use torch's or NumPy's "
-            "functions in place of math's, and astype in place of float() and int()"
-        )
-
-    __bool__ = __iter__ = __contains__ = _control
-    __int__ = __float__ = __index__ = __complex__ = __array__ = _number
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> Any:
-        """NumPy's number of elements; torch's method, which returns the shape or one of its sizes."""
-        shape = self.shape
-        return (lambda dim=None: shape if dim is None else shape[dim]) if self.recording.of_torch else shape.numel()
-
-    def __getitem__(self, key: Any) -> Any:
-        keys = key if isinstance(key, tuple) else (key,)
-        if self.dropped and keys in ((Ellipsis, None), (*[slice(None)] * self.ndim, None)):
-            return _unsqueeze(self, -1)
-        if any(
-            isinstance(each, (bool, np.bool_))
-            or not (each is None or each is ... or isinstance(each, (int, slice, np.integer)))
-            for each in keys
-        ):
-            refuse("indexing with arrays is not supported; take slices, numbers, None and ...")
-        return _viewed(self, "index", keys)
-
-    @property
-    def T(self) -> Any:  # noqa: N802  NumPy's name
-        """Return the array with its dimensions reversed."""
-        return _viewed(self, "permute", tuple(reversed(range(self.ndim))))
-
-    def __setitem__(self, key: object, value: object) -> None:
-        refuse("an assignment to elements is not supported; select by numpy.where, or write to a view of out=")
-
-
-def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
-    def method(self: Traced, other: Any = None) -> Any:
-        args = (self,) if name in ("neg", "abs", "invert", "pos") else (other, self) if reflected else (self, other)
-        return _call("operator", name, args, {})
-
-    return method
-
-
-def _in_place(name: str) -> Callable[..., Any]:
-    def method(self: Traced, other: Any) -> Any:
-        if self.view is not None:
-            refuse("an argument, or a view of one, would change in place; write x = x + y, and pass out=x at the call")
-        result = _call("operator", name, (self, other), {})
-        if result._size != self._size:
-            raise ShapeError(f"a value of shape {self._size} cannot become one of {result._size} in place")
-        if result.dtype == self.dtype:
-            return result
-        if not torch.can_cast(result.dtype, self.dtype):
-            refuse(f"a value of {name_of(self.dtype)} cannot become {name_of(result.dtype)} in place; convert it first")
-        return _call("array", "to", (result, self.dtype), {})
-
-    return method
-
-
-for _name, _function in (
-    ("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("pow", "pow"), ("and", "bitwise_and"),
-    ("or", "bitwise_or"), ("xor", "bitwise_xor"), ("floordiv", "floor_divide"), ("mod", "remainder"),
-    ("matmul", "matmul"),
-):  # fmt: skip
-    setattr(Traced, f"__{_name}__", _operator(_function))
-    setattr(Traced, f"__r{_name}__", _operator(_function, reflected=True))
-    setattr(Traced, f"__i{_name}__", _in_place(_function))
-for _name in ("divmod", "lshift", "rshift"):
-    setattr(Traced, f"__{_name}__", _operator(_name))
-    setattr(Traced, f"__r{_name}__", _operator(_name, reflected=True))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "pos"):
-    setattr(Traced, f"__{_name}__", _operator(_name))
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Record a call of a function by its name."""
-    function = FUNCTIONS.get(_ALIASES.get(name, name))
-    if function is None:
-        refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported{_close(name)}")
-    recording = _traced(*args, *options.values())[0].recording
-    args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)
-    given = {
-        _OPTIONS.get(key, key): recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x
-        for key, x in options.items()
-    }
-    if library == "numpy":
-        given = {key: value for key, value in given.items() if value is not None and value is not np._NoValue}
-    of_torch = library == "torch" or (library == "array" and args[0].recording.of_torch)
-    if name in ("max", "min"):
-        given["paired"] = of_torch
-    if name == "transpose":
-        given["swaps"] = of_torch
-    if name in ("var", "std"):
-        given["correction"] = given.pop("ddof", given.get("correction", 1 if of_torch else 0))
-    try:
-        result = function(*args, **given)
-        if isinstance(result, Traced) and result.made is None and result.view is None and result is not args[0]:
-            result.made = None if _ALIASES.get(name, name) in _WHOLE else (function, args, given)
-        return result
-    except TypeError as error:
-        refuse(f"{name} with arguments that fuse does not know: {str(error).partition(') ')[2] or error}")
-
-
-_OPTIONS = {"input": "x", "other": "y", "axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max"}
-_ALIASES = {
-    "absolute": "abs", "negative": "neg", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-    "power": "pow", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
-    "equal": "eq", "not_equal": "ne", "invert": "bitwise_not", "positive": "pos", "clip": "clamp", "astype": "to",
-    "log_sigmoid": "logsigmoid", "copy": "clone", "arctan2": "atan2", "mod": "remainder",
-    "around": "round", "swapdims": "swapaxes",
-}  # fmt: skip
-_REDUCERS = {"add": "sum", "maximum": "amax", "minimum": "amin"}
-_READS = ("item", "tolist", "numpy", "cpu", "cuda", "data")
-
-
-_WHOLE = (
-    "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "softmax", "log_softmax", "layer_norm",
-    "rms_norm", "unsqueeze",
-)  # fmt: skip
-"""Functions whose result is not computed element by element."""
-
-
-def _traced(*args: Any) -> list[Traced]:
-    return [x for x in args if isinstance(x, Traced)]
-
-
-def _viewed(x: Traced, kind: str, value: Any) -> Traced:
-    """Return a view of an array: of an argument, or of those that it is computed from, element by element."""
-    if x.recording.views is None:
-        raise Viewed
-    shown: Any = np.broadcast_to(np.int8(0), x._size)
-    size = (shown[value] if kind == "index" else shown.transpose(value)).shape
-    if x.view is not None:
-        index, steps = x.view
-        return Traced(x.recording, None, x.dtype, size, view=(index, (*steps, (kind, value))))
-    if x.made is None or x.dropped:
-        refuse("a view of a value that is reduced: take it before the reduction")
-    function, args, options = x.made
-    inner = functools.partial(_view_of_part, x, kind, value)
-    made = tuple(map(inner, args)), {key: inner(each) for key, each in options.items()}
-    result: Traced = function(*made[0], **made[1])
-    result.made = (function, *made)
-    return result
-
-
-def _view_of_part(x: Traced, kind: str, value: Any, part: Any) -> Any:
-    """Return the view of an argument of a call whose result is x."""
-    if not isinstance(part, Traced) or not part.ndim:
-        return part
-    if kind == "permute":
-        if part.ndim != x.ndim:
-            refuse("a transposed value that is computed from arrays of several numbers of dimensions")
-        return _viewed(part, kind, value)
-    if any(each is None for each in value):
-        refuse("None as an index of a computed value: index the arguments")
-    if ... in value:
-        at = value.index(...)
-        value = (*value[:at], *[slice(None)] * (x.ndim - len(value) + 1), *value[at + 1 :])
-    value = (*value, *[slice(None)] * (x.ndim - len(value)))[x.ndim - part.ndim :]
-    keys = [
-        key if size == 1 or own != 1 else slice(None) if isinstance(key, slice) else 0
-        for key, own, size in zip(value, part._size, x._size[x.ndim - part.ndim :], strict=True)
-    ]
-    return _viewed(part, kind, tuple(keys))
 
 
 def _operand(x: Any, dtype: torch.dtype, *, wraps: bool = False) -> Expr | float:
@@ -311,7 +45,7 @@ def _operand(x: Any, dtype: torch.dtype, *, wraps: bool = False) -> Expr | float
 
 def _pair(x: Any, y: Any, dtype: torch.dtype) -> tuple[Expr, Expr]:
     """Return two operands as values that are computed in a dtype."""
-    recording, kind = _traced(x, y)[0].recording, computed_in(dtype)
+    recording, kind = traced(x, y)[0].recording, computed_in(dtype)
     graph = recording.graph
     first, second = (_operand(each, dtype, wraps=not recording.as_numpy) for each in (x, y))
     if not isinstance(first, Expr):
@@ -321,7 +55,7 @@ def _pair(x: Any, y: Any, dtype: torch.dtype) -> tuple[Expr, Expr]:
 
 def _dtype_of(*args: Any) -> torch.dtype:
     """Return the dtype of a result, by NumPy's rules or torch's."""
-    values = _traced(*args)
+    values = traced(*args)
     if (not values or values[0].recording.as_numpy) and torch.bfloat16 not in [x.dtype for x in values]:
         if not values:
             args = tuple(map(np.float32, args)) if all(isinstance(x, float) for x in args) else args
@@ -348,7 +82,7 @@ def _real(*args: Any) -> torch.dtype:
     dtype = _dtype_of(*args)
     if dtype.is_floating_point:
         return dtype
-    if _traced(*args)[0].recording.as_numpy:
+    if traced(*args)[0].recording.as_numpy:
         return _numpys(
             np.true_divide(np.ones(1, str(dtype).removeprefix("torch.")), 1).dtype
             if len(args) > 1
@@ -361,7 +95,7 @@ def _like(
     expr: Expr, dtype: torch.dtype, *args: Any, dropped: bool | None = None, size: tuple[int, ...] | None = None
 ) -> Traced:
     """Return a value with the dimensions that these broadcast to."""
-    values = _traced(*args)
+    values = traced(*args)
     lacking = any(x.dropped for x in values)
     for x in values:
         if lacking and not x.dropped and x.ndim and (x.expr.node.by_row or x.expr.node.by_column):
@@ -415,9 +149,9 @@ def _where(condition: Any, x: Any, y: Any) -> Traced:
         raise TypeError("the condition of where must be a comparison or a bool array")
     recording = condition.recording
     dtype = _dtype_of(x, y)
-    if not _traced(x, y) and not recording.as_numpy:
+    if not traced(x, y) and not recording.as_numpy:
         dtype = torch.result_type(x, y)
-    elif not _traced(x, y):
+    elif not traced(x, y):
         dtype = _numpys(np.result_type(type(x), type(y)))
     first, second = (
         each if isinstance(each, Expr) else recording.graph.constant(each, computed_in(dtype))
@@ -441,7 +175,7 @@ def _by_zero(op: str) -> Callable[..., Traced]:
         dtype = _dtype_of(x, y)
         if dtype == torch.bool:
             raise TypeError("division of conditions")
-        (a, b), as_numpy = _pair(x, y, dtype), _traced(x, y)[0].recording.as_numpy
+        (a, b), as_numpy = _pair(x, y, dtype), traced(x, y)[0].recording.as_numpy
         if dtype.is_floating_point:
             expr = a.do(op, b)
             if op == "mod" and as_numpy:
@@ -485,7 +219,7 @@ def _power(x: Any, y: Any) -> Traced:
             return _like(b.do("exp2"), dtype, x, y)
         if exponent is None:
             return _like(a.do("pow", b), dtype, x, y)
-        return _like(_power_of(a, exponent, _traced(x, y)[0].recording.as_numpy), dtype, x, y)
+        return _like(_power_of(a, exponent, traced(x, y)[0].recording.as_numpy), dtype, x, y)
     if isinstance(y, Traced) or dtype == torch.bool:
         raise TypeError("a power of integers with an array as exponent: convert one to floats")
     if y < 0:
@@ -697,7 +431,7 @@ def _normalized(x: Traced, size: Any, weight: Any, bias: Any, eps: float, centre
     a = x.expr - mean(x.expr) if centred else x.expr
     y = a * (mean(a * a) + eps).do("rsqrt")
     y = y if weight is None else y * _operand(weight, x.dtype)
-    return _like(y if bias is None else y + _operand(bias, x.dtype), x.dtype, x, *_traced(weight, bias))
+    return _like(y if bias is None else y + _operand(bias, x.dtype), x.dtype, x, *traced(weight, bias))
 
 
 def _layer_norm(
@@ -780,13 +514,13 @@ def _transposed(x: Traced, *dims: Any, swaps: bool, axes: Any = None, dim0: Any 
 
 def _permuted(x: Traced, *dims: Any) -> Traced:
     order = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    return _viewed(x, "permute", tuple(each % x.ndim for each in order))
+    return viewed(x, "permute", tuple(each % x.ndim for each in order))
 
 
 def _swapped(x: Traced, a: int, b: int) -> Traced:
     order = list(range(x.ndim))
     order[a], order[b] = order[b], order[a]
-    return _viewed(x, "permute", tuple(order))
+    return viewed(x, "permute", tuple(order))
 
 
 def _difference(x: Traced, n: int = 1, dim: int = -1) -> Traced:
@@ -803,7 +537,7 @@ def _test(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
     return function
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS |= {
     **{name: _unary(lambda x, name=name: x.do(name)) for name in (  # type: ignore[misc]
         "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
         "erf", "erfc",
@@ -880,7 +614,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "elu": _elu,
     "unsqueeze": _unsqueeze,
 }  # fmt: skip
-"""Name in torch or NumPy -> function of traced values. It raises TypeError for arguments that it does not know."""
 
-NAMES = frozenset((*FUNCTIONS, *_ALIASES, *_REDUCERS.values()))
+NAMES = frozenset((*FUNCTIONS, *ALIASES, *REDUCERS.values()))
 """Names of functions of torch and NumPy that are recorded."""
