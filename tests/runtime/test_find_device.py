@@ -29,7 +29,7 @@ def two(monkeypatch):
     provider = Two()
     monkeypatch.setattr(registry, "create", lambda name: provider)
     monkeypatch.setattr(registry, "reason_absent", lambda name: "")
-    monkeypatch.setattr(monitor, "cuda_reader", lambda device: TableReader({}, "not here"))
+    monkeypatch.setattr(monitor.readers, "cuda_reader", lambda device: TableReader({}, "not here"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
     return provider
 
@@ -80,7 +80,7 @@ def test_the_drivers_tools_are_asked_before_cuda(two, monkeypatch):
     def reader(device):
         return TableReader({"memory_total_bytes": lambda: 100, "memory_used_bytes": lambda: 30 + device.index}, "")
 
-    monkeypatch.setattr(monitor, "cuda_reader", reader)
+    monkeypatch.setattr(monitor.readers, "cuda_reader", reader)
     monkeypatch.setattr(two, "memory", None)
     assert [monitor.free_memory(device) for device in two.devices()] == [(100, 70), (100, 69)]
 

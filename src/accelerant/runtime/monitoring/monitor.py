@@ -26,17 +26,9 @@ from accelerant.runtime.files import JsonRecord, plain
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import OpRecord, ledger, metric_family
+from accelerant.runtime.monitoring import readers
 from accelerant.runtime.monitoring.events import event_counts, every
-from accelerant.runtime.monitoring.readers import (
-    FIGURES,
-    CpuReader,
-    ProcessMemory,
-    Reader,
-    TableReader,
-    amdsmi_reader,
-    apple_reader,
-    cuda_reader,
-)
+from accelerant.runtime.monitoring.readers import FIGURES, ProcessMemory, Reader
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.registry import DeviceLike
 
@@ -90,16 +82,16 @@ def _new_reader(device: ComputeDevice) -> Reader:
         raise BackendUnavailable(device.backend, device.reason)
     match device.backend:
         case "cuda":
-            return cuda_reader(device)
+            return readers.cuda_reader(device)
         case "rocm":
-            return amdsmi_reader(device)
+            return readers.amdsmi_reader(device)
         case "apple":
-            return apple_reader()
+            return readers.apple_reader()
         case "cpu":
-            return CpuReader(device.memory_bytes)
+            return readers.CpuReader(device.memory_bytes)
         case _:
             figures = {"memory_total_bytes": lambda: device.memory_bytes} if device.memory_bytes else {}
-            return TableReader(figures, f"{device.backend} has no query for it")
+            return readers.TableReader(figures, f"{device.backend} has no query for it")
 
 
 def sample(device: ComputeDevice, *, processes: bool = True) -> Sample:
@@ -123,7 +115,7 @@ def free_memory(device: ComputeDevice) -> tuple[int, int]:
     On CUDA the driver's tools are used if present: CUDA itself would create a context, about 0.5 GB, on each device.
     """
     if device.backend == "cuda":
-        figures, _ = cuda_reader(device).read(("memory_total_bytes", "memory_used_bytes"))
+        figures, _ = readers.cuda_reader(device).read(("memory_total_bytes", "memory_used_bytes"))
         if len(figures) == 2:
             return figures["memory_total_bytes"], figures["memory_total_bytes"] - figures["memory_used_bytes"]
     info = registry.create(device.backend).memory(device.index)
