@@ -57,6 +57,7 @@ from accelerant.runtime.streams.graphs import captures_ahead
 
 P = ParamSpec("P")
 R = TypeVar("R")
+CaseOf = TypeVar("CaseOf", bound=Callable[..., Case | None])
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types whose CPU tensors are passed on to torch's functions."""
@@ -184,6 +185,7 @@ class CpuFastPath:
             as often; called once per kind. None: never.
         pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
             differ in their tensors alone. (One that draws a seed does not.)
+        args: arguments of the Operation after the op's own, where torch's implementation runs.
     """
 
     def __init__(
@@ -194,12 +196,20 @@ class CpuFastPath:
         any_layout: bool = False,
         few: Callable[..., bool] | None = None,
         pure: bool = False,
+        args: tuple[Any, ...] = (),
     ) -> None:
+        self.args = args
+        self.case_of: Callable[..., Case | None] | None = None
         self._function, self._serves, self._serves_few = function, serves, few
         self._any_layout, self._pure = any_layout, pure
         self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}
         self._missed = 0
         self.taken = _Taken()
+
+    def case(self, function: CaseOf) -> CaseOf:
+        """Decorate what replaces the op's case here: it gives None for a call that torch's function does not serve."""
+        self.case_of = function
+        return function
 
     def run(self, operation: Operation, case: Case, args: tuple[Any, ...]) -> Any:
         """Run a case by torch's implementation with autograd recording; NotImplemented where it is not to."""
@@ -416,8 +426,8 @@ class DifferentiableOp:
         only_for: saved argument -> the differentiable ones whose gradients alone need it; saved as None if none of
             these is needed.
         gradients: differentiable argument -> the saved tensor of its shape and dtype, or the result of its shape and
-            dtype (whose gradient is at hand), so that nothing need be saved for the shape alone.
-        shares: differentiable argument -> the entry of `gradients` whose gradient is its own too, as in a sum.
+            dtype (whose gradient is at hand), so that nothing need be saved for the shape alone; or another
+            such argument, whose gradient is its own too, as in a sum.
         composite: the arguments -> the public results, from torch's differentiable functions.
         fake: the arguments -> all results, empty, with the right shape, dtype and strides.
         public: number of results that the caller gets.
@@ -427,8 +437,6 @@ class DifferentiableOp:
         keeps_layout: gradients have the strides of the tensor named in `gradients`, not only its shape.
         decomposes: torch.compile sees the composite rather than the op, to fuse it with its surroundings.
         cpu: leaves calls on a CPU to torch; None: never.
-        cpu_case: replaces `case` for `cpu`; returns None for a call that torch's function does not serve.
-        cpu_args: replaces `infer_args` for `cpu`.
         eager_gradient: makes the gradient together with the value, in one pass over the input: (needs, the arguments)
             -> None where this call does not; else all results (None for one that is no longer needed), the state that
             `finish_gradient` takes, and whether saved arguments were overwritten, so that there can be only one
@@ -458,7 +466,6 @@ class DifferentiableOp:
         infer_args: tuple[Any, ...] = (),
         forward: Callable[..., Any] | None = None,
         infer: Callable[..., Any] | None = None,
-        shares: Mapping[str, str] | None = None,
         only_for: Mapping[str, Sequence[str]] | None = None,
         public: int = 1,
         differentiable: int = 1,
@@ -466,8 +473,6 @@ class DifferentiableOp:
         keeps_layout: bool = False,
         decomposes: bool = False,
         cpu: CpuFastPath | None = None,
-        cpu_case: Callable[..., Case | None] | None = None,
-        cpu_args: tuple[Any, ...] | None = None,
         eager_gradient: Callable[..., tuple[tuple[Tensor | None, ...], Any, bool] | None] | None = None,
         finish_gradient: Callable[..., Sequence[Tensor | None]] | None = None,
         bind: Callable[..., Mapping[str, Callable[..., Any]]] | None = None,
@@ -480,11 +485,13 @@ class DifferentiableOp:
         self._width = len(arguments)
         self._tensors = tuple(i for i, (kind, _) in enumerate(arguments) if kind.startswith("Tensor"))
         self._options = tuple(i for i, (kind, _) in enumerate(arguments) if not kind.startswith("Tensor"))
-        self._positions = tuple(names.index(name) for name in gradients)  # of differentiable arguments
         self._only_for = tuple(
             (list(saves).index(name), tuple(map(names.index, users))) for name, users in (only_for or {}).items()
         )
-        self._shared = tuple((names.index(name), list(gradients).index(of)) for name, of in (shares or {}).items())
+        shares = {name: of for name, of in gradients.items() if of in gradients and of not in (*saves, *outputs)}
+        gradients = {name: of for name, of in gradients.items() if name not in shares}
+        self._positions = tuple(names.index(name) for name in gradients)  # of differentiable arguments
+        self._shared = tuple((names.index(name), list(gradients).index(of)) for name, of in shares.items())
         inputs = [*(f"d_{name}" for name in outputs[:differentiable]), *saves]
         self._likes = tuple(inputs.index(like if like in saves else f"d_{like}") for like in gradients.values())
         self._saved = tuple((name in names, (names if name in names else outputs).index(name)) for name in saves)
@@ -498,8 +505,8 @@ class DifferentiableOp:
         self.composite_backward = composite_backward or self._recomputed
         self._composite, self._decomposes = composite, decomposes
         self._empty = torch.empty_like if keeps_layout else _contiguous
-        self._cpu, self._cpu_case = cpu, cpu_case or case
-        self._cpu_args = infer_args if cpu_args is None else cpu_args
+        self._cpu = cpu
+        self._cpu_case = case if cpu is None or cpu.case_of is None else cpu.case_of
         self._eager_gradient, self._finish_gradient = eager_gradient, finish_gradient
         self._bind = bind
         self._second = Operation(
@@ -558,7 +565,7 @@ class DifferentiableOp:
             case = self._cpu_case(*args)  # type: ignore[misc]  # comes with cpu
             if case is not None:
                 case = case._replace(options=(*case.options, FEW_ELEMENTS)) if few else case
-                result = cpu.run(self._operation, case, args + self._cpu_args)  # type: ignore[arg-type]  # as above
+                result = cpu.run(self._operation, case, args + cpu.args)  # type: ignore[arg-type]  # as above
                 if result is not NotImplemented:
                     return self._cut(result)
         if learns and torch.is_grad_enabled():

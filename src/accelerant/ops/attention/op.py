@@ -424,6 +424,7 @@ def _case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: i
     return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(causal, window))
 
 
+@_cpu.case
 def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
     """Return None if a gradient is needed: torch's function is differentiable once, this op twice."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -467,7 +468,6 @@ _attention = DifferentiableOp(
     public=2,
     keeps_layout=True,
     cpu=_cpu,
-    cpu_case=_cpu_case,
     bind=_bind,
 )
 

@@ -350,6 +350,7 @@ def _case(
     return Case(x.device, x.dtype, x.shape, options)
 
 
+@_cpu.case
 def _cpu_case(*args: Any) -> Case | None:
     """Return None for deterministic sums: torch's choice of an algorithm for its gradient is not known."""
     return None if rules().deterministic else _case(*args)
@@ -374,5 +375,4 @@ _conv2d = DifferentiableOp(
     keeps_layout=True,
     decomposes=True,
     cpu=_cpu,
-    cpu_case=_cpu_case,
 )

@@ -229,7 +229,7 @@ def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, pure=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, pure=True, args=(False, False))
 
 
 @_cpu
@@ -320,6 +320,7 @@ def _case(logits: Tensor, *options: str) -> Case:
     return case_of((logits.device, logits.dtype, logits.shape, options))
 
 
+@_cpu.case
 def _cpu_case(logits: Tensor, *args: object) -> Case | None:
     """Return None if chunks of rows are faster, or the gradient is to overwrite the logits.
 
@@ -419,7 +420,5 @@ _cross_entropy = DifferentiableOp(
     fake=_fake,
     operation=cross_entropy_fwd,
     cpu=_cpu,
-    cpu_case=_cpu_case,
     bind=_bind,
-    cpu_args=(False, False),
 )

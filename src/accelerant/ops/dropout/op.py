@@ -225,7 +225,7 @@ _native_bwd = Operation(
 )
 
 
-_cpu = CpuFastPath(lambda x, p=0.5, *_, **__: torch.dropout(x, p, True))
+_cpu = CpuFastPath(lambda x, p=0.5, *_, **__: torch.dropout(x, p, True), args=(False,))
 
 
 @_cpu
@@ -324,6 +324,7 @@ def _case(x: Tensor, *_: object) -> Case:
     return Case(x.device, x.dtype, x.shape)
 
 
+_cpu.case(lambda x, p: _case(x) if x.is_contiguous() else None)
 _dropout = DifferentiableOp(
     "dropout(Tensor x, Tensor seed, float p) -> (Tensor y)",
     operation=dropout_fwd,
@@ -358,8 +359,6 @@ _native = DifferentiableOp(
     gradients={"x": "y"},
     composite=F.dropout,
     cpu=_cpu,
-    cpu_case=lambda x, p: _case(x) if x.is_contiguous() else None,
-    cpu_args=(False,),
     fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
     decomposes=True,
 )

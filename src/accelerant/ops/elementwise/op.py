@@ -579,8 +579,7 @@ _add = _sum(
     backward=lambda dy, needs: (dy,),
     composite_backward=lambda dy, needs: (dy,),
     saves=(),
-    gradients={"a": "y"},
-    shares={"b": "a"},
+    gradients={"a": "y", "b": "a"},
 )
 _add_row = _sum(
     "add_row(Tensor a, Tensor b) -> (Tensor y)",

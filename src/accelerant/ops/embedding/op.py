@@ -327,6 +327,7 @@ def _case(indices: Tensor, weight: Tensor) -> Case:
     return Case(weight.device, weight.dtype, weight.shape, (indices.dtype, indices.shape))
 
 
+@_cpu.case
 def _cpu_case(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
     """Return None where torch's gradient does not serve: without indices, and for large tables in low precision."""
     if not indices.numel() or not weight.numel():
@@ -354,5 +355,4 @@ _embedding = DifferentiableOp(
     fake=lambda indices, weight, padding_idx: weight.new_empty((*indices.shape, weight.shape[1])),
     operation=_fwd,
     cpu=_cpu,
-    cpu_case=_cpu_case,
 )

@@ -348,7 +348,7 @@ def _torch_serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) 
     return plain and hidden.dtype in (torch.float32, torch.float64)
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, args=(True,))
 
 
 @_cpu
@@ -429,6 +429,7 @@ def _case(hidden: Tensor, weight: Tensor, dtype: str, needs: Sequence[bool], *op
     return Case(hidden.device, getattr(torch, dtype), shape, (*needed, *options))
 
 
+@_cpu.case
 def _cpu_case(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
     """Return None for more logits than should be materialized."""
     few = hidden.shape[0] * weight.shape[0] <= _WHOLE
@@ -496,6 +497,4 @@ _linear_cross_entropy = DifferentiableOp(
     fake=_fake,
     operation=linear_cross_entropy_fwd,
     cpu=_cpu,
-    cpu_case=_cpu_case,
-    cpu_args=(True,),
 )

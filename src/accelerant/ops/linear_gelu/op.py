@@ -339,7 +339,7 @@ def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, app
     return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
-_cpu = CpuFastPath(_torch_equivalent, few=lambda *_, **__: True)
+_cpu = CpuFastPath(_torch_equivalent, few=lambda *_, **__: True, args=(False,))
 
 
 @_cpu
@@ -397,6 +397,7 @@ def _forward_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: s
     return _case(x, weight, approximate, "" if bias is None else "bias", keep)
 
 
+@_cpu.case
 def _infer_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Case:
     return _forward_case(x, weight, bias, approximate, "")
 
@@ -433,6 +434,4 @@ _linear_gelu = DifferentiableOp(
     composite=_composite,
     fake=_fake,
     cpu=_cpu,
-    cpu_case=_infer_case,
-    cpu_args=(False,),
 )

@@ -207,7 +207,7 @@ def _all_wide(*args: Any, **options: Any) -> bool:
 
 
 _layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
-    CpuFastPath(function, serves=_all_wide, few=_one_dtype)
+    CpuFastPath(function, serves=_all_wide, few=_one_dtype, args=(False,))
     for function in (
         lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
         lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps),
@@ -464,8 +464,7 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
         infer_args=(False,),
         backward=lambda dy, ds, s, weight, bias, *rest: bwd(_case(s, weight, bias), dy, ds, s, weight, bias, *rest),
         saves=("s", "weight", "bias", "statistics"),
-        gradients={"x": "s", "weight": "weight", "bias": "bias"},
-        shares={"residual": "x"},
+        gradients={"x": "s", "residual": "x", "weight": "weight", "bias": "bias"},
         composite=composite,
         composite_backward=composite_backward,
         fake=fake,

@@ -486,6 +486,10 @@ def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> t
     return (max_pool2d_bwd(case, dy, x, *window, positions),)
 
 
+# torch saves indices, and its gradient is not deterministic.
+_max_pool2d_cpu.case(
+    lambda x, *settings: _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
+)
 _max_pool2d = DifferentiableOp(
     "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil, bool flat)"
     " -> (Tensor y, Tensor positions)",
@@ -502,8 +506,6 @@ _max_pool2d = DifferentiableOp(
     keeps_layout=True,
     decomposes=True,
     cpu=_max_pool2d_cpu,
-    # torch saves indices, and its gradient is not deterministic.
-    cpu_case=lambda x, *settings: _max_case(x, *settings) if settings[-1] and not rules().deterministic else None,
 )
 
 

@@ -315,6 +315,7 @@ def _case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case:
     return Case(x.device, x.dtype, x.shape, (pairs, cos.dtype, cos.dim()))
 
 
+@_cpu.case
 def _cpu_case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
     """Return None for many elements, for which fewer passes over memory are faster."""
     return _case(x, cos, sin, interleaved) if _is_few(x, interleaved) else None
@@ -345,5 +346,4 @@ _rope = DifferentiableOp(
     fake=lambda x, cos, sin, interleaved: torch.empty_like(x),
     keeps_layout=True,
     cpu=_cpu,
-    cpu_case=_cpu_case,
 )

@@ -183,6 +183,7 @@ def _case(x: Tensor, up: Tensor | None) -> Case:
     return case_of((x.device, x.dtype, x.shape, ()))
 
 
+@_cpu.case
 def _cpu_case(gate: Tensor, up: Tensor | None) -> Case | None:
     """Return None for halves of float16: torch concatenates their gradients, which CPU autocast lacks for float16."""
     return None if up is None and gate.dtype == torch.float16 else _case(gate, up)
@@ -220,5 +221,4 @@ _swiglu = DifferentiableOp(
     fake=lambda gate, up: gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)),
     decomposes=True,
     cpu=_cpu,
-    cpu_case=_cpu_case,
 )
