@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,9 @@ from accelerant.zk.operands import field_operand, scalar_words, tailed_operand
 
 Words = Any
 Devices = Sequence[str | ComputeDevice] | None
+_Start = Callable[[Words], Any]
+"""Computes a sum of scalars times points: the host's words of one point, Montgomery form, or `finish` returns them."""
+
 _Check = Callable[[], FormatError | None]
 
 
@@ -196,7 +199,7 @@ class _Part(NamedTuple):
     last: int
     space: MemorySpace
     bases: Any
-    start: Callable[[Words], Words | Pending]
+    start: _Start
 
     @classmethod
     def of(
@@ -246,19 +249,7 @@ def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Pending(Protocol):
-    """A sum that a device is computing."""
-
-    def finish(self) -> Words:
-        """Wait for the sum; return the host's words of one point, Montgomery form."""
-
-
-def _all_valid() -> FormatError | None:
-    return None
-
-
-def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
+def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> _Start:
     """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times Montgomery points."""
     if space is HOST:
         return CpuBases(curve, points).msm
@@ -266,11 +257,7 @@ def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable
 
 
 def run_sums(
-    space: MemorySpace,
-    curve: Curve[Any],
-    rows: Sequence[Words],
-    start: Callable[[Words], Words | Pending],
-    check: _Check = _all_valid,
+    space: MemorySpace, curve: Curve[Any], rows: Sequence[Words], start: _Start, check: _Check = lambda: None
 ) -> Words:
     """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
 
@@ -285,7 +272,7 @@ def run_sums(
             if len(sums) < len(rows):
                 check_time(f"after {len(sums)} of {len(rows)} sums", lambda: space.provider.synchronize(space.index))
         error = check()
-        sums = [total.finish() if isinstance(total, Pending) else total for total in sums]
+        sums = [total.finish() if hasattr(total, "finish") else total for total in sums]
     if error is not None:
         raise error
     return np.array(sums, np.uint64).reshape(len(rows), *curve.shape)
@@ -335,7 +322,7 @@ def _point_words(
 
 def _inward_by_one(
     curve: Curve[Any], operand: Operand, scalars: Words | None, check_scalars: _Check
-) -> tuple[Callable[[Words], Words | Pending], _Check]:
+) -> tuple[_Start, _Check]:
     """Return starter_of points of a CUDA device, which the kernel that converts them checks, and their scalars too.
 
     The other function waits for the device and returns the error; sums may start before.
@@ -397,4 +384,4 @@ def _scalar_rows(
         raise error
     words = operand.moved(space)
     rows = [words] if len(leading) == 1 else [space.getitem(words, (i,)) for i in range(leading[0])]
-    return rows, leading[:-1], None if checked or known else words, _all_valid if checked else check
+    return rows, leading[:-1], None if checked or known else words, (lambda: None) if checked else check
