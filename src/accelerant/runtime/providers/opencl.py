@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.compilation.options import header_hashes
@@ -40,16 +41,6 @@ from accelerant.runtime.provider import (
     MemoryCounter,
     MemoryInfo,
     Pointer,
-    check_device,
-    check_launch,
-    check_owner,
-    check_range,
-    check_scalar,
-    log_launch,
-    out_of_memory,
-    pick_entry,
-    probe_in_child,
-    refuse_forked,
 )
 
 _PROBE = """
@@ -100,7 +91,7 @@ class OpenclProvider(ComputeProvider):
         """List the devices in a child process: a broken driver aborts its process."""
         if importlib.util.find_spec("pyopencl") is None:
             return "pyopencl is not installed: pip install 'accelerant[opencl]'"
-        return probe_in_child(_PROBE, "an OpenCL driver", _PROBE_TIMEOUT_S)
+        return provider.probe_in_child(_PROBE, "an OpenCL driver", _PROBE_TIMEOUT_S)
 
     @classmethod
     def may_have_hardware(cls) -> bool:
@@ -156,7 +147,7 @@ class OpenclProvider(ComputeProvider):
                 raise self._cl.MemoryError
             pooled = _PooledMemory(opened.counter, opened.pool.allocate(max(1, size_bytes)), size_bytes)
         except (self._cl.Error, MemoryError, OverflowError):
-            raise out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
+            raise provider.out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
         return Buffer(pooled.memory.int_ptr, size_bytes, device, pooled)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
@@ -171,7 +162,7 @@ class OpenclProvider(ComputeProvider):
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
-        entry = pick_entry(source, entry)
+        entry = provider.pick_entry(source, entry)
         began = time.perf_counter()
         dialect, program = source.pick(self.dialects)
         if not isinstance(program, str):
@@ -207,16 +198,16 @@ class OpenclProvider(ComputeProvider):
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        check_launch(kernel, self.name, grid, block, args)
+        provider.check_launch(kernel, self.name, grid, block, args)
         values = [
             _memory(arg, f"kernel {kernel.name!r}, argument {i}")
             if kind.startswith("*")
-            else _SCALARS[kind](check_scalar(kernel.name, i, kind, arg))
+            else _SCALARS[kind](provider.check_scalar(kernel.name, i, kind, arg))
             for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
         ]
         axes = list(itertools.zip_longest(grid, block, fillvalue=1))
         sizes, threads = [blocks * width for blocks, width in axes], [width for _, width in axes]
-        check_range(kernel, max(sizes), 2**31, "threads along an axis")
+        provider.check_range(kernel, max(sizes), 2**31, "threads along an axis")
         opened = self._device(kernel.device)
         queue = stream if stream is not None else opened.queue
         began = time.perf_counter() if launch_log.enabled else 0.0
@@ -228,7 +219,7 @@ class OpenclProvider(ComputeProvider):
         except self._cl.Error as error:
             raise _as_error(error, f"kernel {kernel.name!r}, grid {tuple(grid)}, block {tuple(block)}") from error
         if launch_log.enabled:
-            log_launch(kernel.name, f"opencl:{kernel.device}", grid, block, began)
+            provider.log_launch(kernel.name, f"opencl:{kernel.device}", grid, block, began)
 
     def synchronize(self, device: int = 0) -> None:
         queue = self._device(device).queue
@@ -258,8 +249,8 @@ class OpenclProvider(ComputeProvider):
 
     def _device(self, device: int) -> _OpenclDevice:
         """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        refuse_forked(self._pid, f"opencl:{device}", "OpenCL")
-        check_device(self.name, device, len(self._devices))
+        provider.refuse_forked(self._pid, f"opencl:{device}", "OpenCL")
+        provider.check_device(self.name, device, len(self._devices))
         return self._devices[device]
 
     def _prepare(self, opened: _OpenclDevice, source: KernelSource, program: str, header: str) -> tuple[str, list[str]]:
@@ -312,7 +303,7 @@ class _PooledMemory(CountedMemory):
 def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
-    return check_owner(buffer, _PooledMemory, "opencl", where).memory
+    return provider.check_owner(buffer, _PooledMemory, "opencl", where).memory
 
 
 _LOST = re.compile(r"DEVICE_NOT_AVAILABLE|OUT_OF_HOST_MEMORY|INVALID_COMMAND_QUEUE", re.IGNORECASE)

@@ -19,23 +19,12 @@ import torch
 
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.hip import HIP_DIALECTS, compile_hip, hip_key, hiprtc_version, library_names
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.memory.live_set import predictions, predicts_here
-from accelerant.runtime.provider import (
-    SCALAR_CTYPES,
-    Arguments,
-    ComputeProvider,
-    check_device,
-    check_launch,
-    check_range,
-    check_scalar,
-    log_launch,
-    noted,
-    pick_entry,
-    watched,
-)
+from accelerant.runtime.provider import SCALAR_CTYPES, Arguments, ComputeProvider, watched
 from accelerant.runtime.providers.cuda_launch import check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
 
@@ -59,8 +48,8 @@ class RocmProvider(TorchProvider):
         return rocm_description(self._module.get_device_properties(index))
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        entry = pick_entry(source, entry)
-        check_device(self.name, device, self._count)
+        entry = provider.pick_entry(source, entry)
+        provider.check_device(self.name, device, self._count)
         began = time.perf_counter()
         target = self._described(device)["architecture"]
         binary, from_cache = KernelCache().get_or_build(
@@ -77,16 +66,16 @@ class RocmProvider(TorchProvider):
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        check_launch(kernel, self.name, grid, block, args)
+        provider.check_launch(kernel, self.name, grid, block, args)
         check_memory(kernel, args)
         values = [
             ctypes.c_void_p(_address(kernel, position, arg))
             if kind.startswith("*")
-            else SCALAR_CTYPES[kind](check_scalar(kernel.name, position, kind, arg))
+            else SCALAR_CTYPES[kind](provider.check_scalar(kernel.name, position, kind, arg))
             for position, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
         ]
         axes = list(itertools.zip_longest(grid, block, range(3), fillvalue=1))
-        check_range(kernel, max(blocks * width for blocks, width, _ in axes), 2**32, "threads along an axis")
+        provider.check_range(kernel, max(blocks * width for blocks, width, _ in axes), 2**32, "threads along an axis")
         raw = torch.cuda.current_stream(kernel.device) if stream is None else stream
         raw = raw if isinstance(raw, int) else getattr(raw, "cuda_stream", None)
         if not isinstance(raw, int):
@@ -98,9 +87,9 @@ class RocmProvider(TorchProvider):
             blocks, threads, _ = zip(*axes, strict=True)
             kernel.handle.start(blocks, threads, values, raw, f"kernel {kernel.name!r}")
         if launch_log.enabled:
-            log_launch(kernel.name, f"rocm:{kernel.device}", grid, block, began)
+            provider.log_launch(kernel.name, f"rocm:{kernel.device}", grid, block, began)
         if watched:
-            noted()
+            provider.noted()
 
     def synchronize(self, device: int = 0) -> None:
         try:

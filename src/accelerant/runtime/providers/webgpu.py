@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import windowed
@@ -49,15 +50,6 @@ from accelerant.runtime.provider import (
     Event,
     MemoryCounter,
     MemoryInfo,
-    check_device,
-    check_launch,
-    check_owner,
-    check_scalar,
-    log_launch,
-    out_of_memory,
-    pick_entry,
-    probe_in_child,
-    refuse_forked,
 )
 
 _PROBE = """
@@ -124,7 +116,7 @@ class WebgpuProvider(ComputeProvider):
         """Open each device in a child process: a broken driver takes down its process."""
         if importlib.util.find_spec("wgpu") is None:
             return "wgpu is not installed: pip install 'accelerant[webgpu]'"
-        return probe_in_child(_PROBE, "a Vulkan, Metal or Direct3D driver", _PROBE_TIMEOUT_S)
+        return provider.probe_in_child(_PROBE, "a Vulkan, Metal or Direct3D driver", _PROBE_TIMEOUT_S)
 
     @classmethod
     def may_have_hardware(cls) -> bool:
@@ -164,7 +156,7 @@ class WebgpuProvider(ComputeProvider):
         self.check_limit(size_bytes, device)
         rounded = max(256, -(-size_bytes // 256) * 256)
         if rounded > opened.limits["max-buffer-size"]:
-            raise out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device))
+            raise provider.out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device))
         try:
             pooled = _PooledMemory(opened, rounded, size_bytes)
         except opened.errors:
@@ -172,30 +164,30 @@ class WebgpuProvider(ComputeProvider):
             try:
                 pooled = _PooledMemory(opened, rounded, size_bytes)
             except opened.errors as error:
-                raise out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device)) from error
+                raise provider.out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device)) from error
         return Buffer(id(pooled.memory), size_bytes, device, pooled)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        memory = check_owner(buffer, _PooledMemory, self.name, "out").memory
+        memory = provider.check_owner(buffer, _PooledMemory, self.name, "out").memory
         if content.nbytes:
             tail = content.nbytes % 4  # a copy has whole words
             self._device(buffer.device).write(memory, np.pad(content, (0, 4 - tail)) if tail else content)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        memory = check_owner(buffer, _PooledMemory, self.name, "buffer").memory
+        memory = provider.check_owner(buffer, _PooledMemory, self.name, "buffer").memory
         if content.nbytes:
             self._device(buffer.device).read(memory, content)
 
     def part(self, buffer: Buffer, first: int, size_bytes: int) -> Buffer:
         """Return a range of a buffer as a buffer that a launch can bind; it begins at a multiple of 256 bytes."""
-        whole = check_owner(buffer, _PooledMemory, self.name, "buffer")
+        whole = provider.check_owner(buffer, _PooledMemory, self.name, "buffer")
         if first % 256 or not 0 <= first < first + size_bytes <= whole.size:
             raise LaunchError(f"bytes {first:,} to {first + size_bytes:,} are no part of {buffer!r}")
         return Buffer(buffer.data_ptr(), size_bytes, buffer.device, _Part(whole, first, -(-size_bytes // 4) * 4))
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
-        entry = pick_entry(source, entry)
+        entry = provider.pick_entry(source, entry)
         kinds = source.entries[entry]
         for position, kind in enumerate(kinds):
             if not kind.startswith("*") and kind not in _SCALARS:
@@ -217,7 +209,7 @@ class WebgpuProvider(ComputeProvider):
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        check_launch(kernel, self.name, grid, block, args)
+        provider.check_launch(kernel, self.name, grid, block, args)
         opened, program = self._device(kernel.device), kernel.handle
         began = time.perf_counter() if launch_log.enabled else 0.0
         buffers: list[_PooledMemory | _Part] = []
@@ -228,14 +220,14 @@ class WebgpuProvider(ComputeProvider):
                 values.append(_scalar(kernel, position, kind, arg))
             elif isinstance(arg, Buffer):
                 part = arg.owner if isinstance(arg.owner, _Part) else None
-                buffers.append(part or check_owner(arg, _PooledMemory, self.name, where))
+                buffers.append(part or provider.check_owner(arg, _PooledMemory, self.name, where))
             else:
                 raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         shape = opened.checked_block(program, kernel.name, block)
         for variant, groups, parts, numbers in _split(opened, program, kernel.name, grid, shape, buffers, values):
             opened.dispatch(variant, shape, groups, parts, numbers)
         if launch_log.enabled:
-            log_launch(kernel.name, f"webgpu:{kernel.device}", grid, block, began)
+            provider.log_launch(kernel.name, f"webgpu:{kernel.device}", grid, block, began)
 
     def synchronize(self, device: int = 0) -> None:
         self._device(device).wait()
@@ -259,8 +251,8 @@ class WebgpuProvider(ComputeProvider):
 
     def _device(self, device: int) -> _WebgpuDevice:
         """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        refuse_forked(self._pid, f"webgpu:{device}", "WebGPU")
-        check_device(self.name, device, len(self._devices))
+        provider.refuse_forked(self._pid, f"webgpu:{device}", "WebGPU")
+        provider.check_device(self.name, device, len(self._devices))
         opened = self._devices[device]
         if opened.lost:
             raise DeviceLost(f"webgpu:{device}: {opened.lost}")
@@ -622,7 +614,7 @@ def _defines(source: KernelSource) -> str:
 
 def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | float:
     """Return a scalar that fits in 32 bits; LaunchError for another."""
-    value = check_scalar(kernel.name, position, kind, arg)
+    value = provider.check_scalar(kernel.name, position, kind, arg)
     low, high = (-(2**31), 2**31) if kind == "i64" else (0, 2**32)
     if kind in ("i64", "u64") and not low <= value < high:
         text = f"WGSL has no 64-bit integers; wanted an {kind} of 32 bits, got {value}"
