@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.host_c import c_compiler, c_key, compile_c, load_c
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource
@@ -49,15 +50,6 @@ from accelerant.runtime.provider import (
     Event,
     MemoryCounter,
     MemoryInfo,
-    check_device,
-    check_launch,
-    check_owner,
-    check_range,
-    check_scalar,
-    log_launch,
-    out_of_memory,
-    pick_entry,
-    room_fraction,
 )
 
 _ALIGNMENT = 256
@@ -142,7 +134,7 @@ class CpuProvider(ComputeProvider):
         return [device]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        check_device(self.name, device, 1)
+        provider.check_device(self.name, device, 1)
         self.check_limit(size_bytes)
         return self._allocated(size_bytes, device, self._counter)
 
@@ -150,22 +142,22 @@ class CpuProvider(ComputeProvider):
         try:
             storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):
-            raise out_of_memory(size_bytes, self.name, self.memory(device)) from None
+            raise provider.out_of_memory(size_bytes, self.name, self.memory(device)) from None
         start = -storage.ctypes.data % _ALIGNMENT
         owner = self._memory_type(counter, storage, size_bytes)
         return Buffer(storage.ctypes.data + start, size_bytes, device, owner)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        check_owner(buffer, self._memory_type, self.name, "out")
+        provider.check_owner(buffer, self._memory_type, self.name, "out")
         ctypes.memmove(buffer.data_ptr(), content.ctypes.data, content.nbytes)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        check_owner(buffer, self._memory_type, self.name, "buffer")
+        provider.check_owner(buffer, self._memory_type, self.name, "buffer")
         ctypes.memmove(content.ctypes.data, buffer.data_ptr(), content.nbytes)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        check_device(self.name, device, 1)
-        entry = pick_entry(source, entry)
+        provider.check_device(self.name, device, 1)
+        entry = provider.pick_entry(source, entry)
         dialect, program = source.pick(self.dialects)
         began = time.perf_counter()
         if source.shared_bytes:
@@ -207,14 +199,14 @@ class CpuProvider(ComputeProvider):
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        check_launch(kernel, self.name, grid, block, args)
+        provider.check_launch(kernel, self.name, grid, block, args)
         values = [_value(kernel, i, arg, self._memory_type) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
         total, threads = prod(grid) * prod(block), prod(block)
-        check_range(kernel, total, 2**63, "indices")
+        provider.check_range(kernel, total, 2**63, "indices")
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if "blocks" in kernel.metadata:  # portable C, whose blocks are not divided
-            check_range(kernel, threads, 1025, "threads a block")
+            provider.check_range(kernel, threads, 1025, "threads a block")
             rows, height = (sizes[1] if len(sizes) > 1 else 1 for sizes in (grid, block))
             total, values = prod(grid), [grid[0], rows, block[0], height, threads, *values]
             parts = min(parts, total)
@@ -230,7 +222,7 @@ class CpuProvider(ComputeProvider):
             finally:
                 _join(futures)
         if launch_log.enabled:
-            log_launch(kernel.name, f"{self.name}:0", grid, block, began)
+            provider.log_launch(kernel.name, f"{self.name}:0", grid, block, began)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -241,10 +233,10 @@ class CpuProvider(ComputeProvider):
 
     def synchronize(self, device: int = 0) -> None:
         """Return at once: launches return when they are done."""
-        check_device(self.name, device, 1)
+        provider.check_device(self.name, device, 1)
 
     def memory(self, device: int = 0) -> MemoryInfo:
-        check_device(self.name, device, 1)
+        provider.check_device(self.name, device, 1)
         info = host_memory()
         total = info.get("MemTotal", 0)
         return MemoryInfo(
@@ -255,13 +247,13 @@ class CpuProvider(ComputeProvider):
 
     def free_fraction(self, device: ComputeDevice) -> float:
         info = self.memory()
-        return room_fraction(info.total_bytes, min(info.free_bytes, control_group_room()), info.reserved_bytes)
+        return provider.room_fraction(info.total_bytes, min(info.free_bytes, control_group_room()), info.reserved_bytes)
 
     def trim(self, device: int = 0) -> None:
-        check_device(self.name, device, 1)
+        provider.check_device(self.name, device, 1)
 
     def record_event(self, device: int = 0) -> Event:
-        check_device(self.name, device, 1)
+        provider.check_device(self.name, device, 1)
         return _HostEvent()
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -379,10 +371,10 @@ def _text_of(source: KernelSource, program: str | Builder) -> str:
 
 def _value(kernel: Kernel, position: int, arg: Any, memory_type: type[CountedMemory]) -> Any:
     if not kernel.arguments[position].startswith("*"):
-        return check_scalar(kernel.name, position, kernel.arguments[position], arg)
+        return provider.check_scalar(kernel.name, position, kernel.arguments[position], arg)
     where = f"kernel {kernel.name!r}, argument {position}"
     if isinstance(arg, Buffer):
-        check_owner(arg, memory_type, kernel.backend, where)
+        provider.check_owner(arg, memory_type, kernel.backend, where)
     elif not hasattr(arg, "data_ptr"):
         raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
     elif getattr(arg, "is_cpu", True) is False:
