@@ -19,23 +19,13 @@ from typing import Any, ClassVar
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.monitoring import nvidia
 from accelerant.runtime.monitoring.readers import cuda_reader
-from accelerant.runtime.provider import (
-    Arguments,
-    ComputeDevice,
-    Event,
-    MemoryInfo,
-    Pointer,
-    check_device,
-    check_launch,
-    pick_entry,
-    probe_in_child,
-    room_fraction,
-)
+from accelerant.runtime.provider import Arguments, ComputeDevice, Event, MemoryInfo, Pointer
 from accelerant.runtime.providers.cuda_launch import Library, LoadedKernel, check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
 from accelerant.runtime.streams.stream import capturing, cuda_event
@@ -87,7 +77,7 @@ class CudaProvider(TorchProvider):
             return ""
         installed = (str(torch.version.cuda), importlib.metadata.version("cuda-bindings"))
         needed = max(int(version.partition(".")[0]) for version in installed)
-        reason = probe_in_child(f"needed = {needed}\n{_PROBE}", "the NVIDIA driver", _PROBE_TIMEOUT_S)
+        reason = provider.probe_in_child(f"needed = {needed}\n{_PROBE}", "the NVIDIA driver", _PROBE_TIMEOUT_S)
         if old := re.fullmatch(r"CUDA (\d+)", reason):
             return nvidia.driver_problem(int(old[1]), *installed)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -128,10 +118,12 @@ class CudaProvider(TorchProvider):
         if len(figures) < 2:
             return super().free_fraction(device)
         total = figures["memory_total_bytes"]
-        return room_fraction(total, total - figures["memory_used_bytes"], torch.cuda.memory_reserved(device.index))
+        return provider.room_fraction(
+            total, total - figures["memory_used_bytes"], torch.cuda.memory_reserved(device.index)
+        )
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        entry = pick_entry(source, entry)
+        entry = provider.pick_entry(source, entry)
         began = time.perf_counter()
         target = self._target(source, device)
         cache = KernelCache()
@@ -147,19 +139,19 @@ class CudaProvider(TorchProvider):
     def launch(
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        check_launch(kernel, self.name, grid, block, args)
+        provider.check_launch(kernel, self.name, grid, block, args)
         check_memory(kernel, args)
         self._start(kernel, tuple(grid), tuple(block), args, stream)
 
     def synchronize(self, device: int = 0) -> None:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise cuda_error(str(error), f"cuda:{device}") from error
 
     def memory(self, device: int = 0) -> MemoryInfo:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
         # One call: each of torch's getters computes the whole dict.
         pool = torch.cuda.memory_stats_as_nested_dict(device)
@@ -180,12 +172,12 @@ class CudaProvider(TorchProvider):
         return translated if isinstance(translated, DeviceLost) else None
 
     def record_event(self, device: int = 0) -> Event | None:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         return None if capturing(device) else cuda_event(torch.cuda.current_stream(device))
 
     def _target(self, source: KernelSource, device: int) -> str:
         """Return the device's architecture, with the suffix for its special instructions if the source asks for it."""
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         major, minor = torch.cuda.get_device_capability(device)
         plain = f"sm_{major}{minor}"
         if source.targets and plain not in source.targets:

@@ -10,18 +10,9 @@ import numpy.typing as npt
 import torch
 
 from accelerant.errors import BackendUnavailable, CompileError, LaunchError
+from accelerant.runtime import provider
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.provider import (
-    Arguments,
-    Buffer,
-    ComputeDevice,
-    ComputeProvider,
-    Event,
-    MemoryInfo,
-    check_device,
-    check_owner,
-    out_of_memory,
-)
+from accelerant.runtime.provider import Arguments, Buffer, ComputeDevice, ComputeProvider, Event, MemoryInfo
 
 
 class TorchProvider(ComputeProvider):
@@ -58,12 +49,12 @@ class TorchProvider(ComputeProvider):
         return {}
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         self.check_limit(size_bytes, device)
         try:
             storage = torch.empty(size_bytes, dtype=torch.uint8, device=f"{self.torch_type}:{device}")
         except (torch.OutOfMemoryError, MemoryError):
-            raise out_of_memory(size_bytes, f"{self.name}:{device}", self.memory(device)) from None
+            raise provider.out_of_memory(size_bytes, f"{self.name}:{device}", self.memory(device)) from None
         return Buffer(storage.data_ptr(), size_bytes, device, storage)
 
     def _filled(self, value: int, shape: int | Sequence[int], dtype: npt.DTypeLike, device: int) -> Buffer:
@@ -72,18 +63,18 @@ class TorchProvider(ComputeProvider):
             return super()._filled(value, shape, dtype, device)
         size_bytes = int(np.prod(shape, dtype=object)) * one.size
         buffer = self.allocate(size_bytes, device)
-        storage = check_owner(buffer, torch.Tensor, self.name, "out")
+        storage = provider.check_owner(buffer, torch.Tensor, self.name, "out")
         storage.view(size_bytes // one.size, one.size).copy_(torch.from_numpy(one))
         return buffer
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        storage = check_owner(buffer, torch.Tensor, self.name, "out")
+        storage = provider.check_owner(buffer, torch.Tensor, self.name, "out")
         if content.nbytes:
             source = torch.from_numpy(content if content.flags.writeable else content.copy())
             storage[: content.nbytes].copy_(source)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        storage = check_owner(buffer, torch.Tensor, self.name, "buffer")
+        storage = provider.check_owner(buffer, torch.Tensor, self.name, "buffer")
         if content.nbytes:
             torch.from_numpy(content).copy_(storage[: content.nbytes])
 
@@ -96,14 +87,14 @@ class TorchProvider(ComputeProvider):
         raise LaunchError(f"kernel {kernel.name!r}: Accelerant has no kernels for {self.name}")
 
     def synchronize(self, device: int = 0) -> None:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         if self.torch_type == "mps":  # takes no device
             self._module.synchronize()
         else:
             self._module.synchronize(device)
 
     def memory(self, device: int = 0) -> MemoryInfo:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         module = self._module
         if self.torch_type == "mps":
             held, total = int(module.current_allocated_memory()), int(module.recommended_max_memory())
@@ -117,12 +108,12 @@ class TorchProvider(ComputeProvider):
 
     def record_event(self, device: int = 0) -> Event | None:
         """Return None: calls are counted and not timed."""
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         return None
 
     def self_test(self, device: int = 0) -> str | None:
         """Compute by torch; on CUDA once the process has a context there, which takes hundreds of megabytes."""
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         driver: Any = torch._C  # whose stubs depend on the build
         if self.torch_type == "cuda" and not driver._cuda_hasPrimaryContext(device):
             return None
@@ -132,7 +123,7 @@ class TorchProvider(ComputeProvider):
         return f"{wrong} of {x.numel()} numbers are wrong" if wrong else ""
 
     def trim(self, device: int = 0) -> None:
-        check_device(self.name, device, self._count)
+        provider.check_device(self.name, device, self._count)
         if hasattr(self._module, "empty_cache"):
             self._module.empty_cache()
 
