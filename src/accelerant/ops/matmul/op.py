@@ -15,6 +15,7 @@ from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._library import (
     autocast_dtype,
+    below_autograd,
     cast_for_autocast,
     check_dtype,
     check_matches,
@@ -116,6 +117,26 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
 
 
+class Matmul(torch.autograd.Function):
+    """The registered op with its gradient, for modes and subclasses; plain tensors have torch's own autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Return a b, and save both."""
+        ctx.save_for_backward(a, b)
+        with below_autograd():
+            return _op(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return da = dy b^T and db = a^T dy, summed over broadcast dimensions."""
+        a, b = ctx.saved_tensors
+        return (
+            torch.matmul(dy, b.mT).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None,
+            torch.matmul(a.mT, dy).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None,
+        )
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return matmul_op(_case(a, b), a, b)
 
@@ -135,6 +156,6 @@ _op = define(
     "matmul(Tensor a, Tensor b) -> Tensor",
     kernel=_product,
     fake=torch.matmul,
-    differentiable=torch.matmul,
+    differentiable=Matmul.apply,
     composite=torch.matmul,
 )
