@@ -103,24 +103,15 @@ def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, sou
     return out
 
 
-@register("scatter_.src", "scatter_.value")
-def _scatter_(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor) -> Any:
-    return _scattered(place, x, dim, index, source, add=False)
+def _scatters(names: Sequence[str], *, add: bool) -> None:
+    def run(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor | None = None) -> Any:
+        return _scattered(place, place.contiguous(x) if out is None else out, dim, index, source, add)
+
+    register(*names)(run)
 
 
-@register("scatter.src", "scatter.value")
-def _scatter(place: TensorDevice, x: Any, dim: int, index: Any, source: Any) -> Any:
-    return _scattered(place, place.contiguous(x), dim, index, source, add=False)
-
-
-@register("scatter_add_.default")
-def _scatter_add_(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor) -> Any:
-    return _scattered(place, x, dim, index, source, add=True)
-
-
-@register("scatter_add.default")
-def _scatter_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any) -> Any:
-    return _scattered(place, place.contiguous(x), dim, index, source, add=True)
+_scatters(("scatter_.src", "scatter_.value", "scatter.src", "scatter.value"), add=False)
+_scatters(("scatter_add_.default", "scatter_add.default"), add=True)
 
 
 @register("index_add_.default")

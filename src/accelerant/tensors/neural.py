@@ -34,10 +34,6 @@ from accelerant.tensors.tensor import DeviceTensor, note_fallback
 # --- matrix products -------------------------------------------------------------------------------------------------
 
 
-def _batched(x: DeviceTensor) -> DeviceTensor:
-    return strided(x, (1, *x.shape), (0, *x.stride()))
-
-
 def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
     """Return the batched product; the sizes are checked."""
     a, b = operand(place, a), operand(place, b)
@@ -57,25 +53,21 @@ def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
     return out
 
 
-def _matrix(out: DeviceTensor) -> DeviceTensor:
-    return strided(out, out.shape[1:], out.stride()[1:])
-
-
 def _two_dimensional(place: TensorDevice, a: Any, b: Any) -> tuple[DeviceTensor, DeviceTensor]:
     a, b = operand(place, a), operand(place, b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
-    return _batched(a), _batched(b)
+    a, b = (strided(x, (1, *x.shape), (0, *x.stride())) for x in (a, b))
+    return a, b
 
 
 @register("mm.default")
 def _mm(place: TensorDevice, a: Any, b: Any) -> Any:
-    return _matrix(_product(place, *_two_dimensional(place, a, b)))
+    out = _product(place, *_two_dimensional(place, a, b))
+    return strided(out, out.shape[1:], out.stride()[1:])
 
 
-@register("bmm.default")
-def _bmm(place: TensorDevice, a: Any, b: Any) -> Any:
-    return _product(place, a, b)
+register("bmm.default")(_product)
 
 
 def _added(place: TensorDevice, x: Any, product: DeviceTensor, beta: Any, alpha: Any) -> Any:
@@ -162,22 +154,22 @@ def _log_softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = Fa
     return NotImplemented if half_to_float else _softmax_of(place, x, dim, "{0} - {1} - log({2})")
 
 
-@register("_softmax_backward_data.default")
-def _softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
-    dy = operand(place, dy)
-    if not y.dim() or not y.numel():
-        return elementwise(place, "{0} * 0", (y,), dtype)
-    inner = reduction(place, "sum", (dy, y), [dim_of(dim, y.dim())], y.dtype, pre="x0 * x1", keepdim=True)
-    return elementwise(place, "{1} * ({0} - {2})", (dy, y, inner), dtype)
+def _softmax_gradient(name: str, inputs: int, pre: str, template: str) -> None:
+    """Register a gradient: an expression of dy, y, and the sum along the dimension of `pre` of the first of these."""
+
+    def run(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
+        dy = operand(place, dy)
+        if not y.dim() or not y.numel():
+            return elementwise(place, "{0} * 0", (y,), dtype)
+        along = [dim_of(dim, y.dim())]
+        total = reduction(place, "sum", (dy, y)[:inputs], along, y.dtype, pre=pre, keepdim=True)
+        return elementwise(place, template, (dy, y, total), dtype)
+
+    register(name)(run)
 
 
-@register("_log_softmax_backward_data.default")
-def _log_softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
-    dy = operand(place, dy)
-    if not y.dim() or not y.numel():
-        return elementwise(place, "{0} * 0", (y,), dtype)
-    total = reduction(place, "sum", (dy,), [dim_of(dim, y.dim())], y.dtype, keepdim=True)
-    return elementwise(place, "{0} - exp({1}) * {2}", (dy, y, total), dtype)
+_softmax_gradient("_softmax_backward_data.default", 2, "x0 * x1", "{1} * ({0} - {2})")
+_softmax_gradient("_log_softmax_backward_data.default", 1, "x0", "{0} - exp({1}) * {2}")
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
