@@ -273,13 +273,7 @@ class UserKernel:
             return self._finish(values, {}, registry.create(chosen.backend))
         device, provider, compiled = self._on(chosen, debug)
         stream = self._stream(arrays)
-        staged: dict[tuple[int, int], Buffer] = {}
-        if device.backend != "cpu":
-            self._refuse_overlaps(values)
-            for array in arrays:
-                if not array.device and (array.pointer, array.size_bytes) not in staged:
-                    buffer = provider.copy_to_device(array.host_bytes(), device.index)
-                    staged[array.pointer, array.size_bytes] = buffer
+        staged = {} if device.backend == "cpu" else self._staged(values, provider, device.index)
         passed = [
             value
             if not isinstance(value, _Array)
@@ -523,14 +517,19 @@ class UserKernel:
             )
         return stream
 
-    def _refuse_overlaps(self, values: Sequence[Any]) -> None:
-        """Refuse arrays of the host that share memory without being the same: their copies would not."""
+    def _staged(self, values: Sequence[Any], provider: ComputeProvider, device: int) -> dict[tuple[int, int], Buffer]:
+        """Copy arrays of the host to the device; refuse those that share memory without being the same."""
         hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and not value.device]
         for (i, one), (j, other) in itertools.combinations(hosts, 2):
             same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
             apart = one.pointer + one.size_bytes <= other.pointer or other.pointer + other.size_bytes <= one.pointer
             if not (same or apart or (self.parameters[i].constant and self.parameters[j].constant)):
                 raise LaunchError(f"{self._where(i)} shares memory with argument {j}, and is copied; pass a copy")
+        staged: dict[tuple[int, int], Buffer] = {}
+        for _, array in hosts:
+            if (array.pointer, array.size_bytes) not in staged:
+                staged[array.pointer, array.size_bytes] = provider.copy_to_device(array.host_bytes(), device)
+        return staged
 
     def _finish(self, values: Sequence[Any], staged: dict[tuple[int, int], Buffer], provider: ComputeProvider) -> Any:
         """Copy arrays that the kernel may have written back to the host; return JAX's."""
