@@ -42,7 +42,7 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-# --- the Hopper kernel that forms gradients, cu ----------------------------------------------------------------
+# --- the Hopper kernel that forms gradients, hopper.cu ----------------------------------------------------------------
 
 
 KINDS = ("struct", "struct", "struct", "*f32", "struct")
@@ -59,7 +59,7 @@ _GROUP = 8
 _SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
 """Pipeline stages and output buffers."""
 
-_FILE = Path(__file__).with_name("cu")
+_FILE = Path(__file__).with_name("hopper.cu")
 
 
 def refuses(case: Case) -> str | None:

@@ -279,7 +279,7 @@ class LayerRule(ABC):
         """Compute what the layer's own forward computes, feeding the sink in the backward pass."""
 
     def inside(self, region: Region, *args: Any, **kwargs: Any) -> Any:
-        """Compute `forward` for a caller that runs for each example by itself (py)."""
+        """Compute `forward` for a caller that runs for each example by itself, in a region."""
         return region.outside(self.forward, args, kwargs, states=self.has_states)
 
     def examples_first(self, x: Tensor, least: int = 2) -> tuple[Tensor, int]:
