@@ -6,13 +6,7 @@ from accelerant.nn import AvgPool2d, Conv2d, MaxPool2d
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stride": 2, "padding": (1, 2)},
-        {"padding": "same", "dilation": 2},
-        {"groups": 2, "bias": False},
-    ],
+    "options", [{}, {"stride": 2, "padding": (1, 2)}, {"padding": "same", "dilation": 2}, {"groups": 2, "bias": False}]
 )
 def test_conv2d_is_torchs(options):
     torch.manual_seed(0)

@@ -232,10 +232,7 @@ def change(folder, by):
             lambda t: t.update({"transformer.ln_f.bias": torch.ones(16, dtype=torch.int8)}),
             r"ln_f\.bias' must be floating point, got I8",
         ),
-        (
-            lambda t: t.update({"lm_head.weight": torch.ones(70, 16)}),
-            r"'lm_head\.weight' differs from 'wte\.weight'",
-        ),
+        (lambda t: t.update({"lm_head.weight": torch.ones(70, 16)}), r"'lm_head\.weight' differs from 'wte\.weight'"),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(70, 16, dtype=torch.int8)}),
             r"'lm_head\.weight' differs from",

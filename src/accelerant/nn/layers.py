@@ -36,6 +36,10 @@ FUSED = {"cuda"}
 """Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""
 
 
+GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
+"""torch's hooks of all modules."""
+
+
 def require_width(x: Tensor, width: int, layer: str) -> None:
     """Raise ShapeError unless the last dimension of x is `width`."""
     if x.dim() == 0 or x.shape[-1] != width:
@@ -78,20 +82,13 @@ def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
     The forward and the hook that a per-example sink (accelerant.ops._per_example) puts into a module count too, unless
     `feeds_sinks`: what runs in place of the call feeds the sink itself.
     """
-    everywhere = torch.nn.modules.module
     traced = feeds_sinks and is_traced(module)
     return bool(
-        module._forward_hooks
-        or len(module._forward_pre_hooks) > traced
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
+        module._forward_hooks or len(module._forward_pre_hooks) > traced
+        or module._backward_hooks or module._backward_pre_hooks or any(GLOBAL_HOOKS)
         or ("forward" in module.__dict__ and not traced)  # set there by gradient checkpointing
         or module._compiled_call_impl is not None
-    )
+    )  # fmt: skip
 
 
 @contextmanager

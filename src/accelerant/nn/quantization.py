@@ -1,11 +1,8 @@
 """Linear layers with 8-bit integer weights.
 
-quantize(model) replaces each linear layer by a LinearInt8. A layer then takes half the memory of one in bfloat16, and a
-product with few rows, as in decoding for one user, reads half the bytes, which bound its time. mode="dynamic" rounds
-the inputs too and multiplies integers, for products with many rows.
-
-Quantized weights are not trained; biases remain parameters. Gradients pass through, so adapters can be trained.
-quantize leaves those of peft as they are, and peft takes a LinearInt8 for the torch.nn.Linear that it derives from.
+quantize(model) replaces each linear layer by a LinearInt8, which takes half the memory of one in bfloat16, and reads
+half the bytes, which bound the time of products with few rows. mode="dynamic" rounds the inputs too, for products with
+many rows. Quantized weights are not trained; gradients pass through, so adapters can be, those of peft too.
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ from processes import forkserver
 PROCESSES = 2
 KILLS, STEPS = (20, 200) if soak.MINUTES else (1, 40)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
 
 
 def started(folder, device="cpu"):

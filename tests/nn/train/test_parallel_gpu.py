@@ -11,10 +11,7 @@ from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs train together"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs train together")]
 
 
 def trained(rank, graph, accumulate, reduce_dtype=torch.float32, steps=12):

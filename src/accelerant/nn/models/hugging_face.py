@@ -1,11 +1,8 @@
 """Reading and writing model folders in the format of Hugging Face's transformers, which is not needed for it.
 
-    config.json                                          the model's configuration
-    model.safetensors                                    its tensors, or
-    model.safetensors.index.json, model-*.safetensors    the same in several files ("shards")
-
-A model's Layout defines which of those tensors, transposed and concatenated, form each of its own. Names, shapes and
-dtypes are checked before the model is built. Only safetensors are read: a pickle may execute arbitrary code.
+config.json, and model.safetensors or its shards with model.safetensors.index.json. A model's Layout defines which
+tensors, transposed and concatenated, form each of its own. Names, shapes and dtypes are checked before the model is
+built. Only safetensors are read: a pickle may execute arbitrary code.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ _PADDING = ("exact", "skip")
 _REPLICATE = "_replicate_for_data_parallel"
 """The method that nn.DataParallel calls to copy a module: the copy's forward would be bound to the original."""
 
-_WARNED: set[str] = set()
-"""Notes on the version of transformers that this process was warned with."""
+_WARNED: set[str] = set()  # notes on the version of transformers that this process was warned with
 
 
 def patch(

@@ -1,11 +1,8 @@
 """Our attention as "accelerant" in transformers' AttentionInterface, with its masks.
 
-A model's config names its attention, and models may share a config. A call from a module that is not patched therefore
-gets exactly the result of "sdpa", bit for bit.
-
-Masks are always valid for torch's attention. If a mask's content is known from how it was made (causal, windowed,
-padded), a Pattern is attached to it as an attribute, since transformers passes nothing else on, and our op uses that. A
-mask without a Pattern goes to torch.
+A call from a module that is not patched, whose config may be shared, gets exactly the result of "sdpa". Masks are
+always valid for torch's attention. If a mask's content is known from how it was made, a Pattern is attached to it as an
+attribute, since transformers passes nothing else on; a mask without one goes to torch.
 """
 
 from __future__ import annotations

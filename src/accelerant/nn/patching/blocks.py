@@ -1,13 +1,11 @@
 """The forward methods that patch puts on modules: norms, activations, embeddings, MLPs, attention and whole blocks.
 
 They take and return what those of transformers do. Each falls back to its class's own forward if our op would return
-another dtype, or for arguments that it does not support (cross attention, rotary tables of another shape). A submodule
-with hooks or adapters is called; its weights are never used directly.
+another dtype, or for arguments that it does not support. A submodule with hooks or adapters is called.
 
 In plain training a block runs as one autograd function: gradients are required, all tensors have one dtype, there is no
-cache or dropout, no submodule has hooks or adapters, and our attention supports the mask. Otherwise the block calls its
-modules one by one, with a residual sum and the norm that follows it in one op. Under autocast the function computes as
-torch does: products and attention of cast weights in the low dtype, norms and the residual stream in that of the model.
+cache or dropout, and our attention supports the mask. Otherwise the block calls its modules one by one, with a residual
+sum and the norm that follows it in one op. Under autocast the function computes as torch does.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from accelerant import ops
+from accelerant.nn.layers import GLOBAL_HOOKS
 from accelerant.nn.patching.attention import Pattern, known_pattern
 from accelerant.nn.patching.forms import ModulePlan
 from accelerant.nn.patching.plain import (
@@ -35,14 +34,13 @@ from accelerant.nn.patching.plain import (
     linear_gelu,
     silu_forward,
 )
-from accelerant.nn.patching.record import ATTENTION_NAME, GLOBAL_HOOKS, MARK, Forward, has_hooks, is_bare, runs_forward
+from accelerant.nn.patching.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 from accelerant.runtime.streams.graphs import ahead_of_capture
 
-_HALF_TABLES = "_accelerant_half_tables"
-"""Attribute of a rotary cos table: both tables as our rope takes them."""
+_HALF_TABLES = "_accelerant_half_tables"  # attribute of a rotary cos table: both tables as our rope takes them
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -235,7 +233,10 @@ def layer_plan(module: Any, forward: Forward, changes: list[tuple[str, str]], **
     transformers before 5.23 checkpoints where the module is called, so that a replaced forward is checkpointed as well.
     """
     original = type(module).forward
-    options["cache"] = "cache" if "cache" in inspect.signature(original).parameters else "past_key_values"
+    parameters = list(inspect.signature(original).parameters.values())[2:]
+    named = {each.name: each.default for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+    options["defaults"] = {name: None if value is inspect.Parameter.empty else value for name, value in named.items()}
+    options["cache"] = "cache" if "cache" in named else "past_key_values"
     ours = _checkpointed(forward) if _CHECKPOINTING in _decorators(original) else forward
     return ModulePlan(changes, ours, options=options)
 
@@ -452,33 +453,12 @@ def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor 
     return y
 
 
-def decoder_layer_forward(
-    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-    past_key_values: Any = None, use_cache: bool | None = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Run the decoder layer of Llama, Qwen, Mistral, Phi-3 and others."""
-    return _decoder_layer(
-        self, hidden_states, past_key_values, attention_mask=attention_mask, position_ids=position_ids,
-        use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-    )  # fmt: skip
-
-
-def keyword_decoder_layer_forward(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Tensor | None = None, position_ids: Tensor | None = None, past_key_values: Any = None,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Run the decoder layer of Mixtral, Gemma 2 and Gemma 3, whose arguments have another order."""
-    return _decoder_layer(
-        self, hidden_states, past_key_values, attention_mask=attention_mask, position_ids=position_ids,
-        position_embeddings=position_embeddings, **kwargs,
-    )  # fmt: skip
-
-
-def _decoder_layer(self: Any, hidden_states: Tensor, past_key_values: Any, **arguments: Any) -> Tensor:
-    cache = arguments.pop("cache", past_key_values)
+def decoder_layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the decoder layer of Llama, Qwen, Mistral, Mixtral, Gemma and others, which order the other arguments."""
     options = getattr(self, MARK).options
+    arguments = options["defaults"] | dict(zip(options["defaults"], args, strict=False)) | kwargs
+    caches = [arguments.pop(name, None) for name in ("cache", "past_key_values")]
+    cache = caches[1] if caches[0] is None else caches[0]
     norm, after = options["norm"], options["after"]
 
     def by_modules(x: Tensor) -> Tensor:

@@ -84,8 +84,7 @@ def why_left(module: nn.Module) -> str | None:
 
 # --- forms -----------------------------------------------------------------------------------------------------------
 
-TESTED = ((5, 17), (5, 24))
-"""The oldest and the newest transformers whose functions were compared with these forms."""
+TESTED = ((5, 17), (5, 24))  # the oldest and the newest transformers whose functions were compared with these forms
 
 FORMS: dict[str, tuple[str, ...]] = {
     # activations and layers
@@ -126,8 +125,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "attention_gpt2": ("b3815a1ead7c7886",),
     "attention_bert": ("4d9cb73ac04687c9",),
     "attention_vit": ("a921c8a872957f03",),
-    "decoder_layer": ("1a8125909341e389",),
-    "keyword_decoder_layer": ("d4699009e63a2518",),
+    "decoder_layer": ("1a8125909341e389", "d4699009e63a2518"),
     "dropout_decoder_layer": ("df580f10cfd4279e",),
     "sandwich_layer": ("eb03c623c021985a",),
     "clip_layer": ("62e60adf8f7142e8",),

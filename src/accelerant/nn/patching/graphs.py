@@ -1,17 +1,15 @@
 """A patched model's forward and backward pass as two CUDA graphs, for loops that call the model themselves.
 
-A call in training mode is identified by its key: shapes, dtypes and values of the arguments, and torch's settings. The
-first calls of a key run eagerly, because they compile kernels; the next one captures the forward pass, and with it the
-backward pass of all outputs. From then on a call is one autograd function whose forward replays the first graph and
-whose backward replays the second. The parameters are inputs of that function, so that autograd accumulates `.grad`,
-and calls hooks of parameters and DDP's, as it does otherwise. Outputs are copied out of the memory of the graphs, since
-the next forward pass writes there. Gradients are in that memory: one that is still in use then is moved first.
+A call in training mode has a key: shapes, dtypes and values of the arguments, and torch's settings. The first calls of
+a key run eagerly; the next one captures the forward pass, and with it the backward pass of all outputs. From then on a
+call is one autograd function that replays both. The parameters are its inputs, so that autograd accumulates `.grad` and
+calls hooks, DDP's too. Outputs are copied out of the memory of the graphs. Gradients are in that memory: one that is
+still in use at the next forward pass is moved first.
 
-A graph is only correct while the model is as it was at the capture. Each call compares the model's modules, attributes,
-parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. What a
-backward graph cannot do, a second pass or one that is itself differentiated, runs the call again, eagerly.
-
-By default (`automatic`) graphs are kept where they make steps faster, by the device's clock, and fit into memory.
+A graph is only correct while the model is as it was at the capture: each call compares modules, attributes, parameters,
+buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. A second backward
+pass, or one that is differentiated, runs the call again, eagerly. By default (`automatic`) graphs are kept where they
+make steps faster, by the device's clock, and fit into memory.
 """
 
 from __future__ import annotations
@@ -44,36 +42,17 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
-EAGER_CALLS = 3
-"""Calls of a key before its capture, which compile kernels; they are watched for what a replay would not do."""
+EAGER_CALLS = 3  # of a key before its capture: they compile kernels, and show what a replay would not do
+MOST_GRAPHS = 4  # keys with graphs at one time; each has memory of its own for activations and gradients
+_IDLE_CALLS = 64  # calls without a replay after which another key may take the place of a captured one
+_MOST_KEYS = 64  # keys whose calls are counted
+_CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
+_LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
+_LAPS, _GAIN = 5, 0.97  # after so many replays their fastest step may take this much of the fastest eager one
+_SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
+_KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
-MOST_GRAPHS = 4
-"""Keys with graphs at one time; each has memory of its own for activations and gradients."""
-
-_IDLE_CALLS = 64
-"""Calls without a replay after which another key may take the place of a captured one."""
-
-_MOST_KEYS = 64
-"""Keys whose calls are counted."""
-
-_CREDIT = 32
-"""Eager calls that are watched by default; a capture counts as four, and a replay takes one back."""
-
-_LAG = 3.0
-"""Device time of an eager forward pass by its host time, above which the device has no reason to wait for the host."""
-
-_LAPS, _GAIN = 5, 0.97
-"""Replays after which the fastest of their steps is compared with the fastest eager one, of which it may take 0.97."""
-
-_SHARE = 4
-"""By default a model's graphs hold at most 1 / 4 of the memory that was free without them."""
-
-_KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")
-"""Modules whose code is captured by default: a forward pass does nothing besides its operations."""
-
-_UNUSED = 2
-"""References to the storage of a gradient that nobody uses: its tensor's, and the one held here."""
-
+_UNUSED = 2  # references to the storage of a gradient that nobody uses: its tensor's, and the one held here
 _DEVICE = "cuda"
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -20,24 +20,16 @@ from typing import Any
 from torch import nn
 
 from accelerant.errors import ConfigError
+from accelerant.nn.layers import GLOBAL_HOOKS
 from accelerant.runtime.html_page import table, text_table
 
-ATTENTION_NAME = "accelerant"
-"""The attention implementation that a patched model's config names instead of "sdpa"."""
-
-MARK = "_accelerant"
-"""Attribute of a changed module: its Mark."""
-
-RECORD = "_accelerant_patch"
-"""Attribute of a patched model: its Record."""
-
+ATTENTION_NAME = "accelerant"  # the attention implementation that a patched model's config names instead of "sdpa"
+MARK = "_accelerant"  # attribute of a changed module: its Mark
+RECORD = "_accelerant_patch"  # attribute of a patched model: its Record
 PARTS = "_accelerant_parts"
 """Attribute of an output with lazy logits: the function that makes it, and the tensors that it takes as one tree."""
 
 Forward = Callable[..., Any]
-
-GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
-"""torch's hooks of all modules."""
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -292,8 +284,7 @@ def _signed(forward: Forward, kind: Any, plain: bool) -> Forward:
     return copied
 
 
-_REPLACES = "_accelerant_forward"
-"""Attribute of a function that _signed() returns: the one that it was made of."""
+_REPLACES = "_accelerant_forward"  # attribute of a function that _signed() returns: the one that it was made of
 
 
 def runs_forward(module: nn.Module, forward: Forward) -> bool:

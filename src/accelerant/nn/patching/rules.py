@@ -400,14 +400,11 @@ RULES |= {
     "gated_mlp": _gated_mlp(blocks.gated_mlp_forward, "act_fn"),
     "packed_gated_mlp": _gated_mlp(blocks.packed_gated_mlp_forward, "activation_fn"),
     "decoder_layer": _residual(blocks.decoder_layer_forward, "post_attention_layernorm", whole="self_attn"),
-    "keyword_decoder_layer": _residual(
-        blocks.keyword_decoder_layer_forward, "post_attention_layernorm", whole="self_attn"
-    ),
     "dropout_decoder_layer": _residual(
         blocks.decoder_layer_forward, "post_attention_layernorm", ("resid_attn_dropout", "resid_mlp_dropout")
     ),
     "sandwich_layer": _residual(
-        blocks.keyword_decoder_layer_forward, "pre_feedforward_layernorm",
+        blocks.decoder_layer_forward, "pre_feedforward_layernorm",
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     "clip_layer": _residual(blocks.clip_layer_forward, "layer_norm2"),

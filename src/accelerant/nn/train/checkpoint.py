@@ -1,9 +1,8 @@
 """Checkpoints: files with checksums, the state of a training, and the parameters of its best evaluation.
 
-A checkpoint is one safetensors file: named tensors, and in its header a JSON document and the SHA-256 of that document
-and of all tensors. Reading one never executes anything. `Checkpoints` keeps the last two of a folder; if the newer one
-is damaged, the older one is used. Several processes write their tensors as shards (sharded_checkpoint.py), which the
-document lists.
+A checkpoint is one safetensors file: named tensors, and in its header a JSON document and the SHA-256 of both. Reading
+one never executes anything. `Checkpoints` keeps the last two of a folder; if the newer one is damaged, the older one is
+used. Several processes write their tensors as shards (sharded_checkpoint.py), which the document lists.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 # ruff: noqa: D102  Source documents the methods of its subclasses
 """Training data as batches by step: tensors, arrays, datasets, loaders and token files.
 
-The batch of a step depends on (seed, step) alone if the rows of the data are numbered, so a resumed run needs no
-position other than the step. A DataLoader has its own order: it is restarted for each epoch with random states derived
-from (seed, epoch), and a resumed run skips the batches that were used. Of several processes each takes its rows of the
-same batches, so that the order does not depend on their number.
+The batch of a step depends on (seed, step) alone if the rows of the data are numbered. A DataLoader has its own order:
+it is restarted for each epoch with random states derived from (seed, epoch), and a resumed run skips the batches that
+were used. Of several processes each takes its rows of the same batches.
 
-A thread gathers batches some steps in advance. If the device is a GPU, the reading thread pins them, so that the copy
-to the device overlaps with computation. The gathering thread never calls CUDA: a call from another thread would
-invalidate the capture of a graph.
+A thread gathers batches some steps in advance, and never calls CUDA, which would invalidate the capture of a graph: the
+reading thread pins them, so that the copy to a GPU overlaps with computation.
 """
 
 from __future__ import annotations

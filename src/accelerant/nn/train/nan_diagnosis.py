@@ -1,9 +1,8 @@
 """Diagnosis of a loss or gradient that is not finite: find the module in which it arises.
 
-The state from before the step is restored, and the step's batch is computed again while the outputs and gradients of
-every module are checked. On the CPU gradients are checked before each update, so the parameters are still those of the
-failed step. On a GPU nothing waits for such a check: parameters come from the last checkpoint, or from a copy of the
-initial ones, and the steps since then are repeated.
+The failed step is computed again while the outputs and gradients of every module are checked. On the CPU gradients are
+checked before each update, so the parameters are still those of the step. On a GPU nothing waits for such a check:
+parameters come from the last checkpoint, or from a copy of the initial ones, and the steps since then are repeated.
 """
 
 from __future__ import annotations

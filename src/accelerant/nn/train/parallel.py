@@ -1,14 +1,12 @@
 """Data parallel training: gradients summed over the processes of torch.distributed while the backward pass runs.
 
-Each process computes its share of a batch, with losses weighted such that the sum of all gradients is that of the mean
-over the whole batch. Buckets of gradients are summed in the order in which the backward pass finishes them, so that all
-but the last one overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one
-host (accelerant.runtime.peers), else by torch's all_reduce. TrainStep (step.py) uses these sums, and captures them
-inside its CUDA graph.
+Buckets of gradients are summed in the order in which the backward pass finishes them, so that all but the last one
+overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one host
+(accelerant.runtime.peers), else by torch's all_reduce. TrainStep (step.py) captures them inside its CUDA graph.
 
 The largest gradient, of an embedding tied to the output layer, would be the last. Its part from the output layer is
 complete first, and is the first bucket; rows that the embedding has looked up are gathered from all processes at the
-end, and added to the sum in one order in each.
+end.
 """
 
 from __future__ import annotations

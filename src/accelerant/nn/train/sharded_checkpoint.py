@@ -1,13 +1,11 @@
 """Checkpoints of several processes: torch.distributed.checkpoint (DCP) over safetensors files.
 
-Each process writes the shards that DCP's plan gives it to one safetensors file in the folder checkpoint-shards-STEP,
-while training goes on; of replicated tensors each process writes a part. The checkpoint itself is a file as of one
-process, whose document lists the shards with offsets, sizes and SHA-256 in place of tensors. It is written last, by
-rank 0, once all shards are on the disk, so that a checkpoint is complete or absent. Any number of processes reads it.
+Each process writes its shards to one safetensors file in the folder checkpoint-shards-STEP, while training goes on. The
+checkpoint itself is a file as of one process, whose document lists the shards with offsets, sizes and SHA-256 in place
+of tensors. Rank 0 writes it last, so that a checkpoint is complete or absent. Any number of processes reads it.
 
-DCP's own `.metadata` is a pickle, which runs code when it is loaded. None is written or read: a file from elsewhere may
-be damaged, and is refused then, but executes nothing. Between the processes of one training DCP sends its plans as
-pickles: they trust each other.
+DCP's own `.metadata` is a pickle, which runs code when it is loaded: none is written or read. Between the processes of
+one training DCP sends its plans as pickles: they trust each other.
 """
 
 from __future__ import annotations

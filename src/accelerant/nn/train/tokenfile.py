@@ -36,8 +36,7 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sII32s")
 _CHUNK = 1 << 22  # bytes at a time in verify
 
-BYTES = "bytes"
-"""Replaces the tokenizer's hash if tokens are bytes."""
+BYTES = "bytes"  # replaces the tokenizer's hash if tokens are bytes
 
 
 @dataclass(frozen=True, slots=True)
