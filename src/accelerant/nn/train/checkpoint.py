@@ -222,21 +222,15 @@ class Checkpoints:
     @property
     def size_bytes(self) -> int:
         """The size of the larger checkpoint, with its shards; 0 without one."""
-        sizes = [0]
-        for path in filter(Path.is_file, (self.path, self.previous)):
-            shards = path.parent / (_shards_of(path) or "")
-            files = [] if shards == path.parent else [each.stat().st_size for each in shards.glob("*.safetensors")]
-            sizes.append(path.stat().st_size + sum(files))
-        return max(sizes)
+        paths = filter(Path.is_file, (self.path, self.previous))
+        return max((sum(each.stat().st_size for each in (path, *_shard_files(path))) for path in paths), default=0)
 
     @property
     def written(self) -> tuple[int, int]:
         """The step of the last checkpoint, and the number of processes that wrote it; 0 and 1 without one."""
         for path in filter(Path.is_file, (self.path, self.previous)):
             with suppress(FormatError, ValueError):  # resuming reports it
-                shards = path.parent / (_shards_of(path) or "")
-                count = 1 if shards == path.parent else len([*shards.glob("*.safetensors")])
-                return typed(int, _document(path).get("step"), "step"), max(1, count)
+                return typed(int, _document(path).get("step"), "step"), max(1, len(_shard_files(path)))
         return 0, 1
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
@@ -358,6 +352,12 @@ def _shards_of(path: Path) -> str | None:
         return typed(str, document["shards"]["folder"], "folder") if "shards" in document else None
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"checkpoint {path} is damaged: {error}") from None
+
+
+def _shard_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint's shards."""
+    folder = _shards_of(path)
+    return [] if folder is None else [*(path.parent / folder).glob("*.safetensors")]
 
 
 def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

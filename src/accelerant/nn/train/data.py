@@ -11,15 +11,14 @@ reading thread pins them, so that the copy to a GPU overlaps with computation.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
-import queue
-import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +43,7 @@ Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader
 token file or its path."""
 
 _SAMPLED_ROWS = 256  # of a tensor, which enter its fingerprint
+_AHEAD = 4  # batches that are gathered in advance
 
 
 # --- random numbers and windows --------------------------------------------------------------------------------------
@@ -105,35 +105,15 @@ def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Gene
 
     The reader gets them in pinned memory if `pin` is set.
     """
-    ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=4)
-    stop = threading.Event()
-
-    def put(item: Batch | BaseException) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
-
-    def fill() -> None:
-        try:
-            for step in steps:
-                if stop.is_set():
-                    return
-                put(make(step))
-        except BaseException as error:  # noqa: BLE001  the reader raises it
-            put(error)
-
-    thread = threading.Thread(target=fill, name="accelerant-batches", daemon=True)
-    thread.start()
+    thread, following = ThreadPoolExecutor(1, "accelerant-batches"), iter(steps[_AHEAD:])
     try:
-        for _ in steps:
-            item = ready.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield [_pinned(item, pin)]
+        ready = deque(thread.submit(make, step) for step in steps[:_AHEAD])
+        while ready:
+            batch = ready.popleft().result()
+            ready.extend(thread.submit(make, step) for step in itertools.islice(following, 1))
+            yield [_pinned(batch, pin)]
     finally:
-        stop.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
