@@ -141,17 +141,22 @@ def _pairs(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(sorted({name.strip(): text.strip() for name, text in pairs}.items()))
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the table of a file of settings; raise ConfigError if it cannot be read, or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+
+
 def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
     if not os.path.isfile(path):  # nor where the home folder is another user's and closed, as in some containers
         if must_exist:
             raise ConfigError(f"ACCELERANT_CONFIG names {path}, which is not a file")
         return {}
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
+    table = read_toml(path)
     _require_known(table, {setting.name for setting in fields(Settings)}, f"{path}: unknown setting")
     return {name: _converted(name, value, str(path)) for name, value in table.items()}
 

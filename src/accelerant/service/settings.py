@@ -21,14 +21,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from accelerant.config import similar
+from accelerant.config import read_toml, similar
 from accelerant.errors import ConfigError
 from accelerant.runtime.registry import backend_named
 
@@ -151,13 +150,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     if path is not None:
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not TOML: {error}") from None
-        values |= {name: _converted(name, value, str(path)) for name, value in table.items()}
+        values |= {name: _converted(name, value, str(path)) for name, value in read_toml(Path(path)).items()}
     for variable, text in environ.items():
         if variable == f"{PREFIX}STATE_URL" and not text:  # SQLite instead would lose the jobs of a cluster
             raise ConfigError(f"{variable} must not be empty: unset it for SQLite in the service's folder")
