@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from accelerant.cli.app import exit_status
-from accelerant.cli.help import Application, HelpGroup
+from accelerant.cli.help import Application, HelpGroup, with_parameters
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.runtime.files import escaped, write_atomic
@@ -146,13 +146,8 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
         suite = kind(**given, **{name: value for name, value in own.items() if value is not None})
         _RunOptions(**values).run([suite], kind.name)
 
-    signature = inspect.Signature([*parameters, *shared])
-    command.__signature__ = signature  # type: ignore[attr-defined]  # typer reads both
-    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
-    command.__doc__ = kind.__doc__
-    if op:
-        command.__doc__ = f"Measure {op} and torch's, forward and backward; with --size at sizes of your own."
-    return command
+    text = f"Measure {op} and torch's, forward and backward; with --size at sizes of your own." if op else kind.__doc__
+    return with_parameters(command, [*parameters, *shared], text or "")
 
 
 def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:

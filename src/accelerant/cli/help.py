@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -89,6 +89,23 @@ class Application(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Return a decorator that adds a command."""
         return super().command(name, **{"cls": HelpCommand, **options})
+
+
+def command_of(kind: type[Any]) -> Callable[..., None]:
+    """Return the command whose parameters are the fields of a dataclass, and whose work is its method `run`."""
+    parameters = inspect.signature(kind, eval_str=True).parameters.values()
+    return with_parameters(lambda **values: kind(**values).run(), parameters, inspect.getdoc(kind) or "")
+
+
+def with_parameters(
+    call: Callable[..., None], parameters: Iterable[inspect.Parameter], text: str
+) -> Callable[..., None]:
+    """Return a function of keywords with parameters and a docstring for typer, which reads both declarations."""
+    signature = inspect.Signature(list(parameters))
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    call.__doc__ = text
+    return call
 
 
 def _print_page(command: Any, ctx: Any) -> None:
