@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from accelerant.cli.help import command_of
 from accelerant.cli.terminal import print_table
 from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.compilation.options import CompileOptions
@@ -39,7 +40,7 @@ accelerant compile mine.cu --arch sm_80 --ptx"""
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("compile", epilog=_EXAMPLES, rich_help_panel="Kernels")(compile_file)
+    app.command("compile", epilog=_EXAMPLES, rich_help_panel="Kernels")(command_of(CompileCommand))
 
 
 def _code(text: str, *names: str, metavar: str | None = None) -> Any:
@@ -47,99 +48,108 @@ def _code(text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, rich_help_panel="Code")
 
 
-def compile_file(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class CompileCommand:
+    """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
+
+    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 if it does not compile.
+    """
+
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")] = (
+        None
+    )
     arch: Annotated[
         list[str] | None,
         typer.Option(
             help="sm_90, sm_90a, ..., or gfx90a, ... (portable C); may be repeated. all: every sm_ of our ops."
         ),
-    ] = None,
-    block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None,
-    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0,
+    ] = None
+    block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None
+    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0
     include: Annotated[
         list[Path] | None, typer.Option("--include", "-I", help="A folder with headers; may be repeated.")
-    ] = None,
+    ] = None
     entry: Annotated[
         list[str] | None, typer.Option(help="A template to instantiate, like 'scale<float, 4>'; may be repeated.")
-    ] = None,
-    optimize: Annotated[int | None, _code("Level of the assembler, 0 to 3.", "--optimize", "-O")] = None,
-    fast_math: Annotated[bool, _code("Faster, less precise arithmetic in float32.", "--fast-math")] = False,
-    ftz: Annotated[bool | None, _code("Flush subnormal numbers to zero.")] = None,
-    prec_div: Annotated[bool | None, _code("Correctly rounded division.")] = None,
-    prec_sqrt: Annotated[bool | None, _code("Correctly rounded square root.")] = None,
-    fmad: Annotated[bool | None, _code("Contract a * b + c to one operation.")] = None,
-    define: Annotated[
-        list[str] | None, _code("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE")
-    ] = None,
-    nvrtc: Annotated[list[str] | None, _code("Any option of NVRTC; may be repeated.", metavar="OPTION")] = None,
-    ptxas: Annotated[list[str] | None, _code("Any option of ptxas; may be repeated.", metavar="OPTION")] = None,
-    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")
-    ] = None,
-) -> None:
-    """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
+    ] = None
+    optimize: Annotated[int | None, _code("Level of the assembler, 0 to 3.", "--optimize", "-O")] = None
+    fast_math: Annotated[bool, _code("Faster, less precise arithmetic in float32.", "--fast-math")] = False
+    ftz: Annotated[bool | None, _code("Flush subnormal numbers to zero.")] = None
+    prec_div: Annotated[bool | None, _code("Correctly rounded division.")] = None
+    prec_sqrt: Annotated[bool | None, _code("Correctly rounded square root.")] = None
+    fmad: Annotated[bool | None, _code("Contract a * b + c to one operation.")] = None
+    define: Annotated[list[str] | None, _code("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE")] = (
+        None
+    )
+    nvrtc: Annotated[list[str] | None, _code("Any option of NVRTC; may be repeated.", metavar="OPTION")] = None
+    ptxas: Annotated[list[str] | None, _code("Any option of ptxas; may be repeated.", metavar="OPTION")] = None
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
+    template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")] = (
+        None
+    )
 
-    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 if it does not compile.
-    """
-    if template is not None:
-        _write_template(template, file, out)
-        return
-    if file is None:
-        raise ConfigError("name a file to compile, or --template matmul, relu or attention")
-    if out is not None:
-        raise ConfigError("--out goes with --template")
-    if block is not None and not 1 <= block <= 1024:
-        raise ConfigError(f"--block must be 1 to 1024 threads, got {block}")
-    if shared < 0:
-        raise ConfigError(f"--shared must be at least 0 bytes, got {shared}")
-    text = _read(file)
-    for folder in include or ():
-        if not folder.is_dir():
-            raise ConfigError(f"--include {folder}: no such folder")
-    options = CompileOptions(
-        optimize=optimize, fast_math=fast_math, ftz=ftz, prec_div=prec_div, prec_sqrt=prec_sqrt, fmad=fmad,
-        defines=tuple((name, value if eq else "1") for name, eq, value in (x.partition("=") for x in define or ())),
-        include=include or (), nvrtc=nvrtc or (), ptxas=ptxas or (),
-    )  # fmt: skip
-    folders = [file.resolve().parent]
-    names = arch or ["all"]
-    known = known_targets_of([each for each in names if not each.startswith("gfx")])
-    targets = [*known, *(each for each in dict.fromkeys(names) if each.startswith("gfx"))]
-    from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_amd, inspect_cuda, read_messages
+    def run(self) -> None:
+        """Check the options, then compile for each architecture and print what was found."""
+        if self.template is not None:
+            _write_template(self.template, self.file, self.out)
+            return
+        if self.file is None:
+            raise ConfigError("name a file to compile, or --template matmul, relu or attention")
+        if self.out is not None:
+            raise ConfigError("--out goes with --template")
+        if self.block is not None and not 1 <= self.block <= 1024:
+            raise ConfigError(f"--block must be 1 to 1024 threads, got {self.block}")
+        if self.shared < 0:
+            raise ConfigError(f"--shared must be at least 0 bytes, got {self.shared}")
+        text = _read(self.file)
+        for folder in self.include or ():
+            if not folder.is_dir():
+                raise ConfigError(f"--include {folder}: no such folder")
+        names = self.arch or ["all"]
+        known = known_targets_of([each for each in names if not each.startswith("gfx")])
+        targets = [*known, *(each for each in dict.fromkeys(names) if each.startswith("gfx"))]
+        done, failed = self._compiled(self.file, text, targets)
+        if self.json_output:
+            print(json.dumps(_to_dict(str(self.file), targets, done, failed, self.ptx), indent=1))
+        else:
+            _print_messages(str(self.file), targets, done, failed)
+            if self.ptx:
+                for inspection in done:
+                    print(inspection.ptx.strip())
+            elif done:
+                _print_table(done, self.shared)
+        if failed:
+            raise typer.Exit(1)
 
-    name = str(file)
-    done: list[Inspection] = []
-    failed: _Failed = {}
-    for target in targets:
-        try:
-            done.append(
-                inspect_amd(text, target, name=name, include=folders, options=options)
-                if target.startswith("gfx")
-                else inspect_cuda(
-                    text, target, name=name, include=folders, options=options, entries=entry or (), block=block,
-                    dynamic_shared_bytes=shared,
-                )
-            )  # fmt: skip
-        except CompileError as error:
-            errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
-            failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log or str(error))]
-    if json_output:
-        print(json.dumps(_to_dict(name, targets, done, failed, ptx), indent=1))
-    else:
-        _print_messages(name, targets, done, failed)
-        if ptx:
-            for inspection in done:
-                print(inspection.ptx.strip())
-        elif done:
-            _print_table(done, shared)
-    if failed:
-        raise typer.Exit(1)
+    def _compiled(self, file: Path, text: str, targets: Sequence[str]) -> tuple[list[Inspection], _Failed]:
+        from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_amd, inspect_cuda, read_messages
+
+        macros = (macro.partition("=") for macro in self.define or ())
+        options = CompileOptions(
+            optimize=self.optimize, fast_math=self.fast_math, ftz=self.ftz, prec_div=self.prec_div,
+            prec_sqrt=self.prec_sqrt, fmad=self.fmad, include=self.include or (), nvrtc=self.nvrtc or (),
+            ptxas=self.ptxas or (), defines=tuple((name, value if eq else "1") for name, eq, value in macros),
+        )  # fmt: skip
+        about: dict[str, Any] = {"name": str(file), "include": [file.resolve().parent], "options": options}
+        done: list[Inspection] = []
+        failed: _Failed = {}
+        for target in targets:
+            try:
+                done.append(
+                    inspect_amd(text, target, **about)
+                    if target.startswith("gfx")
+                    else inspect_cuda(
+                        text, target, **about, entries=self.entry or (), block=self.block,
+                        dynamic_shared_bytes=self.shared,
+                    )
+                )  # fmt: skip
+            except CompileError as error:
+                errors = [one for one in read_messages(error.log, str(file)) if one.severity == "error"]
+                errors = errors or [CompilerMessage("error", str(file), None, error.log or str(error))]
+                failed[target] = error.log, errors
+        return done, failed
 
 
 def _read(file: Path) -> str:
