@@ -99,9 +99,9 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Kind(NamedTuple):
-    """What recognizes a kind of call, and what serves it: torch's function, or the op's autograd function (`apply`).
+    """Guards that recognize a kind of call, and the function that serves it.
 
-    With neither, the public function does.
+    That is torch's function or the op's autograd function (`apply`); with neither, the public function.
     """
 
     length: int

@@ -131,9 +131,10 @@ class PatchReport:
 
 
 class Capture:
-    """Whether the masks of a call that is being captured have no padding; None outside of a capture."""
+    """State of the call that is being captured."""
 
     full_masks: bool | None = None
+    """Whether its masks have no padding; None outside of a capture."""
 
 
 # --- the record ------------------------------------------------------------------------------------------------------
