@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from probes import CASE, CPU, failing, operation, ran
 
 import accelerant
 from accelerant import ops
@@ -26,37 +27,10 @@ from accelerant.errors import (
     UnsupportedCase,
 )
 from accelerant.runtime import recorded_launch, registry
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, explain_quietly, force
+from accelerant.runtime.dispatch import Case, Implementation, explain, explain_quietly, force
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
-from accelerant.runtime.ledger import Ledger
 from accelerant.runtime.provider import Launches, noted, watched
-
-CPU = torch.device("cpu")
-CASE = Case(CPU, torch.float32, (4, 8))
-
-
-@pytest.fixture
-def book(monkeypatch):
-    """A ledger of its own."""
-    own = Ledger()
-    monkeypatch.setattr(dispatch, "_ledger", own)
-    return own
-
-
-def operation(*implementations, name="probe"):
-    return Operation(name, implementations, cost=lambda case: Cost(bytes=100, flops=7))
-
-
-def failing(error):
-    def run(*_, **__):
-        raise error
-
-    return run
-
-
-def ran(book):
-    return {(row["op"], row["implementation"]): row["calls"] for row in book.to_dict()["ops"]}
 
 
 def test_the_first_that_does_not_refuse_runs(book):

@@ -15,48 +15,13 @@ import weakref
 
 import pytest
 import torch
+from probes import CASE, CPU, failing, operation, ran
 
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
-from accelerant.runtime.dispatch import (
-    Case,
-    Cost,
-    Implementation,
-    Operation,
-    choices,
-    explain_quietly,
-    force,
-    saved_by,
-)
+from accelerant.runtime.dispatch import Case, Implementation, choices, explain_quietly, force, saved_by
 from accelerant.runtime.dispatch import operation as dispatch
-from accelerant.runtime.ledger import Ledger
-
-CPU = torch.device("cpu")
-CASE = Case(CPU, torch.float32, (4, 8))
-
-
-@pytest.fixture
-def book(monkeypatch):
-    """A ledger of its own."""
-    own = Ledger()
-    monkeypatch.setattr(dispatch, "_ledger", own)
-    return own
-
-
-def operation(*implementations, name="probe"):
-    return Operation(name, implementations, cost=lambda case: Cost(bytes=100, flops=7))
-
-
-def failing(error):
-    def run(*_):
-        raise error
-
-    return run
-
-
-def ran(book):
-    return {(row["op"], row["implementation"]): row["calls"] for row in book.to_dict()["ops"]}
 
 
 @pytest.fixture
@@ -81,6 +46,15 @@ def contest(own=4e-3, other=1e-4, **more):
     own, other = Runs("own", own), Runs("torch", other)
     first, second = Implementation("own", own, own=True, **more), Implementation("torch", other)
     return operation(first, second), own, other
+
+
+def ship(monkeypatch, folder, model, entries):
+    """Serve a model by a table of the device "Card", in a store within the folder."""
+    (folder / "tables").mkdir()
+    body = {"format": 1, "device": "Card", "serves": [model], "entries": entries}
+    (folder / "tables" / "card.json").write_text(json.dumps(body))
+    store = choices.Choices(folder / "choices", folder / "tables")
+    monkeypatch.setitem(choices._stores, folder / "choices", store)
 
 
 def decided(op, case=CASE, *args):
@@ -137,11 +111,8 @@ def test_a_result_holds_for_other_settings_and_processes(racing, book):
 
 def test_a_shipped_table_serves_until_there_is_a_local_result(racing, book, monkeypatch):
     key = choices.key_of("probe", torch.float32, (4, 8))
-    body = {"format": 1, "device": "Card", "serves": [choices.model_of(CPU)]}
-    body["entries"] = {key: {"ms": {"own": 2.0, "torch": 1.0, "gone": 0.1}, "case": "4x8 float32"}}
-    (racing / "tables").mkdir()
-    (racing / "tables" / "card.json").write_text(json.dumps(body))
-    monkeypatch.setitem(choices._stores, racing / "choices", choices.Choices(racing / "choices", racing / "tables"))
+    ms = {"own": 2.0, "torch": 1.0, "gone": 0.1}
+    ship(monkeypatch, racing, choices.model_of(CPU), {key: {"ms": ms, "case": "4x8 float32"}})
     op, own, _ = contest(own=1e-4, other=4e-3)
     with override(race="off"):
         decision = decided(op)
@@ -160,12 +131,7 @@ def untabled(book, tmp_path, monkeypatch):
         choices.key_of("probe", torch.float32, (rows, 8, "none")): {"ms": ms, "case": f"{rows}x8 float32"}
         for rows, ms in {64: {"own": 1.0, "torch": 2.0}, 8192: {"own": 2.0, "torch": 1.0}}.items()
     }
-    body = {"format": 1, "device": "Card", "serves": ["Card"], "entries": entries}
-    (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "card.json").write_text(json.dumps(body))
-    monkeypatch.setitem(
-        choices._stores, tmp_path / "choices", choices.Choices(tmp_path / "choices", tmp_path / "tables")
-    )
+    ship(monkeypatch, tmp_path, "Card", entries)
     monkeypatch.setattr(dispatch, "_TABLED", frozenset({"cpu"}))
     monkeypatch.setattr(dispatch, "_race_s", 0.0)
     with override(cache_dir=tmp_path):
@@ -230,10 +196,9 @@ def test_who_wins_may_refuse_a_case_of_the_bucket(racing, book):
 
 def test_an_op_may_say_what_a_race_stands_for(racing, book):
     own, other = Runs("own"), Runs("torch", 4e-3)
-    op = Operation(
-        "bucketed",
-        (Implementation("own", own), Implementation("torch", other)),
-        cost=lambda case: Cost(1, 1),
+    op = operation(
+        Implementation("own", own),
+        Implementation("torch", other),
         bucket=lambda case: (*choices.rounded(case.shape[:1]), case.shape[1]),
     )
     op(Case(CPU, torch.float32, (4, 80), ("a",)))
@@ -266,9 +231,8 @@ def test_who_fails_in_a_race_is_out_and_a_preferred_one_counts_as_a_fallback(rac
 
 
 def test_where_all_fail_in_a_race_the_call_says_so(racing, book):
-    op = operation(
-        Implementation("a", failing(ZeroDivisionError("by zero"))), Implementation("b", failing(KeyError("b")))
-    )
+    fails = failing(ZeroDivisionError("by zero"))
+    op = operation(Implementation("a", fails), Implementation("b", failing(KeyError("b"))))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             op(CASE)
@@ -406,13 +370,10 @@ def test_what_one_thread_forces_is_not_forced_on_another(book):
 
 def test_a_backward_pass_follows_the_forward_pass_that_saved_for_it(book):
     forward = operation(Implementation("cudnn", lambda: 1, group="cudnn"), name="pair_fwd")
-    backward = Operation(
-        "pair_bwd",
-        (
-            Implementation("triton", lambda: "triton"),
-            Implementation("cudnn", lambda: "cudnn", group="cudnn"),
-        ),
-        cost=lambda case: Cost(1, 1),
+    backward = operation(
+        Implementation("triton", lambda: "triton"),
+        Implementation("cudnn", lambda: "cudnn", group="cudnn"),
+        name="pair_bwd",
         pairs_with="pair_fwd",
     )
     assert decided(forward).reason == "the only one that serves this case; its backward will be cudnn's"

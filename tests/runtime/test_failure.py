@@ -17,6 +17,8 @@ from accelerant.ops.norm.launch import TUNED as NORM_PLANS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.ledger import ledger
+from accelerant.runtime.providers.cpu import CpuProvider
+from accelerant.runtime.providers.cuda_launch import cuda_error
 
 CPU = torch.device("cpu")
 
@@ -120,9 +122,6 @@ def test_an_error_that_the_provider_calls_sticky_becomes_device_lost(monkeypatch
     case = Case(CPU, torch.float32, (1,))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         op(case)  # on the CPU such words mean nothing
-    from accelerant.runtime.providers.cpu import CpuProvider
-    from accelerant.runtime.providers.cuda_launch import cuda_error
-
     monkeypatch.setattr(CpuProvider, "lost", lambda self, error: cuda_error(str(error), "the device"))
     with pytest.raises(DeviceLost, match="This process can no longer use the device"):
         op(case)
@@ -141,15 +140,11 @@ def test_an_error_that_the_provider_calls_sticky_becomes_device_lost(monkeypatch
     ],
 )
 def test_sticky_errors_are_known(text):
-    from accelerant.runtime.providers.cuda_launch import cuda_error
-
     assert isinstance(cuda_error(text, "x"), DeviceLost)
 
 
 @pytest.mark.parametrize("text", ["CUDA_ERROR_INVALID_VALUE", "CUDA error: invalid configuration argument", ""])
 def test_refused_launches_are_not_sticky(text):
-    from accelerant.runtime.providers.cuda_launch import cuda_error
-
     assert type(cuda_error(text, "x")) is LaunchError
 
 

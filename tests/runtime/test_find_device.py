@@ -86,7 +86,6 @@ def test_the_drivers_tools_are_asked_before_cuda(two, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpus_of_this_machine():
     peers = monitor.peer_access("cuda")
     assert len(peers) == torch.cuda.device_count()

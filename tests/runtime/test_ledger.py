@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from probes import CPU, operation
 
 from accelerant.errors import LaunchError
 from accelerant.runtime import html_page
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch import operation as dispatch
+from accelerant.runtime.dispatch import Case, Implementation
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import (
     FallbackRecord,
@@ -27,20 +27,10 @@ from accelerant.runtime.ledger import (
 )
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, counting
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def book(monkeypatch):
-    own = Ledger()
-    monkeypatch.setattr(dispatch, "_ledger", own)
-    return own
-
 
 @pytest.fixture
 def op():
-    run = Implementation("torch", lambda *args: None)
-    return Operation("graph_probe", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+    return operation(Implementation("torch", lambda *args: None), name="graph_probe")
 
 
 def case(rows):
@@ -269,8 +259,7 @@ def test_ledgers_of_several_processes_add_up():
 @pytest.fixture
 def sleeper():
     """An op of 2 ms."""
-    run = Implementation("torch", lambda: time.sleep(0.002))
-    return Operation("sleeper", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+    return operation(Implementation("torch", lambda: time.sleep(0.002)), name="sleeper")
 
 
 def test_a_phase_has_its_calls_and_the_time_that_no_op_has(book, op, sleeper):
@@ -338,8 +327,7 @@ def test_a_single_call_has_a_time_which_the_median_leaves_out(book, sleeper):
 
 
 def test_the_backward_passes_of_torchs_autograd_are_observed(book):
-    run = Implementation("torch", torch.sin, differentiable=True)
-    op = Operation("sine_fwd", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+    op = operation(Implementation("torch", torch.sin, differentiable=True), name="sine_fwd")
     x = torch.ones(4, requires_grad=True)
     for _ in range(200):
         op(case(4), x).sum().backward()
@@ -352,8 +340,7 @@ def test_the_backward_passes_of_torchs_autograd_are_observed(book):
 
 
 def test_the_tables_of_a_person_escape(book):
-    run = Implementation("<b>", lambda: None)
-    Operation("<script>", (run,), cost=lambda case: Cost(bytes=0, flops=0))(case(4))
+    operation(Implementation("<b>", lambda: None), name="<script>")(case(4))
     with book.phase("<i>"):
         pass
     html = book._repr_html_()

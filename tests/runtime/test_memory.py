@@ -48,14 +48,8 @@ from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 from requirements import require_backend
 
 MIB = 1 << 20
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-
-
-def gpu(test):
-    for mark in GPU:
-        test = mark(test)
-    return test
+gpu = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 def mlp():

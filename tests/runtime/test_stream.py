@@ -32,14 +32,8 @@ from accelerant.runtime.streams import transfer as chunks
 from accelerant.runtime.streams.stream import Event, Future, Stream, submit
 from accelerant.runtime.streams.transfer import StagingPool, copy_async, stream_chunks
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-
-
-def gpu(test):
-    for mark in GPU:
-        test = mark(test)
-    return test
+gpu = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 # --- streams and events ----------------------------------------------------------------------------------------------
