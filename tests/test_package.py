@@ -21,6 +21,7 @@ PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelera
 NOT_FOR_USERS = {
     "allocation_limit",
     "load",
+    "read_toml",
     "check_device",
     "check_launch",
     "check_range",

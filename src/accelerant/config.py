@@ -47,7 +47,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, MissingFile
 
 __all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "policy_named", "settings", "similar"]
 
@@ -154,7 +154,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
     if not os.path.isfile(path):  # nor where the home folder is another user's and closed, as in some containers
         if must_exist:
-            raise ConfigError(f"ACCELERANT_CONFIG names {path}, which is not a file")
+            raise MissingFile(f"ACCELERANT_CONFIG names {path}, which is not a file")
         return {}
     table = read_toml(path)
     _require_known(table, {setting.name for setting in fields(Settings)}, f"{path}: unknown setting")

@@ -13,7 +13,7 @@ import typer
 
 from accelerant.cli.help import command_of
 from accelerant.cli.terminal import print_table
-from accelerant.errors import CompileError, ConfigError
+from accelerant.errors import CompileError, ConfigError, MissingFile
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import escaped
 
@@ -106,7 +106,7 @@ class CompileCommand:
         text = _read(self.file)
         for folder in self.include or ():
             if not folder.is_dir():
-                raise ConfigError(f"--include {folder}: no such folder")
+                raise MissingFile(f"--include {folder}: no such folder")
         names = self.arch or ["all"]
         known = known_targets_of([each for each in names if not each.startswith("gfx")])
         targets = [*known, *(each for each in dict.fromkeys(names) if each.startswith("gfx"))]
@@ -160,7 +160,7 @@ def _read(file: Path) -> str:
             raise ConfigError(f"{file} has more than {_MOST_BYTES >> 20} MiB")
         return content.decode()
     except FileNotFoundError:
-        raise ConfigError(f"no file {file}") from None
+        raise MissingFile(f"no file {file}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not text in UTF-8") from None
     except OSError as error:

@@ -19,7 +19,7 @@ import typer
 
 from accelerant.cli.bench import check_writable
 from accelerant.cli.terminal import print_table
-from accelerant.errors import ConfigError
+from accelerant.errors import MissingFile
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def profile(
     bytes and operations. The exit status is the script's; Ctrl-C ends the script, and the tables follow.
     """
     if not script.is_file():
-        raise ConfigError(f"no file {script}")
+        raise MissingFile(f"no file {script}")
     if trace is not None:
         check_writable("--trace", trace)
         trace = trace.absolute()  # the script may change the folder

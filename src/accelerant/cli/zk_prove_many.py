@@ -19,7 +19,7 @@ from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.terminal import ProgressLine
 from accelerant.cli.zk_prove import read_json, resolve_targets, warn_forgeable, write_all
 from accelerant.config import settings
-from accelerant.errors import AccelerantError, ConfigError, FormatError
+from accelerant.errors import AccelerantError, ConfigError, FormatError, MissingFile
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def prove_many_files(
         raise ConfigError(f"--device must be auto, cpu, cuda or opencl, got {device!r}")
     for witness in witnesses:
         if not witness.is_file():
-            raise ConfigError(f"{witness}: no such file")
+            raise MissingFile(f"{witness}: no such file")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is not a folder")
     with Zkey.open(zkey) as opened:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import FormatError, MissingFile
 from accelerant.nn.models.hugging_face import is_run, read_object
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
@@ -71,7 +71,7 @@ def load_text_model(folder: Path, device: torch.device) -> TextModel:
     from accelerant.nn import GPT, Llama
 
     if not folder.is_dir():
-        raise ConfigError(f"no folder {folder}: name a run's, or one with config.json and model.safetensors")
+        raise MissingFile(f"no folder {folder}: name a run's, or one with config.json and model.safetensors")
     if not (folder / "config.json").is_file():
         raise FormatError(f"{folder} holds no model: there is no config.json")
     config = read_object(folder / "config.json")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.train import Evaluation, TrainConfig
 from accelerant.nn.train import checkpoint as module
 from accelerant.nn.train.checkpoint import (
@@ -113,8 +113,8 @@ def test_another_programs_file_is_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match="not a checkpoint of this program"):
         load_checkpoint(tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match="no checkpoint"):
-        load_checkpoint(tmp_path / "absent.safetensors")
+    with pytest.raises(MissingFile, match="no checkpoint"):
+        load_checkpoint(str(tmp_path / "absent.safetensors"))
 
 
 def test_shapes_are_compared_before_anything_is_copied(path):

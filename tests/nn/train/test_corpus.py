@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, MissingFile
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.corpus import Document, _blocks_held_out, load_corpus, ngram_baselines
 from accelerant.nn.train.data import random_windows
@@ -130,8 +130,9 @@ def test_no_text_is_refused(tmp_path, content):
 
 
 def test_a_missing_path_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no file or folder .*nowhere"):
-        load_corpus([str(tmp_path / "nowhere")])
+    for paths in (str(tmp_path / "nowhere"), tmp_path / "nowhere", [tmp_path / "nowhere"]):
+        with pytest.raises(MissingFile, match=r"no file or folder .*nowhere"):
+            load_corpus(paths)
 
 
 def test_baselines_are_the_counted_probabilities():

@@ -181,7 +181,7 @@ def test_bytes_of_text_files_in_order_with_a_line_between(tmp_path):
     (tmp_path / "a.txt").write_text("first ünd")
     (tmp_path / "c.bin").write_bytes(b"\0\1\2")
     out = tmp_path / "out" / "all.tokens"
-    info = prepare_tokens([tmp_path], out, tokenizer="bytes")
+    info = prepare_tokens(str(tmp_path), out, tokenizer="bytes")
     assert TokenFile(out).tokens.astype(np.uint8).tobytes() == "first ünd\nsecond\n".encode()
     assert (info.documents, info.text_bytes, info.vocab_size, info.tokenizer) == (2, 16, 256, "bytes")
     assert [path.name for path in out.parent.iterdir()] == ["all.tokens"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from parts import EXTENSIONS, FAMILIES, FILES, VECTORS, offset_of, put_together, take_apart, without
 
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, describe, open_file, write_r1cs, write_wtns
 
 ONE = np.array([[1, 0, 0, 0]], np.uint64)
@@ -134,7 +134,7 @@ def test_other_magic_and_version_are_refused(kind, opened):
 
 
 def test_no_file_a_folder_a_pipe_an_empty_file(tmp_path):
-    with pytest.raises(FormatError, match=r"missing.zkey does not exist"):
+    with pytest.raises(MissingFile, match=r"missing.zkey does not exist"):
         Zkey.open(tmp_path / "missing.zkey")
     with pytest.raises(FormatError, match="not a regular file"):
         Zkey.open(tmp_path)
@@ -185,7 +185,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, failing):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none/w.wtns: the directory .*/none does not exist$"):
+    with pytest.raises(MissingFile, match=r"none/w.wtns: the directory .*/none does not exist$"):
         write_wtns(tmp_path / "none" / "w.wtns", "bn254", ONE)
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.quantization import float_state_dict
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
@@ -158,7 +158,7 @@ def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
             os.close(open_regular(path))  # safetensors would wait for a pipe
             file = stack.enter_context(safe_open(path, framework="pt"))
         except FileNotFoundError:
-            raise FormatError(f"{path}: no such file, though the index names it") from None
+            raise MissingFile(f"{path}: no such file, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{path} is not a complete safetensors file: {str(error)[:300]}") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -220,7 +220,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = decode_json(read_regular(path))
     except FileNotFoundError:
-        raise FormatError(f"{path}: no such file") from None
+        raise MissingFile(f"{path}: no such file") from None
     except (ValueError, OSError) as error:
         raise FormatError(f"{path} is not valid JSON: {str(error)[:300]}") from error
     if not isinstance(value, dict):

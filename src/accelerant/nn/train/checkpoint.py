@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 _FORMAT = "accelerant-checkpoint-1"
 
 
-def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+def save_checkpoint(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
     """Write tensors and a JSON document as one file, atomically: if OSError is raised, an existing one stays intact."""
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(document, sort_keys=True)
-    write_tensors(path, host, {"format": _FORMAT, "document": text, "sha256": _digest(host, text)})
+    write_tensors(Path(path), host, {"format": _FORMAT, "document": text, "sha256": _digest(host, text)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -63,11 +63,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read tensors, to the host, and document; raise FormatError if the file is missing, torn, altered, or another.
 
     Of a checkpoint of several processes, tensors are whole, and random states those of rank 0.
     """
+    path = Path(path)
     tensors, document, shards = _checked(path)
     return tensors if shards is None else _from_shards(path, document, shards, 0, {}), document
 
@@ -75,7 +76,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _checked(path: Path, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any], Shards | None]:
     """Read a checkpoint's file, and verify this rank's share of its shards, if it has any."""
     if not path.is_file():
-        raise FormatError(f"no checkpoint {path}")
+        raise MissingFile(f"no checkpoint {path}")
     tensors, metadata = _read(path, "checkpoint")
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} is not a checkpoint of this program: format {metadata.get('format')!r}")

@@ -23,7 +23,7 @@ import numpy as np
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.config import STDLIB, RunConfig, TrainConfig
 from accelerant.nn.train.data import permutation, require_windows
-from accelerant.nn.train.documents import TOKENIZER_SUFFIX, Document, Reading
+from accelerant.nn.train.documents import TOKENIZER_SUFFIX, Document, Paths, Reading, names_of
 from accelerant.nn.train.tokenfile import BYTES, TokenFile, TokenFileInfo, Tokens, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import (
     BPETokenizer,
@@ -71,13 +71,13 @@ class Corpus:
         return sum(len(document.data) for document in self.held_out)
 
 
-def load_corpus(data: Sequence[str], *, seed: int = 0, window_bytes: int = 1024, fixed: bool = False) -> Corpus:
+def load_corpus(data: Paths, *, seed: int = 0, window_bytes: int = 1024, fixed: bool = False) -> Corpus:
     """Read a corpus and hold out blocks of it.
 
     Args:
-        data: ("stdlib",) for the source code of the running Python's standard library, or paths. A folder means the
-            text files in it, except hidden ones. A file that is named twice, or has the text of another, is read once:
-            otherwise its held-out blocks would be trained on. What is no text is left out.
+        data: "stdlib" for the source code of the running Python's standard library, or a path, or several. A folder
+            means the text files in it, except hidden ones. A file that is named twice, or has the text of another, is
+            read once: otherwise its held-out blocks would be trained on. What is no text is left out.
         seed: of the held-out blocks.
         window_bytes: about the length of a window; a block has at least two.
         fixed: whether the sizes of the documents alone decide what is held out, as private training needs it: then
@@ -86,8 +86,8 @@ def load_corpus(data: Sequence[str], *, seed: int = 0, window_bytes: int = 1024,
     Raises:
         ConfigError: a path does not exist or cannot be read, or there is no text.
     """
-    reading = Reading()
-    if list(data) == [STDLIB]:
+    data, reading = names_of(data), Reading()
+    if data == [STDLIB]:
         root = Path(sysconfig.get_paths()["stdlib"])
         documents = reading.documents([str(root)], distinct=not fixed, suffix=".py")
         reading.skipped, reading.converted = [], []
@@ -359,7 +359,7 @@ class _ReadCount:
 
 
 def prepare_tokens(
-    data: Sequence[str | Path], out: str | Path, *, tokenizer: str = "bpe", vocab_size: int = 50257,
+    data: Paths, out: str | os.PathLike[str], *, tokenizer: str = "bpe", vocab_size: int = 50257,
     text_field: str = "text", watch: Watch = lambda _phase, _share: None,
     note: Callable[[str], None] = lambda _text: None,
 ) -> TokenFileInfo:  # fmt: skip
@@ -369,8 +369,8 @@ def prepare_tokens(
     text. The token file gets its name when it is complete.
 
     Args:
-        data: text files, JSONL files (.jsonl, .ndjson: one object per line, each a document), or folders of them, whose
-            files are read in the order of their names.
+        data: the path, or several, of text files, JSONL files (.jsonl, .ndjson: one object per line, each a document),
+            or folders of them, whose files are read in the order of their names.
         out: the token file; its tokenizer is written next to it, with ".tokenizer.json" appended to the name.
         tokenizer: "bytes"; "bpe", trained on a sample of the text; or the path of a tokenizer.json with the token
             <|endoftext|>.
@@ -386,16 +386,16 @@ def prepare_tokens(
         ConfigError: a path does not exist, there is no text, or out cannot be written, or is one of the texts.
         FormatError: a line of a JSONL file has no text in that field; an unusable tokenizer.
     """
-    out, reading = Path(out), Reading()
+    data, out, reading = names_of(data), Path(out), Reading()
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name the token file to write")
     for name in data:
         if is_token_file(Path(name)) and os.path.realpath(name) != os.path.realpath(out):
             raise ConfigError(f"{name} is a token file already: name the texts")
-    files = reading.text_files([str(name) for name in data])
+    files = reading.text_files(data)
     if not is_token_file(out) and os.path.realpath(out) in (os.path.realpath(path) for path, _ in files):
         raise ConfigError(f"{out} is one of the texts: name another file to write")
-    reading.require_text(", ".join(map(str, data)))
+    reading.require_text(", ".join(data))
     for text in reading.notes():
         note(text)
     size = sum(size for _, size in reading.read)
@@ -409,8 +409,7 @@ def prepare_tokens(
         else:
             write_atomic(path, text.encode())
 
-    source = [str(name) for name in data]
-    with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=source) as writer:
+    with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=data) as writer:
         batch: list[tuple[str, bool]] = []  # enough parts at a time to keep the tokenizer's threads busy
         length = 0
         for part in _parts(files, text_field, count):

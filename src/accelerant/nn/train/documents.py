@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, MissingFile
 from accelerant.nn.train.folder import RunFolder
 from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, read_regular
 from accelerant.runtime.memory.limits import size_text
@@ -48,6 +48,15 @@ class NotTextError(Exception):
     """A file is not text; the message says what it is."""
 
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""The path of a file or folder, or several of them."""
+
+
+def names_of(paths: Paths) -> list[str]:
+    """Return the names of one path or of several."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
 @dataclass(slots=True)
 class Reading:
     """Files that were read, with their bytes as UTF-8; skipped, with reasons; converted, with encodings."""
@@ -62,7 +71,7 @@ class Reading:
         for name in data:
             path = Path(name)
             if not path.exists():
-                raise ConfigError(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
+                raise MissingFile(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
             if is_virtual(path):
                 advice = "it is made by the system and not stored; copy its contents to a file"
                 raise ConfigError(f"cannot read {path}: {advice}")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 
@@ -150,7 +150,7 @@ class RunFolder:
         try:
             values = decode_json(read_regular(path))
         except FileNotFoundError:
-            raise FormatError(f"{self.path} holds no run: there is no {path.name}") from None
+            raise MissingFile(f"{self.path} holds no run: there is no {path.name}") from None
         except (OSError, ValueError) as error:
             raise FormatError(f"cannot read {path}: {error}") from None
         if not isinstance(values, dict):

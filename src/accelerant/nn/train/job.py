@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from accelerant._version import __version__
-from accelerant.errors import ConfigError, FormatError, OutOfMemory
+from accelerant.errors import ConfigError, FormatError, MissingFile, OutOfMemory
 from accelerant.nn.layers import require_float8
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.char_rnn import CharRNN, CharRNNConfig
@@ -242,8 +242,9 @@ def _tokenized(
 
 
 def resume_training(
-    out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
-    extension: Extension | None = None, steps: int | None = None, epochs: float | None = None,
+    out: str | os.PathLike[str], device: torch.device, *, progress: Progress,
+    ledger: Callable[[], Mapping[str, Any]], extension: Extension | None = None, steps: int | None = None,
+    epochs: float | None = None,
 ) -> Outcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
@@ -261,6 +262,7 @@ def resume_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
+    out = Path(out)
     folder, processes, same = RunFolder(out), Processes(), dict[str, object]()
     chosen = extension or Extension()
     with ExitStack() as stack:
@@ -620,6 +622,8 @@ class _TextRun:
             rows = run.training.micro_batch
             advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"
             raise OutOfMemory(f"a micro-batch of {rows} does not fit the device: {advice} ({error})") from None
+        except MissingFile:  # of the checkpoint to resume from
+            raise
         except OSError as error:
             raise self._with_what_is_kept(error) from None
         finally:

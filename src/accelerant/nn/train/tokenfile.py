@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.runtime.files import AtomicFile, decode_json, open_regular, typed
 
 Tokens = NDArray[np.uint16 | np.uint32]
@@ -109,7 +109,7 @@ def _read_info(path: Path) -> TokenFileInfo:
             header = file.read(_HEADER)
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise FormatError(f"no token file {path}") from None
+        raise MissingFile(f"no token file {path}") from None
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror or error}") from None
     if header[: len(_MAGIC)] != _MAGIC:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerant.errors import CompileError, ConfigError
+from accelerant.errors import CompileError, ConfigError, MissingFile
 from accelerant.runtime.files import read_regular
 
 _PARTS = ("ftz", "prec_div", "prec_sqrt", "fmad")
@@ -76,7 +76,7 @@ class CompileOptions:
         object.__setattr__(self, "include", tuple(map(Path, self.include)))
         for folder in self.folders:
             if not folder.is_dir():
-                raise ConfigError(f"include {folder}: no such folder")
+                raise MissingFile(f"include {folder}: no such folder")
         pairs = self.defines.items() if isinstance(self.defines, Mapping) else self.defines
         object.__setattr__(self, "defines", tuple(_define(name, value) for name, value in pairs))
 

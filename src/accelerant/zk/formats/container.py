@@ -40,7 +40,7 @@ from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import not_below
-from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, MissingFile, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
 
 U64 = npt.NDArray[np.uint64]
@@ -93,7 +93,7 @@ def regular_file(path: FilePath) -> Path:
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
-        raise FormatError(f"{file} does not exist") from None
+        raise MissingFile(f"{file} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise FormatError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(mode):
@@ -333,7 +333,7 @@ def writable_target(path: FilePath) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise ConfigError(f"{requested} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     if not in_directory:
-        raise ConfigError(f"{requested}: the directory {target.parent} does not exist")
+        raise MissingFile(f"{requested}: the directory {target.parent} does not exist")
     if mode is None or stat.S_ISREG(mode):
         return target
     other = "a directory" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
