@@ -54,3 +54,10 @@ def interpreted():
 def uninterpreted(monkeypatch):
     """For a test that must see what runs on CPU tensors without Triton."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def way(request):
+    """Run a test twice: with the kernels interpreted on CPU tensors, and by torch alone."""
+    request.getfixturevalue("interpreted" if request.param == "triton" else "uninterpreted")
+    return request.param

@@ -143,19 +143,15 @@ def test_causal_is_that_of_torch_for_as_many_keys_as_queries(S, interpreted):
     )
 
 
-@pytest.mark.parametrize("way", ["triton", "torch"])
-def test_queries_stand_beside_the_last_keys(way, request):
+def test_queries_stand_beside_the_last_keys(way):
     """The last rows of the whole are what the last queries alone find."""
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
     q, k, v = tensors(S=50)
     for options in ({"causal": True}, {"causal": True, "window": 5}, {"window": 7}):
         whole = ops.attention(q, k, v, **options)
         torch.testing.assert_close(ops.attention(q[:, :, 30:], k, v, **options), whole[:, :, 30:])
 
 
-@pytest.mark.parametrize("way", ["triton", "torch"])
-def test_rows_that_see_nothing_give_zeros(way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_rows_that_see_nothing_give_zeros(way):
     q, k, v = (x.requires_grad_() for x in tensors(S=40, Skv=17))
     o, lse = ops.attention(q, k, v, causal=True, return_lse=True)
     assert (o[:, :, : 40 - 17] == 0).all()
@@ -166,10 +162,8 @@ def test_rows_that_see_nothing_give_zeros(way, request):
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-@pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("Skv", [0, 9])
-def test_log_sum_exp(Skv, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_log_sum_exp(Skv, way):
     q, k, v = tensors(S=20, Skv=Skv)
     o, lse = ops.attention(q.requires_grad_(), k, v, scale=0.7, return_lse=True)
     torch.testing.assert_close(lse, (0.7 * q @ k.transpose(-1, -2)).logsumexp(-1).detach())
@@ -179,10 +173,8 @@ def test_log_sum_exp(Skv, way, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("Hkv", [1, 2])
-def test_shared_keys_are_keys_repeated(Hkv, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_shared_keys_are_keys_repeated(Hkv, way):
     q, k, v = (x.requires_grad_() for x in tensors(B=1, Hq=6, Hkv=Hkv, S=19, Skv=21))
     repeated = [x.repeat_interleave(6 // Hkv, 1) for x in (k, v)]
     do = torch.randn(q.shape)
@@ -238,10 +230,8 @@ LAYOUTS = {
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout(layout, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_any_layout(layout, way):
     q, k, v, do = (LAYOUTS[layout](2, 3, 21, 8) for _ in range(4))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = ops.attention(*leaves, causal=True)
@@ -445,10 +435,8 @@ PACKED = ((20, 20), (1, 33), (0, 4), (37, 9), (3, 0), (16, 16))
 
 @pytest.mark.sample(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 4}, {"window": 6}], ids=str)
-def test_packed_sequences_are_each_attended_alone(options, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_packed_sequences_are_each_attended_alone(options, way):
     q, k, v, *rest = packed(PACKED)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = ops.attention_varlen(*leaves, *rest, **options, return_lse=True)
@@ -642,12 +630,10 @@ def mask_of(shape, kind, dtype=torch.float32):
 
 
 @pytest.mark.sample(11, 4)
-@pytest.mark.parametrize("implementation", ["interpreted", "uninterpreted"])
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @pytest.mark.parametrize(("Hkv", "options"), [(4, {}), (2, {"causal": True}), (4, {"causal": True, "window": 5})])
-def test_masks(implementation, kind, shape, Hkv, options, request):
-    request.getfixturevalue(implementation)
+def test_masks(way, kind, shape, Hkv, options):
     q, k, v = (x.requires_grad_() for x in tensors(2, 4, 20, 8, Hkv=Hkv, Skv=23))
     mask, do = mask_of(shape, kind), torch.randn(2, 4, 20, 8)
     wide = mask if kind == "bool" else mask.double()
@@ -661,13 +647,11 @@ def test_masks(implementation, kind, shape, Hkv, options, request):
     for one, other in zip((o, lse, *found, second), (expected, sums, *slopes, curved), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
     ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
-    assert ("attention_masked_fwd", "triton" if implementation == "interpreted" else "torch") in ran
+    assert ("attention_masked_fwd", way) in ran
 
 
-@pytest.mark.parametrize("implementation", ["interpreted", "uninterpreted"])
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
-def test_queries_without_a_key_give_zeros_and_zero_gradients(implementation, kind, request):
-    request.getfixturevalue(implementation)
+def test_queries_without_a_key_give_zeros_and_zero_gradients(way, kind):
     q, k, v = (x.requires_grad_() for x in tensors(1, 2, 5, 8))
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[2] = False

@@ -8,19 +8,15 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import op
 from accelerant.ops.decode.op import attention_decode_reference
 
-WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
-
 
 def tensors(B=2, Hq=4, Hkv=2, Sq=1, T=70, D=16, lengths=(70, 33)):
     q, caches = torch.randn(B, Hq, Sq, D), [torch.randn(B, Hkv, T, D) for _ in range(2)]
     return q, *caches, torch.tensor(lengths, dtype=torch.int32)
 
 
-@WAYS
 @pytest.mark.parametrize("Sq", [1, 3])
 @pytest.mark.sample(2)
-def test_is_the_end_of_full_attention(Sq, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_is_the_end_of_full_attention(Sq, way):
     q, k, v, lengths = tensors(Sq=Sq)
     o = ops.attention_decode(q, k, v, lengths)
     for b, length in enumerate(lengths.tolist()):
@@ -39,9 +35,7 @@ def test_any_number_of_parts_gives_the_same(splits, interpreted):
     torch.testing.assert_close(o.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@WAYS
-def test_what_lies_behind_the_length_is_not_read(way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_what_lies_behind_the_length_is_not_read(way):
     q, k, v, lengths = tensors()
     expected = ops.attention_decode(q, k, v, lengths)
     for cache in (k, v):
@@ -49,18 +43,14 @@ def test_what_lies_behind_the_length_is_not_read(way, request):
     assert torch.equal(ops.attention_decode(q, k, v, lengths), expected)
 
 
-@WAYS
-def test_a_query_without_keys_gives_zeros(way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_a_query_without_keys_gives_zeros(way):
     o = ops.attention_decode(*tensors(Sq=3, lengths=(0, 2)))
     assert (o[0] == 0).all()
     assert (o[1, :, 0] == 0).all()
     assert (o[1, :, 1:] != 0).any(-1).all()
 
 
-@WAYS
-def test_lengths_of_either_kind_and_any_layout(way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_lengths_of_either_kind_and_any_layout(way):
     q, k, v, lengths = tensors()
     expected = ops.attention_decode(q, k, v, lengths)
     assert torch.equal(ops.attention_decode(q, k, v, lengths.long()), expected)

@@ -11,7 +11,6 @@ from accelerant.ops.rope.tables import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
 
-WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -90,12 +89,10 @@ KINDS = pytest.mark.parametrize(
 
 
 @pytest.mark.sample(5, 3)
-@WAYS
 @KINDS
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (9, 37), (16, 48)])
-def test_one_row_matches_the_reference(N, K, integers, kind, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_one_row_matches_the_reference(N, K, integers, kind, way):
     args, options = tensors(1, N, K, integers=integers, **kind)
     close(linear(*args, **options), wide(args, options), 2e-5)
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {way}
@@ -221,11 +218,9 @@ def cached(B=2, heads=4, kv_heads=2, T=7, D=6, dtype=torch.float32):
     return qkv, caches, rope_tables(T, D)
 
 
-@WAYS
 @pytest.mark.parametrize("places", [(3, 6), (0, 7), (9, 1)])
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
-def test_append_matches_the_reference(places, integer, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_append_matches_the_reference(places, integer, way):
     qkv, (k, v), (cos, sin) = cached()
     positions = torch.tensor(places, dtype=integer)
     expected = rope_reference(qkv.double(), cos, sin, positions, k.double(), v.double())
@@ -236,10 +231,8 @@ def test_append_matches_the_reference(places, integer, way, request):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@WAYS
 @pytest.mark.parametrize("D", [6, 5, 16])
-def test_append_without_angles_only_stores(D, way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_append_without_angles_only_stores(D, way):
     qkv, (k, v), _ = cached(D=16)
     qkv, k, v = qkv.view(2, 8, 16)[..., :D].reshape(2, -1), k[..., :D].contiguous(), v[..., :D].contiguous()
     before = k.clone()
@@ -253,9 +246,7 @@ def test_append_without_angles_only_stores(D, way, request):
     assert torch.equal(k, before)
 
 
-@WAYS
-def test_append_is_rope_at_a_position(way, request):
-    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+def test_append_is_rope_at_a_position(way):
     qkv, (k, v), (cos, sin) = cached()
     q = append(qkv, torch.tensor([4, 4]), k, v, cos, sin)
     heads = qkv.view(2, 8, 1, 6)

@@ -131,11 +131,9 @@ def test_gelu_and_its_gradient(shape, interpreted):
         )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.sample(3)
-def test_weights(dtype, implementation, request):
-    request.getfixturevalue("interpreted" if implementation == "triton" else "uninterpreted")
+def test_weights(dtype, way):
     weights = [draw(shape, dtype, seed=at) for at, shape in enumerate(cases.WEIGHTS)]
     weights.append(draw((32, 16), dtype).t())
     found = Float8Weights(weights)
@@ -145,7 +143,7 @@ def test_weights(dtype, implementation, request):
             same((each.q, each.scale), reference.rows_reference(weight))
             assert torch.equal(code(each.transposed), code(each.q).t())
         weights[0].data = draw(cases.WEIGHTS[0], dtype, seed=9)
-    assert ran("fp8_weight") == {implementation}
+    assert ran("fp8_weight") == {way}
 
 
 def test_a_weight_of_odd_sizes_is_refused():

@@ -33,9 +33,8 @@ from accelerant.ops.multi_tensor.tables import Tensors, Workspace
 from accelerant.runtime.ledger import ledger
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
-IMPLEMENTATIONS = ("triton", "torch")
 SAMPLES = pytest.mark.parametrize("sample", cases.SAMPLES, ids=lambda sample: sample.name)
-EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+EACH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +45,6 @@ def small_chunks(monkeypatch):
             monkeypatch.setitem(launch.PLANS, name, ChunkPlan(64, 32, 4))
         monkeypatch.setitem(launch.SMALL, "BLOCK_T", 64)
         monkeypatch.setitem(launch.SMALL, "BLOCK_P", 64)
-
-
-@pytest.fixture
-def chosen(request, implementation):
-    request.getfixturevalue("interpreted" if implementation == "triton" else "uninterpreted")
-    return implementation
 
 
 def drawn(shapes, dtype, seed):
@@ -131,9 +124,7 @@ def test_adamw(sample, implementation, param, grad, state, request):
     assert ran("adamw_step") == {"triton" if own else "torch"}
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
-def test_bias_correction_does_not_cancel(implementation):
+def test_bias_correction_does_not_cancel(way):
     """1 - 0.9999 in float32 is wrong in the fourth place."""
     tensors = Tensors([torch.zeros(3)], [torch.ones(3)], [torch.zeros(3)], [torch.zeros(3)], [], [torch.zeros(())], [0])
     group = {**GROUPS[0], "beta1": 0.999, "beta2": 0.9999, "lr": 1.0, "weight_decay": 0.0, "eps": 0.0}
@@ -141,9 +132,7 @@ def test_bias_correction_does_not_cancel(implementation):
     torch.testing.assert_close(tensors.params[0], -torch.ones(3), rtol=3e-7, atol=0)
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
-def test_master_weights(implementation):
+def test_master_weights(way):
     """A thousandth of bfloat16's step, eight times: the copy has gone on, and the parameter is its rounding."""
     group = {**GROUPS[0], "lr": 1e-5, "weight_decay": 0.0}
     tensors = Tensors(
@@ -160,8 +149,8 @@ def test_master_weights(implementation):
         take_adamw(tensors, workspace, [group])
     torch.testing.assert_close(tensors.masters[0], torch.full((40,), 1 - 8e-5))
     torch.testing.assert_close(tensors.params[1], torch.full((5,), 1 - 8e-5))
-    assert tensors.params[0].eq(1).all() or implementation == "triton"  # the interpreter cuts instead of rounding
-    assert ran("adamw_step") == {implementation}
+    assert tensors.params[0].eq(1).all() or way == "triton"  # the interpreter cuts instead of rounding
+    assert ran("adamw_step") == {way}
 
 
 SGD_GROUPS = (
@@ -247,10 +236,8 @@ def test_norm_of_half_precision_does_not_overflow():
     torch.testing.assert_close(grads[0].float(), torch.full((200,), 200**-0.5), rtol=1e-3, atol=0)
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_norm_that_is_not_finite(implementation, bad):
+def test_norm_that_is_not_finite(way, bad):
     """As torch.nn.utils.clip_grad_norm_."""
     grads = [torch.ones(100), torch.tensor([1.0, bad, 2.0])]
     other = [torch.nn.Parameter(torch.zeros(each.shape)) for each in grads]
@@ -262,9 +249,7 @@ def test_norm_that_is_not_finite(implementation, bad):
         torch.testing.assert_close(grad, parameter.grad, equal_nan=True)
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
-def test_clipping_inside_the_update_is_clipping_before_it(implementation):
+def test_clipping_inside_the_update_is_clipping_before_it(way):
     shapes = cases.SAMPLES[2].shapes
     inside, before = (adamw_inputs(shapes, F32, F32, F32) for _ in range(2))
     kept = [each.clone() for each in inside.grads]
@@ -281,9 +266,7 @@ def test_clipping_inside_the_update_is_clipping_before_it(implementation):
 # --- scaling of gradients --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
-def test_grad_scale_and_found_inf(implementation):
+def test_grad_scale_and_found_inf(way):
     shapes = cases.SAMPLES[2].shapes
     scaled, plain = (adamw_inputs(shapes, F32, F32, F32) for _ in range(2))
     for grad in scaled.grads:
@@ -300,10 +283,8 @@ def test_grad_scale_and_found_inf(implementation):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.usefixtures("chosen")
-@EACH
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_scaled_step_whose_norm_is_not_finite_changes_nothing(implementation, bad):
+def test_a_scaled_step_whose_norm_is_not_finite_changes_nothing(way, bad):
     for take in (take_adamw, take_sgd):
         tensors = adamw_inputs(cases.SAMPLES[2].shapes, F32, F32, F32)
         if take is take_sgd:
@@ -436,9 +417,7 @@ def test_bytes_of_a_case():
     assert "100 (param float32, grad float32, state float32, aligned)" in str(case)
 
 
-@pytest.mark.usefixtures("chosen")
-@EACH
-def test_same_bits_each_time(implementation):
+def test_same_bits_each_time(way):
     found = []
     for _ in range(2):
         tensors = adamw_inputs(cases.SAMPLES[3].shapes, F32, F32, F32)

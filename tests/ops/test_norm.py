@@ -130,12 +130,15 @@ def test_any_layout(layout, interpreted):
     torch.testing.assert_close(leaf.grad, exact.grad.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_only_the_wanted_gradients(frozen, interpreted):
-    tensors = [torch.randn(3, 40), torch.randn(40), torch.randn(40)]
+def test_only_the_wanted_gradients(op, frozen, interpreted):
+    adds = op.startswith("add")
+    tensors = [torch.randn(3, 40), torch.randn((3, 40) if adds else 40), torch.randn(40)]
     for index, tensor in enumerate(tensors):
         tensor.requires_grad_(index != frozen)
-    ops.layer_norm(*tensors).sum().backward()
+    y = getattr(ops, op)(*tensors)
+    (y[0].square().sum() + y[1].sum() if adds else y.sum()).backward()
     assert [tensor.grad is not None for tensor in tensors] == [index != frozen for index in range(3)]
 
 
@@ -151,35 +154,38 @@ def test_no_rows_give_zero_gradients():
     assert torch.equal(bias.grad, torch.zeros(8))
 
 
-def test_refuses_a_weight_of_another_width():
-    with pytest.raises(ShapeError, match=r"weight must be \(5,\), got \(4,\)"):
-        ops.layer_norm(torch.ones(3, 5), torch.ones(4))
+ROWS = torch.ones(3, 5)
+REFUSED = {
+    "weight": (ops.layer_norm, (ROWS, torch.ones(4)), ShapeError, r"weight must be \(5,\), got \(4,\)"),
+    "bias": (ops.layer_norm, (ROWS, ROWS[0], ROWS[:1]), ShapeError, r"bias must be \(5,\), got \(1, 5\)"),
+    "a scalar": (ops.layer_norm, (ROWS[0, 0],), ShapeError, r"layer_norm takes \(\.\.\., N\), got a scalar"),
+    "integers": (ops.layer_norm, (ROWS.long(),), UnsupportedDtype, "x is int64"),
+    "devices": (
+        ops.layer_norm, (ROWS, ROWS[0].to("meta")), ShapeError, "weight must be on cpu, where x is; it is on meta"
+    ),
+    "residual": (
+        ops.add_layer_norm, (ROWS, ROWS[0]), ShapeError, r"residual must be \(3, 5\) as x is, got \(5,\)"
+    ),
+    "dtype of residual": (
+        ops.add_rms_norm, (ROWS.bfloat16(), ROWS), UnsupportedDtype, "residual must be bfloat16 as x is, got float32"
+    ),
+    "device of residual": (
+        ops.add_rms_norm, (ROWS, ROWS.to("meta")), ShapeError, "residual must be on cpu, where x is; it is on meta"
+    ),
+}  # fmt: skip
 
 
-def test_refuses_a_bias_of_two_dimensions():
-    with pytest.raises(ShapeError, match=r"bias must be \(5,\), got \(1, 5\)"):
-        ops.layer_norm(torch.ones(3, 5), torch.ones(5), torch.ones(1, 5))
-
-
-def test_refuses_a_scalar():
-    with pytest.raises(ShapeError, match=r"layer_norm takes \(\.\.\., N\), got a scalar"):
-        ops.layer_norm(torch.tensor(1.0))
-
-
-def test_refuses_integers():
-    with pytest.raises(UnsupportedDtype, match="x is int64"):
-        ops.layer_norm(torch.ones(3, 5, dtype=torch.int64))
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    call, tensors, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        call(*tensors)
 
 
 @pytest.mark.parametrize(("x", "weight"), [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float16")])
 def test_refuses_mixtures_that_lose_precision(x, weight):
     with pytest.raises(UnsupportedDtype, match=f"weight must be .*{x}.* got {weight}"):
         ops.layer_norm(torch.ones(3, 5, dtype=getattr(torch, x)), torch.ones(5, dtype=getattr(torch, weight)))
-
-
-def test_refuses_two_devices():
-    with pytest.raises(ShapeError, match="weight must be on cpu, where x is; it is on meta"):
-        ops.layer_norm(torch.ones(3, 5), torch.ones(5, device="meta"))
 
 
 def test_per_sample_gradients_of_a_wider_weight():
@@ -292,17 +298,6 @@ def test_results_may_go_unused(op, width, used, interpreted):
         torch.testing.assert_close(tensor.grad, expected, rtol=1e-5, atol=1e-5)
 
 
-@ADDS
-@pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_only_the_wanted_gradients_of_a_sum(op, frozen, interpreted):
-    tensors = [torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)]
-    for index, tensor in enumerate(tensors):
-        tensor.requires_grad_(index != frozen)
-    y, s = getattr(ops, f"add_{op}")(*tensors)
-    (y.square().sum() + s.sum()).backward()
-    assert [tensor.grad is not None for tensor in tensors] == [index != frozen for index in range(3)]
-
-
 def test_gradients_of_a_sum_are_apart(interpreted):
     """Two leaves that get the same gradient do not share its memory."""
     x, residual = (torch.randn(3, 40, requires_grad=True) for _ in range(2))
@@ -364,21 +359,6 @@ def test_any_shape(rows, width, op):
         torch.testing.assert_close(tensor.grad, other.grad.float(), rtol=1e-3, atol=1e-2)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-4)
-
-
-def test_refuses_a_residual_of_another_shape():
-    with pytest.raises(ShapeError, match=r"residual must be \(3, 5\) as x is, got \(5,\)"):
-        ops.add_layer_norm(torch.ones(3, 5), torch.ones(5))
-
-
-def test_refuses_a_residual_of_another_dtype():
-    with pytest.raises(UnsupportedDtype, match="residual must be bfloat16 as x is, got float32"):
-        ops.add_rms_norm(torch.ones(3, 5).bfloat16(), torch.ones(3, 5))
-
-
-def test_refuses_a_residual_elsewhere():
-    with pytest.raises(ShapeError, match="residual must be on cpu, where x is; it is on meta"):
-        ops.add_rms_norm(torch.ones(3, 5), torch.ones(3, 5, device="meta"))
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm", "add_rms_norm"])

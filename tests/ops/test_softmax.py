@@ -51,21 +51,28 @@ def test_large_values_do_not_overflow(shape, dim, interpreted):
 
 
 @pytest.mark.sample(3)
+@pytest.mark.parametrize(("name", "atol"), [("softmax", 1e-5), ("log_softmax", 2e-4)])
 @SHAPES
-def test_gradient_sums_to_0(shape, dim, interpreted):
+def test_gradient_sums_to_0(name, atol, shape, dim, interpreted):
     x = torch.randn(shape, requires_grad=True)
-    ops.softmax(x, dim).backward(torch.randn(shape))
-    torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=1e-5)
+    getattr(ops, name)(x, dim).backward(torch.randn(shape))
+    torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=atol)
 
 
 @pytest.mark.sample(3)
+@pytest.mark.parametrize(("name", "at", "masked"), [("softmax", 0, 0.0), ("log_softmax", 1, -math.inf)])
 @SHAPES
-def test_masked_elements_get_0(shape, dim, interpreted):
+def test_masked_elements_as_torch(name, at, masked, shape, dim, interpreted):
     x = torch.randn(shape)
-    x.select(dim, 0).fill_(-math.inf)
-    y = ops.softmax(x, dim)
-    assert (y.select(dim, 0) == 0).all()
-    torch.testing.assert_close(y, torch.softmax(x, dim))
+    x.select(dim, at).fill_(-math.inf)
+    leaf, same = x.clone().requires_grad_(), x.clone().requires_grad_()
+    dy = torch.randn(shape)
+    y, expected = getattr(ops, name)(leaf, dim), getattr(torch, name)(same, dim)
+    assert (y.select(dim, at) == masked).all()
+    torch.testing.assert_close(y, expected)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sample(3)
@@ -125,9 +132,12 @@ def test_refuses_a_dimension_that_is_not_there(dim):
         ops.softmax(torch.ones(3, 4), dim)
 
 
-def test_refuses_integers():
-    with pytest.raises(UnsupportedDtype, match=r"softmax takes .*; x is int64"):
-        ops.softmax(torch.ones(3, 4, dtype=torch.int64))
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_refuses_in_its_own_name(name):
+    with pytest.raises(UnsupportedDtype, match=rf"^{name} takes .*; x is int64"):
+        getattr(ops, name)(torch.ones(3, 4, dtype=torch.int64))
+    with pytest.raises(ShapeError, match=r"dim must be in \[-1, 0\] for x of shape \(\), got 1"):
+        getattr(ops, name)(torch.tensor(1.0), 1)
 
 
 # --- log_softmax -----------------------------------------------------------------------------------------------------
@@ -152,29 +162,6 @@ def test_log_keeps_what_softmax_loses(shape, dim, interpreted):
     torch.testing.assert_close(y.select(dim, 0), torch.full_like(y.select(dim, 0), -400 - math.log(shape[dim] - 1)))
 
 
-@pytest.mark.sample(3)
-@SHAPES
-def test_log_gradient_sums_to_0(shape, dim, interpreted):
-    x = torch.randn(shape, requires_grad=True)
-    ops.log_softmax(x, dim).backward(torch.randn(shape))
-    torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=2e-4)
-
-
-@pytest.mark.sample(3)
-@SHAPES
-def test_log_masked_elements_as_torch(shape, dim, interpreted):
-    x = torch.randn(shape)
-    x.select(dim, 1).fill_(-math.inf)
-    leaf, same = x.clone().requires_grad_(), x.clone().requires_grad_()
-    dy = torch.randn(shape)
-    y, expected = ops.log_softmax(leaf, dim), torch.log_softmax(same, dim)
-    assert (y.select(dim, 1) == -math.inf).all()
-    torch.testing.assert_close(y, expected)
-    y.backward(dy)
-    expected.backward(dy)
-    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), data=st.data())
@@ -189,10 +176,3 @@ def test_any_shape_and_dimension(shape, data):
         y.backward(dy)
         expected.backward(dy)
         torch.testing.assert_close(x.grad, same.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_log_refuses_in_its_own_name():
-    with pytest.raises(UnsupportedDtype, match=r"^log_softmax takes .*; x is int64"):
-        ops.log_softmax(torch.ones(3, 4, dtype=torch.int64))
-    with pytest.raises(ShapeError, match=r"dim must be in \[-1, 0\] for x of shape \(\), got 1"):
-        ops.log_softmax(torch.tensor(1.0), 1)

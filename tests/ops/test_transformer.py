@@ -24,7 +24,6 @@ from accelerant.runtime.ledger import ledger
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SPEC = BlockSpec(2, (1e-5, 2e-5))
-BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 
 def dgelu_reference(dy, z):
@@ -39,12 +38,6 @@ def dgelu_reference(dy, z):
 def embed_reference(tokens, table, positions):
     """Return the rows of the table that tokens (B, T) select, plus the first T rows of positions."""
     return table[tokens] + positions[: tokens.shape[1]]
-
-
-@pytest.fixture
-def chosen(request, implementation):
-    request.getfixturevalue("interpreted" if implementation == "triton" else "uninterpreted")
-    return implementation
 
 
 def close(actual, expected, dtype):
@@ -63,13 +56,12 @@ def ran(name):
 
 
 @pytest.mark.sample(5, 3)
-@BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
-def test_column_sums(shape, dtype, chosen):
+def test_column_sums(shape, dtype, way):
     x = draw(shape, dtype)
     close(op.column_sums(x, F32), x.double().sum(0), dtype)
-    assert ran("column_sums") == {chosen}
+    assert ran("column_sums") == {way}
 
 
 def test_column_sums_of_a_matrix_with_gaps(interpreted):
@@ -82,17 +74,15 @@ EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (
 
 
 @pytest.mark.sample(5, 3)
-@BOTH
 @EACH
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_column_sums_of_each_example(examples, T, N, dtype, chosen):
+def test_column_sums_of_each_example(examples, T, N, dtype, way):
     x = draw((examples * T, N), dtype)
     close(op.column_sums_each(x, examples), x.double().view(examples, T, N).sum(1), dtype)
-    assert ran("column_sums_each") == {chosen}
+    assert ran("column_sums_each") == {way}
 
 
 @pytest.mark.sample(7, 3)
-@BOTH
 @EACH
 @pytest.mark.parametrize(
     ("residual", "wanted"),
@@ -103,7 +93,7 @@ def test_column_sums_of_each_example(examples, T, N, dtype, chosen):
         (False, (True, True, True)),
     ],
 )
-def test_norm_backward_of_each_example(examples, T, N, residual, wanted, chosen):
+def test_norm_backward_of_each_example(examples, T, N, residual, wanted, way):
     s, dy, ds = (draw((examples, T, N), F32, seed=seed) for seed in range(3))
     ds = ds if residual else None
     weight = draw((N,), F32, seed=3)
@@ -119,12 +109,11 @@ def test_norm_backward_of_each_example(examples, T, N, residual, wanted, chosen)
             close(found, full.double().sum(1), F32)
         else:
             assert found is None
-    assert ran("block_norm_bwd_each") == {chosen if examples else "torch"}
+    assert ran("block_norm_bwd_each") == {way if examples else "torch"}
 
 
-@BOTH
 @pytest.mark.parametrize(("examples", "T"), [(2, 32), (3, 7)])
-def test_dz_sums_of_each_example(examples, T, chosen):
+def test_dz_sums_of_each_example(examples, T, way):
     dy, weight, z = draw((examples * T, 24), F32), draw((24, 40), F32, seed=1), draw((examples * T, 40), F32, seed=2)
     whole = op.linear_dz(dy, weight, z, F32)
     found = op.linear_dz(dy, weight, z, F32, examples)
@@ -140,25 +129,23 @@ def test_many_partial_sums_take_narrow_strips(interpreted):
 
 
 @pytest.mark.sample(5, 3)
-@BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
-def test_dgelu(shape, dtype, chosen):
+def test_dgelu(shape, dtype, way):
     dy, z = draw(shape, dtype), 2 * draw(shape, dtype, seed=1)
     found = op.dgelu(dy, z, "tanh", F32)
     for each, expected in zip(found, dgelu_reference(dy.double(), z.double()), strict=True):
         close(each, expected, dtype)
     assert op.dgelu(dy, z, "tanh", None)[2] is None
-    assert ran("dgelu") == {chosen}
+    assert ran("dgelu") == {way}
 
 
-@BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_embed(dtype, chosen):
+def test_embed(dtype, way):
     table, places, tokens = draw((11, 24), F32), draw((9, 24), F32, seed=1), torch.randint(0, 11, (3, 7))
     close(ends.embed(tokens, table, places, dtype), embed_reference(tokens, table.double(), places.double()), dtype)
     assert ends.embed(tokens[:0], table, places, dtype).shape == (0, 7, 24)
-    assert ran("embed_fwd") == {chosen}
+    assert ran("embed_fwd") == {way}
 
 
 def test_a_token_that_is_none_gives_a_row_of_nan(interpreted):
@@ -167,10 +154,11 @@ def test_a_token_that_is_none_gives_a_row_of_nan(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "deterministic", "name"),
+    ("way", "deterministic", "name"),
     [("triton", False, "triton-atomic"), ("triton", True, "triton"), ("torch", False, "torch")],
+    indirect=["way"],
 )
-def test_rows_are_added_where_the_other_gradient_lies(implementation, deterministic, name, chosen):
+def test_rows_are_added_where_the_other_gradient_lies(way, deterministic, name):
     dy, tokens, before = draw((3, 7, 24), F32), torch.randint(0, 4, (3, 7)), draw((11, 24), F32, seed=1)
     dtable = before.clone()
     with override(deterministic=deterministic):
@@ -180,9 +168,8 @@ def test_rows_are_added_where_the_other_gradient_lies(implementation, determinis
     assert ran("embed_bwd") == {name}
 
 
-@BOTH
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
-def test_tied_loss_leaves_rows_that_are_no_classes_alone(needs, chosen):
+def test_tied_loss_leaves_rows_that_are_no_classes_alone(needs, way):
     hidden, table, targets = draw((6, 16), F32), draw((64, 16), F32, seed=1), torch.randint(0, 50, (6,))
     targets[2] = -100
     loss, dhidden, dtable = ends.tied_loss(hidden, table, targets, 50, -100, needs)
