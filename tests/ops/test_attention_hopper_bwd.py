@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from hopper_cases import HALF, IDS, REFUSED, TAKEN, check_refusal, each_shape
 from op_checks import disassembled
 
 from accelerant.ops.attention import hopper_bwd
@@ -20,12 +21,9 @@ from accelerant.ops.attention.hopper_bwd import (
     shares_for,
 )
 from accelerant.runtime.compilation.cuda import compile_cuda
-from accelerant.runtime.dispatch import Case
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
-HALF = (torch.bfloat16, torch.float16)
-IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 SUMS = ("added", "shared", "whole")
 PLANS = [BackwardPlan(width, sums) for width in (64, 128) for sums in SUMS]
 SPILLS = {64: 0, 128: 20}
@@ -131,48 +129,14 @@ def test_shares_fill_the_device_and_no_round_comes_too_early(S, causal):
             assert first == 2 * heads if helpers == 0 else 2 * grid // chunks <= first < 2 * heads
 
 
-def case(shape, dtype=torch.bfloat16, causal=True):
-    return Case(torch.device("cuda", 0), dtype, shape, ("causal",) if causal else ())
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal", "why"),
-    [
-        ((2, 4, 4, 128, 128, 256), True, "up to 128 wide, not 256"),
-        ((2, 4, 4, 128, 128, 60), True, "multiple of 8 up to 128 wide, not 60"),
-        ((2, 4, 4, 100, 128, 64), True, "not 100 and 128"),
-        ((0, 4, 4, 128, 128, 64), True, "empty"),
-        ((2, 4, 4, 100, 0, 64), False, "empty"),
-        ((1, 1, 1, 2**29, 2**29, 64), True, "32 bits"),
-    ],
-)
-def test_refuses(shape, causal, why, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert why in refuses(case(shape, causal=causal))
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
-def test_takes(shape, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert refuses(case(shape, causal=shape[3] == shape[4])) is None
+@pytest.mark.parametrize(("shape", "causal", "why"), [*REFUSED, *TAKEN, ((1, 1, 1, 2**29, 2**29, 64), True, "32 bits")])
+def test_refuses_and_takes(shape, causal, why, monkeypatch):
+    check_refusal(refuses, shape, causal, why, monkeypatch)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
 
-SHAPES = [  # B, Hq, Hkv, S, Skv, D
-    (1, 1, 1, 1, 1, 64),
-    (1, 2, 2, 64, 64, 64),
-    (2, 3, 3, 65, 65, 64),
-    (2, 12, 12, 1024, 1024, 64),
-    (1, 4, 2, 777, 777, 64),
-    (2, 8, 1, 300, 300, 128),
-    (1, 2, 2, 2100, 2100, 128),
-    (3, 2, 2, 130, 130, 32),
-    (1, 5, 5, 513, 513, 96),
-    (1, 2, 2, 9, 9, 8),
-]
-ACROSS = [(1, 4, 2, 100, 333, 64), (2, 2, 2, 5, 1000, 64), (2, 2, 1, 1000, 1, 64), (1, 3, 3, 1200, 70, 128)]
-EACH = [(shape, causal) for shape in SHAPES for causal in (False, True)] + [(shape, False) for shape in ACROSS]
+EACH = each_shape(2100, (1, 3, 3, 1200, 70, 128))
 
 
 def inputs(shape, dtype=torch.bfloat16):

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper_cases import HALF, IDS, REFUSED, TAKEN, check_refusal, each_shape
 from op_checks import disassembled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,13 +16,9 @@ from accelerant.errors import LaunchError
 from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_hopper, plan_for, program, refuses
 from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime.compilation.cuda import compile_cuda
-from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import LoadedKernel
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-
-HALF = (torch.bfloat16, torch.float16)
-IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
 @functools.cache
@@ -66,29 +63,9 @@ def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
     assert text.count("R2UR") < 100
 
 
-def case(shape, dtype=torch.bfloat16, causal=True):
-    return Case(torch.device("cuda", 0), dtype, shape, ("causal",) if causal else ())
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal", "why"),
-    [
-        ((2, 4, 4, 128, 128, 256), True, "up to 128 wide, not 256"),
-        ((2, 4, 4, 128, 128, 60), True, "multiple of 8 up to 128 wide, not 60"),
-        ((2, 4, 4, 100, 128, 64), True, "not 100 and 128"),
-        ((0, 4, 4, 128, 128, 64), True, "empty"),
-        ((2, 4, 4, 100, 0, 64), False, "empty"),
-    ],
-)
-def test_refuses(shape, causal, why, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert why in refuses(case(shape, causal=causal))
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
-def test_takes(shape, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert refuses(case(shape, causal=shape[3] == shape[4])) is None
+@pytest.mark.parametrize(("shape", "causal", "why"), REFUSED + TAKEN)
+def test_refuses_and_takes(shape, causal, why, monkeypatch):
+    check_refusal(refuses, shape, causal, why, monkeypatch)
 
 
 def test_variants_by_length():
@@ -114,20 +91,7 @@ def test_a_packed_launch_has_structs_and_numbers_in_place():
 
 # --- results ---------------------------------------------------------------------------------------------------------
 
-SHAPES = [  # B, Hq, Hkv, S, Skv, D
-    (1, 1, 1, 1, 1, 64),
-    (1, 2, 2, 64, 64, 64),
-    (2, 3, 3, 65, 65, 64),
-    (2, 12, 12, 1024, 1024, 64),
-    (1, 4, 2, 777, 777, 64),
-    (2, 8, 1, 300, 300, 128),
-    (1, 2, 2, 4100, 4100, 128),
-    (3, 2, 2, 130, 130, 32),
-    (1, 5, 5, 513, 513, 96),
-    (1, 2, 2, 9, 9, 8),
-]
-ACROSS = [(1, 4, 2, 100, 333, 64), (2, 2, 2, 5, 1000, 64), (2, 2, 1, 1000, 1, 64), (1, 3, 3, 4200, 70, 128)]
-EACH = [(shape, causal) for shape in SHAPES for causal in (False, True)] + [(shape, False) for shape in ACROSS]
+EACH = each_shape(4100, (1, 3, 3, 4200, 70, 128))
 
 
 def inputs(shape, dtype=torch.bfloat16, device="cuda"):

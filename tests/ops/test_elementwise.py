@@ -15,6 +15,8 @@ from accelerant.runtime.ledger import ledger
 UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
 PAIR = {"add": torch.add, "mul": torch.mul}
 EACH = pytest.mark.parametrize("op", UNARY)
+WITH_GELU = {**UNARY, "gelu": torch._C._nn.gelu}
+EACH_AND_GELU = pytest.mark.parametrize("op", WITH_GELU)
 BOTH = pytest.mark.parametrize("op", PAIR)
 
 
@@ -79,12 +81,12 @@ LAYOUTS = {
 }
 
 
-@EACH
+@EACH_AND_GELU
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout(op, layout, interpreted):
     x = LAYOUTS[layout]().requires_grad_()
     same = x.detach().requires_grad_()
-    y, expected = getattr(ops, op)(x), UNARY[op](same)
+    y, expected = getattr(ops, op)(x), WITH_GELU[op](same)
     torch.testing.assert_close(y, expected, rtol=2e-6, atol=1e-6)
     assert y.stride() == expected.stride()
     dy = torch.randn(x.shape[::-1]).permute(*range(x.dim() - 1, -1, -1))  # a layout of its own
@@ -93,19 +95,19 @@ def test_any_layout(op, layout, interpreted):
     )
 
 
-@EACH
+@EACH_AND_GELU
 def test_keeps_its_dtype_under_autocast(op):
     with torch.autocast("cpu", torch.bfloat16):
         assert getattr(ops, op)(torch.randn(4)).dtype == torch.float32
         assert getattr(ops, op)(torch.randn(4).bfloat16()).dtype == torch.bfloat16
 
 
-@EACH
+@EACH_AND_GELU
 def test_is_torchs_own_under_compile(op):
-    assert compiled_into(getattr(ops, op), torch.randn(3)) == [UNARY[op]]
+    assert compiled_into(getattr(ops, op), torch.randn(3)) == [WITH_GELU[op]]
 
 
-@EACH
+@EACH_AND_GELU
 def test_refuses_integers(op):
     with pytest.raises(UnsupportedDtype, match=f"{op} takes bfloat16, float16, float32, float64; x is int32"):
         getattr(ops, op)(torch.ones(3, dtype=torch.int32))
