@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that a program can check: docstring openings, module lengths, generic class names."""
+"""Rules of CONTRIBUTING.md that a program can check: docstring openings, lengths, generic class names."""
 
 import ast
 import re
@@ -18,6 +18,7 @@ def modules(having):
 
 
 MAX_LINES = 900
+MAX_FUNCTION_LINES = 80
 QUESTION = re.compile(r"(What|Of|Who|Whose|Where|Which|Whether|How)\b")
 """Openings that no docstring has: a function's begins with a verb, a class's says what it represents."""
 
@@ -46,6 +47,17 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 def test_no_module_is_too_long():
     lengths = {named(path): len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_function_is_too_long():
+    """A Triton kernel may be: what it calls is compiled into it, and splitting one changes its code."""
+    lengths = {
+        f"{named(path, node)} {node.name}": node.end_lineno - node.lineno + 1
+        for path, tree in modules(r"(?m)^ *(async )?def ")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path.name != "triton_kernels.py"
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
 GENERIC = ("Case", "Entry", "Plan", "Progress", "Step", "Work")
