@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import accelerant
 
 PACKAGE = Path(accelerant.__file__).parent
@@ -49,6 +51,7 @@ def test_no_module_is_too_long():
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+@pytest.mark.slow
 def test_no_function_is_too_long():
     """A Triton kernel may be: what it calls is compiled into it, and splitting one changes its code."""
     lengths = {
