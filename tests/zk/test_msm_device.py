@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
@@ -52,6 +52,8 @@ from accelerant.zk.multi_scalar import FixedBase, msm, run_sums
 from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
+import kernel_points
+from kernel_points import words_of
 from msm_reference import msm_buckets
 
 import vectors  # the inputs of known answers
@@ -80,25 +82,14 @@ NONE = 2**32 - 1
 """What makes a bucket's last unit whole."""
 
 
-def scaled(curve, points, factor):
-    k = curve.coordinates
-    return [None if point is None else (k.times(point[0], factor), k.times(point[1], factor)) for point in points]
-
-
 def packed(curve, points):
     """(n, words) in Montgomery form."""
-    array = encode_points(curve, scaled(curve, points, montgomery_radix(curve.coordinates.base)))
-    return array.reshape(len(points), math.prod(curve.shape))
+    return kernel_points.packed(curve, points).reshape(len(points), math.prod(curve.shape))
 
 
 def unpacked(curve, words):
-    back = pow(montgomery_radix(curve.coordinates.base), -1, curve.coordinates.base.modulus)
     assert words.dtype == np.uint64
-    return scaled(curve, decode_points(curve, words.reshape(1, *curve.shape), check=False), back)[0]
-
-
-def words_of(scalars):
-    return np.array([[s >> 64 * i & 2**64 - 1 for i in range(4)] for s in scalars], np.uint64).reshape(-1, 4)
+    return kernel_points.unpacked(curve, words.reshape(1, *curve.shape))[0]
 
 
 @functools.cache
@@ -402,6 +393,16 @@ def test_known_answers(space, name):
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
+def check_room(plan, filling):
+    """Lists hold the segments and partial sums of buckets: (points of a bucket, how many such buckets)."""
+    units = [(-(-size >> plan.rounds), count) for size, count in filling]
+    assert sum(size * count for size, count in units) <= plan.units
+    parts = [(-(-size // plan.segment), count) for size, count in units]
+    assert sum(part * count for part, count in parts) <= plan.segments
+    assert sum(part * count for part, count in parts if part > 1) <= plan.sums - plan.keys
+    assert sum(count for part, count in parts if part > 1) <= plan.heavy
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", CURVES)
 def test_plans_have_room_for_the_worst_scalars(name, shared):
@@ -418,12 +419,7 @@ def test_plans_have_room_for_the_worst_scalars(name, shared):
             most = 4 * plan.segment << plan.rounds
             counts = [plan.entries - left, *(draw.randrange(most) for _ in range(min(plan.keys - 1, 500)))]
             counts = [count for count in counts if (left := left - count) > 0 or count == counts[0]]
-            units = [-(-count >> plan.rounds) for count in counts if count]
-            parts = [-(-count // plan.segment) for count in units]
-            assert sum(units) <= plan.units
-            assert sum(parts) <= plan.segments
-            assert sum(part for part in parts if part > 1) <= plan.sums - plan.keys
-            assert sum(part > 1 for part in parts) <= plan.heavy
+            check_room(plan, [(count, 1) for count in counts if count])
         assert plan.size_bytes(curve) >= 12 * plan.entries
 
 
@@ -458,12 +454,7 @@ def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
         plan = device_plan(curve_of("bn254_g1"), n, 1 << 42, shared=shared, **options)
         for filling in worst_fillings(plan):
             assert sum(size * count for size, count in filling) == plan.entries
-            units = [(-(-size >> plan.rounds), count) for size, count in filling]
-            assert sum(size * count for size, count in units) <= plan.units
-            parts = [(-(-size // plan.segment), count) for size, count in units]
-            assert sum(part * count for part, count in parts) <= plan.segments
-            assert sum(part * count for part, count in parts if part > 1) <= plan.sums - plan.keys
-            assert sum(count for part, count in parts if part > 1) <= plan.heavy
+            check_room(plan, filling)
 
 
 class _Device:

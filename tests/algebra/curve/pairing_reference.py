@@ -18,12 +18,17 @@ Points are affine, on their curves and in their subgroups: callers check. Not co
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
-from accelerant.algebra.curve.parameters import Family
-from accelerant.algebra.curve.weierstrass import Affine, Pair, QuadraticCoordinates
+from msm_reference import msm_sum
 
-__all__ = ["Fq6", "Fq12", "Tower", "final_exponentiation", "miller_loop", "pairing", "product_is_one", "tower_of"]
+from accelerant.algebra.curve.encoding import check_points
+from accelerant.algebra.curve.parameters import Family, family_of
+from accelerant.algebra.curve.weierstrass import Affine, Pair, QuadraticCoordinates, add, negate
+
+GROTH16 = Path(__file__).parents[2] / "vectors" / "groth16"
 
 Fq6 = tuple[Pair, Pair, Pair]
 Fq12 = tuple[Fq6, Fq6]
@@ -226,3 +231,35 @@ def _frobenius(tower: Tower, q: _Twisted) -> _Twisted:
     k = tower.fq2
     x = k.mul(k.conjugate(q[0]), k.power(tower.nonresidue, (tower.family.q - 1) // 3))
     return x, k.mul(k.conjugate(q[1]), k.power(tower.nonresidue, (tower.family.q - 1) // 2))
+
+
+def read_groth16(circuit):
+    return [
+        json.loads((GROTH16 / circuit / f"{name}.json").read_text()) for name in ("verification_key", "public", "proof")
+    ]
+
+
+def g1_point(values):
+    x, y, z = map(int, values)
+    return (x, y) if z else None
+
+
+def g2_point(values):
+    x, y, z = (tuple(map(int, pair)) for pair in values)
+    return (x, y) if any(z) else None
+
+
+def groth16_pairs(key, public, proof):
+    """e(-A, B) e(alpha, beta) e(IC_0 + sum x_i IC_i, gamma) e(C, delta)."""
+    g1 = family_of("bn254").g1
+    ic = [g1_point(point) for point in key["IC"]]
+    inputs = add(g1, ic[0], msm_sum(g1, [int(x) for x in public], ic[1:]))
+    pairs = [
+        (negate(g1, g1_point(proof["pi_a"])), g2_point(proof["pi_b"])),
+        (g1_point(key["vk_alpha_1"]), g2_point(key["vk_beta_2"])),
+        (inputs, g2_point(key["vk_gamma_2"])),
+        (g1_point(proof["pi_c"]), g2_point(key["vk_delta_2"])),
+    ]
+    check_points(g1, [p for p, _ in pairs])
+    check_points(family_of("bn254").g2, [q for _, q in pairs])
+    return pairs

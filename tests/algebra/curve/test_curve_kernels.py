@@ -10,13 +10,13 @@ import re
 
 import numpy as np
 import pytest
+from kernel_points import packed, unpacked, words_of
 from small_orders import of_small_orders, point_out_of_subgroup
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import ADDS, BLOCK, ENTRIES, grid_and_block, kernel_source, point_text, prefixed
 from accelerant.algebra.curve.parameters import CURVES, Endomorphism, curve_of, endomorphism
 from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
-from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
@@ -41,21 +41,6 @@ def each(entry):
         return pytest.param(backend, name, marks=marks, id=f"{backend}-{name}")
 
     return [marked(backend, name) for backend in ("opencl", "cuda") for name in CURVES]
-
-
-def scaled(curve, points, factor):
-    k = curve.coordinates
-    return [None if point is None else (k.times(point[0], factor), k.times(point[1], factor)) for point in points]
-
-
-def packed(curve, points):
-    """Points as kernels have them."""
-    return encode_points(curve, scaled(curve, points, montgomery_radix(curve.coordinates.base)))
-
-
-def unpacked(curve, array):
-    back = pow(montgomery_radix(curve.coordinates.base), -1, curve.coordinates.base.modulus)
-    return scaled(curve, decode_points(curve, array, check=False), back)
 
 
 def some_points(curve, count, seed=0):
@@ -118,10 +103,6 @@ def some_scalars(curve):
     return [*near, *digits, *(draw.randrange(2**256) for _ in range(3))]
 
 
-def words(scalars):
-    return np.array([[scalar >> 64 * i & 2**64 - 1 for i in range(4)] for scalar in scalars], np.uint64)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_mul"), indirect=["provider"])
 @pytest.mark.sample(3)
@@ -133,7 +114,7 @@ def test_multiples(provider, name):
     cases = [([some_points(curve, 1)[0]] * (n - 2) + [None, other], 1, scalars, 1), ([other] * n, 0, scalars, 1)]
     cases.append((some_points(curve, n, seed=2), 1, [scalars[-1]] * n, 0))
     for points, x_step, factors, scalar_step in cases:
-        arrays = packed(curve, points[: None if x_step else 1]), words(factors[: None if scalar_step else 1])
+        arrays = packed(curve, points[: None if x_step else 1]), words_of(factors[: None if scalar_step else 1])
         out = np.zeros((n, *curve.shape), np.uint64)
         found = run(provider, curve, "curve_mul", arrays, out, (n, x_step, scalar_step), n)
         assert unpacked(curve, found) == [multiply(curve, s, p) for s, p in zip(factors, points, strict=True)]
@@ -312,10 +293,7 @@ BUDGETS = [
 
 
 @pytest.mark.parametrize(("target", "name", "entry"), BUDGETS)
-def test_nvrtc_compiles_with_few_registers(target, name, entry):
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
+def test_nvrtc_compiles_with_few_registers(target, name, entry, compile_cuda):
     source = kernel_source(curve_of(name), entry)
     assert source.pick(("cuda", "portable", "triton"))[0] == "cuda"
     resources = compile_cuda(source, target).resources[entry]
@@ -326,10 +304,7 @@ def test_nvrtc_compiles_with_few_registers(target, name, entry):
 @pytest.mark.sample(len(CUDA_TARGETS))
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS)
-def test_nvrtc_compiles_for_each_target(target):
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
+def test_nvrtc_compiles_for_each_target(target, compile_cuda):
     source = kernel_source(curve_of("bn254_g1"), "curve_add")
     assert target in source.targets
     resources = compile_cuda(source, target).resources["curve_add"]
@@ -339,21 +314,15 @@ def test_nvrtc_compiles_for_each_target(target):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g2"])
-def test_the_portable_text_compiles_for_nvidia_too(name):
+def test_the_portable_text_compiles_for_nvidia_too(name, compile_cuda):
     """What HIP and OpenCL run; ptxas is the strictest reader at hand."""
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
     source = kernel_source(curve_of(name), "curve_add")
     portable = dataclasses.replace(source, dialects={"portable": source.dialects["portable"]})
     assert compile_cuda(portable, "sm_80").code[:4] == b"\x7fELF"
 
 
-def test_points_in_a_program_of_ones_own():
+def test_points_in_a_program_of_ones_own(compile_cuda):
     """point.h under its prefix, beside a kernel of the caller's."""
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
     curve = curve_of("bn254_g1")
     kernel = (
         "ACL_KERNEL void twice(u64 *x) { COORD_xyzz p = COORD_xyzz_load(x, 0); COORD_xyzz_double(&p);"

@@ -10,8 +10,8 @@ import re
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
+from kernel_points import packed, unpacked, words_of
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.llvm_points import public_digits
@@ -55,26 +55,6 @@ def launch(name, entry, form, indices, *args):
     registry.create("cpu").launch(kernel, (indices,), (1,), values)
 
 
-def rescaled(curve, array, factor):
-    """Every coefficient times a factor."""
-    q, limbs = curve.coordinates.base.modulus, curve.coordinates.base.limbs
-    data, size = array.tobytes(), 8 * limbs
-    values = [int.from_bytes(data[i : i + size], "little") * factor % q for i in range(0, len(data), size)]
-    text = b"".join(value.to_bytes(size, "little") for value in values)
-    return np.frombuffer(text, np.uint64).reshape(array.shape).copy()
-
-
-def kept(curve, points):
-    """Points as kernels keep them: in Montgomery form."""
-    return rescaled(curve, encode_points(curve, points), 1 << 64 * curve.coordinates.base.limbs)
-
-
-def seen(curve, words):
-    """Points from the kernels' words."""
-    inverse = pow(1 << 64 * curve.coordinates.base.limbs, -1, curve.coordinates.base.modulus)
-    return decode_points(curve, rescaled(curve, words, inverse), check=False)
-
-
 @functools.cache
 def sample(name, count=23):
     """Infinity, points of the subgroup and of the curve, and opposites of some."""
@@ -107,14 +87,14 @@ def test_sums_of_any_two_points(name, form):
     """Every pair of the sample, among them equal, opposite and infinite ones; not a multiple of a pack."""
     curve, points = curve_of(name), sample(name, 13)
     pairs = [(p, q) for p in points for q in points]
-    x, y = (kept(curve, [pair[i] for pair in pairs]) for i in range(2))
+    x, y = (packed(curve, [pair[i] for pair in pairs]) for i in range(2))
     expected = [add(curve, p, q) for p, q in pairs]
     z = np.full_like(x, 7)
     launch(name, "curve_add", form, len(pairs), x, y, z, len(pairs))
-    assert seen(curve, z) == expected
+    assert unpacked(curve, z) == expected
     for z in (x.copy(), y.copy()):
         launch(name, "curve_add", form, len(pairs), *((z, y) if (z == x).all() else (x, z)), z, len(pairs))
-        assert seen(curve, z) == expected
+        assert unpacked(curve, z) == expected
 
 
 @each_form
@@ -123,29 +103,25 @@ def test_sums_of_any_number_of_points(form, n):
     """One, about a pack, and more than share an inversion; nothing is written beyond n."""
     name = "bn254_g1"
     curve, points = curve_of(name), sample(name)
-    x, y = (kept(curve, [points[i * step % len(points)] for i in range(n)]) for step in (1, 3))
+    x, y = (packed(curve, [points[i * step % len(points)] for i in range(n)]) for step in (1, 3))
     z = np.full((n + 3, *x.shape[1:]), 7, np.uint64)
     launch(name, "curve_add", form, n + 3, x, y, z, n)
     table = {(i, j): add(curve, points[i], points[j]) for i in range(len(points)) for j in range(len(points))}
     expected = [table[i % len(points), i * 3 % len(points)] for i in range(n)]
-    assert seen(curve, z[:n]) == expected
+    assert unpacked(curve, z[:n]) == expected
     assert (z[n:] == 7).all()
 
 
 @each_case
 def test_opposites(name, form):
     curve, points = curve_of(name), sample(name)
-    x = kept(curve, points)
+    x = packed(curve, points)
     z = np.full((len(x) + 2, *x.shape[1:]), 7, np.uint64)
     launch(name, "curve_neg", form, len(z), x, z, len(x))
-    assert seen(curve, z[:-2]) == [negate(curve, point) for point in points]
+    assert unpacked(curve, z[:-2]) == [negate(curve, point) for point in points]
     assert (z[-2:] == 7).all()
     launch(name, "curve_neg", form, len(x), x, x, len(x))
     assert (x == z[:-2]).all()
-
-
-def words_of(scalars):
-    return np.frombuffer(b"".join(s.to_bytes(32, "little") for s in scalars), np.uint64).reshape(-1, 4).copy()
 
 
 @each_case
@@ -156,10 +132,10 @@ def test_multiples(name, form):
     scalars = [0, 1, 2, 15, 16, r - 1, r, r + 1, 2**255, 2**256 - 1, rng.randrange(2**256), rng.randrange(r)]
     points = [curve.generator] * len(scalars) + stray(name, 1) * 4 + [None] * 2
     scalars += [r, 2**256 - 1, 1, 0, 5, 0]
-    x, s = kept(curve, points), words_of(scalars)
+    x, s = packed(curve, points), words_of(scalars)
     z = np.full((len(x) + 1, *x.shape[1:]), 7, np.uint64)
     launch(name, "curve_mul", form, len(z), x, s, z, len(x), 1, 1)
-    assert seen(curve, z[:-1]) == [
+    assert unpacked(curve, z[:-1]) == [
         multiply(curve, scalar, point) for scalar, point in zip(scalars, points, strict=True)
     ]
     assert (z[-1] == 7).all()
@@ -170,14 +146,14 @@ def test_multiples(name, form):
 def test_one_point_or_one_scalar_for_all(form, x_step, scalar_step):
     curve, n = curve_of("bn254_g1"), 11
     points, scalars = sample("bn254_g1")[3 : 3 + n], [3 + i for i in range(n)]
-    x, s = kept(curve, points), words_of(scalars)
+    x, s = packed(curve, points), words_of(scalars)
     z = np.empty_like(x)
     launch("bn254_g1", "curve_mul", form, n, x, s, z, n, x_step, scalar_step)
-    assert seen(curve, z) == [multiply(curve, scalars[i * scalar_step], points[i * x_step]) for i in range(n)]
+    assert unpacked(curve, z) == [multiply(curve, scalars[i * scalar_step], points[i * x_step]) for i in range(n)]
 
 
 def firsts(name, entry, form, points, chunk):
-    x = kept(curve_of(name), points)
+    x = packed(curve_of(name), points)
     out = np.full(-(-len(points) // chunk) + 1, 7, np.int64)
     launch(name, entry, form, len(out), x, out, len(x), chunk)
     assert out[-1] == 7

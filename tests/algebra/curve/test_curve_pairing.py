@@ -1,22 +1,20 @@
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msm_reference import msm_sum
 from pairing_reference import (
     final_exponentiation,
+    g1_point,
+    g2_point,
+    groth16_pairs,
     pairing,
     product_is_one,
+    read_groth16,
     tower_of,
 )
 
 from accelerant.algebra.curve import FAMILIES, family_of
-from accelerant.algebra.curve.encoding import check_points
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import multiply, negate
 
-GROTH16 = Path(__file__).parents[2] / "vectors" / "groth16"
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 
 
@@ -98,38 +96,6 @@ def test_product(family):
     pairs = [(multiply(g1, 6, p), q), (negate(g1, multiply(g1, 2, p)), multiply(g2, 3, q))]
     assert product_is_one(family, [*pairs, (None, q), (p, None)])
     assert not product_is_one(family, pairs[1:])
-
-
-def read_groth16(circuit):
-    return [
-        json.loads((GROTH16 / circuit / f"{name}.json").read_text()) for name in ("verification_key", "public", "proof")
-    ]
-
-
-def g1_point(values):
-    x, y, z = map(int, values)
-    return (x, y) if z else None
-
-
-def g2_point(values):
-    x, y, z = (tuple(map(int, pair)) for pair in values)
-    return (x, y) if any(z) else None
-
-
-def groth16_pairs(key, public, proof):
-    """e(-A, B) e(alpha, beta) e(IC_0 + sum x_i IC_i, gamma) e(C, delta)."""
-    g1 = family_of("bn254").g1
-    ic = [g1_point(point) for point in key["IC"]]
-    inputs = add(g1, ic[0], msm_sum(g1, [int(x) for x in public], ic[1:]))
-    pairs = [
-        (negate(g1, g1_point(proof["pi_a"])), g2_point(proof["pi_b"])),
-        (g1_point(key["vk_alpha_1"]), g2_point(key["vk_beta_2"])),
-        (inputs, g2_point(key["vk_gamma_2"])),
-        (g1_point(proof["pi_c"]), g2_point(key["vk_delta_2"])),
-    ]
-    check_points(g1, [p for p, _ in pairs])
-    check_points(family_of("bn254").g2, [q for _, q in pairs])
-    return pairs
 
 
 @pytest.mark.parametrize("circuit", ["poseidon", "range"])

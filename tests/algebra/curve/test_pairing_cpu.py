@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msm_reference import msm_sum
-from pairing_reference import pairing, tower_of
+from pairing_reference import groth16_pairs, pairing, read_groth16, tower_of
 from small_orders import of_cofactor, of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
 from accelerant.algebra.curve import FAMILIES, family_of, tape
@@ -132,35 +131,10 @@ def test_vectors_of_the_precompiles(file):
 # --- Groth16 ---------------------------------------------------------------------------------------------------------
 
 
-def g1_point(values):
-    x, y, z = map(int, values)
-    return (x, y) if z else None
-
-
-def g2_point(values):
-    x, y, z = (tuple(map(int, pair)) for pair in values)
-    return (x, y) if any(z) else None
-
-
-def groth16_pairs(key, public, proof):
-    """e(-A, B) e(alpha, beta) e(IC_0 + sum x_i IC_i, gamma) e(C, delta)."""
-    g1 = family_of("bn254").g1
-    ic = [g1_point(point) for point in key["IC"]]
-    return [
-        (negate(g1, g1_point(proof["pi_a"])), g2_point(proof["pi_b"])),
-        (g1_point(key["vk_alpha_1"]), g2_point(key["vk_beta_2"])),
-        (add(g1, ic[0], msm_sum(g1, [int(x) for x in public], ic[1:])), g2_point(key["vk_gamma_2"])),
-        (g1_point(proof["pi_c"]), g2_point(key["vk_delta_2"])),
-    ]
-
-
 @pytest.mark.parametrize("circuit", ["poseidon", "range"])
 def test_groth16_proofs_of_snarkjs(circuit):
     family = family_of("bn254")
-    key, public, proof = (
-        json.loads((FOLDER / "groth16" / circuit / f"{name}.json").read_text())
-        for name in ("verification_key", "public", "proof")
-    )
+    key, public, proof = read_groth16(circuit)
     assert product_is_one(family, *encoded(family, groth16_pairs(key, public, proof)))
     for i in range(len(public)):
         changed = [*public[:i], str((int(public[i]) + 1) % family.r), *public[i + 1 :]]

@@ -232,11 +232,8 @@ def test_carry_chains_are_as_short_as_said(field):
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_can_hold_several_fields():
+def test_a_program_can_hold_several_fields(compile_cuda):
     """Each under its prefix, in one text; here the two fields of a curve, with carry chains."""
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
     texts = [field_text(FIELDS[f"bn254_{prefix}"], prefix, "cuda") for prefix in ("fq", "fr")]
     kernel = (
         "ACL_KERNEL void both(u64 *x, u64 *y) { fq_store(x, 0, fq_square(fq_load(x, 0))); fr_store(y, 0, fr_one()); }"

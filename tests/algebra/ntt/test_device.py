@@ -346,15 +346,12 @@ NATURAL = Variant(along_in=True)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
 @pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks", "babybear"])
-def test_registers_on_nvidia(name, variant, architecture):
+def test_registers_on_nvidia(name, variant, architecture, compile_cuda):
     """On a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256.
 
     None is spilt but in Goldilocks' last pass, which is faster so all the same: 2^20 points in 33.7 us with two blocks
     and 48 bytes spilt, 43.6 left alone, 37.2 with registers for three blocks in the other passes (H200).
     """
-    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
-
     field = FIELDS[name]
     division = division_of(field)
     resident = division.resident

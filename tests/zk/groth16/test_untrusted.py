@@ -101,16 +101,19 @@ def wrong_points(family, group, point):
     return kinds
 
 
-def key_with(family, name, point):
-    """The key with another point, as the constructor takes it."""
-    curve = getattr(family_of(family), KEY[name])
-    (words,) = encode_points(curve, [point])
+def key_with(family, changes):
+    """The key with other points, as the constructor takes them."""
     key = key_of(family)
-    if name.startswith("ic"):
-        ic = key.ic.copy()
-        ic[int(name[3])] = words
-        return dataclasses.replace(key, ic=ic)
-    return dataclasses.replace(key, **{name: words})
+    for name, point in changes.items():
+        curve = getattr(family_of(family), "g1" if name[0] in "ai" else "g2")
+        (words,) = encode_points(curve, [point])
+        if name.startswith("ic"):
+            ic = key.ic.copy()
+            ic[int(name[3])] = words
+            key = dataclasses.replace(key, ic=ic)
+        else:
+            key = dataclasses.replace(key, **{name: words})
+    return key
 
 
 def json_with(family, name, rows):
@@ -154,7 +157,7 @@ def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tm
     for kind, wrong in wrong_points(family, KEY[name], point).items():
         what = "not on|subgroup"
         with pytest.raises(FormatError, match=rf"^{name.replace('[', '.').replace(']', '.')}.*({what})"):
-            key_with(family, name, wrong)
+            key_with(family, {name: wrong})
         text = json_with(family, name, point_to_json(curve, wrong))
         with pytest.raises(FormatError, match=what) as refused:
             VerificationKey.from_json(text, name="vk.json")
@@ -166,7 +169,7 @@ def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tm
         assert (status, output) == (2, ""), kind
         assert "not on" in error or "subgroup" in error
         assert not (tmp_path / "vk.json").exists()
-    negated = key_with(family, name, negate(curve, point))
+    negated = key_with(family, {name: negate(curve, point)})
     assert negated.forgeable is None
     assert family != "bn254" or not verify(negated, proof_of(family).public, proof_of(family))
 
@@ -186,7 +189,7 @@ def test_infinity_and_unreduced_coordinates_of_a_key(family, name, tmp_path):
     else:
         for read in (
             lambda: VerificationKey.from_json(infinite),
-            lambda: key_with(family, name, None),
+            lambda: key_with(family, {name: None}),
             lambda: VerificationKey.from_zkey(evil),
         ):
             with pytest.raises(FormatError, match=f"({name}|{JSON_NAMES[name]}|{ZKEY_NAMES[name]}) is infinity"):
@@ -284,27 +287,13 @@ def related_keys(family):
     yield "ic 2 third", {"ic[2]": multiply(g1, 3 * third % r, p["ic[1]"])}, None
 
 
-def with_points(family, changes):
-    key = key_of(family)
-    for name, point in changes.items():
-        curve = getattr(family_of(family), "g1" if name[0] in "ai" else "g2")
-        (words,) = encode_points(curve, [point])
-        if name.startswith("ic"):
-            ic = key.ic.copy()
-            ic[int(name[3])] = words
-            key = dataclasses.replace(key, ic=ic)
-        else:
-            key = dataclasses.replace(key, **{name: words})
-    return key
-
-
 @pytest.mark.parametrize("family", ["bn254", pytest.param("bls12_381", marks=pytest.mark.slow)])
 def test_forgeable_keys_say_so(family):
     """Each kind of related points is reported, and where the key suffices the forged proof verifies."""
     assert key_of(family).forgeable is None
     forged = 0
     for name, changes, proof in related_keys(family):
-        key = with_points(family, changes)
+        key = key_with(family, changes)
         assert key.forgeable is not None, name
         assert ("anyone can forge" in key.forgeable) == (name not in ("ic 1 infinite", "ic 1 equal", "ic 2 third")), (
             name
@@ -323,7 +312,7 @@ def test_unrelated_points_are_not_called_forgeable():
     g2 = family_of("bn254").g2
     assert points_of("bn254")["gamma"] == g2.generator
     for k in (17, 3**50, -(7**40)):
-        assert with_points("bn254", {"delta": multiply(g2, k, points_of("bn254")["beta"])}).forgeable is None
+        assert key_with("bn254", {"delta": multiply(g2, k, points_of("bn254")["beta"])}).forgeable is None
     for circuit in ("range", "poseidon"):
         text = (VECTORS / "groth16" / circuit / "verification_key.json").read_text()
         assert VerificationKey.from_json(text).forgeable is None
