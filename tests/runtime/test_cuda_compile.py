@@ -25,7 +25,6 @@ from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.providers import cuda_launch
 from accelerant.runtime.providers.cuda import CudaProvider
-from accelerant.runtime.providers.cuda_launch import cuda_error
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
 
@@ -288,11 +287,6 @@ def test_each_start_of_a_kernel_has_its_own_arguments(monkeypatch):
     with pytest.raises(LaunchError, match=r"structs are launched by LoadedKernel\.pack"):
         cuda_launch.LoadedKernel("k", 7, ("struct",)).start((2,), (64,), (b"a\0b",), 11)
     assert len(given) == 2
-
-
-def test_a_launch_that_finds_no_memory_is_not_a_refused_launch():
-    assert type(cuda_error("CUDA_ERROR_OUT_OF_MEMORY: ...", "x")) is OutOfMemory
-    assert type(cuda_error("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: ...", "x")) is LaunchError
 
 
 def test_a_triton_kernel_that_does_not_compile_is_not_compiled_again_for_other_shapes(monkeypatch):

@@ -128,24 +128,24 @@ def test_an_error_that_the_provider_calls_sticky_becomes_device_lost(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "kind"),
     [
-        "CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA error: an illegal memory access was encountered",
-        "CUDA error: unspecified launch failure",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA error: an illegal instruction was encountered",
-        "CUDA error: device-side assert triggered",
-        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        ("CUDA_ERROR_ILLEGAL_ADDRESS", DeviceLost),
+        ("CUDA error: an illegal memory access was encountered", DeviceLost),
+        ("CUDA error: unspecified launch failure", DeviceLost),
+        ("CUDA_ERROR_LAUNCH_FAILED", DeviceLost),
+        ("CUDA error: an illegal instruction was encountered", DeviceLost),
+        ("CUDA error: device-side assert triggered", DeviceLost),
+        ("CUDA_ERROR_MISALIGNED_ADDRESS", DeviceLost),
+        ("CUDA_ERROR_INVALID_VALUE", LaunchError),
+        ("CUDA error: invalid configuration argument", LaunchError),
+        ("", LaunchError),
+        ("CUDA_ERROR_OUT_OF_MEMORY: ...", OutOfMemory),
+        ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: ...", LaunchError),
     ],
 )
-def test_sticky_errors_are_known(text):
-    assert isinstance(cuda_error(text, "x"), DeviceLost)
-
-
-@pytest.mark.parametrize("text", ["CUDA_ERROR_INVALID_VALUE", "CUDA error: invalid configuration argument", ""])
-def test_refused_launches_are_not_sticky(text):
-    assert type(cuda_error(text, "x")) is LaunchError
+def test_sticky_errors_refused_launches_and_full_memory_are_told_apart(text, kind):
+    assert type(cuda_error(text, "x")) is kind
 
 
 def test_memory_that_runs_out_names_the_op_the_bytes_and_the_holders():

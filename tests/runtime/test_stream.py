@@ -275,17 +275,13 @@ def test_asyncio_sees_errors_and_cancelling_the_wait_leaves_the_work():
             await submit(fails, stream=Stream("cpu"))
         slow = submit(lambda: (time.sleep(0.05), 5)[1], stream=Stream("cpu"))
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(_await(slow), 0.005)
+            await asyncio.wait_for(awaited(slow), 0.005)
         return await slow
 
     assert asyncio.run(main()) == 5
 
 
-async def _await(future):
-    return await future
-
-
-def test_futures_that_wait_on_an_event_are_polled_without_blocking():
+def test_futures_that_wait_on_an_event_are_polled_without_blocking(monkeypatch):
     """The CUDA path of await, with an event of the host in the place of the device's."""
 
     gate = threading.Event()
@@ -310,13 +306,9 @@ def test_futures_that_wait_on_an_event_are_polled_without_blocking():
         asyncio.get_running_loop().call_later(0.03, gate.set)
         return await asyncio.gather(*futures)
 
-    patched = pytest.MonkeyPatch()
-    patched.setattr(stream_module, "_used_on", lambda *_: None)
-    patched.setattr(torch.cuda, "current_stream", lambda *_: None)
-    try:
-        assert asyncio.run(main()) == list(range(50))
-    finally:
-        patched.undo()
+    monkeypatch.setattr(stream_module, "_used_on", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    assert asyncio.run(main()) == list(range(50))
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
