@@ -9,11 +9,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.errors import ConfigError
 
 
 def square(x):
     return x * x
+
+
+class UnpicklableError(Exception):
+    def __init__(self, message, more):
+        super().__init__(message)
 
 
 def odd(x):
@@ -21,7 +26,7 @@ def odd(x):
     if x == 2:
         raise ValueError("two")
     if x == 3:
-        raise BackendUnavailable("cuda", "it cannot be pickled")
+        raise UnpicklableError("of a process", "alone")
     if x == 4:
         return (value for value in "abc")
     if x == 5:

@@ -22,7 +22,7 @@ import accelerant
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import add, multiply
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
@@ -357,6 +357,12 @@ def test_batches():
     assert (msm(encode(curve.scalars, rows), points) == wanted).all()
     assert (FixedBase(name, points).msm(rows) == wanted).all()
     assert msm(np.zeros((0, n, 4), np.uint64), points).shape == (0, 2, 4)
+
+
+def test_opposite_points_cancel():
+    curve = curve_of("bn254_g1")
+    point = multiply(curve, 5, curve.generator)
+    assert (msm([3, 3], encode_points(curve, [point, negate(curve, point)])) == 0).all()
 
 
 def test_sums_of_nothing():

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
@@ -36,7 +37,10 @@ FUSED = {"cuda"}
 """Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""
 
 
-GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
+GLOBAL_HOOKS = (
+    everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks, everywhere._global_backward_hooks,
+    everywhere._global_backward_pre_hooks,
+)  # fmt: skip
 """torch's hooks of all modules."""
 
 

@@ -132,9 +132,16 @@ class Matmul(torch.autograd.Function):
         """Return da = dy b^T and db = a^T dy, summed over broadcast dimensions."""
         a, b = ctx.saved_tensors
         return (
-            torch.matmul(dy, b.mT).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None,
-            torch.matmul(a.mT, dy).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None,
+            _in_layout_of(a, dy, b.mT) if ctx.needs_input_grad[0] else None,
+            _in_layout_of(b, a.mT, dy) if ctx.needs_input_grad[1] else None,
         )
+
+
+def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Return p q summed to the shape of x; stored transposed if x is, as transposed weights are."""
+    if x.dim() == 2 and p.dim() == 2 and q.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]:
+        return torch.matmul(q.mT, p.mT).mT
+    return torch.matmul(p, q).sum_to_size(x.shape)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
