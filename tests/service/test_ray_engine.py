@@ -140,21 +140,12 @@ def wait_for(found, seconds):
     return value
 
 
-def stopped_at_work(node, both_run):
-    """Stop the processes of a node's workers in the middle of a job, and return them; none if it had no job.
-
-    Ray's workers outlive their node by a second, in which the job could end.
-    """
-    workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
-    if not both_run():
-        return []
-    for worker in workers:
-        worker.suspend()
-    if both_run():
-        return workers
-    for worker in workers:
-        worker.resume()
-    return []
+def kill(cluster, node):
+    """End all processes of a node at once: Ray's workers outlive their raylet by a second, in which a job could end."""
+    for process in psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow
@@ -185,11 +176,8 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, application
     )  # fmt: skip
     try:
         with Load(server.url, body, headers) as load:
-            workers = wait_for(lambda: stopped_at_work(node, lambda: len(listed(state="running")) == 2), 120)
-            ray_cluster.remove_node(node, allow_graceful=False)
-            for worker in workers:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ends without its node once it runs again
-                    worker.kill()
+            wait_for(lambda: len(listed(state="running")) == 2, 120)
+            kill(ray_cluster, node)
             before = len(load.accepted)
             wait_for(lambda: len(load.accepted) > before + 5, 120)
         with server.client() as client:
