@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.sampling import GroupedSampler, PoissonBatches, PoissonSampler, require_poisson, sampling_of
+from accelerant.privacy.random import SecureStream
 
 
 def draws(sampler):
@@ -184,9 +185,8 @@ def test_no_two_draws_are_equal_after_copies_seeds_and_forks():
 
 
 def test_a_stream_of_ours():
-    random = pytest.importorskip("accelerant.privacy.random", reason="the stream is not here yet")
     key = bytes(range(32))
-    one, two = (draws(PoissonSampler(1000, 0.3, steps=5, stream=random.SecureStream(key))) for _ in range(2))
+    one, two = (draws(PoissonSampler(1000, 0.3, steps=5, stream=SecureStream(key))) for _ in range(2))
     assert one == two
     assert 200 < sum(map(len, one)) / 5 < 400
     assert one[0] != one[1]
