@@ -1,0 +1,53 @@
+"""Names that changed: for a version an old one raises an error that says the new one. docs/migration.md lists them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["renamed_arguments", "renamed_names"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+ARGUMENTS: dict[tuple[str, str], str] = {}
+"""(qualified name of a function or class, old argument) -> its argument today."""
+NAMES: dict[tuple[str, str], str] = {}
+"""(module, old name) -> what to write today."""
+
+
+def renamed_arguments(**renamed: str) -> Callable[[F], F]:
+    """Decorate a function or class whose keyword arguments changed: old name = the argument, or the words, of today."""
+
+    def decorate(target: F) -> F:
+        owner = f"{target.__module__}.{target.__qualname__}"
+        ARGUMENTS.update({(owner, old): new for old, new in renamed.items()})
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for old in renamed.keys() & kwargs.keys():
+                raise TypeError(f"{target.__name__}() has no argument {old}= any more: it is {renamed[old]}= now")
+            return function(*args, **kwargs)
+
+        if isinstance(target, type):
+            target.__init__ = checked  # type: ignore[misc]
+            return target
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def renamed_names(
+    module: str, renamed: Mapping[str, str], get: Callable[[str], Any] | None = None
+) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a module some of whose names changed; `get` is the one that it has already."""
+    NAMES.update({(module, old): new for old, new in renamed.items()})
+
+    def name(old: str) -> Any:
+        if old in renamed:
+            raise AttributeError(f"{module}.{old} is {renamed[old]} now")
+        if get is not None:
+            return get(old)
+        raise AttributeError(f"module {module!r} has no attribute {old!r}")
+
+    return name
