@@ -47,7 +47,7 @@ from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
-from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.ops._cases import Benchmark, Indices, SampleInput
 from accelerant.runtime import registry
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
@@ -228,9 +228,9 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
 # --- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _case(op: str, *arguments: Any, host: bool = True, **options: Any) -> tuple[str, Sample, bool]:
+def _case(op: str, *arguments: Any, host: bool = True, **options: Any) -> tuple[str, SampleInput, bool]:
     """Return a case of an op; `host` for the host's time of forward and backward in bfloat16, else in float32."""
-    return op, Sample("plain", arguments, options), host
+    return op, SampleInput("plain", arguments, options), host
 
 
 _X, _W = (64, 1024), (1024,)
@@ -247,7 +247,7 @@ _OP_CASES = (
 )
 
 
-def _measure_op(op: str, sample: Sample, host: bool, this: _UserRun) -> None:
+def _measure_op(op: str, sample: SampleInput, host: bool, this: _UserRun) -> None:
     """Measure our op and torch's function, eager and compiled, checked against the float64 reference."""
     dtype = torch.bfloat16 if this.run.gpu and host else torch.float32
     benchmark = Benchmark(sample, dtype) if this.run.gpu else for_cpu(op, Benchmark(sample, dtype))

@@ -20,7 +20,7 @@ from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _rela
 from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
-from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.ops._cases import Benchmark, Indices, SampleInput
 from accelerant.ops._registry import public_op
 from accelerant.runtime import registry
 
@@ -61,19 +61,19 @@ def test_a_sweep_has_odd_sizes_and_both_ends():
 
 
 def test_a_case_of_another_size_keeps_its_rows():
-    sample = Sample("loss", ((64, 16), Indices((64,), 16)))
+    sample = SampleInput("loss", ((64, 16), Indices((64,), 16)))
     found = plan._resized(Benchmark(sample, torch.float32), 128)
     assert found.sample.shapes == ((8, 16), (8,))
-    odd = plan._resized(Benchmark(Sample("norm", ((64, 16), (16,), None)), torch.float32), 127)
+    odd = plan._resized(Benchmark(SampleInput("norm", ((64, 16), (16,), None)), torch.float32), 127)
     assert odd is None or odd.sample.shapes == ((1, 127), (127,), None)
-    assert plan._resized(Benchmark(Sample("product", ((64, 16), (16, 8))), torch.float32), 128) is None
+    assert plan._resized(Benchmark(SampleInput("product", ((64, 16), (16, 8))), torch.float32), 128) is None
 
 
 def test_a_row_that_is_cut_short_has_fewer_classes():
-    found = plan._resized(Benchmark(Sample("loss", ((64, 300), Indices((64,), 300))), torch.float32), 128)
+    found = plan._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 128)
     assert found.sample.shapes == ((1, 128), (1,))
     assert found.sample.arguments[1].high == 128
-    kept = plan._resized(Benchmark(Sample("loss", ((64, 300), Indices((64,), 300))), torch.float32), 1024)
+    kept = plan._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 1024)
     assert kept.sample.shapes == ((3, 300), (3,))
 
 
@@ -117,7 +117,7 @@ def test_a_cpu_has_each_op_with_fewer_rows_and_whole_weights():
     assert found["gelu"].benchmark.sample.shapes == ((256, 4096),)
     assert found["linear_gelu"].benchmark.sample.shapes[1] == (4096, 1024)
     assert found["attention"].benchmark.sample.shapes == ((1, 4, 256, 64),) * 3
-    square = Benchmark(Sample("square", ((4096, 4096), (4096,), (4096,))), torch.bfloat16)
+    square = Benchmark(SampleInput("square", ((4096, 4096), (4096,), (4096,))), torch.bfloat16)
     assert plan.for_cpu("layer_norm", square).sample.shapes == ((256, 4096), (4096,), (4096,))
 
 
@@ -263,7 +263,7 @@ def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(optio
 
 
 def case_of(name, *arguments, **options):
-    benchmark = Benchmark(Sample("x", arguments, options), torch.float32)
+    benchmark = Benchmark(SampleInput("x", arguments, options), torch.float32)
     return OpCase.of(name, benchmark, registry.choose("cpu"), torch.float32)
 
 
@@ -328,7 +328,7 @@ def test_the_upstream_gradient_is_no_argument():
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_sums_over_many_rows_stay_in_the_range_of_float16(op):
     weights = [(8,)] * (2 if op == "layer_norm" else 1)
-    benchmark = Benchmark(Sample("x", ((65536 + 8192, 8), *weights)), torch.float16)
+    benchmark = Benchmark(SampleInput("x", ((65536 + 8192, 8), *weights)), torch.float16)
     device = registry.choose("cpu")
     drawn = benchmark.sample.tensors(torch.float16)
     case = OpCase(op, "x", tuple(drawn), {}, benchmark, False)
@@ -386,7 +386,7 @@ def test_a_reference_without_memory_has_fewer_rows(monkeypatch):
 def small(op, *arguments, **options):
     fields = {"against": ("torch",), "budget_s": 0.0, "dtype": torch.float32, "part": ""}
     benchmark = {name: options.pop(name) for name in ("rotated",) if name in options}
-    bench = Benchmark(Sample("small", arguments, {}), torch.float32, **benchmark)
+    bench = Benchmark(SampleInput("small", arguments, {}), torch.float32, **benchmark)
     return plan.PlannedCase(op=op, benchmark=bench, **{**fields, **options})
 
 

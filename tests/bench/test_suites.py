@@ -21,7 +21,7 @@ from accelerant.bench.suites.algebra import AlgebraSuite
 from accelerant.bench.suites.bandwidth import BandwidthSuite
 from accelerant.bench.suites.runtime import RuntimeSuite
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.ops._cases import Benchmark, Sample
+from accelerant.ops._cases import Benchmark, SampleInput
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import ChunkedRun
@@ -238,7 +238,7 @@ def test_the_cpu_column_scales_from_fewer_rows_and_skips_what_takes_too_long():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_neural_cases_have_their_cpu_figure_in_float32(direction, monkeypatch):
     monkeypatch.setattr(ceilings, "_ENOUGH_S", 60.0)  # a pause of the machine leads to no fewer rows
-    benchmark = Benchmark(Sample("x", ((64, 32), (32,), (32,))), torch.bfloat16)
+    benchmark = Benchmark(SampleInput("x", ((64, 32), (32,), (32,))), torch.bfloat16)
     row = Row("neural", "layer_norm", f"64x32 bfloat16 {direction}", "accelerant", "triton (own)", p50=0.001)
     found = neural._with_cpu(row, "layer_norm", benchmark, 0.0)
     assert found.cpu_note == "float32, 1 thread"

@@ -16,7 +16,7 @@ from accelerant.bench.suite import SuiteRun, collect, run_suite
 from accelerant.bench.suites import algebra
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.ops._cases import Sample, Subject
+from accelerant.ops._cases import SampleInput, Subject
 from accelerant.runtime import registry
 from benchmarks import user
 from benchmarks.user import UserSuite
@@ -30,8 +30,8 @@ def cpu():
 @pytest.fixture
 def tiny(monkeypatch):
     """A row of gelu, and one attention."""
-    attention = ("attention", Sample("x", ((1, 1, 8, 8),) * 3, {}), False)
-    monkeypatch.setattr(user, "_OP_CASES", (("gelu", Sample("x", ((2, 8),)), True), attention))
+    attention = ("attention", SampleInput("x", ((1, 1, 8, 8),) * 3, {}), False)
+    monkeypatch.setattr(user, "_OP_CASES", (("gelu", SampleInput("x", ((2, 8),)), True), attention))
     monkeypatch.setattr(user, "host_times_us", lambda calls: [call() and user.Timing.of([3.0, 4.0]) for call in calls])
 
 

@@ -26,7 +26,7 @@ def implementation(request, monkeypatch):
             pytest.skip("a GPU is here: CPU tensors do not reach the kernels")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         for name in launch.PLANS:
-            monkeypatch.setitem(launch.PLANS, name, launch.ChunkPlan(64, 32, 4))
+            monkeypatch.setitem(launch.PLANS, name, launch.ChunkTile(64, 32, 4))
         monkeypatch.setitem(launch.SMALL, "BLOCK_T", 16)
         monkeypatch.setitem(launch.SMALL, "BLOCK_P", 16)
     else:

@@ -204,7 +204,7 @@ def test_not_a_number_stays_in_its_rows(interpreted):
 @pytest.mark.parametrize("options", [(False, -1), (True, -1), (True, 11), (False, 20)], ids=str)
 @pytest.mark.parametrize(
     "plan",
-    [launch.AttentionPlan(16, 16, 4, 1), launch.AttentionPlan(64, 16, 4, 1), launch.AttentionPlan(16, 64, 4, 1)],
+    [launch.AttentionTile(16, 16, 4, 1), launch.AttentionTile(64, 16, 4, 1), launch.AttentionTile(16, 64, 4, 1)],
     ids=str,
 )
 def test_any_plan_gives_the_same(plan, options, interpreted):

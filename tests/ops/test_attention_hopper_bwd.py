@@ -12,7 +12,7 @@ from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.hopper_bwd import (
     KINDS,
     PARTS,
-    BackwardPlan,
+    HopperBwdConfig,
     Shares,
     launch_hopper,
     plan_for,
@@ -25,7 +25,7 @@ from accelerant.runtime.compilation.cuda import compile_cuda
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
 SUMS = ("added", "shared", "whole")
-PLANS = [BackwardPlan(width, sums) for width in (64, 128) for sums in SUMS]
+PLANS = [HopperBwdConfig(width, sums) for width in (64, 128) for sums in SUMS]
 SPILLS = {64: 0, 128: 20}
 """Bytes by width. At 128 the thread that starts the copies keeps a few words in memory, outside of any inner loop."""
 
@@ -85,20 +85,20 @@ def test_variants():
     def variant(B, H, S, D, causal=True, deterministic=False):
         return plan_for((B, H, H, S, S, D), 132, causal, deterministic)
 
-    assert variant(32, 12, 1024, 64) == BackwardPlan(64, "shared")  # 4 blocks a head, 33 heads at a time
-    assert variant(16, 12, 2048, 64) == BackwardPlan(64, "shared")  # 8 blocks, 16 heads: 12 rounds of 128, as of 132
-    assert variant(2, 8, 8192, 72) == BackwardPlan(128, "added")
-    assert variant(1, 12, 4096, 64, causal=False) == BackwardPlan(64, "added")
-    assert variant(4, 32, 1600, 64) == BackwardPlan(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
-    assert variant(2, 8, 8192, 64, deterministic=True) == BackwardPlan(64, "whole")
-    assert variant(64, 12, 384, 64) == BackwardPlan(64, "whole")  # 768 heads fill 6 rounds of 132
-    assert variant(64, 12, 512, 64) == BackwardPlan(64, "shared")  # but are too long for a block
-    assert variant(1, 12, 512, 64) == BackwardPlan(64, "shared")  # 12 do not fill one
-    assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == BackwardPlan(64, "added")
+    assert variant(32, 12, 1024, 64) == HopperBwdConfig(64, "shared")  # 4 blocks a head, 33 heads at a time
+    assert variant(16, 12, 2048, 64) == HopperBwdConfig(64, "shared")  # 8 blocks, 16 heads: 12 rounds of 128, as of 132
+    assert variant(2, 8, 8192, 72) == HopperBwdConfig(128, "added")
+    assert variant(1, 12, 4096, 64, causal=False) == HopperBwdConfig(64, "added")
+    assert variant(4, 32, 1600, 64) == HopperBwdConfig(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
+    assert variant(2, 8, 8192, 64, deterministic=True) == HopperBwdConfig(64, "whole")
+    assert variant(64, 12, 384, 64) == HopperBwdConfig(64, "whole")  # 768 heads fill 6 rounds of 132
+    assert variant(64, 12, 512, 64) == HopperBwdConfig(64, "shared")  # but are too long for a block
+    assert variant(1, 12, 512, 64) == HopperBwdConfig(64, "shared")  # 12 do not fill one
+    assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == HopperBwdConfig(64, "added")
 
 
 def shares(shape, causal=True, plan=(64, "shared"), multiprocessors=132):
-    return shares_for(BackwardPlan(*plan), shape, multiprocessors, causal)
+    return shares_for(HopperBwdConfig(*plan), shape, multiprocessors, causal)
 
 
 def test_shares():
@@ -200,7 +200,7 @@ def check(do, q, k, v, causal, scale=None, deterministic=False):
 def each_plan(request, monkeypatch):
     """Every test with each way of summing dq."""
     monkeypatch.setattr(
-        hopper_bwd, "plan_for", lambda shape, *_: BackwardPlan(64 if shape[-1] <= 64 else 128, request.param)
+        hopper_bwd, "plan_for", lambda shape, *_: HopperBwdConfig(64 if shape[-1] <= 64 else 128, request.param)
     )
 
 
@@ -232,7 +232,7 @@ HELPED = [  # more heads than run at a time, blocks left over
 @pytest.mark.parametrize("dtype", HALF, **IDS)
 @pytest.mark.parametrize(("shape", "causal"), HELPED, **IDS)
 def test_helped_heads_have_the_same_bits(shape, causal, dtype, monkeypatch):
-    plan, count = BackwardPlan(64, "shared"), torch.cuda.get_device_properties(0).multi_processor_count
+    plan, count = HopperBwdConfig(64, "shared"), torch.cuda.get_device_properties(0).multi_processor_count
     monkeypatch.setattr(hopper_bwd, "plan_for", lambda *_: plan)
     assert shares_for(plan, shape, count, causal).helpers > 0
     args, helped = check(*inputs(shape, dtype), causal)

@@ -6,7 +6,7 @@ import torch
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import steps as launch
-from accelerant.ops.decode.steps import DecodePlan, append, decode_linear, linear
+from accelerant.ops.decode.steps import DecodeTile, append, decode_linear, linear
 from accelerant.ops.rope.tables import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
@@ -110,7 +110,7 @@ def test_low_precision_is_rounded_at_the_end(dtype, integers, interpreted):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "plan",
-    [DecodePlan(1, 1, 16, 1, 4), DecodePlan(2, 2, 8, 1, 1), DecodePlan(4, 1, 32, 1, 2), DecodePlan(4, 2, 16, 1, 1)],
+    [DecodeTile(1, 1, 16, 1, 4), DecodeTile(2, 2, 8, 1, 1), DecodeTile(4, 1, 32, 1, 2), DecodeTile(4, 2, 16, 1, 1)],
 )
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("N", "K"), [(7, 50), (16, 64)])

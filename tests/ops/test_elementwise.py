@@ -9,7 +9,7 @@ from op_checks import compiled_into
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.elementwise import op as launch
-from accelerant.ops.elementwise.op import SumPlan
+from accelerant.ops.elementwise.op import SumTile
 from accelerant.runtime.ledger import ledger
 
 UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
@@ -197,7 +197,7 @@ def test_sums_over_many_rows(op, M, N, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [SumPlan(2, 16, 1), SumPlan(8, 64, 4, 1, 1), SumPlan(1, 32, 2, 30)], ids=str)
+@pytest.mark.parametrize("plan", [SumTile(2, 16, 1), SumTile(8, 64, 4, 1, 1), SumTile(1, 32, 2, 30)], ids=str)
 def test_any_plan_gives_the_same_sums(plan, interpreted):
     dy, a, b = torch.randn(130, 50), torch.randn(130, 50), torch.randn(50)
     torch.testing.assert_close(launch.add_row_backward(dy, b, plan), dy.sum(0), rtol=1e-4, atol=1e-4)

@@ -32,10 +32,10 @@ def leaves(*tensors):
 @pytest.mark.parametrize(
     "plan",
     [
-        launch.GeluTilePlan(16, 32, 16, 4, 2),
-        launch.GeluTilePlan(32, 16, 32, 4, 2, group=2, parts=2),
-        launch.GeluTilePlan(16, 16, 16, 4, 2, persistent=True, group=3),
-        launch.GeluTilePlan(64, 64, 64, 4, 2, persistent=True, parts=4),
+        launch.GeluTile(16, 32, 16, 4, 2),
+        launch.GeluTile(32, 16, 32, 4, 2, group=2, parts=2),
+        launch.GeluTile(16, 16, 16, 4, 2, persistent=True, group=3),
+        launch.GeluTile(64, 64, 64, 4, 2, persistent=True, parts=4),
     ],
     ids=str,
 )

@@ -36,15 +36,15 @@ def close(y, reference, relative):
 # --- weight alone ----------------------------------------------------------------------------------------------------
 
 STRIPS = [
-    launch.StripPlan(1, 4, 16, 4, 2),
-    launch.StripPlan(2, 1, 32, 4, 3),
-    launch.StripPlan(4, 2, 16, 1, 1),
-    launch.StripPlan(2, 8, 64, 4, 1, stages=3),
+    launch.StripTile(1, 4, 16, 4, 2),
+    launch.StripTile(2, 1, 32, 4, 3),
+    launch.StripTile(4, 2, 16, 1, 1),
+    launch.StripTile(2, 8, 64, 4, 1, stages=3),
 ]
 TILES = [
-    launch.Int8TilePlan(16, 32, 16, 4, 2),
-    launch.Int8TilePlan(32, 16, 32, 4, 2, group=2),
-    launch.Int8TilePlan(64, 64, 64, 4, 2),
+    launch.Int8Tile(16, 32, 16, 4, 2),
+    launch.Int8Tile(32, 16, 32, 4, 2, group=2),
+    launch.Int8Tile(64, 64, 64, 4, 2),
 ]
 
 
@@ -81,7 +81,7 @@ def test_any_parts_give_the_same_gradient(parts, M, K, N, interpreted):
     """Of the sum over the outputs: the last may be shorter, and there may be more than the outputs fill."""
     _, weight, scale, _ = drawn(M, K, N)
     dy = torch.randn(M, N)
-    found = launch.launch_dx(dy, weight, scale, launch.Int8TilePlan(16, 16, 32, 4, 2), parts)
+    found = launch.launch_dx(dy, weight, scale, launch.Int8Tile(16, 16, 32, 4, 2), parts)
     torch.testing.assert_close(found.double(), dy.double() @ (weight * scale.double()[:, None]), rtol=1e-5, atol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_quantized_linear_is_close_to_the_linear(interpreted):
 
 
 @pytest.mark.sample(5, 3)
-@pytest.mark.parametrize("plan", [*TILES, launch.Int8TilePlan(16, 16, 128, 4, 2)], ids=str)
+@pytest.mark.parametrize("plan", [*TILES, launch.Int8Tile(16, 16, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("cores", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 64), (50, 70, 33), (17, 1000, 20)])
 def test_integer_sums_are_exact(plan, cores, M, K, N, interpreted, monkeypatch):

@@ -16,7 +16,7 @@ from accelerant.ops.multi_tensor import cases, tables
 from accelerant.ops.multi_tensor import op as launch
 from accelerant.ops.multi_tensor.op import (
     AdamWGroup,
-    ChunkPlan,
+    ChunkTile,
     SGDGroup,
     Update,
     adamw_reference,
@@ -42,7 +42,7 @@ def small_chunks(monkeypatch):
     """Several chunks a tensor, and several blocks a chunk, in tensors that the interpreter can afford."""
     if not torch.cuda.is_available():
         for name in launch.PLANS:
-            monkeypatch.setitem(launch.PLANS, name, ChunkPlan(64, 32, 4))
+            monkeypatch.setitem(launch.PLANS, name, ChunkTile(64, 32, 4))
         monkeypatch.setitem(launch.SMALL, "BLOCK_T", 64)
         monkeypatch.setitem(launch.SMALL, "BLOCK_P", 64)
 

@@ -8,7 +8,7 @@ from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._launch import RowPlan
+from accelerant.ops._launch import RowTile
 from accelerant.ops.norm import launch
 from accelerant.ops.norm.op import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
 
@@ -70,7 +70,7 @@ def test_more_rows_than_a_pass(interpreted):
     torch.testing.assert_close(weight.grad, exact[1].grad.float(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2, 1), RowPlan(8, 128, 4, 2, 2)], ids=str)
+@pytest.mark.parametrize("plan", [RowTile(1, 64, 1), RowTile(4, 64, 2, 1), RowTile(8, 128, 4, 2, 2)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy, weight = torch.randn(37, 50), torch.randn(37, 50), torch.randn(50)
     y, statistics = launch.launch_forward(True, x, weight, weight, 1e-5, plan=plan)

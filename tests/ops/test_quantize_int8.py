@@ -8,7 +8,7 @@ from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._launch import RowPlan
+from accelerant.ops._launch import RowTile
 from accelerant.ops.quantize_int8 import op as launch
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, torch_quantize
 
@@ -90,7 +90,7 @@ def test_largest_and_smallest(dtype, run, interpreted):
     assert torch.equal(scale, exact(x)[1])
 
 
-@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2), RowPlan(8, 128, 4)], ids=str)
+@pytest.mark.parametrize("plan", [RowTile(1, 64, 1), RowTile(4, 64, 2), RowTile(8, 128, 4)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x = torch.randn(37, 50)
     torch.testing.assert_close(launch.launch(x, 1, plan), exact(x), rtol=0, atol=0)

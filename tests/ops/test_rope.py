@@ -130,10 +130,10 @@ def test_low_precision_rounds_once(dtype, table, interpreted):
 @pytest.mark.parametrize(
     "plan",
     [
-        launch.RopePlan(1, 1, 8, 1),
-        launch.RopePlan(4, 2, 16, 1),
-        launch.RopePlan(2, 8, 8, 4),
-        launch.RopePlan(1, 4, 32, 2),
+        launch.RopeTile(1, 1, 8, 1),
+        launch.RopeTile(4, 2, 16, 1),
+        launch.RopeTile(2, 8, 8, 4),
+        launch.RopeTile(1, 4, 32, 2),
     ],
     ids=str,
 )

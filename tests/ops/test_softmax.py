@@ -8,7 +8,7 @@ from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._launch import RowPlan
+from accelerant.ops._launch import RowTile
 from accelerant.ops.softmax import op as launch
 
 SHAPES = pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_not_a_number_as_torch(name, shape, dim, interpreted):
         torch.testing.assert_close(getattr(ops, name)(x, dim), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2), RowPlan(8, 128, 4)], ids=str)
+@pytest.mark.parametrize("plan", [RowTile(1, 64, 1), RowTile(4, 64, 2), RowTile(8, 128, 4)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy = torch.randn(37, 50), torch.randn(37, 50)
     y, z = (launch.launch("fwd", log, (x,), 1, plan) for log in (False, True))

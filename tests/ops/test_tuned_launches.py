@@ -62,7 +62,7 @@ def norms(way, centre, adds):
         def forward(plan=None):
             return norm.launch_forward(centre, x, weight, bias, 1e-5, True, other, plan=plan)
 
-        statistics = forward(norm.RowPlan(1, 4096, 4))[-1]
+        statistics = forward(norm.RowTile(1, 4096, 4))[-1]
 
         def backward(plan):
             return norm.launch_backward(centre, dy, x, weight, bias, statistics, 1e-5, (1, 1, 1), other, plan)

@@ -27,7 +27,7 @@ from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
-from accelerant.ops._cases import Fractions, Indices, Sample, Stated
+from accelerant.ops._cases import Fractions, Indices, SampleInput, Stated
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
@@ -296,7 +296,7 @@ def _op(
         return result
 
     def example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
-        sample = Sample(name, arguments(rows))
+        sample = SampleInput(name, arguments(rows))
         return tuple(x for x in sample.tensors(torch.float32, device) if x is not None), dict(options or {})
 
     kinds = {i: x.dtype for i, x in enumerate(arguments(1)) if isinstance(x, Indices)}

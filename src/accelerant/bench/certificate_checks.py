@@ -25,7 +25,7 @@ from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._cases import Sample, Tolerance, draw
+from accelerant.ops._cases import SampleInput, Tolerance, draw
 from accelerant.ops._registry import PublicOp, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -126,7 +126,7 @@ def _dtypes(tolerances: Mapping[torch.dtype, Tolerance], quick: bool) -> list[tu
     return [pair for pair in tolerances.items() if not quick or pair[0] == torch.float32]
 
 
-def _quick(samples: Sequence[Sample]) -> list[Sample]:
+def _quick(samples: Sequence[SampleInput]) -> list[SampleInput]:
     """Return the sample with the most elements."""
     return [max(samples, key=lambda each: sum(torch.Size(s).numel() for s in each.shapes if s is not None))]
 
@@ -143,7 +143,7 @@ def on_device(x: Tensor | None, device: ComputeDevice) -> Tensor | None:
 
 
 def _run_sample(
-    op: PublicOp, sample: Sample, dtype: torch.dtype, device: ComputeDevice, *, learns: bool
+    op: PublicOp, sample: SampleInput, dtype: torch.dtype, device: ComputeDevice, *, learns: bool
 ) -> Iterator[Found]:
     tensors = sample.tensors(dtype)
     exact = [  # copies: in float64 on the CPU `moved` are the tensors themselves, and both gradients one object
@@ -189,7 +189,7 @@ def _optimizer_checks(quick: bool) -> Iterator[Check]:
         yield Check("adamw_step", name, runs, tolerance, tolerance, len(cases.SAMPLES) - len(samples))
 
 
-def _run_adamw(sample: Sample, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
+def _run_adamw(sample: SampleInput, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
     """Two steps, the second from the state of the first."""
     from accelerant.ops.multi_tensor.op import AdamWGroup, Update, adamw_reference, adamw_step, case_of
     from accelerant.ops.multi_tensor.tables import Tensors, Workspace

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._cases import Sample, Subject
+from accelerant.ops._cases import SampleInput, Subject
 from accelerant.ops._registry import public_op
 
 __all__ = ["OPS", "Subject", "subject_of"]
@@ -92,13 +92,13 @@ def _attention_varlen(
     return result[0] if isinstance(result, tuple) else result
 
 
-def _torch_takes(sample: Sample) -> bool:
+def _torch_takes(sample: SampleInput) -> bool:
     """Return whether torch takes a sample of attention: no window, and causal only with as many queries as keys."""
     q, k = sample.shapes[:2]
     return "window" not in sample.options and (not sample.options.get("causal") or (q or ())[2:3] == (k or ())[2:3])
 
 
-def _reduced(sample: Sample) -> bool:
+def _reduced(sample: SampleInput) -> bool:
     """Return whether a sample's loss is one number, which needs no upstream gradient."""
     return sample.options.get("reduction") != "none"
 

@@ -60,7 +60,7 @@ class Fractions:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleInput:
     """One call of an op: a name for the test, its tensor arguments in order, and options by keyword.
 
     An argument is a shape, for one of normal numbers, or Fractions, Indices, Stated, or None for an absent one.
@@ -152,7 +152,7 @@ class Benchmark:
     graph: alone after a flush, a call of some 20 us would also show what it costs to start one.
     """
 
-    sample: Sample
+    sample: SampleInput
     dtype: torch.dtype
     forward_ms: float | None = None
     backward_ms: float | None = None
@@ -184,15 +184,15 @@ class Subject:
     random: bool = False
     constants: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
-    odd: Callable[[Sample], bool] = lambda sample: True
+    odd: Callable[[SampleInput], bool] = lambda sample: True
 
 
 @dataclass(frozen=True, slots=True)
 class OpCases:
     """The cases of one op of a family; a folder of one op has these names in its cases.py instead."""
 
-    SAMPLES: tuple[Sample, ...]
-    LARGE: tuple[Sample, ...]
+    SAMPLES: tuple[SampleInput, ...]
+    LARGE: tuple[SampleInput, ...]
     BENCHMARKS: tuple[Benchmark, ...]
     TOLERANCES: Mapping[torch.dtype, Tolerance]
     TORCH_TOLERANCES: Mapping[torch.dtype, Tolerance] | None = None

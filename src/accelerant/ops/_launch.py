@@ -157,7 +157,7 @@ def are_repeatable() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowTile:
     """The tile of one program of a row-wise kernel over an (M, N) problem: `rows` by `block_n` columns at a time.
 
     `block_n` is a power of two, at least N unless the kernel loops over columns, and a kernel may hold several `chunks`
@@ -179,11 +179,11 @@ class RowPlan:
 
 
 @functools.cache
-def whole_rows(block_n: int) -> tuple[RowPlan, ...]:
+def whole_rows(block_n: int) -> tuple[RowTile, ...]:
     """Return tuning candidates for a kernel that holds whole rows: 1024 to 8192 elements, 8 to 32 per thread."""
     tiles = [(max(1, elements // block_n), each) for elements in (1024, 2048, 4096, 8192) for each in (8, 16, 32)]
     most = 16 if block_n <= 8192 else 32
-    plans = [RowPlan(rows, block_n, min(most, max(1, rows * block_n // (32 * each)))) for rows, each in tiles]
+    plans = [RowTile(rows, block_n, min(most, max(1, rows * block_n // (32 * each)))) for rows, each in tiles]
     return tuple(dict.fromkeys(plans))
 
 
@@ -212,7 +212,7 @@ def split_rows(M: int, N: int, block_n: int, device: torch.device) -> tuple[int,
 
 def launch_wide_rows(
     kernels: Mapping[str, TritonKernel], way: str, inputs: Sequence[Tensor], results: Sequence[Tensor], stride: int,
-    plan: RowPlan, sums: tuple[int, torch.dtype], constants: Mapping[str, object], in_parts: Mapping[str, object],
+    plan: RowTile, sums: tuple[int, torch.dtype], constants: Mapping[str, object], in_parts: Mapping[str, object],
 ) -> None:  # fmt: skip
     """Launch for rows that exceed the registers: one program each (`way`wide), or where they are few, several.
 
@@ -235,15 +235,15 @@ def launch_wide_rows(
 
 
 @functools.cache
-def quantizing_plan(N: int) -> RowPlan:
+def quantizing_plan(N: int) -> RowTile:
     """Return the default plan of kernels that scale and round whole rows: about 4096 elements, 16 or 32 per thread."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
-        return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
-    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
+        return RowTile(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
+    return RowTile(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
 
 
-def row_constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
+def row_constants(plan: RowTile, N: int) -> dict[str, int | bool]:
     """Return the compile-time arguments of these kernels."""
     return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
 

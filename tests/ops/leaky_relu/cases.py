@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Subject, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Subject, Tolerance
 from leaky_relu.op import backward_kernel, forward_kernel
 
 
 def _sample(*shape, **options):
-    return Sample("x".join(map(str, shape)) or "scalar", (shape,), options)
+    return SampleInput("x".join(map(str, shape)) or "scalar", (shape,), options)
 
 
 SAMPLES = (_sample(1), _sample(7), _sample(3, 5, slope=0.2), _sample(), _sample(0), _sample(2, 3, 129))

@@ -22,7 +22,7 @@ from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites.neural_cases import benchmarks_of, odd_benchmarks_of
 from accelerant.errors import ConfigError
-from accelerant.ops._cases import Benchmark, Fractions, Indices, Sample, Stated
+from accelerant.ops._cases import Benchmark, Fractions, Indices, SampleInput, Stated
 from accelerant.ops._registry import public_op
 
 Maker = Callable[[], Callable[..., Any]]
@@ -194,7 +194,7 @@ def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
         kept = min(key_heads, max(1, _CPU_HEADS * key_heads // heads))
         q = (1, kept * heads // key_heads, min(length, _CPU_LENGTH), width)
         k = (1, kept, min(keys, _CPU_LENGTH), width)
-        return replace(benchmark, sample=Sample("x".join(map(str, q)), (q, k, k), sample.options))
+        return replace(benchmark, sample=SampleInput("x".join(map(str, q)), (q, k, k), sample.options))
     tested = min(filter(OPS[op].odd, public_op(op).cases.LARGE), key=_elements)
     if op.startswith("attention_"):  # other arguments hold the positions of their rows
         return replace(benchmark, sample=tested)
@@ -202,11 +202,11 @@ def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
     return replace(benchmark, sample=next((each for each in fewer if _elements(each) <= _CPU_MOST), fewer[1]))
 
 
-def _elements(sample: Sample) -> int:
+def _elements(sample: SampleInput) -> int:
     return sum(math.prod(shape) for shape in sample.shapes if shape is not None)
 
 
-def _with_fewer_rows(op: str, sample: Sample) -> Sample:
+def _with_fewer_rows(op: str, sample: SampleInput) -> SampleInput:
     """Return a sample with as many rows as a CPU has time for."""
     first, shared = sample.shapes[0] or (1,), OPS[op].shared
     row_flops = 1
@@ -225,11 +225,11 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
 
 
 def _reshaped(
-    sample: Sample,
+    sample: SampleInput,
     shapes: Sequence[tuple[int, ...] | None],
     name: str = "",
     high: Callable[[Indices], int] | None = None,
-) -> Sample:
+) -> SampleInput:
     """Return a sample with arguments of other shapes, named after them by default; `high` gives the indices' limit."""
     arguments: list[Any] = []
     for argument, shape in zip(sample.arguments, shapes, strict=True):
@@ -239,7 +239,7 @@ def _reshaped(
             argument = replace(argument, shape=shape)
         arguments.append(shape if isinstance(argument, tuple) else argument)
     name = name or "@".join("x".join(map(str, shape)) for shape in shapes if shape)
-    return Sample(name, tuple(arguments), sample.options)
+    return SampleInput(name, tuple(arguments), sample.options)
 
 
 # --- requested sizes -------------------------------------------------------------------------------------------------
@@ -313,14 +313,14 @@ def sized(op: str, size: Sequence[int]) -> Benchmark:
     return Benchmark(_reshaped(sample, shapes, high=high), benchmark.dtype)
 
 
-def _dimensions(sample: Sample) -> list[int]:
+def _dimensions(sample: SampleInput) -> list[int]:
     return [length for shape in sample.shapes if shape is not None for length in shape]
 
 
-def _names(op: str, sample: Sample) -> list[int]:
+def _names(op: str, sample: SampleInput) -> list[int]:
     """Return, for each dimension of a sample, the position of the first that equals it in all samples of its form."""
 
-    def form(one: Sample) -> list[int | None]:
+    def form(one: SampleInput) -> list[int | None]:
         return [None if shape is None else len(shape) for shape in one.shapes]
 
     cases = public_op(op).cases

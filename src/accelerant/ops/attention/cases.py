@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialized, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
 
 
-def _sample(B: int, Hq: int, S: int, D: int, *, Hkv: int = 0, Skv: int = -1, **options: Any) -> Sample:
+def _sample(B: int, Hq: int, S: int, D: int, *, Hkv: int = 0, Skv: int = -1, **options: Any) -> SampleInput:
     Hkv, Skv = Hkv or Hq, S if Skv < 0 else Skv
     words = [f"{B}x{Hq}x{S}x{D}"]
     if (Hkv, Skv) != (Hq, S):
         words.append(f"on-{Hkv}x{Skv}")
     words += [name if value is True else f"{name}{value}" for name, value in options.items()]
     keys = (B, Hkv, Skv, D)
-    return Sample("-".join(words), ((B, Hq, S, D), keys, keys), options)
+    return SampleInput("-".join(words), ((B, Hq, S, D), keys, keys), options)
 
 
 _ATTENTION = OpCases(
@@ -63,7 +63,7 @@ _ATTENTION = OpCases(
 )
 
 
-def _packed(H: int, D: int, lengths: tuple[tuple[int, int], ...], *, Hkv: int = 0, **options: Any) -> Sample:
+def _packed(H: int, D: int, lengths: tuple[tuple[int, int], ...], *, Hkv: int = 0, **options: Any) -> SampleInput:
     """Return a sample of packed sequences with these (queries, keys) lengths."""
     cu = [tuple(itertools.accumulate((pair[i] for pair in lengths), initial=0)) for i in (0, 1)]
     words = ["+".join(f"{a}on{b}" for a, b in lengths) or "none", f"{H}x{D}"]
@@ -71,7 +71,7 @@ def _packed(H: int, D: int, lengths: tuple[tuple[int, int], ...], *, Hkv: int = 
     keys = (cu[1][-1], Hkv or H, D)
     longest = {f"max_seqlen_{x}": max((pair[i] for pair in lengths), default=0) for i, x in enumerate("qk")}
     arguments = ((cu[0][-1], H, D), keys, keys, Stated(cu[0]), Stated(cu[1]))
-    return Sample("-".join(words), arguments, {**longest, **options})
+    return SampleInput("-".join(words), arguments, {**longest, **options})
 
 
 _VARLEN = OpCases(

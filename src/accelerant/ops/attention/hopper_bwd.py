@@ -48,7 +48,7 @@ _HELP_ROWS = 700
 _FILE = Path(__file__).with_name("hopper_bwd.cu")
 
 
-class BackwardPlan(NamedTuple):
+class HopperBwdConfig(NamedTuple):
     """A variant of the kernels: the width of a head in shared memory (64 or 128, zero-padded), and how dq is summed.
 
     `sums` (see hopper_bwd.cu): "added", atomically to zeros; "shared", started and finished by the blocks of a head,
@@ -87,19 +87,19 @@ class BackwardPlan(NamedTuple):
         return keys + queries + 2 * _TILE_K * self.tile_q * 2 + fragments + 16 * self.tile_q + 128 + 128 + 16
 
 
-def plan_for(case_shape: tuple[int, ...], processors: int, causal: bool, deterministic: bool) -> BackwardPlan:
+def plan_for(case_shape: tuple[int, ...], processors: int, causal: bool, deterministic: bool) -> HopperBwdConfig:
     """Return the variant for a shape (B, Hq, Hkv, S, Skv, D) on a device with this many multiprocessors."""
     B, _, Hkv, _, Skv, D = case_shape
     heads = B * Hkv
     width = 64 if D <= 64 else 128
     filled = heads / (ceil_div(heads, processors) * processors)
     if deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9):
-        return BackwardPlan(width, "whole")
+        return HopperBwdConfig(width, "whole")
     blocks = _blocks(Skv, causal)
     if blocks <= min(_SHARED_BLOCKS, processors):
         rounds = ceil_div(heads, processors // blocks)
-        return BackwardPlan(width, "shared" if rounds <= ceil_div(heads * blocks, processors) else "added")
-    return BackwardPlan(width, "added")
+        return HopperBwdConfig(width, "shared" if rounds <= ceil_div(heads * blocks, processors) else "added")
+    return HopperBwdConfig(width, "added")
 
 
 def _blocks(Skv: int, causal: bool) -> int:
@@ -120,7 +120,7 @@ class Shares(NamedTuple):
     first: int
 
 
-def shares_for(plan: BackwardPlan, shape: tuple[int, ...], processors: int, causal: bool) -> Shares:
+def shares_for(plan: HopperBwdConfig, shape: tuple[int, ...], processors: int, causal: bool) -> Shares:
     """Return the division of the work for a plan and a shape (B, Hq, Hkv, S, Skv, D).
 
     All blocks of a head run at the same time, so heads are processed in waves. If fewer blocks need no more waves, the
@@ -144,7 +144,7 @@ def shares_for(plan: BackwardPlan, shape: tuple[int, ...], processors: int, caus
     return Shares(concurrent * chunks, helpers, first) if helpers and first < B * Hq else without
 
 
-def _chunks(plan: BackwardPlan, Skv: int, causal: bool) -> int:
+def _chunks(plan: HopperBwdConfig, Skv: int, causal: bool) -> int:
     """Return the blocks per key/value head."""
     return 1 if plan.sums == "whole" else _blocks(Skv, causal)
 
@@ -165,7 +165,7 @@ def _first(mma: Mma) -> str:
 
 
 @functools.cache
-def program(plan: BackwardPlan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) -> HopperProgram:
+def program(plan: HopperBwdConfig, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) -> HopperProgram:
     """Return the program text of one of the kernels of a variant."""
     scores = Mma(plan.tile_q)
     gradients = Mma(plan.width, a_in_registers=True, b_across=True)
@@ -242,7 +242,7 @@ def _aligned(lse: Tensor) -> Tensor:
     return lse.contiguous() if lse.data_ptr() % 16 == 0 else lse.clone(memory_format=torch.contiguous_format)
 
 
-def _plan_and_sizes(q: Tensor, k: Tensor, causal: bool, deterministic: bool) -> tuple[BackwardPlan, tuple[int, ...]]:
+def _plan_and_sizes(q: Tensor, k: Tensor, causal: bool, deterministic: bool) -> tuple[HopperBwdConfig, tuple[int, ...]]:
     """Return the plan, and the float32 numbers of row statistics, of sums of dq, and of counts."""
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
@@ -255,7 +255,7 @@ def _plan_and_sizes(q: Tensor, k: Tensor, causal: bool, deterministic: bool) -> 
 
 
 def _launches_for(
-    plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
+    plan: HopperBwdConfig, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
     sizes: tuple[int, ...], causal: bool, scale: float,
 ) -> tuple[PackedLaunch, ...]:  # fmt: skip
     """Return the launches, prepared before if they were."""
@@ -270,7 +270,7 @@ def _launches_for(
 
 
 def _prepare(
-    plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
+    plan: HopperBwdConfig, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
     space_sizes: tuple[int, ...], causal: bool, scale: float,
 ) -> tuple[PackedLaunch, ...]:  # fmt: skip
     """Prepare the launches; their arguments are struct RowsJob and struct Job of hopper_bwd.cu."""

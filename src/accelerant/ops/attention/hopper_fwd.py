@@ -41,7 +41,7 @@ _GROUP_BYTES = 16 << 20
 _FILE = Path(__file__).with_name("hopper_fwd.cu")
 
 
-class ForwardPlan(NamedTuple):
+class HopperFwdConfig(NamedTuple):
     """A variant of the kernel: heads of `width` in shared memory, zero-padded, warpgroups of 64 queries each.
 
     Blocks of `block_n` keys, a multiple of 64, so that the causal diagonal crosses one per warpgroup; `stages` of them
@@ -68,9 +68,9 @@ class ForwardPlan(NamedTuple):
 
 
 PLANS = {
-    "64": ForwardPlan(64, warpgroups=4, block_n=64, stages=5, give=24, take=112),
-    "128": ForwardPlan(128, warpgroups=2, block_n=64, stages=5, give=24, take=240),
-    "128 long": ForwardPlan(128, warpgroups=3, block_n=64, stages=4, give=32, take=160),
+    "64": HopperFwdConfig(64, warpgroups=4, block_n=64, stages=5, give=24, take=112),
+    "128": HopperFwdConfig(128, warpgroups=2, block_n=64, stages=5, give=24, take=240),
+    "128 long": HopperFwdConfig(128, warpgroups=3, block_n=64, stages=4, give=32, take=160),
 }
 """By head width. Four warpgroups leave 112 registers per thread: enough for width 64 only."""
 
@@ -78,7 +78,7 @@ _LONG = 2048
 """From this many queries on, tiles of 192 (three warpgroups) waste little at the end of a sequence."""
 
 
-def plan_for(queries: int, width: int) -> ForwardPlan:
+def plan_for(queries: int, width: int) -> HopperFwdConfig:
     """Return the variant for a sequence length and a head width."""
     if width <= 64:
         return PLANS["64"]
@@ -109,7 +109,7 @@ def refuses(case: Case) -> str | None:
 
 
 @functools.cache
-def program(plan: ForwardPlan, dtype: torch.dtype, causal: bool) -> HopperProgram:
+def program(plan: HopperFwdConfig, dtype: torch.dtype, causal: bool) -> HopperProgram:
     """Return the program text of a variant."""
     constants = {
         "HEAD_DIM": plan.width, "WGS": plan.warpgroups, "BLOCK_N": plan.block_n, "STAGES": plan.stages,

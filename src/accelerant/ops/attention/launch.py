@@ -19,7 +19,7 @@ MAX_WIDTH = 256
 """Widest head that the kernels support."""
 
 
-class AttentionPlan(NamedTuple):
+class AttentionTile(NamedTuple):
     """Tile sizes of a kernel: block_m queries and block_n keys; warps and pipeline stages of a launch."""
 
     block_m: int
@@ -31,25 +31,25 @@ class AttentionPlan(NamedTuple):
 # Widest head -> plans of (fwd, bwd_q, bwd_kv). The tests check that each fits in shared memory: 227 KiB on sm_90,
 # 99 KiB from sm_80 on, 64 KiB on sm_75.
 _HOPPER = {
-    64: (AttentionPlan(128, 128, 8, 3), AttentionPlan(128, 64, 8, 3), AttentionPlan(32, 128, 8, 3)),
-    128: (AttentionPlan(128, 64, 8, 3), AttentionPlan(128, 64, 8, 2), AttentionPlan(16, 64, 8, 2)),
-    256: (AttentionPlan(128, 32, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 32, 8, 2)),
+    64: (AttentionTile(128, 128, 8, 3), AttentionTile(128, 64, 8, 3), AttentionTile(32, 128, 8, 3)),
+    128: (AttentionTile(128, 64, 8, 3), AttentionTile(128, 64, 8, 2), AttentionTile(16, 64, 8, 2)),
+    256: (AttentionTile(128, 32, 8, 2), AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 2)),
 }
 _AMPERE = {
-    64: (AttentionPlan(128, 64, 4, 2), AttentionPlan(64, 32, 4, 2), AttentionPlan(32, 64, 4, 2)),
-    128: (AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 32, 4, 2), AttentionPlan(32, 32, 4, 2)),
-    256: (AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(16, 32, 8, 1)),
+    64: (AttentionTile(128, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2)),
+    128: (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 32, 4, 2)),
+    256: (AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 1), AttentionTile(16, 32, 8, 1)),
 }
 _WIDE_TYPE = {  # float32, and every dtype on devices whose tensor cores Triton does not support
-    64: (AttentionPlan(64, 32, 8, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
-    128: (AttentionPlan(32, 32, 8, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 32, 8, 1)),
-    256: (AttentionPlan(16, 16, 4, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
+    64: (AttentionTile(64, 32, 8, 1), AttentionTile(32, 32, 8, 1), AttentionTile(32, 32, 8, 1)),
+    128: (AttentionTile(32, 32, 8, 1), AttentionTile(16, 16, 8, 1), AttentionTile(16, 32, 8, 1)),
+    256: (AttentionTile(16, 16, 4, 1), AttentionTile(16, 16, 8, 1), AttentionTile(16, 16, 8, 1)),
 }
 _SPLIT = {  # float32 as two numbers of float16, on sm_90
-    64: (AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 64, 4, 1), AttentionPlan(64, 64, 4, 1)),
-    128: (AttentionPlan(128, 64, 8, 1), AttentionPlan(128, 64, 8, 1), AttentionPlan(32, 64, 4, 1)),
+    64: (AttentionTile(128, 64, 8, 2), AttentionTile(64, 64, 4, 1), AttentionTile(64, 64, 4, 1)),
+    128: (AttentionTile(128, 64, 8, 1), AttentionTile(128, 64, 8, 1), AttentionTile(32, 64, 4, 1)),
 }
-_INTERPRETED = {256: (AttentionPlan(32, 16, 4, 1), AttentionPlan(16, 32, 4, 1), AttentionPlan(16, 32, 4, 1))}
+_INTERPRETED = {256: (AttentionTile(32, 16, 4, 1), AttentionTile(16, 32, 4, 1), AttentionTile(16, 32, 4, 1))}
 
 _TILES = {
     "fwd": ((2, 3, 4), ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 4))),
@@ -57,7 +57,7 @@ _TILES = {
     "bwd_kv": ((1, 2, 3), ((64, 64, 4), (32, 128, 4), (64, 128, 8), (128, 128, 8), (128, 64, 4))),
 }
 CANDIDATES = {
-    kernel: tuple(AttentionPlan(*tile, count) for tile in tiles for count in stages)
+    kernel: tuple(AttentionTile(*tile, count) for tile in tiles for count in stages)
     for kernel, (stages, tiles) in _TILES.items()
 }
 """Candidates of the autotuner."""
@@ -71,7 +71,7 @@ _SHARED_KIB = (64, 64, 96, 227, 227)
 def plan_for(
     kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, split: bool = False,
     masked: bool = False,
-) -> AttentionPlan:  # fmt: skip
+) -> AttentionTile:  # fmt: skip
     """Return the default plan of kernel "fwd", "bwd_q" or "bwd_kv"; capability None is the interpreter."""
     return _usual(kernel, width, _family(dtype, capability, split), masked)
 
@@ -88,7 +88,7 @@ def _family(dtype: torch.dtype, capability: tuple[int, int] | None, split: bool)
     return 3 if capability == (9, 0) else 2
 
 
-def _usual(kernel: str, width: int, family: int, masked: bool) -> AttentionPlan:
+def _usual(kernel: str, width: int, family: int, masked: bool) -> AttentionTile:
     """Return the plan of a table; with a mask that of wider heads, since the mask's tile takes registers too."""
     table = _TABLES[family]
     wider = masked and kernel != "bwd_kv"  # which spills a few loop constants only
@@ -97,27 +97,27 @@ def _usual(kernel: str, width: int, family: int, masked: bool) -> AttentionPlan:
 
 
 @functools.cache
-def plans_for(kernel: str, width: int, family: int) -> tuple[AttentionPlan, ...]:
+def plans_for(kernel: str, width: int, family: int) -> tuple[AttentionTile, ...]:
     """Return the candidates that fit in shared memory, by an estimate: resident tiles plus the tiles of each stage."""
     if family == 0:
-        return AttentionPlan(16, 16, 4, 1), AttentionPlan(32, 32, 4, 1)
+        return AttentionTile(16, 16, 4, 1), AttentionTile(32, 32, 4, 1)
     if family == 1:
-        plans = [AttentionPlan(m, n, warps, 1) for m, n, warps in ((64, 32, 8), (32, 32, 8), (32, 32, 4), (16, 32, 4))]
+        plans = [AttentionTile(m, n, warps, 1) for m, n, warps in ((64, 32, 8), (32, 32, 8), (32, 32, 4), (16, 32, 4))]
     elif family == 4:
         tiles = ((128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4))
-        plans = [AttentionPlan(m, n, warps, stages) for m, n, warps in tiles for stages in (1, 2)]
+        plans = [AttentionTile(m, n, warps, stages) for m, n, warps in tiles for stages in (1, 2)]
     else:
         plans = [plan for plan in CANDIDATES[kernel] if plan.num_stages in (2, 3)]
     row_bytes = max(16, next_power_of_2(width)) * (4 if family in (1, 4) else 2)
 
-    def shared_bytes(plan: AttentionPlan) -> int:
+    def shared_bytes(plan: AttentionTile) -> int:
         resident, streamed = (plan.block_n, plan.block_m) if kernel == "bwd_kv" else (plan.block_m, plan.block_n)
         return row_bytes * (resident * (1 if kernel == "fwd" else 2) + 2 * streamed * plan.num_stages)
 
     return tuple(plan for plan in plans if shared_bytes(plan) <= _SHARED_KIB[family] * 1024)
 
 
-def _tuned(kernel: str) -> Tuned[AttentionPlan]:
+def _tuned(kernel: str) -> Tuned[AttentionTile]:
     def bucket(family: int, programs: int, queries: int, keys: int, width: int, *masks: int) -> tuple[int, ...]:
         return (programs, queries, keys, max(16, next_power_of_2(width)), *masks)
 
@@ -135,7 +135,7 @@ width; and whether causal, windowed and packed."""
 
 
 def constants(
-    plan: AttentionPlan, width: int, causal: bool, window: int, *, precision: str = "ieee", upcast: bool = False
+    plan: AttentionTile, width: int, causal: bool, window: int, *, precision: str = "ieee", upcast: bool = False
 ) -> dict[str, int | bool | str]:
     """Return the compile-time arguments of all three kernels."""
     block_d = max(16, next_power_of_2(width))
@@ -153,7 +153,7 @@ def triton_capability(device: torch.device) -> tuple[int, int] | None:
 
 @functools.cache
 def _constants(
-    plan: AttentionPlan, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, causal: bool,
+    plan: AttentionTile, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, causal: bool,
     windowed: bool, precision: str,
 ) -> dict[str, int | bool | str]:  # fmt: skip
     """Return `constants` of a launch; cached, since building them is part of a call's host time."""
@@ -193,7 +193,7 @@ class _Problem(NamedTuple):
         return tuple([stride for x in tensors for stride in (0, x.stride(1), x.stride(0))])
 
     def launch(
-        self, kernel: str, tensors: tuple[Tensor, ...], strides: tuple[int, ...], plan: AttentionPlan | None = None
+        self, kernel: str, tensors: tuple[Tensor, ...], strides: tuple[int, ...], plan: AttentionTile | None = None
     ) -> None:
         """Launch a kernel with a program for each tile of queries of a head, or of keys for "bwd_kv"."""
         queries, keys, dtype, device, window = self.queries, self.keys, self.dtype, self.device, self.window
@@ -275,7 +275,7 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, plan: AttentionPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, plan: AttentionTile | None = None,
     mask: Tensor | None = None, split: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o in q's layout, and lse (B, Hq, S) float32, contiguous."""
@@ -294,7 +294,7 @@ def launch_varlen_forward(
 
 
 def _forward(
-    problem: _Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: AttentionPlan | None = None
+    problem: _Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: AttentionTile | None = None
 ) -> tuple[Tensor, Tensor]:
     o = like(q)
     if o.numel():
@@ -306,7 +306,7 @@ def _forward(
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
-    plans: tuple[AttentionPlan | None, AttentionPlan | None] = (None, None), mask: Tensor | None = None,
+    plans: tuple[AttentionTile | None, AttentionTile | None] = (None, None), mask: Tensor | None = None,
     split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv, in the layouts of q, k and v; deterministic."""
@@ -324,7 +324,7 @@ def launch_varlen_backward(
 
 def _backward(
     problem: _Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    plans: tuple[AttentionPlan | None, AttentionPlan | None] = (None, None),
+    plans: tuple[AttentionTile | None, AttentionTile | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = like(q), like(k), like(v)
     if not q.numel() or not k.numel():

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
 
 
-def _sample(x: tuple[int, ...], weight: tuple[int, ...], *, bias: bool = False, **options: Any) -> Sample:
+def _sample(x: tuple[int, ...], weight: tuple[int, ...], *, bias: bool = False, **options: Any) -> SampleInput:
     shapes = (x, weight, *([weight[:1]] if bias else []))
     name = "*".join("x".join(map(str, shape)) for shape in (x, weight))
     settings = "".join(f"-{key[:3]}{value}".replace(" ", "") for key, value in options.items())
-    return Sample(f"{name}{'-bias' if bias else ''}{settings}", shapes, options)
+    return SampleInput(f"{name}{'-bias' if bias else ''}{settings}", shapes, options)
 
 
 SAMPLES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialized, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 from accelerant.ops._launch import next_power_of_2
 from accelerant.ops.cross_entropy.launch import (
     COUNTS,
@@ -22,10 +22,10 @@ from accelerant.ops.cross_entropy.launch import (
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
 
-def _sample(*shape: int, **options: Any) -> Sample:
+def _sample(*shape: int, **options: Any) -> SampleInput:
     V = shape[-1]
     name = "-".join(["x".join(map(str, shape)), *(f"{key}={value}" for key, value in options.items())])
-    return Sample(name, (shape, Indices(shape[:-1], V)), options)
+    return SampleInput(name, (shape, Indices(shape[:-1], V)), options)
 
 
 SAMPLES = (

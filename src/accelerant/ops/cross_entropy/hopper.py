@@ -29,7 +29,7 @@ MIN_COLUMNS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRowPlan:
+class SharedRowConfig:
     """A variant of the kernel: threads of a block, blocks of a multiprocessor, blocks that share a row."""
 
     threads: int
@@ -56,17 +56,17 @@ class SharedRowPlan:
 
 
 PLANS = (
-    SharedRowPlan(256, 4),
-    SharedRowPlan(512, 2),
-    SharedRowPlan(1024, 1),
-    SharedRowPlan(512, 3, 4),
-    SharedRowPlan(256, 3, 8),
+    SharedRowConfig(256, 4),
+    SharedRowConfig(512, 2),
+    SharedRowConfig(1024, 1),
+    SharedRowConfig(512, 3, 4),
+    SharedRowConfig(256, 3, 8),
 )
 """In order of preference; threads are 32 times a power of two. More blocks hide the transition between rows: 65536 rows
 of 16384 columns took an H200 1.16 ms with four blocks, 1.30 ms with two."""
 
 
-def plan_for(N: int) -> SharedRowPlan | None:
+def plan_for(N: int) -> SharedRowConfig | None:
     """Return the variant for rows of N columns, or None if they do not fit in shared memory."""
     return next((plan for plan in PLANS if plan.max_columns() >= N), None)
 
@@ -83,7 +83,7 @@ def refuses(case: Case) -> str | None:
 
 
 @functools.cache
-def program(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
+def program(plan: SharedRowConfig, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
     """Return the program text of a variant for rows of N columns, which determine the shared memory.
 
     `mean`: the gradient is of the mean over the counted rows; `alike`: all rows have one offset from a 16-byte
@@ -98,12 +98,12 @@ def program(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool =
 
 
 @functools.cache
-def _kernel(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> CompiledKernel:
+def _kernel(plan: SharedRowConfig, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> CompiledKernel:
     return load(program(plan, N, mean, smooth, alike), KINDS, device)
 
 
 @functools.cache
-def _max_clusters(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> int:
+def _max_clusters(plan: SharedRowConfig, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> int:
     """Return how many clusters fit on the device; its groups of multiprocessors need not be multiples of one."""
     from cuda.core import Kernel, LaunchConfig, Stream
 
@@ -116,7 +116,7 @@ def _max_clusters(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: 
 
 def launch_rows(
     rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, *, losses: Tensor,
-    statistics: Tensor, dx: Tensor, dx_stride: int, counts: Tensor | None, plan: SharedRowPlan | None = None,
+    statistics: Tensor, dx: Tensor, dx_stride: int, counts: Tensor | None, plan: SharedRowConfig | None = None,
 ) -> None:  # fmt: skip
     """Do what launch.launch_rows does; rows of dx must have the alignment, modulo 16 bytes, of the logits' rows.
 

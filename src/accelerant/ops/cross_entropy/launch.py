@@ -13,7 +13,7 @@ from torch import Tensor
 from accelerant.errors import AccelerantError
 from accelerant.ops._launch import (
     Repeats,
-    RowPlan,
+    RowTile,
     are_repeatable,
     as_rows,
     ceil_div,
@@ -63,7 +63,7 @@ _FEW_PRODUCTS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
-class WidePlan:
+class WideTile:
     """The tiling of cross_entropy_fwd_wide; `held` bfloat16 blocks stay in registers for the gradient."""
 
     block: int
@@ -75,54 +75,54 @@ class WidePlan:
         return (self.held + 1) * self.block <= N
 
 
-WIDE_PLANS = (WidePlan(4096, 8), WidePlan(4096, 16), WidePlan(8192, 32))
-HELD_PLANS = (WidePlan(8192, 32, held=3), WidePlan(8192, 32, held=2), WidePlan(4096, 16, held=6))
+WIDE_PLANS = (WideTile(4096, 8), WideTile(4096, 16), WideTile(8192, 32))
+HELD_PLANS = (WideTile(8192, 32, held=3), WideTile(8192, 32, held=2), WideTile(4096, 16, held=6))
 
 
 @functools.cache
-def row_plan(N: int) -> RowPlan:
+def row_plan(N: int) -> RowTile:
     """Return the default plan of cross_entropy_fwd: about 4096 elements per program."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
-        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
-    return RowPlan(rows=1, block_n=block_n, num_warps=8)
+        return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4)
+    return RowTile(rows=1, block_n=block_n, num_warps=8)
 
 
 @functools.cache
-def wide_plan(N: int, holds: bool) -> WidePlan:
+def wide_plan(N: int, holds: bool) -> WideTile:
     """Return the default plan of a row above WIDE_FROM columns; holds: a bfloat16 gradient follows."""
     return HELD_PLANS[0] if holds and HELD_PLANS[0].fits(N) else WIDE_PLANS[1]
 
 
 @functools.cache
-def wide_plans(N: int, holds: bool) -> tuple[WidePlan, ...]:
+def wide_plans(N: int, holds: bool) -> tuple[WideTile, ...]:
     """Return the candidates of cross_entropy_fwd_wide."""
     return (*WIDE_PLANS, *(plan for plan in HELD_PLANS if holds and plan.fits(N)))
 
 
 @functools.cache
-def backward_plan(N: int) -> RowPlan:
+def backward_plan(N: int) -> RowTile:
     """Return the default plan of cross_entropy_bwd: 2048 elements per program."""
     block_n = min(2048, max(16, next_power_of_2(N)))
-    return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
+    return RowTile(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
 
 @functools.cache
-def backward_plans(N: int) -> tuple[RowPlan, ...]:
+def backward_plans(N: int) -> tuple[RowTile, ...]:
     """Return the candidates of cross_entropy_bwd."""
     tiles = ((1024, 1024, 4), (2048, 2048, 4), (2048, 2048, 8), (2048, 1024, 4), (4096, 4096, 8))
     sizes = [(elements, min(columns, max(16, next_power_of_2(N))), warps) for elements, columns, warps in tiles]
-    return tuple(dict.fromkeys(RowPlan(elements // block_n, block_n, warps) for elements, block_n, warps in sizes))
+    return tuple(dict.fromkeys(RowTile(elements // block_n, block_n, warps) for elements, block_n, warps in sizes))
 
 
-TUNED_ROWS: Tuned[RowPlan] = Tuned(
+TUNED_ROWS: Tuned[RowTile] = Tuned(
     "cross_entropy_fwd",
     default=lambda M, N, gradient: row_plan(N),
     candidates=lambda M, N, gradient: whole_rows(max(16, next_power_of_2(N))),
 )
 """Tuned plans of cross_entropy_fwd, keyed by M, N and whether a gradient is written."""
 
-TUNED_WIDE: Tuned[WidePlan] = Tuned(
+TUNED_WIDE: Tuned[WideTile] = Tuned(
     "cross_entropy_fwd_wide",
     default=lambda M, N, gradient, holds: wide_plan(N, bool(holds)),
     candidates=lambda M, N, gradient, holds: wide_plans(N, bool(holds)),
@@ -131,7 +131,7 @@ TUNED_WIDE: Tuned[WidePlan] = Tuned(
 )
 """Tuned plans of cross_entropy_fwd_wide, keyed by M, N, gradient, and whether blocks can be held (bfloat16)."""
 
-TUNED_BACKWARD: Tuned[RowPlan] = Tuned(
+TUNED_BACKWARD: Tuned[RowTile] = Tuned(
     "cross_entropy_bwd", default=lambda M, N: backward_plan(N), candidates=lambda M, N: backward_plans(N)
 )
 """Tuned plans of cross_entropy_bwd, keyed by M and N."""
@@ -191,19 +191,19 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
 def launch_rows(
     rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, *,
     losses: Tensor | None = None, statistics: Tensor | None = None, dx: Tensor | None = None, dx_stride: int = 0,
-    counts: Tensor | None = None, dy: Tensor | None = None, plan: WidePlan | RowPlan | None = None,
+    counts: Tensor | None = None, dy: Tensor | None = None, plan: WideTile | RowTile | None = None,
 ) -> None:  # fmt: skip
     """Compute each row's loss, statistics and gradient; those without memory to write to are skipped.
 
     `rows` (M, N) has contiguous rows, M at least 1, and `stride` between them. `losses` is (M,); `statistics` (2, M)
     float32: the maximum, and 1 / sum of exp(x - maximum); `dx` (M, N) may be the memory of rows. `counts`, from
     `count`: the gradient is divided by their sum. `dy`, the upstream gradient, is a scalar or (M,). `plan` is a
-    WidePlan, for any N, or a RowPlan of at least N columns; None: the tuned one.
+    WideTile, for any N, or a RowTile of at least N columns; None: the tuned one.
     """
     M, N = rows.shape
     if plan is None:
 
-        def run(plan: WidePlan | RowPlan) -> None:
+        def run(plan: WideTile | RowTile) -> None:
             launch_rows(
                 rows, stride, targets, ignore_index, smoothing, losses=losses, statistics=statistics, dx=dx,
                 dx_stride=dx_stride, counts=counts, dy=dy, plan=plan,
@@ -222,7 +222,7 @@ def launch_rows(
         M, N, stride, dx_stride, dy_stride, ignore_index, smoothing,
     )  # fmt: skip
     fixed: dict[str, int | bool] = {"SMOOTH": smoothing != 0.0, "COUNTS": COUNTS}
-    if isinstance(plan, RowPlan):
+    if isinstance(plan, RowTile):
         fixed |= {"ROWS": plan.rows, "BLOCK_N": plan.block_n}
         KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, fixed, num_warps=plan.num_warps)
         return
@@ -364,7 +364,7 @@ def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def launch_backward(
     dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, ignore_index: int,
-    smoothing: float, reduction: str, unscaled: Tensor | None = None, plan: RowPlan | None = None,
+    smoothing: float, reduction: str, unscaled: Tensor | None = None, plan: RowTile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the logits, contiguous; `unscaled` is that gradient for dy = 1, scaled in place."""
     if unscaled is not None:

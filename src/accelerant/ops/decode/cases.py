@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialized, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 from accelerant.ops.decode.steps import KERNELS as _STEPS
-from accelerant.ops.decode.steps import WORDS_PLANS, DecodePlan, usual_plan
+from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
 
 KIND = "plain"
 
 
-def _sample(Hq: int, Hkv: int, Sq: int, T: int, D: int, lengths: tuple[int, ...]) -> Sample:
+def _sample(Hq: int, Hkv: int, Sq: int, T: int, D: int, lengths: tuple[int, ...]) -> SampleInput:
     B = len(lengths)
     words = "+".join(map(str, lengths[:4])) or "none"
     caches = (B, Hkv, T, D)
-    return Sample(f"{Hq}on{Hkv}x{Sq}x{D}-{words}of{T}", ((B, Hq, Sq, D), caches, caches, Stated(lengths)), {})
+    return SampleInput(f"{Hq}on{Hkv}x{Sq}x{D}-{words}of{T}", ((B, Hq, Sq, D), caches, caches, Stated(lengths)), {})
 
 
 _SAMPLES = (
@@ -48,7 +48,7 @@ def compilation(
 
 
 def _linear(
-    plan: DecodePlan, kind: str = "*bf16", *, integers: bool = False, norm: bool = False, gated: bool = False,
+    plan: DecodeTile, kind: str = "*bf16", *, integers: bool = False, norm: bool = False, gated: bool = False,
     residual: bool = False, by_bits: bool = True,
 ) -> Compilation:  # fmt: skip
     types = {
@@ -58,7 +58,7 @@ def _linear(
     return specialized(_STEPS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
 
 
-def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
+def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
     types = {"*": "*fp32", "planes_ptr": "*i32", "weight_ptr": "*i32", "y_ptr": "*bf16"}
     optional = {"residual_ptr": "*bf16" if residual else None}
     return specialized(_STEPS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)

@@ -30,7 +30,7 @@ KERNELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class DecodeTile:
     """The tiling of decode_linear and decode_words: blocks of `block_n` rows and `block_k` columns of the weight.
 
     A thread processes `sets` rows (1, 2 or 4; at least 2 if gated) with the same part of x; `unroll` blocks are loaded
@@ -51,7 +51,7 @@ class DecodePlan:
         }  # fmt: skip
 
 
-def _plans(columns: int) -> tuple[DecodePlan, ...]:
+def _plans(columns: int) -> tuple[DecodeTile, ...]:
     """Return the candidates for weights of which 16 bytes per thread of a warp are this many columns."""
     shapes = [
         (sets, 1, warps, warps, unroll)
@@ -60,14 +60,14 @@ def _plans(columns: int) -> tuple[DecodePlan, ...]:
         if columns * warps * unroll <= 4096
     ]
     shapes += [(sets, 4, 1, 4, unroll) for sets, unroll in ((1, 4), (2, 2), (4, 1))]
-    return tuple(DecodePlan(sets, rows, columns * wide, warps, unroll) for sets, rows, wide, warps, unroll in shapes)
+    return tuple(DecodeTile(sets, rows, columns * wide, warps, unroll) for sets, rows, wide, warps, unroll in shapes)
 
 
 PLANS = {1: _plans(512), 2: _plans(256), 4: _plans(128)}
 """Candidates of decode_linear by bytes of a weight's element."""
 
 
-WORDS_PLANS = tuple(DecodePlan(*sizes) for sizes in (
+WORDS_PLANS = tuple(DecodeTile(*sizes) for sizes in (
     (4, 1, 1024, 2, 2), (4, 1, 512, 1, 2), (4, 1, 512, 1, 1), (4, 1, 1024, 2, 1), (4, 1, 2048, 4, 1),
     (2, 1, 512, 1, 2), (2, 1, 512, 1, 4), (2, 1, 1024, 2, 2), (4, 2, 512, 2, 2), (2, 4, 512, 4, 4),
 ))  # fmt: skip
@@ -78,36 +78,36 @@ WORDS_MIN_BYTES = 2**26
 
 
 @functools.cache
-def usual_plan(N: int, K: int, itemsize: int, gated: bool) -> DecodePlan:
+def usual_plan(N: int, K: int, itemsize: int, gated: bool) -> DecodeTile:
     """Return the fastest plan on an H200 for the layers of Llama 3.1 8B; N outputs (2 N rows if gated), K columns."""
     columns = 512 // itemsize  # per warp, 16 bytes per thread
     if N <= 4608 and not gated:  # few rows: one warp each
-        return DecodePlan(1, 1, columns, 1, 4)
-    return DecodePlan(4, 1, columns, 1, 2) if itemsize == 1 else DecodePlan(4, 1, 2 * columns, 2, 1)
+        return DecodeTile(1, 1, columns, 1, 4)
+    return DecodeTile(4, 1, columns, 1, 2) if itemsize == 1 else DecodeTile(4, 1, 2 * columns, 2, 1)
 
 
-TUNED: Tuned[DecodePlan] = Tuned(
+TUNED: Tuned[DecodeTile] = Tuned(
     "decode_linear",
     default=lambda N, K, itemsize, gated: usual_plan(N, K, itemsize, bool(gated)),
     candidates=lambda N, K, itemsize, gated: tuple(p for p in PLANS[itemsize] if p.sets > 1 or not gated),
 )
 """Tuned plans of decode_linear, keyed by outputs, columns, bytes of a weight's element and gated."""
 
-TUNED_WORDS: Tuned[DecodePlan] = Tuned(
+TUNED_WORDS: Tuned[DecodeTile] = Tuned(
     "decode_words", default=lambda N, K, gated: WORDS_PLANS[0], candidates=lambda N, K, gated: WORDS_PLANS
 )
 """Tuned plans of decode_words, keyed by outputs, columns and gated."""
 
 
 @functools.cache
-def _interpreted_plan(gated: bool, K: int) -> DecodePlan:
+def _interpreted_plan(gated: bool, K: int) -> DecodeTile:
     """Return a plan that gives small samples several programs, steps and a partial last step."""
-    return DecodePlan(4 if gated and K % 3 == 0 else 2, 2, 16, 4, 1 + K % 2)
+    return DecodeTile(4 if gated and K % 3 == 0 else 2, 2, 16, 4, 1 + K % 2)
 
 
 def launch_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
-    gated: bool, plan: DecodePlan | None = None,
+    gated: bool, plan: DecodeTile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) of x (M, K); all arguments contiguous."""
     M, K = x.shape
@@ -134,7 +134,7 @@ def launch_linear(
 
 def launch_words(
     x: Tensor, weight: Tensor, scale: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: bool,
-    plan: DecodePlan | None = None,
+    plan: DecodeTile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return launch_linear's y, computed from x as 24-bit integers and an int8 weight; K is a multiple of 16."""
     M, K = x.shape
@@ -149,7 +149,7 @@ def launch_words(
         (M,), (x, norm, planes, units, K, eps), {"BLOCK": block}, num_warps=max(1, min(32, block // 256))
     )
     if x.device.type != "cuda":
-        plan = plan or DecodePlan(2 + 2 * (K % 32 == 0), 2, 32, 4, 1 + K % 3 // 2)
+        plan = plan or DecodeTile(2 + 2 * (K % 32 == 0), 2, 32, 4, 1 + K % 3 // 2)
     elif plan is None:
         plan = TUNED_WORDS(
             x.device, x.dtype, (N, K, int(gated)),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, size_name, tolerances
 from accelerant.ops.dropout.op import GROUP, NUM_WARPS, kernel
 
 ON_CPU = "llvm"
 """The implementation that runs on a CPU, if not torch."""
 
 
-def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:
-    return Sample(f"{size_name(shape)}-{p}-{seed}", (shape,), {"p": p, "seed": seed})
+def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> SampleInput:
+    return SampleInput(f"{size_name(shape)}-{p}-{seed}", (shape,), {"p": p, "seed": seed})
 
 
 SAMPLES = (

@@ -54,7 +54,7 @@ def refuses_half() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel:
+class _DropoutWriter:
     """A Builder (see runtime/compilation/kernel.py) for tensors of one dtype."""
 
     dtype: torch.dtype
@@ -109,7 +109,7 @@ def _product(code: FunctionBuilder, dtype: torch.dtype, x: Value, factor: Value)
 
 
 @dataclass(frozen=True, slots=True)
-class DropoutKernel(_Kernel):
+class DropoutKernel(_DropoutWriter):
     """A Builder of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale[, mask to write])."""
 
     masks: bool = False
@@ -170,7 +170,7 @@ def _round_keys(code: FunctionBuilder) -> list[list[Value]]:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskKernel(_Kernel):
+class MaskKernel(_DropoutWriter):
     """A Builder of dropout_<dtype>_unmasked(begin, end, dy, bits, dx, n, scale)."""
 
     @property

@@ -6,15 +6,15 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
 from accelerant.ops.elementwise.op import KERNELS as _KERNELS
 from accelerant.ops.elementwise.op import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
 
 _SHAPES = ((1,), (7,), (3, 5), (), (0,), (4, 0, 2), (2, 3, 129), (33, 257))
 
 
-def _sample(*shapes: tuple[int, ...]) -> Sample:
-    return Sample("+".join(map(size_name, shapes)), shapes)
+def _sample(*shapes: tuple[int, ...]) -> SampleInput:
+    return SampleInput("+".join(map(size_name, shapes)), shapes)
 
 
 # Rounding of the result, one unit in the last place (the interpreter cuts bfloat16 instead of rounding it); in float32

@@ -62,7 +62,7 @@ _FEW_ROWS = 256  # summed in one go: a second launch would cost more than it gai
 
 
 @dataclass(frozen=True, slots=True)
-class SumPlan:
+class SumTile:
     """The work of a _row_bwd program, in steps of a tile, `stages` in flight; `programs` per multiprocessor, about."""
 
     rows: int
@@ -92,10 +92,10 @@ def row_tile(N: int) -> tuple[int, int]:
 
 
 @functools.cache
-def sum_plan(N: int) -> SumPlan:
+def sum_plan(N: int) -> SumTile:
     """Return the default plan of a _row_bwd kernel: 2048 elements per step, 16 per thread."""
     block_n = min(512, next_power_of_2(N))
-    return SumPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
+    return SumTile(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
 
 _SUMS = (  # elements, columns, warps, programs, stages
@@ -105,13 +105,13 @@ _SUMS = (  # elements, columns, warps, programs, stages
 
 
 @functools.cache
-def sum_plans(N: int) -> tuple[SumPlan, ...]:
+def sum_plans(N: int) -> tuple[SumTile, ...]:
     """Return the tuning candidates of the _row_bwd kernels."""
     cut = [(elements, min(columns, next_power_of_2(N)), *rest) for elements, columns, *rest in _SUMS]
-    return tuple(dict.fromkeys(SumPlan(elements // block_n, block_n, *rest) for elements, block_n, *rest in cut))
+    return tuple(dict.fromkeys(SumTile(elements // block_n, block_n, *rest) for elements, block_n, *rest in cut))
 
 
-TUNED: dict[str, Tuned[SumPlan]] = {
+TUNED: dict[str, Tuned[SumTile]] = {
     name: Tuned(name, default=lambda M, N: sum_plan(N), candidates=lambda M, N: sum_plans(N))
     for name in ("add_row_bwd", "mul_row_bwd")
 }
@@ -165,7 +165,7 @@ def mul_backward(
     return da, db
 
 
-def add_row_backward(dy: Tensor, b: Tensor, plan: SumPlan | None = None) -> Tensor:
+def add_row_backward(dy: Tensor, b: Tensor, plan: SumTile | None = None) -> Tensor:
     """Return db: dy summed over the rows."""
     dy, db = dy.contiguous(), torch.empty_like(b)
     if not dy.numel():
@@ -177,7 +177,7 @@ def add_row_backward(dy: Tensor, b: Tensor, plan: SumPlan | None = None) -> Tens
 
 
 def mul_row_backward(
-    dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool], plan: SumPlan | None = None
+    dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool], plan: SumTile | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return da = dy b, and db: dy a summed over the rows."""
     dy = dy.contiguous()
@@ -199,7 +199,7 @@ def mul_row_backward(
     return da, db if parts == 1 else _sum_rows(out, db, plan)
 
 
-def _sum_rows(x: Tensor, y: Tensor, plan: SumPlan) -> Tensor:
+def _sum_rows(x: Tensor, y: Tensor, plan: SumTile) -> Tensor:
     """Sum contiguous rows into y, in two steps if there are many."""
     N = y.numel()
     M = x.numel() // N

@@ -6,18 +6,18 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, size_name, tolerances
 from accelerant.ops.embedding.op import AT_ONCE, CHUNK, FEW, constants, embedding_plan
 from accelerant.ops.embedding.op import KERNELS as _KERNELS
 
 
 def _sample(
     shape: tuple[int, ...], V: int, D: int, *, used: int | None = None, padding_idx: int | None = None
-) -> Sample:
+) -> SampleInput:
     """Return a sample with indices below `used`, default V; few distinct indices make long runs."""
     name = f"{size_name(shape)}-of-{V}x{D}"
     name += (f"-used{used}" if used else "") + ("" if padding_idx is None else f"-padding{padding_idx}")
-    return Sample(name, (Indices(shape, used or V), (V, D)), {"padding_idx": padding_idx})
+    return SampleInput(name, (Indices(shape, used or V), (V, D)), {"padding_idx": padding_idx})
 
 
 SAMPLES = (

@@ -55,7 +55,7 @@ CHUNKS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingPlan:
+class EmbeddingTile:
     """The work of one program: `rows` tokens of `block_d` columns, powers of two."""
 
     rows: int
@@ -64,24 +64,24 @@ class EmbeddingPlan:
 
 
 @functools.cache
-def embedding_plan(D: int) -> EmbeddingPlan:
+def embedding_plan(D: int) -> EmbeddingTile:
     """Return the default plan: 1024 elements, 8 per thread, in blocks of at most 256 columns."""
     block_d = min(256, max(8, next_power_of_2(D)))
-    return EmbeddingPlan(1024 // block_d, block_d, 4)
+    return EmbeddingTile(1024 // block_d, block_d, 4)
 
 
 @functools.cache
-def embedding_plans(D: int) -> tuple[EmbeddingPlan, ...]:
+def embedding_plans(D: int) -> tuple[EmbeddingTile, ...]:
     """Return the candidates for D columns."""
     widest = max(8, next_power_of_2(D))
     tiles = ((512, 256, 2), (1024, 256, 4), (1024, 256, 2), (2048, 256, 4), (2048, 256, 8), (1024, 512, 4))
     sizes = [(elements, min(block_d, widest), warps) for elements, block_d, warps in tiles]
     return tuple(
-        dict.fromkeys(EmbeddingPlan(elements // block_d, block_d, warps) for elements, block_d, warps in sizes)
+        dict.fromkeys(EmbeddingTile(elements // block_d, block_d, warps) for elements, block_d, warps in sizes)
     )
 
 
-TUNED: dict[str, Tuned[EmbeddingPlan]] = {
+TUNED: dict[str, Tuned[EmbeddingTile]] = {
     name: Tuned(f"embedding_{name}", default=lambda T, D: embedding_plan(D), candidates=lambda T, D: embedding_plans(D))
     for name in ("fwd", "bwd_atomic")
 }
@@ -91,12 +91,12 @@ TUNED_CHUNK: Tuned[int] = Tuned("embedding_bwd", default=lambda T, D: CHUNK, can
 """Tuned tokens per program of the sorted backward pass."""
 
 
-def constants(plan: EmbeddingPlan, D: int) -> dict[str, int | bool]:
+def constants(plan: EmbeddingTile, D: int) -> dict[str, int | bool]:
     """Return the compile-time arguments of embedding_fwd and embedding_bwd_atomic."""
     return {"ROWS": plan.rows, "BLOCK_D": plan.block_d, "EXACT": D % plan.block_d == 0}
 
 
-def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: EmbeddingPlan | None = None) -> Tensor:
+def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: EmbeddingTile | None = None) -> Tensor:
     """Return the rows of weight, (*indices.shape, D), contiguous."""
     V, D = weight.shape
     y = torch.empty((*indices.shape, D), dtype=weight.dtype, device=weight.device)
@@ -118,7 +118,7 @@ def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: Embe
 
 def launch_backward_atomic(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool],
-    plan: EmbeddingPlan | None = None,
+    plan: EmbeddingTile | None = None,
 ) -> tuple[Tensor]:  # fmt: skip
     """Sum the gradients of each row by atomic additions in float32; not deterministic."""
     V, D = weight.shape

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, size_name, tolerances
 from accelerant.ops.gelu.op import backward_kernel, forward_kernel
 
 
-def _sample(approximate: str, *shape: int) -> Sample:
-    return Sample(f"{size_name(shape)}-{approximate}", (shape,), {"approximate": approximate})
+def _sample(approximate: str, *shape: int) -> SampleInput:
+    return SampleInput(f"{size_name(shape)}-{approximate}", (shape,), {"approximate": approximate})
 
 
 _SHAPES = ((1,), (7,), (3, 5), (), (0,), (4, 0, 2), (2, 3, 129), (33, 257))

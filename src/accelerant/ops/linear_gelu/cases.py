@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, specialized, tolerances
-from accelerant.ops.linear_gelu.op import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, specialized, tolerances
+from accelerant.ops.linear_gelu.op import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTile
 from accelerant.ops.linear_gelu.op import KERNELS as _KERNELS
 
 RUNS = ("torch",)  # the products of the backward pass
 
 
-def _sample(*shape: int, approximate: str = "none", bias: bool = True) -> Sample:
+def _sample(*shape: int, approximate: str = "none", bias: bool = True) -> SampleInput:
     """Return the sample of x (..., K) and N outputs; shape is (..., K, N)."""
     *rows, K, N = shape
     name = "x".join(map(str, shape)) + ("" if bias else "-no bias") + ("-tanh" if approximate == "tanh" else "")
-    return Sample(name, ((*rows, K), (N, K), (N,) if bias else None), {"approximate": approximate})
+    return SampleInput(name, ((*rows, K), (N, K), (N,) if bias else None), {"approximate": approximate})
 
 
 SAMPLES = (
@@ -39,7 +39,7 @@ BENCHMARKS = (
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 
-def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
+def _forward(plan: GeluTile, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
     types = {"*": kind, "z_ptr": kind if keep else None}
     kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
     fixed = plan.constants(plan.block_k, tanh=tanh, upcast=False)
@@ -58,7 +58,7 @@ def _join(rows: int, columns: int, kind: str = "*fp32") -> Compilation:
 
 KERNELS = (
     _forward(SMALL_PLAN),
-    _forward(GeluTilePlan(128, 128, 32, 8, 3, persistent=True)),
+    _forward(GeluTile(128, 128, 32, 8, 3, persistent=True)),
     *(_forward(plan, keep=keep) for plan in HOPPER_PLANS for keep in (False, True)),
     _forward(HOPPER_PLANS[0], "*fp16", tanh=False, keep=True),
     _backward(tanh=True),

@@ -24,7 +24,7 @@ _STORED_ROWS = 16  # rows of the box that a warp stores
 
 
 @dataclass(frozen=True, slots=True)
-class GeluHopperPlan:
+class GeluHopperTile:
     """A variant of the kernel: tiles of 64 `height` rows by `width` columns, `stages` steps of K in flight.
 
     `slots`: 2 KiB output buffers per warp, even, one each for z and y. `group`: tiles taken down a column before the
@@ -48,13 +48,13 @@ class GeluHopperPlan:
         return hopper.ring_bytes(self.stages, self.tile_m, self.width) + 8 * 2048 * self.slots + 1024
 
 
-PLANS = (GeluHopperPlan(2, 128, 6), GeluHopperPlan(2, 192, 4, slots=4))
+PLANS = (GeluHopperTile(2, 128, 6), GeluHopperTile(2, 192, 4, slots=4))
 _NARROW_COST = 1.03
 """Time per column of a 128-wide tile relative to a 192-wide one: H200, bfloat16, K of 768 and 1024."""
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperPlan:
+def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperTile:
     """Return the variant whose waves of tiles take the least time for a result of M x N."""
     narrow, wide = PLANS
     waves = {plan: ceil_div(ceil_div(M, plan.tile_m) * ceil_div(N, plan.width), multiprocessors) for plan in PLANS}
@@ -62,7 +62,7 @@ def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperPlan:
 
 
 @functools.cache
-def program(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
+def program(plan: GeluHopperTile, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
     """Return the program text of a variant."""
     return hopper.product_program(
         "linear_gelu", _FILE, dtype, Mma(plan.width), plan.height, plan.stages, plan.shared_bytes, SLOTS=plan.slots,
@@ -75,7 +75,7 @@ _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 def launch_hopper(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
-    plan: GeluHopperPlan | None = None,
+    plan: GeluHopperTile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel on the current stream: y (M, N), and the pre-activation z (M, N) if kept, else an empty tensor.
 
@@ -100,7 +100,7 @@ def launch_hopper(
 
 def _prepare(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, y: Tensor, z: Tensor | None,
-    plan: GeluHopperPlan | None,
+    plan: GeluHopperTile | None,
 ) -> PackedLaunch:  # fmt: skip
     (M, K), N = x.shape, weight.shape[0]
     device, processors = x.get_device(), multiprocessors(x.device)

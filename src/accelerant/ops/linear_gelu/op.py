@@ -39,7 +39,7 @@ KERNELS = {name: TritonKernel("accelerant.ops.linear_gelu.triton_kernels", f"lin
 
 
 @dataclass(frozen=True, slots=True)
-class GeluTilePlan:
+class GeluTile:
     """The tiling of a product: tiles of block_m by block_n of the result, steps of block_k columns of x and weight.
 
     `persistent`: one program per multiprocessor loops over all tiles. `group`: tiles taken down a column before the
@@ -64,18 +64,18 @@ class GeluTilePlan:
         }  # fmt: skip
 
 
-SMALL_PLAN = GeluTilePlan(128, 128, 32, 8, 3)
+SMALL_PLAN = GeluTile(128, 128, 32, 8, 3)
 """For devices with less shared memory than Hopper: 48 KiB in 16-bit dtypes."""
 
 HOPPER_PLANS = (
-    GeluTilePlan(128, 256, 64, 8, 4, parts=2),
-    GeluTilePlan(128, 256, 64, 8, 3, parts=2),
-    GeluTilePlan(128, 256, 64, 8, 3, persistent=True, parts=4),
-    GeluTilePlan(128, 256, 64, 8, 4, persistent=True, parts=4),
-    GeluTilePlan(256, 128, 64, 8, 3, persistent=True, parts=4),
-    GeluTilePlan(128, 128, 64, 4, 3, parts=2),
-    GeluTilePlan(128, 128, 64, 8, 3),
-    GeluTilePlan(128, 128, 64, 8, 4, persistent=True),
+    GeluTile(128, 256, 64, 8, 4, parts=2),
+    GeluTile(128, 256, 64, 8, 3, parts=2),
+    GeluTile(128, 256, 64, 8, 3, persistent=True, parts=4),
+    GeluTile(128, 256, 64, 8, 4, persistent=True, parts=4),
+    GeluTile(256, 128, 64, 8, 3, persistent=True, parts=4),
+    GeluTile(128, 128, 64, 4, 3, parts=2),
+    GeluTile(128, 128, 64, 8, 3),
+    GeluTile(128, 128, 64, 8, 4, persistent=True),
 )
 
 BACKWARD = (16, 128)
@@ -97,14 +97,14 @@ _INTERPRETED, _FLOAT32, _SMALL, _HOPPER = range(4)  # kinds of plan
 
 PLANS = {
     _INTERPRETED: (
-        GeluTilePlan(16, 16, 16, 4, 2),
-        GeluTilePlan(16, 16, 16, 4, 2, persistent=True),
-        GeluTilePlan(32, 16, 16, 4, 2),
+        GeluTile(16, 16, 16, 4, 2),
+        GeluTile(16, 16, 16, 4, 2, persistent=True),
+        GeluTile(32, 16, 16, 4, 2),
     ),
-    _FLOAT32: (GeluTilePlan(64, 64, 32, 4, 2), GeluTilePlan(128, 64, 32, 4, 2), GeluTilePlan(64, 128, 32, 4, 2)),
+    _FLOAT32: (GeluTile(64, 64, 32, 4, 2), GeluTile(128, 64, 32, 4, 2), GeluTile(64, 128, 32, 4, 2)),
     _SMALL: (
-        SMALL_PLAN, GeluTilePlan(128, 128, 32, 4, 3), GeluTilePlan(128, 128, 32, 8, 2), GeluTilePlan(64, 128, 32, 4, 3),
-        GeluTilePlan(128, 64, 32, 4, 3), GeluTilePlan(64, 64, 32, 4, 4),
+        SMALL_PLAN, GeluTile(128, 128, 32, 4, 3), GeluTile(128, 128, 32, 8, 2), GeluTile(64, 128, 32, 4, 3),
+        GeluTile(128, 64, 32, 4, 3), GeluTile(64, 64, 32, 4, 4),
     ),
     _HOPPER: (*HOPPER_PLANS, SMALL_PLAN),
 }  # fmt: skip
@@ -118,7 +118,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> int:
     return _FLOAT32 if dtype == torch.float32 else _HOPPER if is_hopper(device) else _SMALL
 
 
-def _usual(M: int, N: int, K: int, kind: int) -> GeluTilePlan:
+def _usual(M: int, N: int, K: int, kind: int) -> GeluTile:
     if kind == _INTERPRETED:  # several tiles even for small samples
         return PLANS[kind][(M + N) % 2]
     if kind == _HOPPER and (M <= 64 or N <= 64):
@@ -126,7 +126,7 @@ def _usual(M: int, N: int, K: int, kind: int) -> GeluTilePlan:
     return HOPPER_PLANS[5] if kind == _HOPPER and N <= 128 else PLANS[kind][0]
 
 
-TUNED: Tuned[GeluTilePlan] = Tuned(
+TUNED: Tuned[GeluTile] = Tuned(
     "linear_gelu_fwd",
     default=_usual,
     candidates=lambda M, N, K, kind: PLANS[kind],
@@ -137,7 +137,7 @@ TUNED: Tuned[GeluTilePlan] = Tuned(
 
 def launch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
-    plan: GeluTilePlan | None = None,
+    plan: GeluTile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y (M, N), and the pre-activation z (M, N) if kept, else an empty tensor."""
     (M, K), N = x.shape, weight.shape[0]

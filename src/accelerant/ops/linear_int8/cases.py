@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialized, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 from accelerant.ops.linear_int8 import op as launch
-from accelerant.ops.linear_int8.op import Int8TilePlan, StripPlan
+from accelerant.ops.linear_int8.op import Int8Tile, StripTile
 
 
-def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> Sample:
+def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> SampleInput:
     """Return the sample of x (..., K) and N outputs; dynamic calls have a straight-through gradient and own tests."""
     *rows, K, N = shape
     name = "x".join(map(str, shape)) + ("" if bias else "-no bias") + ("-dynamic" if dynamic else "")
     weight = Indices((N, K), 128, -127, torch.int8)
-    return Sample(name, ((*rows, K), weight, (N,), (N,) if bias else None), {"dynamic": dynamic})
+    return SampleInput(name, ((*rows, K), weight, (N,), (N,) if bias else None), {"dynamic": dynamic})
 
 
 SAMPLES = (
@@ -41,25 +41,25 @@ BENCHMARKS = (
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 
-def _row(plan: StripPlan, kind: str = "*bf16", *, bias: bool = False) -> Compilation:
+def _row(plan: StripTile, kind: str = "*bf16", *, bias: bool = False) -> Compilation:
     types = {"*": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": kind if bias else None}
     return specialized(launch.KERNELS["row"], types, plan.constants, plan.num_warps)
 
 
-def _fwd(plan: Int8TilePlan, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
+def _fwd(plan: Int8Tile, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
     optional = {"scale_ptr": "*fp32", "bias_ptr": kind} if scaled else {"scale_ptr": None, "bias_ptr": None}
     types = {"*": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **optional}
     constants = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
     return specialized(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
 
 
-def _dynamic(plan: Int8TilePlan, *, integers: bool = True) -> Compilation:
+def _dynamic(plan: Int8Tile, *, integers: bool = True) -> Compilation:
     types = {"*": "*fp32", "q_ptr": "*i8", "weight_ptr": "*i8", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     constants = {"EVEN_K": True, "INTEGERS": integers, **plan.blocks}
     return Compilation(launch.KERNELS["dynamic"], types, constants, plan.num_warps, plan.stages)
 
 
-def _bwd(plan: Int8TilePlan, kind: str = "*bf16") -> Compilation:
+def _bwd(plan: Int8Tile, kind: str = "*bf16") -> Compilation:
     types = {"*": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32"}
     constants = {"UPCAST": False, "SPLIT": kind == "*fp32", **plan.blocks}
     return Compilation(launch.KERNELS["bwd"], types, constants, plan.num_warps, plan.stages)

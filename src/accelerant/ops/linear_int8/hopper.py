@@ -25,7 +25,7 @@ _FILE = Path(__file__).with_name("hopper.cu")
 
 
 @dataclass(frozen=True, slots=True)
-class Int8RowPlan:
+class Int8RowConfig:
     """A variant of the kernel: `rows` of the weight per warp, `unroll` steps of 512 columns in flight.
 
     `prefetch`: bytes of each row prefetched before the preceding kernel ends (programmatic dependent launch).
@@ -37,7 +37,7 @@ class Int8RowPlan:
     prefetch: int
 
 
-PLANS = (Int8RowPlan(4, 2, 4, 512), Int8RowPlan(1, 4, 4, 1024))
+PLANS = (Int8RowConfig(4, 2, 4, 512), Int8RowConfig(1, 4, 4, 1024))
 """The second is for weights with few rows, see plan_for."""
 
 _MIN_BLOCKS = 3
@@ -64,7 +64,7 @@ def is_aligned(x: Tensor, weight: Tensor) -> bool:
 
 
 @functools.cache
-def program(plan: Int8RowPlan, dtype: torch.dtype, scale_bytes: int, bias_bytes: int) -> HopperProgram:
+def program(plan: Int8RowConfig, dtype: torch.dtype, scale_bytes: int, bias_bytes: int) -> HopperProgram:
     """Return the program text; scale_bytes and bias_bytes are 2 for the dtype of x, 4 for float32, 0 for None."""
     constants = {
         "ROWS": plan.rows, "UNROLL": plan.unroll, "WARPS": plan.warps, "PREFETCH": plan.prefetch,
@@ -75,12 +75,12 @@ def program(plan: Int8RowPlan, dtype: torch.dtype, scale_bytes: int, bias_bytes:
 
 
 @functools.cache
-def _kernel(plan: Int8RowPlan, dtype: torch.dtype, scale_bytes: int, bias_bytes: int, device: int) -> Kernel:
+def _kernel(plan: Int8RowConfig, dtype: torch.dtype, scale_bytes: int, bias_bytes: int, device: int) -> Kernel:
     return load(program(plan, dtype, scale_bytes, bias_bytes), KINDS, device)
 
 
 @functools.cache
-def plan_for(N: int, device: torch.device) -> Int8RowPlan:
+def plan_for(N: int, device: torch.device) -> Int8RowConfig:
     """Return the variant for N rows of weight (H200, 4096 x 14336, float16: the first 18.2 us, the second 16.7)."""
     plan = PLANS[0]
     return plan if ceil_div(N, plan.rows * plan.warps) >= _MIN_BLOCKS * multiprocessors(device) else PLANS[1]
@@ -88,7 +88,7 @@ def plan_for(N: int, device: torch.device) -> Int8RowPlan:
 
 def launch_hopper(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool = False,
-    plan: Int8RowPlan | None = None,
+    plan: Int8RowConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y (1, N) of x (1, K) and weight (N, K) for a case that `refuses` does not refuse.
 

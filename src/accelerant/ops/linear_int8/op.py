@@ -31,7 +31,7 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class StripPlan:
+class StripTile:
     """The tiling of linear_int8_row: blocks of `block_n` rows and `block_k` columns, 512 elements per warp.
 
     A thread processes `rows` rows (1, 2 or 4) with the same part of x; `unroll` blocks are loaded before the first is
@@ -55,7 +55,7 @@ class StripPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8TilePlan:
+class Int8Tile:
     """The tiling of a product; `group`: tiles taken down a column before the next column, for reuse in the L2 cache."""
 
     block_m: int
@@ -73,7 +73,7 @@ class Int8TilePlan:
         }  # fmt: skip
 
 
-STRIP_PLANS = tuple(StripPlan(*sizes) for sizes in (
+STRIP_PLANS = tuple(StripTile(*sizes) for sizes in (
     (1, 1, 512, 1, 4), (2, 4, 512, 4, 2), (1, 4, 512, 4, 4), (1, 4, 512, 4, 2), (2, 4, 512, 4, 1),
     (4, 4, 512, 4, 1), (4, 4, 512, 4, 2), (2, 1, 2048, 4, 2), (4, 1, 2048, 4, 1), (2, 2, 1024, 4, 2),
     (4, 2, 1024, 4, 1), (1, 2, 512, 2, 4), (2, 2, 512, 2, 2), (4, 2, 512, 2, 1), (4, 1, 1024, 2, 1),
@@ -82,25 +82,25 @@ STRIP_PLANS = tuple(StripPlan(*sizes) for sizes in (
 ))  # fmt: skip
 """Candidates for linear_int8_row; the first is the default."""
 
-FEW_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+FEW_PLANS = tuple(Int8Tile(*sizes) for sizes in (
     (16, 32, 256, 4, 4), (16, 32, 128, 4, 5), (16, 16, 256, 4, 5), (16, 64, 128, 4, 5), (16, 64, 256, 4, 3),
     (16, 32, 256, 2, 4),
 ))  # fmt: skip
 """Candidates for 2 to 16 rows: many programs with many bytes in flight in each."""
 
-MATMUL_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+MATMUL_PLANS = tuple(Int8Tile(*sizes) for sizes in (
     (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
     (64, 64, 128, 4, 4),
 ))  # fmt: skip
 """Candidates for more rows, on Hopper."""
 
-DYNAMIC_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+DYNAMIC_PLANS = tuple(Int8Tile(*sizes) for sizes in (
     (128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 256, 64, 8, 4),
     (128, 128, 128, 4, 4), (128, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 256, 128, 4, 3),
 ))  # fmt: skip
 """Candidates for integer products, on Hopper."""
 
-FEW_BACKWARD_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+FEW_BACKWARD_PLANS = tuple(Int8Tile(*sizes) for sizes in (
     (16, 64, 256, 4, 3), (16, 64, 128, 4, 4), (16, 32, 256, 4, 4), (16, 128, 128, 4, 3), (16, 32, 128, 4, 5),
     (16, 64, 64, 2, 4),
 ))  # fmt: skip
@@ -113,9 +113,9 @@ _MAX_PROGRAMS = 256
 """Limit of tiles times parts of such a sum."""
 
 SMALL_PLANS = {
-    "fwd": Int8TilePlan(64, 128, 64, 4, 3),
-    "dynamic": Int8TilePlan(128, 128, 64, 8, 3),
-    "bwd": Int8TilePlan(64, 64, 64, 4, 3),
+    "fwd": Int8Tile(64, 128, 64, 4, 3),
+    "dynamic": Int8Tile(128, 128, 64, 8, 3),
+    "bwd": Int8Tile(64, 64, 64, 4, 3),
 }
 """For devices with less shared memory than Hopper: at most 99 KiB in 16-bit dtypes."""
 
@@ -129,24 +129,24 @@ def _integer_cores(device: torch.device) -> bool:
 
 
 @functools.cache
-def strip_plan(N: int, K: int, device: torch.device) -> StripPlan:
+def strip_plan(N: int, K: int, device: torch.device) -> StripTile:
     """Return the default plan for one row of x."""
     if device.type != "cuda":  # interpreter: several programs and steps even for small samples
-        return StripPlan((1, 2, 4)[N % 3], 2, 16, 4, 1 + K % 2)
+        return StripTile((1, 2, 4)[N % 3], 2, 16, 4, 1 + K % 2)
     return STRIP_PLANS[0]
 
 
 @functools.cache
-def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.device) -> Int8TilePlan:
+def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.device) -> Int8Tile:
     """Return the default plan of a product; kind is "fwd", "dynamic" or "bwd"."""
     if device.type != "cuda":
-        return Int8TilePlan(16, 32, 32, 4, 2)
+        return Int8Tile(16, 32, 32, 4, 2)
     if kind == "fwd" and M <= FEW_ROWS:
         return FEW_PLANS[0]
     if kind == "bwd" and M <= FEW_ROWS:
         return SPLIT_PLAN if dtype == torch.float32 else FEW_BACKWARD_PLANS[0]
     if dtype == torch.float32 and kind != "dynamic":
-        return Int8TilePlan(64, 64, 32, 4, 2)
+        return Int8Tile(64, 64, 32, 4, 2)
     if not is_hopper(device) or kind == "bwd":
         return SMALL_PLANS[kind]
     if kind == "dynamic":
@@ -172,7 +172,7 @@ def _dense(vector: Tensor | None) -> Tensor | None:
 
 def launch_forward(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *, wide: bool = False,
-    plan: StripPlan | Int8TilePlan | None = None,
+    plan: StripTile | Int8Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) of x (M, K), without the factor and term of a scale and bias that are None; wide: in float32."""
     (M, K), N = x.shape, weight.shape[0]
@@ -184,7 +184,7 @@ def launch_forward(
         single = M == 1 or (x.dtype == torch.float32 and M <= FEW_ROWS and x.device.type == "cuda")
         plan = strip_plan(N, K, x.device) if single else tile_plan("fwd", M, N, x.dtype, x.device)
     args = (x, weight, _dense(scale), _dense(bias), y)
-    if isinstance(plan, StripPlan):
+    if isinstance(plan, StripTile):
         grid = (ceil_div(N, plan.rows * plan.block_n), M)
         KERNELS["row"].launch(grid, (*args, N, K), plan.constants, num_warps=plan.num_warps)
         return y
@@ -200,7 +200,7 @@ def launch_forward(
 
 def launch_dynamic(
     q: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    plan: Int8TilePlan | None = None,
+    plan: Int8Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) in a dtype, of q (M, K) int8 with row scales (M,) float32, both contiguous."""
     (M, K), N = q.shape, weight.shape[0]
@@ -219,7 +219,7 @@ def launch_dynamic(
 
 
 def launch_dx(
-    dy: Tensor, weight: Tensor, scale: Tensor, plan: Int8TilePlan | None = None, parts: int | None = None
+    dy: Tensor, weight: Tensor, scale: Tensor, plan: Int8Tile | None = None, parts: int | None = None
 ) -> Tensor:
     """Return dx (M, K) of dy (M, N); a second kernel adds the `parts` of the sum over N."""
     (M, N), K = dy.shape, weight.shape[1]
@@ -246,7 +246,7 @@ def launch_dx(
     return dx
 
 
-def _parts(M: int, N: int, tiles: int, plan: Int8TilePlan) -> int:
+def _parts(M: int, N: int, tiles: int, plan: Int8Tile) -> int:
     """Return the parts of the sum over N: enough programs to keep the memory busy, with at least 4 steps each."""
     return 1 if M > FEW_ROWS else max(1, min(_MAX_PROGRAMS // tiles, N // (4 * plan.block_n)))
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Fractions, OpCases, Sample, size_name, specialized, tolerances
+from accelerant.ops._cases import (
+    Benchmark,
+    Compilation,
+    Fractions,
+    OpCases,
+    SampleInput,
+    size_name,
+    specialized,
+    tolerances,
+)
 from accelerant.ops._launch import STREAM
 from accelerant.ops.losses.op import KERNELS as _KERNELS
 from accelerant.ops.losses.op import PARTS
@@ -15,10 +24,10 @@ _CALLS = (
 )  # fmt: skip
 
 
-def _sample(shape: tuple[int, ...], reduction: str, *, fractions: int) -> Sample:
+def _sample(shape: tuple[int, ...], reduction: str, *, fractions: int) -> SampleInput:
     """Return a sample whose last tensors, 0 to 2 of them, are fractions."""
     arguments = tuple(Fractions(shape) if at >= 2 - fractions else shape for at in range(2))
-    return Sample(f"{size_name(shape)}-{reduction}", arguments, {"reduction": reduction})
+    return SampleInput(f"{size_name(shape)}-{reduction}", arguments, {"reduction": reduction})
 
 
 def _cases(fractions: int) -> OpCases:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
 
 
-def _sample(*shapes: tuple[int, ...]) -> Sample:
-    return Sample("@".join("x".join(map(str, shape)) for shape in shapes), shapes)
+def _sample(*shapes: tuple[int, ...]) -> SampleInput:
+    return SampleInput("@".join("x".join(map(str, shape)) for shape in shapes), shapes)
 
 
 SAMPLES = (

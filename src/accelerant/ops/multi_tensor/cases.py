@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
 from accelerant.ops.multi_tensor.op import KERNELS as _KERNELS
 from accelerant.ops.multi_tensor.op import PLANS, SMALL
 
@@ -17,13 +17,13 @@ GPT2_SHAPES: tuple[tuple[int, ...], ...] = ((50257, 768), (1024, 768), *_BLOCK *
 """GPT-2 124M: 148 tensors, 124,439,808 parameters."""
 
 SAMPLES = (
-    Sample("one", ((1,),)),
-    Sample("empty", ((0,), (3, 0), (5,))),
-    Sample("odd", ((3, 5), (7,), (), (129,), (33, 31), (1, 1, 3))),
-    Sample("many", tuple((1 + i % 23,) for i in range(80))),
+    SampleInput("one", ((1,),)),
+    SampleInput("empty", ((0,), (3, 0), (5,))),
+    SampleInput("odd", ((3, 5), (7,), (), (129,), (33, 31), (1, 1, 3))),
+    SampleInput("many", tuple((1 + i % 23,) for i in range(80))),
 )
-LARGE = (Sample("gpt2-124m", GPT2_SHAPES), Sample("odd-large", ((1_000_003,), (4099, 4095), (17,))))
-BENCHMARKS = (Benchmark(Sample("gpt2-124m", GPT2_SHAPES), torch.float32, 0.9),)
+LARGE = (SampleInput("gpt2-124m", GPT2_SHAPES), SampleInput("odd-large", ((1_000_003,), (4099, 4095), (17,))))
+BENCHMARKS = (Benchmark(SampleInput("gpt2-124m", GPT2_SHAPES), torch.float32, 0.9),)
 
 # One rounding of the parameter per step; in low precision the interpreter truncates where hardware rounds. The absolute
 # part is for moments and updates near 0.

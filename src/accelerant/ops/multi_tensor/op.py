@@ -260,7 +260,7 @@ def _store(targets: list[tuple[Tensor, Tensor]], found_inf: Tensor | None) -> No
 
 
 __all__ = [
-    "KERNELS", "KINDS", "PLANS", "SMALL", "AdamWGroup", "ChunkPlan", "SGDGroup", "Tensors", "Update", "Workspace",
+    "KERNELS", "KINDS", "PLANS", "SMALL", "AdamWGroup", "ChunkTile", "SGDGroup", "Tensors", "Update", "Workspace",
     "adamw_step", "case_of", "check", "clip_step", "global_norm", "launch_clip", "launch_norm", "launch_update",
     "sgd_step",
 ]  # fmt: skip
@@ -271,7 +271,7 @@ KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPlan:
+class ChunkTile:
     """The work of a program: `chunk` elements in steps of `block`, powers of two of at least 16, by num_warps warps."""
 
     chunk: int
@@ -280,8 +280,8 @@ class ChunkPlan:
 
 
 PLANS = {
-    "norm": ChunkPlan(16384, 4096, 8), "scale": ChunkPlan(4096, 4096, 8),
-    "adamw": ChunkPlan(1024, 1024, 4), "sgd": ChunkPlan(1024, 1024, 4),
+    "norm": ChunkTile(16384, 4096, 8), "scale": ChunkTile(4096, 4096, 8),
+    "adamw": ChunkTile(1024, 1024, 4), "sgd": ChunkTile(1024, 1024, 4),
 }  # fmt: skip
 """By kernel; tests and measurements replace entries."""
 
@@ -363,7 +363,7 @@ def _launch_partials(table: Table) -> Tensor:
     return partials
 
 
-def _sizes(plan: ChunkPlan, layout: str) -> dict[str, int | bool]:
+def _sizes(plan: ChunkTile, layout: str) -> dict[str, int | bool]:
     return {"CHUNK": plan.chunk, "BLOCK": plan.block, "ALIGNED": layout == "aligned"}
 
 

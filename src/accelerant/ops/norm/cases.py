@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Tolerance, size_name, tolerances
 from accelerant.ops.norm.launch import (
     COLUMNS,
     WIDE,
@@ -34,10 +34,10 @@ ADD_TORCH_TOLERANCES = {**ADD_TOLERANCES, torch.float32: Tolerance(2e-6, 4e-5)}
 def _family(bias: bool, residual: bool, times: Sequence[tuple[float | None, float | None]]) -> OpCases:
     words = ("weight", "bias") if bias else ("weight",)
 
-    def sample(*shape: int, absent: Sequence[str] = ()) -> Sample:
+    def sample(*shape: int, absent: Sequence[str] = ()) -> SampleInput:
         vectors = [None if word in absent else shape[-1:] for word in words]
         name = "-no-".join((size_name(shape), *absent))
-        return Sample(name, (shape, *((shape,) if residual else ()), *vectors))
+        return SampleInput(name, (shape, *((shape,) if residual else ()), *vectors))
 
     wide = ((4099, 4096), (65536, 768), (1000, 8191), (257, 50257), (3, 1_000_003), (1_000_003, 7))
     few = (("bias",), ("weight",), words) if bias else (words,)

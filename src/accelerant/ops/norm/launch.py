@@ -13,7 +13,7 @@ from accelerant.config import choice_overrides
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._launch import (
     Repeats,
-    RowPlan,
+    RowTile,
     are_repeatable,
     as_rows,
     ceil_div,
@@ -46,58 +46,58 @@ WIDE_FORWARD = 16384
 WIDE_BACKWARD = 8192
 """The same, backward, where x, dy, the weight and two running sums share the registers."""
 
-WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
-COLUMNS = RowPlan(rows=16, block_n=128, num_warps=4, programs=4)
+WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
+COLUMNS = RowTile(rows=16, block_n=128, num_warps=4, programs=4)
 Constants = dict[str, int | bool | str]
 
 # The rules are the fastest of 8 to 20 plans measured on an H200 at 16384x4096 and 65536x768 in bfloat16.
 
 
 @functools.cache
-def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowPlan:
+def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowTile:
     """Return the default plan of norm_fwd: at least 2048 elements, 16 to 48 per thread; centre for layer_norm."""
     block_n = max(16, next_power_of_2(N))
     if N == 768 and not adds:
-        return RowPlan(rows=4, block_n=256, num_warps=4, chunks=3)
+        return RowTile(rows=4, block_n=256, num_warps=4, chunks=3)
     if N in (1280, 1536, 1792):  # chunks of one warp's width: no idle lanes
-        return RowPlan(rows=4, block_n=256, num_warps=4, chunks=N // 256)
+        return RowTile(rows=4, block_n=256, num_warps=4, chunks=N // 256)
     if block_n <= 1024 and adds and centre:
-        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
+        return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4)
     if block_n <= 1024:
-        return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=2)
+        return RowTile(rows=2048 // block_n, block_n=block_n, num_warps=2)
     if N == 4096 and adds:
-        return RowPlan(rows=1, block_n=2048, num_warps=8, chunks=2)
+        return RowTile(rows=1, block_n=2048, num_warps=8, chunks=2)
     if N in (3072, 4096) and not centre and not adds:
-        return RowPlan(rows=1, block_n=1024, num_warps=4, chunks=N // 1024)
+        return RowTile(rows=1, block_n=1024, num_warps=4, chunks=N // 1024)
     if block_n == 4096 and not adds:
-        return RowPlan(rows=2, block_n=block_n, num_warps=8)
-    return RowPlan(rows=1, block_n=block_n, num_warps=min(16, block_n // 512))
+        return RowTile(rows=2, block_n=block_n, num_warps=8)
+    return RowTile(rows=1, block_n=block_n, num_warps=min(16, block_n // 512))
 
 
 @functools.cache
-def forward_plans(N: int) -> tuple[RowPlan, ...]:
+def forward_plans(N: int) -> tuple[RowTile, ...]:
     """Return the tuning candidates of norm_fwd."""
     plans = list(whole_rows(max(16, next_power_of_2(N))))
     if N in (768, 1280, 1536, 1792):
-        plans += [RowPlan(r, 256, warps, chunks=N // 256) for r, warps in ((2, 1), (4, 2), (4, 4), (8, 4))]
+        plans += [RowTile(r, 256, warps, chunks=N // 256) for r, warps in ((2, 1), (4, 2), (4, 4), (8, 4))]
     if N % 1024 == 0 and 2048 < N <= 8192:
-        plans += [RowPlan(r, 1024, warps, chunks=N // 1024) for r, warps in ((1, 4), (2, 8))]
+        plans += [RowTile(r, 1024, warps, chunks=N // 1024) for r, warps in ((1, 4), (2, 8))]
     if N % 2048 == 0 and 2048 < N <= 8192:
-        plans.append(RowPlan(1, 2048, 8, chunks=N // 2048))
+        plans.append(RowTile(1, 2048, 8, chunks=N // 2048))
     return tuple(plans)
 
 
 @functools.cache
-def backward_plan(N: int, adds: bool = False, centre: bool = True) -> RowPlan:
+def backward_plan(N: int, adds: bool = False, centre: bool = True) -> RowTile:
     """Return the default plan of norm_bwd, whose stages of dy, x and ds take up to 96 KiB of shared memory."""
     block_n = max(16, next_power_of_2(N))
     stages = 3 if block_n <= 4096 else 1
     if block_n <= 1024 and not adds and not centre:
-        return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4, programs=3, stages=4)
+        return RowTile(rows=2048 // block_n, block_n=block_n, num_warps=4, programs=3, stages=4)
     if block_n <= 2048:
         programs = 2 if adds else 3
-        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4, programs=programs, stages=stages)
-    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 4096 else 16, programs=2, stages=stages)
+        return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4, programs=programs, stages=stages)
+    return RowTile(rows=1, block_n=block_n, num_warps=8 if block_n <= 4096 else 16, programs=2, stages=stages)
 
 
 _TILES = {  # columns up to which -> elements, warps, programs, stages
@@ -108,12 +108,12 @@ _TILES = {  # columns up to which -> elements, warps, programs, stages
 
 
 @functools.cache
-def backward_plans(N: int, adds: bool = False) -> tuple[RowPlan, ...]:
+def backward_plans(N: int, adds: bool = False) -> tuple[RowTile, ...]:
     """Return the tuning candidates of norm_bwd that fit in 96 KiB of shared memory in float32."""
     block_n = max(16, next_power_of_2(N))
     tiles = next((tiles for limit, tiles in _TILES.items() if block_n <= limit), ())
     return tuple(
-        RowPlan(max(1, elements // block_n), block_n, warps, programs, stages)
+        RowTile(max(1, elements // block_n), block_n, warps, programs, stages)
         for elements, warps, programs, stages in tiles
         if max(elements, block_n) * 4 * (2 + adds) * (stages - 1) <= 96 * 1024
     )
@@ -124,7 +124,7 @@ def _bucket(M: int, N: int) -> tuple[int | str, ...]:
     return (*rounded((M,)), N if N % 256 == 0 else f"<{next_power_of_2(N)}")
 
 
-def _tuned(way: str, centre: bool, adds: bool) -> Tuned[RowPlan]:
+def _tuned(way: str, centre: bool, adds: bool) -> Tuned[RowTile]:
     forward = way == "fwd"
     return Tuned(
         f"{'add_' if adds else ''}{'layer' if centre else 'rms'}_norm_{way}",
@@ -152,12 +152,12 @@ _BACKWARD = Repeats(*[plans for (way, _, _), plans in TUNED.items() if way == "b
 
 
 @functools.cache
-def reduce_plan(N: int) -> RowPlan:
+def reduce_plan(N: int) -> RowTile:
     """Return the plan of norm_bwd_reduce: few columns, so that a narrow sum still fills the device."""
-    return RowPlan(rows=128, block_n=8 if N <= 4096 else 64, num_warps=4)
+    return RowTile(rows=128, block_n=8 if N <= 4096 else 64, num_warps=4)
 
 
-def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Constants:
+def forward_constants(plan: RowTile, N: int, centre: bool, eviction: str) -> Constants:
     """Return the compile-time arguments of norm_fwd."""
     exact = plan.block_n * plan.chunks == N
     tile = {"ROWS": plan.rows, "BLOCK_N": plan.block_n, "CHUNKS": plan.chunks}
@@ -165,7 +165,7 @@ def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Con
 
 
 def backward_constants(
-    plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False, apart: bool = False
+    plan: RowTile, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False, apart: bool = False
 ) -> Constants:
     """Return the compile-time arguments of norm_bwd."""
     warps_along_rows = plan.block_n < 256 * plan.num_warps  # a warp reads 256 elements of a row: 16 bytes a thread
@@ -178,7 +178,7 @@ def backward_constants(
 
 def launch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
-    residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowPlan | None = None,
+    residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowTile | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return y, contiguous, in `dtype` or that of x; with a residual s = x + residual; and the statistics.
 
@@ -239,7 +239,7 @@ def launch_forward(
 
 def launch_backward(
     centre: bool, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, eps: float,
-    needs: Sequence[bool], ds: Tensor | None = None, plan: RowPlan | None = None, dxsum: Tensor | None = None,
+    needs: Sequence[bool], ds: Tensor | None = None, plan: RowTile | None = None, dxsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute dx, contiguous, and the gradients of weight and bias (its dtype alone matters) where needed.
 

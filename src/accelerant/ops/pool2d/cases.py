@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
 from accelerant.ops.pool2d.op import KERNELS as _KERNELS
 from accelerant.ops.pool2d.op import Window, plan_of
 
 
-def _sample(*shape: int, **options: Any) -> Sample:
+def _sample(*shape: int, **options: Any) -> SampleInput:
     settings = "".join(f"-{key[:3]}{value}".replace(" ", "") for key, value in options.items())
-    return Sample(size_name(shape) + settings, (shape,), options)
+    return SampleInput(size_name(shape) + settings, (shape,), options)
 
 
 _BOTH = (

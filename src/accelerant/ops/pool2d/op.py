@@ -103,7 +103,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlan:
+class PoolTile:
     """The work of one program: `block_p` rows (pixels with the channels last) by `block_q` columns (channels).
 
     `rows`: windows of a column per thread of the forward pass, which reads their rows of x once.
@@ -116,18 +116,18 @@ class PoolPlan:
 
 
 @functools.cache
-def plan_of(name: str, count_q: int, itemsize: int, device_type: str, *, last: bool, few: bool = True) -> PoolPlan:
+def plan_of(name: str, count_q: int, itemsize: int, device_type: str, *, last: bool, few: bool = True) -> PoolTile:
     """Return the plan of kernel "fwd" or "bwd" for count_q columns, or channels with the channels `last`.
 
     `few`: windows have few elements. More columns per thread make its reads narrow, three times as slow on an H200.
     """
     if device_type != "cuda":  # several programs even for small samples
-        return PoolPlan(8, 8, 4, 1 + count_q % 2)
+        return PoolTile(8, 8, 4, 1 + count_q % 2)
     block_q = min(next_power_of_2(count_q), 64)
     rows = (2 if last else 4) if name == "fwd" and few else 1
     if last:  # a thread reads 16 bytes of channels
-        return PoolPlan(64 * (16 // itemsize) // block_q, block_q, 2, rows)
-    return PoolPlan(128 // block_q, block_q, 2, rows)  # a thread reads single columns
+        return PoolTile(64 * (16 // itemsize) // block_q, block_q, 2, rows)
+    return PoolTile(128 // block_q, block_q, 2, rows)  # a thread reads single columns
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
@@ -137,14 +137,14 @@ def layout_of(x: Tensor) -> torch.memory_format:
     return torch._prims_common.suggest_memory_format(x)
 
 
-def _grid(plan: PoolPlan, images: int, channels: int, height: int, width: int, *, last: bool) -> tuple[int, int]:
+def _grid(plan: PoolTile, images: int, channels: int, height: int, width: int, *, last: bool) -> tuple[int, int]:
     p, q = (images * height * width, channels) if last else (images * channels * height, width)
     return ceil_div(p, plan.block_p), ceil_div(q, plan.block_q)
 
 
 def launch_forward(
     x: Tensor, size: Sequence[int], window: Window, divisor: int | None = None,
-    positions: torch.dtype | None = None, plan: PoolPlan | None = None,
+    positions: torch.dtype | None = None, plan: PoolTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y and the positions of the maxima, both (B, C, *size) in torch's memory format.
 
@@ -171,7 +171,7 @@ def launch_forward(
 
 def launch_backward(
     dy: Tensor, x: Tensor, window: Window, positions: Tensor | None = None, divisor: int | None = None,
-    plan: PoolPlan | None = None, pairs: bool | None = None,
+    plan: PoolTile | None = None, pairs: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Return dx, in torch's memory format; of x only shape and layout are used.
 
@@ -365,7 +365,7 @@ def _saves_bytes(x: Tensor, window: tuple[list[int], list[int], list[int]], dila
     return _refuses_sizes(x.dtype, x.shape, *window[:2], dilation) is None
 
 
-class _Windows(NamedTuple):
+class _PoolWindows(NamedTuple):
     """The geometry of the windows, which converts positions within a window to indices in the image and back."""
 
     width: int
@@ -405,7 +405,7 @@ def _torch_max(
     y, indices = _aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
     if flat is None:
         return y, None
-    return y, indices if flat else _Windows(x.shape[3], kernel, stride, padding, dilation).to_bytes(indices)
+    return y, indices if flat else _PoolWindows(x.shape[3], kernel, stride, padding, dilation).to_bytes(indices)
 
 
 def _triton_max(
@@ -419,14 +419,14 @@ def _triton_max(
 
 def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     *window, ceil, positions = settings
-    indices = _Windows(x.shape[3], *window).to_indices(positions)
+    indices = _PoolWindows(x.shape[3], *window).to_indices(positions)
     return _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
 
 
 def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     """Return the gradient of max_pool2d deterministically: contributions are sorted by index, then added."""
     *window, _, positions = settings
-    indices = _Windows(x.shape[3], *window).to_indices(positions).flatten(2)
+    indices = _PoolWindows(x.shape[3], *window).to_indices(positions).flatten(2)
     size = x.shape[2] * x.shape[3]
     start = torch.arange(0, x.shape[0] * x.shape[1] * size, size, device=x.device).view(*x.shape[:2], 1)
     flat = torch.zeros(x.numel(), dtype=dy.dtype, device=x.device)

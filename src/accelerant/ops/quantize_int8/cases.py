@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, size_name
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Tolerance, size_name
 from accelerant.ops._launch import quantizing_plan, row_constants
 from accelerant.ops.quantize_int8.op import KERNELS as _KERNELS
 from accelerant.ops.quantize_int8.op import WIDE
@@ -14,8 +14,8 @@ from accelerant.ops.quantize_int8.op import WIDE
 KIND = "plain"
 
 
-def _sample(*shape: int, dim: int = -1) -> Sample:
-    return Sample(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})
+def _sample(*shape: int, dim: int = -1) -> SampleInput:
+    return SampleInput(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})
 
 
 SAMPLES = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._launch import (
-    RowPlan,
+    RowTile,
     as_rows,
     ceil_div,
     launch_wide_rows,
@@ -47,13 +47,13 @@ KERNELS = {
 WIDE_FROM = 16384
 """Longer rows do not stay in registers."""
 
-WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
+WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
 
-PLANS = {4096: tuple(RowPlan(rows, 4096, warps) for rows, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)))}
+PLANS = {4096: tuple(RowTile(rows, 4096, warps) for rows, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)))}
 """Candidates of quantize_int8_fwd by columns."""
 
 
-def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Tensor]:
+def launch(x: Tensor, dim: int, plan: RowTile | None = None) -> tuple[Tensor, Tensor]:
     """Return q, contiguous, and scale; dim counts from 0, x has at least one dimension."""
     last = dim == x.dim() - 1
     rows = x if last else x.movedim(dim, -1)

@@ -97,12 +97,12 @@ class RecurrentKernel:
         sizes = [f"i64 %{name}" for name in ("steps", "hidden", "rows", "share")]
         arguments = ["i64 %begin", "i64 %end", *pointers, *sizes]
         code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
-        _Writer(self, code).write()
+        _RecurrentWriter(self, code).write()
         code.ret()
         return program([code])
 
 
-class _Writer:
+class _RecurrentWriter:
     """Writes one kernel: `i`, `t`, `b` are the index of a block of states, the step and the first row of a tile."""
 
     def __init__(self, kernel: RecurrentKernel, code: FunctionBuilder) -> None:

@@ -6,15 +6,15 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
 from accelerant.ops.rope.op import KERNELS as _KERNELS
 from accelerant.ops.rope.op import constants, usual_plan
 
 
-def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: bool = False) -> Sample:
+def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: bool = False) -> SampleInput:
     table = (B, S, D // 2) if own else (S, D // 2)
     name = f"{B}x{H}x{S}x{D}{'-own-positions' if own else ''}{'-interleaved' if interleaved else ''}"
-    return Sample(name, ((B, H, S, D), table, table), {"interleaved": interleaved})
+    return SampleInput(name, ((B, H, S, D), table, table), {"interleaved": interleaved})
 
 
 SMALLEST = 2

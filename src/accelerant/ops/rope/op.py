@@ -49,7 +49,7 @@ _MAX_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RopePlan:
+class RopeTile:
     """The work of one program: tokens, heads, and pairs of a head (`block`, at least D / 2), each a power of two."""
 
     tokens: int
@@ -59,15 +59,15 @@ class RopePlan:
 
 
 @functools.cache
-def rope_plan(H: int, half: int, pairs: int = _PAIRS, max_warps: int = _MAX_WARPS) -> RopePlan:
+def rope_plan(H: int, half: int, pairs: int = _PAIRS, max_warps: int = _MAX_WARPS) -> RopeTile:
     """Return a plan for all heads of a token if they are few, and several tokens if they are very few."""
     block = next_power_of_2(half)
     heads = min(next_power_of_2(H), max(1, pairs // block))
     tokens = max(1, pairs // 4 // (heads * block))
-    return RopePlan(tokens, heads, block, max(1, min(max_warps, tokens * heads * block // 256)))
+    return RopeTile(tokens, heads, block, max(1, min(max_warps, tokens * heads * block // 256)))
 
 
-def usual_plan(H: int, half: int, adjacent: bool) -> RopePlan:
+def usual_plan(H: int, half: int, adjacent: bool) -> RopeTile:
     """Return the fastest plan measured on an H200; adjacent: the heads of a token are adjacent in memory."""
     if next_power_of_2(H) * next_power_of_2(half) <= 512:
         return rope_plan(H, half)
@@ -75,7 +75,7 @@ def usual_plan(H: int, half: int, adjacent: bool) -> RopePlan:
 
 
 @functools.cache
-def rope_plans(H: int, half: int) -> tuple[RopePlan, ...]:
+def rope_plans(H: int, half: int) -> tuple[RopeTile, ...]:
     """Return the candidates of rope_fwd."""
     plans = [rope_plan(H, half, pairs) for pairs in (512, 1024, 2048, 4096)]
     plans += [replace(plan, num_warps=max(1, plan.num_warps // 2)) for plan in plans]
@@ -83,7 +83,7 @@ def rope_plans(H: int, half: int) -> tuple[RopePlan, ...]:
     return tuple(dict.fromkeys(plans))
 
 
-TUNED: Tuned[RopePlan] = Tuned(
+TUNED: Tuned[RopeTile] = Tuned(
     "rope_fwd",
     default=lambda tokens, H, half, adjacent: usual_plan(H, half, bool(adjacent)),
     candidates=lambda tokens, H, half, adjacent: rope_plans(H, half),
@@ -91,7 +91,7 @@ TUNED: Tuned[RopePlan] = Tuned(
 """Tuned plans of rope_fwd, forward and inverse, keyed by tokens, heads, pairs of a head and adjacent."""
 
 
-def constants(plan: RopePlan, half: int, *, interleaved: bool, inverse: bool) -> dict[str, int | bool]:
+def constants(plan: RopeTile, half: int, *, interleaved: bool, inverse: bool) -> dict[str, int | bool]:
     """Return the compile-time arguments of rope_fwd."""
     return {
         "INVERSE": inverse, "INTERLEAVED": interleaved, "TOKENS": plan.tokens, "HEADS": plan.heads,
@@ -100,7 +100,7 @@ def constants(plan: RopePlan, half: int, *, interleaved: bool, inverse: bool) ->
 
 
 def launch(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False, plan: RopePlan | None = None
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False, plan: RopeTile | None = None
 ) -> Tensor:
     """Rotate x by the angles of the tables, or by their negatives; strides of torch.empty_like(x)."""
     y = torch.empty_like(x)

@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
 from accelerant.ops.softmax.op import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
 from accelerant.ops.softmax.op import KERNELS as _KERNELS
 
 
-def _sample(*shape: int, dim: int = -1) -> Sample:
-    return Sample(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})
+def _sample(*shape: int, dim: int = -1) -> SampleInput:
+    return SampleInput(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})
 
 
 SAMPLES = (

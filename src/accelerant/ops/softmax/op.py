@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import (
-    RowPlan,
+    RowTile,
     accesses,
     as_rows,
     ceil_div,
@@ -59,7 +59,7 @@ KERNELS = {
 WIDE_FROM = 16384
 """Maximum columns of a row in registers."""
 
-WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
+WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
 INNER_COLUMNS = 64  # 128 bytes of bfloat16, a whole line
 
 NARROW = 8
@@ -67,17 +67,17 @@ NARROW = 8
 
 
 @functools.cache
-def row_plan(N: int, backward: bool = False) -> RowPlan:
+def row_plan(N: int, backward: bool = False) -> RowTile:
     """Return the default plan of softmax_fwd or softmax_bwd: the fastest measured on an H200 for 4096 columns."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
-        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
+        return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4)
     if backward:
-        return RowPlan(rows=1, block_n=block_n, num_warps=16)
-    return RowPlan(rows=1, block_n=block_n, num_warps=4 if block_n == 4096 else 8 if block_n <= 8192 else 16)
+        return RowTile(rows=1, block_n=block_n, num_warps=16)
+    return RowTile(rows=1, block_n=block_n, num_warps=4 if block_n == 4096 else 8 if block_n <= 8192 else 16)
 
 
-TUNED: dict[tuple[str, bool], Tuned[RowPlan]] = {
+TUNED: dict[tuple[str, bool], Tuned[RowTile]] = {
     (way, log): Tuned(
         f"{'log_' if log else ''}softmax_{way}",
         default=lambda M, N, backward=way == "bwd": row_plan(N, backward),
@@ -89,18 +89,18 @@ TUNED: dict[tuple[str, bool], Tuned[RowPlan]] = {
 """The plans of softmax_fwd and softmax_bwd by direction and whether the logarithm is taken."""
 
 
-def constants(plan: RowPlan, N: int, log: bool, eviction: str) -> dict[str, int | bool | str]:
+def constants(plan: RowTile, N: int, log: bool, eviction: str) -> dict[str, int | bool | str]:
     """Return the compile-time arguments of softmax_fwd and softmax_bwd."""
     return {"LOG": log, "ROWS": plan.rows, "BLOCK_N": plan.block_n, "EXACT": plan.block_n == N, "EVICTION": eviction}
 
 
 @functools.cache
-def inner_plan(N: int) -> RowPlan:
+def inner_plan(N: int) -> RowTile:
     """Return the plan of one step of the _inner kernels: a tile of INNER_COLUMNS columns."""
-    return RowPlan(rows=1, block_n=min(64, max(2, next_power_of_2(N))), num_warps=4)
+    return RowTile(rows=1, block_n=min(64, max(2, next_power_of_2(N))), num_warps=4)
 
 
-def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowPlan | None = None) -> Tensor:
+def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowTile | None = None) -> Tensor:
     """Return softmax or its logarithm ("fwd", of x), or dx ("bwd", of dy and y), contiguous; dim counts from 0."""
     x = inputs[-1]
     inner = x.shape[dim + 1 :].numel()

@@ -6,18 +6,18 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, size_name, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Tolerance, size_name, tolerances
 from accelerant.ops._launch import STREAM
 from accelerant.ops.swiglu.op import KERNELS as _KERNELS
 from accelerant.ops.swiglu.op import row_plan
 
 
-def _two(*shape: int) -> Sample:
-    return Sample(size_name(shape), (shape, shape))
+def _two(*shape: int) -> SampleInput:
+    return SampleInput(size_name(shape), (shape, shape))
 
 
-def _one(*shape: int) -> Sample:
-    return Sample(size_name(shape) + "-packed", (shape,))
+def _one(*shape: int) -> SampleInput:
+    return SampleInput(size_name(shape) + "-packed", (shape,))
 
 
 SAMPLES = (
