@@ -26,7 +26,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.words import random
 from accelerant.algebra.msm.device import DeviceBases, start_msm
-from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
+from accelerant.algebra.ntt.launch import CpuNttPlan, DeviceNttPlan, Division, division_of, run
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named
 from benchmarks.zk_inputs import msm_answer, msm_points, msm_scalars
@@ -69,7 +69,7 @@ def _transforms(place: MemorySpace, smallest: bool) -> Iterator[dict[str, Any]]:
         for log_n in (10,) if smallest else sizes:
             x = random(field, (1 << log_n,))
             want = np.empty_like(x)
-            run(HostNttPlan(field, log_n, 1, inverse=False, coset=1, order=_ORDER), HOST, x, want, 1 << log_n)
+            run(CpuNttPlan(field, log_n, 1, inverse=False, coset=1, order=_ORDER), HOST, x, want, 1 << log_n)
             words, out = place.load(x), place.empty(x.shape, x.dtype)
             for division in divisions[:1] if smallest else dict.fromkeys(divisions):
                 row: dict[str, Any] = {"case": f"ntt {name} 2^{log_n}", "division": str(division)}

@@ -580,7 +580,7 @@ def test_words_as_tensors_of_a_device(one_of_each, monkeypatch):
     from accelerant.algebra.field import memory_space
 
     field, p = one_of_each, one_of_each.modulus
-    monkeypatch.setattr(memory_space, "space_of", lambda tensor: memory_space._Tensors("cpu", 0))
+    monkeypatch.setattr(memory_space, "space_of", lambda tensor: memory_space._TensorSpace("cpu", 0))
     words = field.random((3, 5))
     values = np.array(field.decode(words), object)
     a = torch.from_numpy(words)

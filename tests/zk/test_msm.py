@@ -27,7 +27,7 @@ from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.algebra.msm import cpu
-from accelerant.algebra.msm.cpu import CpuBases, CpuPlan, cpu_plan
+from accelerant.algebra.msm.cpu import CpuBases, CpuMsmPlan, cpu_plan
 from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.zk import multi_scalar as op
@@ -137,7 +137,7 @@ def test_any_plan_gives_the_same_sum(form, bits, parts, group):
     for n in (2, 24):
         multipliers, points = (each[:n] for each in few("bn254_g1"))
         scalars = [curve.order - 1 - i for i in range(n)]
-        chosen = CpuPlan(bits, windows, parts, group)
+        chosen = CpuMsmPlan(bits, windows, parts, group)
         assert total("bn254_g1", form, scalars, points, chosen) == expected("bn254_g1", scalars, multipliers)
 
 
@@ -306,7 +306,7 @@ def test_no_memory_but_a_workers_own_is_written(form, bits, group, monkeypatch):
     digits = sum(1 << bits * j for j in range(253 // bits))
     for scalars in ([i * digits for i in range(n)], [1] * n):
         found = CpuBases(curve, points, form).msm(
-            encode(curve.scalars, scalars), CpuPlan(bits, -(-256 // bits), 1, group)
+            encode(curve.scalars, scalars), CpuMsmPlan(bits, -(-256 // bits), 1, group)
         )
         assert affine(curve, found) == expected("bn254_g1", scalars, msm_multipliers(n))
     assert len(storages) == 4
@@ -595,7 +595,7 @@ def test_sums_by_multiples(name, form):
     multipliers, points = few(name)
     scalars = [0, 1, curve.order - 1, *(rng.randrange(curve.order) for _ in points[3:])]
     for bits, parts in ((5, 1), (8, 3)):
-        shared = CpuPlan(bits, -(-256 // bits), parts, shared=True)
+        shared = CpuMsmPlan(bits, -(-256 // bits), parts, shared=True)
         bases = CpuBases(curve, montgomery(curve, points), form, shared)
         for row in (scalars, [curve.order - 1] * len(points), [0] * len(points)):
             assert affine(curve, bases.msm(encode(curve.scalars, row))) == expected(name, row, multipliers)

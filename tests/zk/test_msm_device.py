@@ -26,13 +26,13 @@ from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.msm import device
 from accelerant.algebra.msm import device_plan as device_plans
-from accelerant.algebra.msm.device import DeviceBases, _Runner, start_msm
+from accelerant.algebra.msm.device import DeviceBases, MsmRunner, start_msm
 from accelerant.algebra.msm.device_plan import (
     INVERT_BLOCK,
     MAX_INDICES,
     MAX_SEGMENT_UNITS,
     Chunk,
-    DevicePlan,
+    DeviceMsmPlan,
     accumulate_source,
     affine_source,
     bins_source,
@@ -159,7 +159,7 @@ def check(space, curve, scalars, logarithms, there, **options):
 
 def sorted_by(space, curve, plan, scalars):
     """What sort.c makes of scalars: the keys' sums as lists of (space, sign), after checks that hold for all."""
-    work, n = _Runner(space, curve, plan), len(scalars)
+    work, n = MsmRunner(space, curve, plan), len(scalars)
     launches = prepare(space, sort_launches(curve, plan, Chunk(n, n, 0, 0)))
     work.run(launches, {"scalars": space.load(words_of(scalars))})
     counts, entries, segments, heavy, sums = (
@@ -477,9 +477,9 @@ class _Device:
 
 
 class _Summing:
-    """A _Runner that records the plans of sums."""
+    """An MsmRunner that records the plans of sums."""
 
-    plans: ClassVar[list[DevicePlan]] = []
+    plans: ClassVar[list[DeviceMsmPlan]] = []
 
     def __init__(self, space, curve, plan, load=None):
         if plan.size_bytes(curve) > 0.8 * space.free_bytes:
@@ -495,7 +495,7 @@ def stand_in(monkeypatch):
     """A device without kernels."""
     space = _Device(1 << 36)
     monkeypatch.setattr(device, "_multiples", lambda *args: space.calls.append("multiples"))
-    monkeypatch.setattr(device, "_Runner", _Summing)
+    monkeypatch.setattr(device, "MsmRunner", _Summing)
     monkeypatch.setattr(_Summing, "plans", [])
     return space
 

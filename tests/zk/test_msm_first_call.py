@@ -42,7 +42,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.zk import multi_scalar as op
-from accelerant.algebra.field.memory_space import Operand
+from accelerant.algebra.field.memory_space import ArrayOperand
 
 keys, texts, launched = {}, [], []
 plain = program.field_text
@@ -84,8 +84,8 @@ registry._reasons["cuda"], registry._created["cuda"] = "", Provider()
 group, space, n = zk.curve("bn254_g1"), Nowhere(), 1 << 12
 curve = group.parameters
 scalars, points = np.zeros((n, 4), np.uint64), np.zeros((n, 2, 4), np.uint64)
-operand = Operand(points, space, (n,))
-op.Verdict = SimpleNamespace(of=lambda space: SimpleNamespace(is_set=lambda: False))
+operand = ArrayOperand(points, space, (n,))
+op.DeviceVerdict = SimpleNamespace(of=lambda space: SimpleNamespace(is_set=lambda: False))
 rows = [scalars] * int(sys.argv[1])
 start, check = op._inward_by_one(curve, operand, scalars, lambda: None)
 total = op.run_sums(space, curve, rows, start, check)

@@ -24,7 +24,7 @@ on_forget: list[Callable[[], object]] = []
 """Functions that clear caches of what holds compiled kernels, called when a backend's provider is replaced."""
 
 
-class MemorySpace(Protocol):
+class LaunchMemory(Protocol):
     """The memory of one device: its provider, the device's index, and the addresses of arrays in it."""
 
     backend: str
@@ -81,7 +81,7 @@ class RecordedLaunch:
                 observer(decision)
 
 
-def compiled(space: MemorySpace, source: KernelSource, entry: str) -> Kernel:
+def compiled(space: LaunchMemory, source: KernelSource, entry: str) -> Kernel:
     """Return the kernel of an entry point, compiled on first use; the name of a source determines its text."""
     key = (source.name, entry, space.backend, space.index)
     kernel = _kernels.get(key)
@@ -99,7 +99,7 @@ def forget(backend: str) -> None:
 
 
 def launch(
-    space: MemorySpace, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
+    space: LaunchMemory, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
     *scalars: int,
 ) -> None:  # fmt: skip
     """Launch an entry point of a program on contiguous arrays of the space, then scalars; compiled on first use.

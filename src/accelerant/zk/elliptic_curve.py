@@ -18,11 +18,17 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve import parameters as table
-from accelerant.algebra.curve.encoding import Layout, decode_points, encode_points, points_from_bytes, points_to_bytes
+from accelerant.algebra.curve.encoding import (
+    PointLayout,
+    decode_points,
+    encode_points,
+    points_from_bytes,
+    points_to_bytes,
+)
 from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import Curve, curve_of, family_of
 from accelerant.algebra.field import PrimeField, prime_field
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Operand, space_at
+from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, space_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import operands
@@ -100,14 +106,14 @@ class EllipticCurve:
         shape = words.shape[: words.ndim - len(self.shape)]
         return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape), check=False), shape)
 
-    def to_bytes(self, points: Any, layout: Layout = "compressed") -> bytes:
+    def to_bytes(self, points: Any, layout: PointLayout = "compressed") -> bytes:
         """Return points, concatenated, in a layout of algebra/curve/encoding.py: evm, uncompressed or compressed."""
         words = _host_points(self.parameters, points, "points")
         words = words.reshape(words.size // math.prod(self.shape), *self.shape)
         return points_to_bytes(self.parameters, decode_points(self.parameters, words, check=False), layout)
 
     def from_bytes(
-        self, data: bytes | bytearray | memoryview, layout: Layout = "compressed", *, check: bool = True
+        self, data: bytes | bytearray | memoryview, layout: PointLayout = "compressed", *, check: bool = True
     ) -> npt.NDArray[np.uint64]:
         """Return the canonical words (n, *shape) of points in a layout.
 
@@ -125,7 +131,9 @@ class EllipticCurve:
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
         words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout, check=False))
         if check:
-            operands.points_inward(self.parameters, Operand(words, HOST, words.shape[:1]), HOST, "points", "subgroup")
+            operands.points_inward(
+                self.parameters, ArrayOperand(words, HOST, words.shape[:1]), HOST, "points", "subgroup"
+            )
         return words
 
     # --- predicates ----------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ class EllipticCurve:
             words = space.load(finite)
         return self._booleans(operand, ~(wrong | launch.off(space, self.parameters, "off_subgroup", words)))
 
-    def _booleans(self, operand: Operand, flat: npt.NDArray[np.bool_]) -> Any:
+    def _booleans(self, operand: ArrayOperand, flat: npt.NDArray[np.bool_]) -> Any:
         values = flat.reshape(operand.leading)
         if operand.tensor is None:
             return values if values.ndim else bool(values)
@@ -219,12 +227,12 @@ class EllipticCurve:
         """
         return FixedBase(self.name, points, device, check=check)
 
-    def _located(self, points: Any, device: Device) -> tuple[Operand, MemorySpace]:
+    def _located(self, points: Any, device: Device) -> tuple[ArrayOperand, MemorySpace]:
         operand = operands.point_operand(self.parameters, points, "points")
         return operand, operand.space if device is None else space_at(device)
 
     def _together(
-        self, names: tuple[str, str], given: tuple[Operand, Operand], device: Device
+        self, names: tuple[str, str], given: tuple[ArrayOperand, ArrayOperand], device: Device
     ) -> tuple[MemorySpace, tuple[int, ...]]:
         """Return the common memory space of two arguments and the shape they broadcast to."""
         located = [operand for operand in given if not operand.free]
@@ -250,7 +258,7 @@ class EllipticCurve:
         given = (operands.point_operand(self.parameters, p, "p"), operands.point_operand(self.parameters, q, "q"))
         space, shape = self._together(("p", "q"), given, device)
 
-        def inward(operand: Operand, name: str) -> Any:
+        def inward(operand: ArrayOperand, name: str) -> Any:
             words = operands.points_inward(self.parameters, operand, space, name, "curve" if check else "")
             return operands.spread(space, words, operand.leading, shape, self.shape)
 

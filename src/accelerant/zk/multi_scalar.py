@@ -22,9 +22,9 @@ from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import (
     HOST,
+    ArrayOperand,
+    DeviceVerdict,
     MemorySpace,
-    Operand,
-    Verdict,
     in_kind,
     is_tensor,
     space_at,
@@ -154,7 +154,7 @@ class FixedBase:
         self.curve, self.n, self.space = curve, _count(self._parameters, operand), spaces[0]
         bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
         self._parts = _in_threads(
-            lambda space, first, last: _Part.of(self._parameters, operand, space, level, multiples, first, last),
+            lambda space, first, last: _DevicePart.of(self._parameters, operand, space, level, multiples, first, last),
             spaces, bounds[:-1], bounds[1:],
         )  # fmt: skip
         self._kind = operand._replace(words=None, tensor=None if operand.tensor is None else operand.tensor[:0])
@@ -192,7 +192,7 @@ class FixedBase:
         )
 
 
-class _Part(NamedTuple):
+class _DevicePart(NamedTuple):
     """Points first to last - 1 of a FixedBase, on one device."""
 
     first: int
@@ -203,9 +203,9 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(
-        cls, curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check, multiples: bool | None,
-        first: int, last: int,
-    ) -> _Part:  # fmt: skip
+        cls, curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, check: operands.PointCheck,
+        multiples: bool | None, first: int, last: int,
+    ) -> _DevicePart:  # fmt: skip
         """Check and convert these points."""
         name = "points"
         if last - first < operand.leading[0]:
@@ -278,7 +278,9 @@ def run_sums(
     return np.array(sums, np.uint64).reshape(len(rows), *curve.shape)
 
 
-def sums_outward(curve: Curve[Any], sums: Words, space: MemorySpace, leading: tuple[int, ...], operand: Operand) -> Any:
+def sums_outward(
+    curve: Curve[Any], sums: Words, space: MemorySpace, leading: tuple[int, ...], operand: ArrayOperand
+) -> Any:
     """Return the sums of run_sums as canonical words of the points' library, with these leading dimensions.
 
     Python converts sums of devices: there are few, at 0.02 ms each, where a first launch of a kernel takes 0.7 ms.
@@ -312,7 +314,7 @@ def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRe
 
 
 def _point_words(
-    curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check, name: str = "points"
+    curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, check: operands.PointCheck, name: str = "points"
 ) -> Words:
     """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
@@ -321,14 +323,14 @@ def _point_words(
 
 
 def _inward_by_one(
-    curve: Curve[Any], operand: Operand, scalars: Words | None, check_scalars: _Check
+    curve: Curve[Any], operand: ArrayOperand, scalars: Words | None, check_scalars: _Check
 ) -> tuple[_Start, _Check]:
     """Return starter_of points of a CUDA device, which the kernel that converts them checks, and their scalars too.
 
     The other function waits for the device and returns the error; sums may start before.
     """
     space, n = operand.space, _count(curve, operand)
-    verdict, words = Verdict.of(space), operand.words.reshape((n, *curve.shape))
+    verdict, words = DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
     converted = launch.inward(space, curve, words, scalars, verdict)
 
     def check() -> FormatError | None:
@@ -344,7 +346,7 @@ def _inward_by_one(
     return starter_of(space, curve, converted.reshape((n, math.prod(curve.shape)))), check
 
 
-def _count(curve: Curve[Any], operand: Operand) -> int:
+def _count(curve: Curve[Any], operand: ArrayOperand) -> int:
     if len(operand.leading) != 1:
         tail = ", ".join(map(str, curve.shape))
         raise ShapeError(f"points must be (n, {tail}), got {(*operand.leading, *curve.shape)}")
@@ -365,7 +367,7 @@ def _scalar_rows(
         operand = field_operand(field, scalars)
     elif known:
         words = scalar_words(scalars, field.modulus, "the order")
-        operand = Operand(words, HOST, words.shape[:-1])
+        operand = ArrayOperand(words, HOST, words.shape[:-1])
     else:
         operand = tailed_operand(field, scalars, "scalars", (SCALAR_WORDS,))
     leading = operand.leading

@@ -20,8 +20,8 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.memory_space import (
     HOST,
+    ArrayOperand,
     MemorySpace,
-    Operand,
     array_operand,
     in_kind,
     stacked,
@@ -31,20 +31,20 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.files import clipped
 
 Shape = tuple[int, ...]
-Check = Literal["", "curve", "subgroup"]
+PointCheck = Literal["", "curve", "subgroup"]
 """Check of points, in addition to reduced coordinates: none, on the curve, or on the curve and in the subgroup.
 
 Functions that users call take it as bool | str: False is "", and True is "subgroup".
 """
 
-_TESTS: dict[Check, tuple[launch.Test, ...]] = {
+_TESTS: dict[PointCheck, tuple[launch.Test, ...]] = {
     "": (),
     "curve": ("off_curve",),
     "subgroup": ("off_curve", "off_subgroup"),
 }
 
 
-def tailed_operand(field: Field, x: Any, name: str, tail: Shape) -> Operand:
+def tailed_operand(field: Field, x: Any, name: str, tail: Shape) -> ArrayOperand:
     """Return an array of a field's words whose last axes are `tail`; ShapeError for others."""
     operand = array_operand(field, x, name, "of Python")
     shape = tuple(x.shape)
@@ -62,12 +62,12 @@ def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: S
 # --- points ----------------------------------------------------------------------------------------------------------
 
 
-def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -> Operand:
+def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -> ArrayOperand:
     """Return points from words, a Python point or a list of them; unless `check` is False, of reduced coordinates."""
     x = stacked(x, name)
     if x is None or isinstance(x, (tuple, list)):
         words = encoded_points(curve, x, name)
-        return Operand(words, HOST, words.shape[: words.ndim - len(curve.shape)], free=True)
+        return ArrayOperand(words, HOST, words.shape[: words.ndim - len(curve.shape)], free=True)
     operand = tailed_operand(curve.coordinates.base, x, name, curve.shape)
     if check:
         launch.check_reduced(operand.space, curve, operand.words, name)
@@ -109,13 +109,13 @@ def _types(value: object, depth: int = 2) -> str:
     return type(value).__name__
 
 
-def montgomery_points(curve: Curve[Any], operand: Operand, space: MemorySpace) -> Any:
+def montgomery_points(curve: Curve[Any], operand: ArrayOperand, space: MemorySpace) -> Any:
     """Return points in Montgomery form in a memory space, (n, *shape)."""
     words = operand.moved(space).reshape((math.prod(operand.leading), *curve.shape))
     return launch.to_montgomery(space, curve, words)
 
 
-def check_of(check: bool | str) -> Check:
+def check_of(check: bool | str) -> PointCheck:
     """Return the check that a user's argument requests; ConfigError for another value."""
     if isinstance(check, bool):
         return "subgroup" if check else ""
@@ -125,7 +125,7 @@ def check_of(check: bool | str) -> Check:
     return check  # type: ignore[return-value]  # mypy does not narrow a str to these
 
 
-def points_inward(curve: Curve[Any], operand: Operand, space: MemorySpace, name: str, check: Check) -> Any:
+def points_inward(curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, name: str, check: PointCheck) -> Any:
     """Return points in Montgomery form in a memory space, (n, *shape), checked.
 
     On a curve of even order the kernels add points of the subgroup only, so "curve" also checks the subgroup.
@@ -150,7 +150,7 @@ def _hexadecimal(point: Any) -> str:
     return f"{point:#x}"
 
 
-def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: Shape, *operands: Operand) -> Any:
+def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: Shape, *operands: ArrayOperand) -> Any:
     """Return canonical words of points in Montgomery form, (*leading, *shape), in the first array's library."""
     canonical = launch.from_montgomery(space, curve, words)
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
@@ -161,12 +161,12 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
 # --- scalars ---------------------------------------------------------------------------------------------------------
 
 
-def scalar_operand(field: Field, scalars: Any) -> Operand:
+def scalar_operand(field: Field, scalars: Any) -> ArrayOperand:
     """Return scalars: words (..., 4) with any value, a FieldArray, or Python integers from 0 to below 2^256."""
     scalars = stacked(scalars, "scalars")
     if isinstance(scalars, (int, np.integer, list, tuple)):
         words = scalar_words(scalars, 1 << 64 * SCALAR_WORDS, "2^256")
-        return Operand(words, HOST, words.shape[:-1], free=True)
+        return ArrayOperand(words, HOST, words.shape[:-1], free=True)
     return tailed_operand(field, plain_scalars(field, scalars), "scalars", (SCALAR_WORDS,))
 
 
@@ -175,9 +175,9 @@ def plain_scalars(field: Field, scalars: Any) -> Any:
     return _of_field(field, scalars).canonical() if isinstance(scalars, FieldArray) else scalars
 
 
-def field_operand(field: Field, scalars: FieldArray) -> Operand:
+def field_operand(field: Field, scalars: FieldArray) -> ArrayOperand:
     """Return the canonical words of a FieldArray, on its device; ConfigError for another field's."""
-    return Operand(_of_field(field, scalars).plain_words(), scalars.space, scalars.shape)
+    return ArrayOperand(_of_field(field, scalars).plain_words(), scalars.space, scalars.shape)
 
 
 def _of_field(field: Field, scalars: FieldArray) -> FieldArray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
-from accelerant.algebra.field.memory_space import MemorySpace, Verdict, is_tensor, signed_view, space_at, stacked
+from accelerant.algebra.field.memory_space import DeviceVerdict, MemorySpace, is_tensor, signed_view, space_at, stacked
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
@@ -107,7 +107,7 @@ def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
     if space is None or not x.numel():
         return None
     _check_points(field, x.shape)
-    verdict = Verdict.of(space)
+    verdict = DeviceVerdict.of(space)
     y = space.unsigned(transform(space, field, x, inverse=inverse, coset=1, order=order, verdict=verdict))
     return None if verdict.is_set() else y
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accelerant.algebra.bigint import FixedBase, gmp, residues, residues_of
+from accelerant.algebra.bigint import FixedBasePowers, gmp, residues, residues_of
 from accelerant.algebra.bigint.residues import _PUBLIC_WINDOW, DevicePairs, kernel_source, lanes_of, limbs_of
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import ConfigError, MissingDependency, ShapeError
@@ -135,7 +135,7 @@ def test_sums_and_words(space):
 def test_powers_of_a_fixed_base(space):
     n, exponents = moduli(100)[2], [0, 1, 255, 256, 2**24 - 1, 2**20, 0xABCDE]
     words = space.load(np.array(exponents, np.uint32).reshape(-1, 1))
-    assert FixedBase(7, n, 32, space).power_vartime(words).ints() == [pow(7, e, n) for e in exponents]
+    assert FixedBasePowers(7, n, 32, space).power_vartime(words).ints() == [pow(7, e, n) for e in exponents]
 
 
 def test_no_numbers(space):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.algebra.curve.tape import ADD, MUL, SUB, Program, Recorder, kernel_source, run_tape
+from accelerant.algebra.curve.tape import ADD, MUL, SUB, Recorder, TapeProgram, kernel_source, run_tape
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import montgomery_radix
@@ -82,7 +82,7 @@ def test_a_segment_does_what_was_recorded(formula, name, seed):
         operands = (values[a],) if operation == "neg" else (values[a], values[b])
         values.append(getattr(recorder, operation)(*operands))
     segment = recorder.segment({"x": [values[i] for i in kept], "y": [values[i] for i in reversed(kept)]})
-    program = Program(field)
+    program = TapeProgram(field)
     x, y = program.window(6), program.window(6)
     program.call(segment, x=x, y=y)
     tape = program.assemble()
@@ -102,7 +102,7 @@ def test_calls_on_other_windows_and_many_files(name):
     a, b = recorder.inputs("to", 2)
     (c,) = recorder.inputs("by", 1)
     step = recorder.segment({"to": (recorder.mul(b, c), recorder.add(a, recorder.constant(5)))})
-    program = Program(field)
+    program = TapeProgram(field)
     first, second, third = program.window(2), program.window(2), program.window(1)
     for to, by in ((first, third), (second, first), (first, third), (second, third)):
         program.call(step, to=to, by=by)
@@ -147,13 +147,13 @@ def test_runs_of_one_operation():
 def test_windows_of_a_call_are_the_segments():
     recorder = Recorder(field_of("bn254_fq"))
     segment = recorder.segment({"x": (recorder.neg(*recorder.inputs("x", 1)),)})
-    program = Program(recorder.field)
+    program = TapeProgram(recorder.field)
     with pytest.raises(ValueError, match="windows x, got y"):
         program.call(segment, y=program.window(1))
 
 
 def test_a_program_of_nothing():
-    tape = Program(field_of("bn254_fq")).assemble()
+    tape = TapeProgram(field_of("bn254_fq")).assemble()
     assert run_on_the_cpu(tape, [[]]) == [[]]
 
 

@@ -13,7 +13,7 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
-from accelerant.algebra.ntt.launch import HostNttPlan, limbs_of_52_bits, run
+from accelerant.algebra.ntt.launch import CpuNttPlan, limbs_of_52_bits, run
 from accelerant.algebra.ntt.plan import ORDERS, bit_reversed, make_passes, ntt_reference
 from vectors import TRANSFORM_BASE, field_elements
 
@@ -50,7 +50,7 @@ def arithmetic(request):
 
 
 def transformed(field, form, x, log_n, batch, in_place=False, **options):
-    plan = HostNttPlan(field, log_n, batch, form=form, **options)
+    plan = CpuNttPlan(field, log_n, batch, form=form, **options)
     words = encode(field, x)
     guard = np.full((len(x) + 4, *words.shape[1:]), 7, words.dtype)
     out = words if in_place else guard[: len(x)]
@@ -95,7 +95,7 @@ def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
         options = {"inverse": inverse, "coset": coset, "order": order}
         found = transformed(field, form, x, 9, 1, **options)
         assert found == expected(field, x, 9, **options)
-    passes = HostNttPlan(field, 9, 1, form=form, **options).passes
+    passes = CpuNttPlan(field, 9, 1, form=form, **options).passes
     assert [step.log_rows for step in passes] == [3, 3, 3]
     assert sum(step.variant.split for step in passes) == 1
 
@@ -106,7 +106,7 @@ def test_split_twiddles(monkeypatch):
     monkeypatch.setattr(ntt_launch, "_LOG_TABLE", 4)
     field, options = FIELDS["babybear"], {"inverse": False, "coset": 1, "order": "natural"}
     x = field_elements(field, 1 << 10, TRANSFORM_BASE)
-    assert [step.variant.split for step in HostNttPlan(field, 10, 1, form="scalar", **options).passes] == [True, False]
+    assert [step.variant.split for step in CpuNttPlan(field, 10, 1, form="scalar", **options).passes] == [True, False]
     assert transformed(field, "scalar", x, 10, 1, **options) == expected(field, x, 10, **options)
 
 
@@ -121,7 +121,7 @@ def test_three_passes_as_they_are_used(name):
     x = np.zeros(n, encode(field, [0]).dtype)
     x[list(places)] = encode(field, field_elements(field, len(places), TRANSFORM_BASE))
     y, back = np.empty_like(x), np.empty_like(x)
-    forward, inverse = (HostNttPlan(field, log_n, 1, inverse=inverse, **options) for inverse in (False, True))
+    forward, inverse = (CpuNttPlan(field, log_n, 1, inverse=inverse, **options) for inverse in (False, True))
     assert len(forward.passes) == len(inverse.passes) == 3
     run(forward, HOST, x, y, n)
     for j in (0, 1, 2, 127, 128, 1 << 14, n // 2 + 1, n - 1, 7654321 % n):

@@ -6,6 +6,6 @@ pairs.py        numbers modulo a square in a device's memory: powers at half the
 product.h       Montgomery products in portable C, several threads a number on NVIDIA GPUs; kernel.c and pair.c use them
 """
 
-from accelerant.algebra.bigint.residues import FixedBase, Residues, gmp, residues_of
+from accelerant.algebra.bigint.residues import FixedBasePowers, Residues, gmp, residues_of
 
-__all__ = ["FixedBase", "Residues", "gmp", "residues_of"]
+__all__ = ["FixedBasePowers", "Residues", "gmp", "residues_of"]

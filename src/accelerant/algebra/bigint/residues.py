@@ -142,7 +142,7 @@ def residues_of(values: Iterable[Any], modulus: Any, space: MemorySpace = HOST) 
     return DeviceResidues.load(values, modulus, space)
 
 
-class FixedBase:
+class FixedBasePowers:
     """Powers of one base from a table of base^(d 256^i): one product for each byte of the exponent.
 
     Look-ups depend on the exponent (`power_vartime`): an observer of the processor's caches may learn of it. The table
@@ -389,7 +389,7 @@ class DeviceResidues(Residues):
         return found
 
     def fixed_vartime(self, exponents: Any) -> DeviceResidues:
-        """Return powers by this table (see FixedBase), for exponents of words in the space, (count, words)."""
+        """Return powers by this table (see FixedBasePowers), for exponents of words in the space, (count, words)."""
         n, (count, words) = self._modulus, exponents.shape
         found = self.space.empty((count, n.limbs), _U32)
         with RecordedLaunch(n.record("fixed", count, 4 * words), self.space.provider, self.space.index):

@@ -37,7 +37,7 @@ from accelerant.runtime.files import clipped
 
 E = TypeVar("E")
 U64 = npt.NDArray[np.uint64]
-Layout = Literal["evm", "uncompressed", "compressed"]
+PointLayout = Literal["evm", "uncompressed", "compressed"]
 
 _EVM_WORD = 32
 
@@ -80,12 +80,12 @@ def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool
             raise FormatError(f"points[{index}] is {_shown(point)}, on {curve.name} but not in its subgroup of order r")
 
 
-def point_bytes(curve: Curve[E], layout: Layout) -> int:
+def point_bytes(curve: Curve[E], layout: PointLayout) -> int:
     """Return the size of one point in bytes; ConfigError for an unknown layout."""
     return _coefficient_bytes(curve, layout) * curve.coordinates.degree * (1 if layout == "compressed" else 2)
 
 
-def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout) -> bytes:
+def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: PointLayout) -> bytes:
     """Return affine points as bytes in a layout; reduced, but not checked to be on the curve."""
     size, codes = _coefficient_bytes(curve, layout), _flags_of(curve, layout)
     kept = curve.coordinates.degree * (1 if layout == "compressed" else 2)
@@ -102,7 +102,7 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout
 
 
 def points_from_bytes(
-    curve: Curve[E], data: bytes, layout: Layout, *, check: bool = True, subgroup: bool = True
+    curve: Curve[E], data: bytes, layout: PointLayout, *, check: bool = True, subgroup: bool = True
 ) -> list[Affine[E]]:
     """Return the points of bytes in a layout; FormatError names the first one that is refused.
 
@@ -118,7 +118,7 @@ def points_from_bytes(
     return points
 
 
-def _from_bytes(curve: Curve[E], data: bytes, layout: Layout, index: int) -> Affine[E]:
+def _from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, index: int) -> Affine[E]:
     codes = _flags_of(curve, layout)
     flags, rest = data[0] & codes.mask, bytes([data[0] & ~codes.mask]) + data[1:]
     if flags not in (codes.infinity, codes.smaller, codes.larger):
@@ -161,20 +161,20 @@ _GNARK = {"compressed": _Flags(0xC0, 0x40, 0x80, 0xC0), "uncompressed": _Flags(0
 _NO_FLAGS = _Flags(0x00, 0x00, 0x00, 0x00)
 
 
-def _flags_of(curve: Curve[E], layout: Layout) -> _Flags:
+def _flags_of(curve: Curve[E], layout: PointLayout) -> _Flags:
     field = curve.coordinates.base
     spare_bits = 8 * field.size_bytes - field.bits
     return (_ZCASH if spare_bits >= 3 else _GNARK).get(layout, _NO_FLAGS)
 
 
-def _coefficient_bytes(curve: Curve[E], layout: Layout) -> int:
-    if not isinstance(layout, str) or layout not in get_args(Layout):
-        raise ConfigError(f"unknown layout {clipped(layout)}; known are {', '.join(get_args(Layout))}")
+def _coefficient_bytes(curve: Curve[E], layout: PointLayout) -> int:
+    if not isinstance(layout, str) or layout not in get_args(PointLayout):
+        raise ConfigError(f"unknown layout {clipped(layout)}; known are {', '.join(get_args(PointLayout))}")
     size = curve.coordinates.base.size_bytes
     return -(-size // _EVM_WORD) * _EVM_WORD if layout == "evm" else size
 
 
-def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[int]:
+def _reordered(curve: Curve[E], layout: PointLayout, values: Sequence[int]) -> list[int]:
     """Return coefficients (c0 first, x before y) in the layout's order, or back: the permutation is an involution."""
     degree = curve.coordinates.degree
     if layout == "evm" and _coefficient_bytes(curve, layout) != curve.coordinates.base.size_bytes:

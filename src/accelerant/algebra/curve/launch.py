@@ -26,7 +26,7 @@ from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import launch as field_launch
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict
+from accelerant.algebra.field.memory_space import HOST, DeviceVerdict, MemorySpace
 from accelerant.algebra.field.program import CudaProgram, defined, field_text, montgomery_radix, read_files
 from accelerant.algebra.field.program import prefixed as replace_prefixes
 from accelerant.algebra.field.words import dtype_of
@@ -62,7 +62,9 @@ def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words
     return field_launch.elementwise(space, curve.coordinates.base, "to_montgomery", "canonical", points)
 
 
-def inward(space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: Verdict) -> Words:
+def inward(
+    space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: DeviceVerdict
+) -> Words:
     """Convert canonical points of a CUDA device to Montgomery form, without waiting for it.
 
     The kernel sets the verdict if a coefficient is not below the modulus, a point is off the curve, or a scalar, of

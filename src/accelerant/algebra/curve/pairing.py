@@ -35,12 +35,12 @@ from accelerant.algebra.curve.llvm_points import add, double
 from accelerant.algebra.curve.parameters import Family, endomorphism
 from accelerant.algebra.curve.tape import (
     Fq2,
-    Program,
     RecordedPairs,
     Recorder,
     Segment,
     Tape,
     TapeFunction,
+    TapeProgram,
     cached,
     flat,
     pairs,
@@ -267,7 +267,7 @@ def miller_tape(family: Family, size: int) -> TapeFunction:
     Its inputs are P and Q of each pair: six canonical coordinates, c0 before c1. Its outputs are the value, in
     Montgomery form, and the _CHECKS registers of each pair.
     """
-    program = Program(family.fq)
+    program = TapeProgram(family.fq)
     f = program.window(FQ12_SIZE)
     windows = [(program.window(2), program.window(4), program.window(6), program.window(_CHECKS)) for _ in range(size)]
     image = program.window(4)
@@ -373,7 +373,7 @@ def _begin_segment(family: Family) -> Segment:
     return k.segment(outputs)
 
 
-def _add_checks(program: Program, family: Family, windows: Sequence[tuple[int, int, int, int]]) -> None:
+def _add_checks(program: TapeProgram, family: Family, windows: Sequence[tuple[int, int, int, int]]) -> None:
     """Append the subgroup checks to a loop; windows are p, q, t and checks of each pair.
 
     P's multiplies it by x twice.
@@ -490,7 +490,7 @@ class _Machine:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.program = Program(family.fq)
+        self.program = TapeProgram(family.fq)
         recorder = Recorder(family.fq)
         self._copy = recorder.segment({"f": recorder.inputs("g", FQ12_SIZE)})
         self._table = [self.new() for _ in range(5)]

@@ -1,13 +1,13 @@
 """Tapes: straight-line programs of additions, subtractions and products in a prime field, recorded once, run as data.
 
 A Recorder records the operations of a formula in plain Python instead of computing them. The recording becomes a
-Segment, and a Program calls segments in sequence on different registers:
+Segment, and a TapeProgram calls segments in sequence on different registers:
 
     recorder = Recorder(field)
     x, y = recorder.inputs("point", 2)
     step = recorder.segment({"point": (recorder.mul(x, y), recorder.add(x, y))})     point <- (x y, x + y)
 
-    program = Program(field)
+    program = TapeProgram(field)
     p, q = program.window(2), program.window(2)
     program.call(step, point=p)
     program.call(step, point=q)
@@ -332,7 +332,7 @@ class TapeFunction:
     outputs: tuple[int, ...]
 
 
-class Program:
+class TapeProgram:
     """Segments in the order of their execution."""
 
     def __init__(self, field: Field) -> None:

@@ -26,8 +26,8 @@ from accelerant.algebra.field import launch, parameters
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import (
     HOST,
+    ArrayOperand,
     MemorySpace,
-    Operand,
     array_operand,
     in_kind,
     is_tensor,
@@ -189,13 +189,13 @@ class PrimeField:
         tensor = fixed[0].tensor if fixed else None
         return in_kind(result, space, None if tensor is None else tensor.device)
 
-    def _operand(self, x: Any, name: str, reduce: bool) -> Operand:
+    def _operand(self, x: Any, name: str, reduce: bool) -> ArrayOperand:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
         if not isinstance(reduce, bool | np.bool_):  # "no" would mean yes
             raise ConfigError(f"reduce must be True or False, got {clipped(reduce)}")
         field, x = self.parameters, stacked(x, name)
         if isinstance(x, (int, np.integer, list, tuple)) or (isinstance(x, np.ndarray) and x.dtype == object):
-            return Operand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
+            return ArrayOperand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
         if isinstance(x, FieldArray):
             raise UnsupportedDtype(
                 f"{name} is a FieldArray: use its operators, or give its .canonical() words to the field's functions"

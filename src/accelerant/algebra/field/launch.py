@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, is_tensor, space_of
+from accelerant.algebra.field.memory_space import HOST, DeviceVerdict, MemorySpace, is_tensor, space_of
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import decode, dtype_of, element_shape, index_of, tail_of, unreduced
@@ -83,7 +83,7 @@ def checked_at_once(field: Field, op: str, *arrays: Any) -> Any:
     if space is None or not arrays[0].numel():
         return None
     record, start = _prepared(space, field, op, arrays[0].shape, len(arrays), "canonical", checked=True)
-    z, verdict = space.empty(arrays[0].shape, dtype_of(field)), Verdict.of(space)
+    z, verdict = space.empty(arrays[0].shape, dtype_of(field)), DeviceVerdict.of(space)
     with RecordedLaunch(record, space.provider, space.index):
         start(*(each.data_ptr() for each in (*arrays, z, verdict)))
     z = space.unsigned(z)

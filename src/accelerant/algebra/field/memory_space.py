@@ -120,7 +120,7 @@ class _Address:
         return self.array.ctypes.data
 
 
-class _Host(MemorySpace):
+class _HostSpace(MemorySpace):
     """NumPy arrays."""
 
     backend, index, label = "cpu", 0, "cpu"
@@ -160,19 +160,19 @@ class _Host(MemorySpace):
         return int(zero.argmax()) if zero.any() else None
 
 
-HOST: MemorySpace = _Host()
+HOST: MemorySpace = _HostSpace()
 """The CPU's memory."""
 
 
-class Verdict:
+class DeviceVerdict:
     """A word of the host's memory that kernels of a CUDA device set to 1 where they find an invalid argument.
 
     It belongs to one call, from `of` to is_set(). The memory is pinned and never freed: kernels of an interrupted call,
     whose verdict is not used again, may write late.
     """
 
-    _made: ClassVar[list[Verdict]] = []
-    _free: ClassVar[dict[MemorySpace, list[Verdict]]] = {}
+    _made: ClassVar[list[DeviceVerdict]] = []
+    _free: ClassVar[dict[MemorySpace, list[DeviceVerdict]]] = {}
 
     def __init__(self, space: MemorySpace) -> None:
         torch = sys.modules["torch"]
@@ -182,7 +182,7 @@ class Verdict:
         self._made.append(self)
 
     @classmethod
-    def of(cls, space: MemorySpace) -> Verdict:
+    def of(cls, space: MemorySpace) -> DeviceVerdict:
         """Return one that no call uses, not set."""
         try:
             return cls._free[space].pop()
@@ -201,7 +201,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Tensors(MemorySpace):
+class _TensorSpace(MemorySpace):
     """torch tensors of a device, as signed words: torch copies and orders unsigned ones on few devices."""
 
     backend: str
@@ -284,7 +284,7 @@ class _BufferArray:
 
 
 @dataclass(frozen=True)
-class _Buffers(MemorySpace):
+class _BufferSpace(MemorySpace):
     """Buffers of a provider: kernels run on them, everything else goes through the host."""
 
     backend: str
@@ -331,7 +331,7 @@ def _space_on(device: Any) -> MemorySpace:
         return HOST
     if device.type not in _WITH_TENSORS:
         raise ConfigError(f"field elements may be on cpu or {', '.join(_WITH_TENSORS)}; the tensor is on {device.type}")
-    return _Tensors(device.type, device.index or 0)
+    return _TensorSpace(device.type, device.index or 0)
 
 
 _DEVICE_DIGITS = 9
@@ -365,7 +365,7 @@ def stacked(x: Any, name: str) -> Any:
     return sys.modules["torch"].stack([signed_view(part) for part in parts]).view(first.dtype)
 
 
-class Operand(NamedTuple):
+class ArrayOperand(NamedTuple):
     """An array argument: contiguous words in a space, and the dimensions `leading` those of a point or a scalar.
 
     `tensor` is the original tensor, if it was one; `free` words, of Python integers, follow the other argument's space.
@@ -382,18 +382,18 @@ class Operand(NamedTuple):
         return self.words if self.space == space else space.load(self.space.store(self.words))
 
 
-def array_operand(field: Field, x: Any, name: str, others: str) -> Operand:
+def array_operand(field: Field, x: Any, name: str, others: str) -> ArrayOperand:
     """Return an array of a field's words, not compared with the modulus; for messages, `others` are taken elsewhere."""
     if is_tensor(x):
         check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
         space = space_of(x)
-        return Operand(space.contiguous(x.detach().numpy() if space is HOST else signed_view(x)), space, tensor=x)
+        return ArrayOperand(space.contiguous(x.detach().numpy() if space is HOST else signed_view(x)), space, tensor=x)
     refuse_masked(x, name)
     if not isinstance(x, np.ndarray):
         raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or {others}, got {type(x).__name__}")
     if x.dtype != dtype_of(field) or field.limbs > 1:  # a dtype's name takes longer than a small sum
         check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
-    return Operand(HOST.contiguous(x), HOST)
+    return ArrayOperand(HOST.contiguous(x), HOST)
 
 
 def space_at(device: str | ComputeDevice) -> MemorySpace:
@@ -416,7 +416,7 @@ def space_at(device: str | ComputeDevice) -> MemorySpace:
     chosen = registry.choose(backend, index)
     if chosen.backend == "cpu":
         return HOST
-    return (_Tensors if chosen.backend in _WITH_TENSORS else _Buffers)(chosen.backend, chosen.index)
+    return (_TensorSpace if chosen.backend in _WITH_TENSORS else _BufferSpace)(chosen.backend, chosen.index)
 
 
 def in_kind(words: Any, space: MemorySpace, device: Any) -> Any:

@@ -103,7 +103,7 @@ class _Chains:
         return [self.do("selp.u32", plain, less, which) for less, plain in zip(reduced, otherwise, strict=True)]
 
 
-class _Field:
+class _PtxField:
     """The operations of one field: each appends instructions to some chains, and returns the result's limbs."""
 
     def __init__(self, field: Field) -> None:
@@ -238,7 +238,7 @@ def ptx_macros(field: Field, prefix: str) -> str:
         _LAZY_SUB (z, x, y)   x + 2 p - y, of y below 2 p
         _LAZY_REDUCE (z, x)   x - 2 p where x is no less
     """
-    of = _Field(field)
+    of = _PtxField(field)
     operations = {"ADD": (of.add, 2), "SUB": (of.sub, 2), "MUL": (of.mul, 2), "SQUARE": (of.square, 1)}
     if field.bits <= _BITS * of.limbs - 2:
         operations |= {"DOT2": (of.mul, 4), "SHOUP": (of.shoup, 3), "LAZY_SUB": (of.lazy_sub, 2)}

@@ -62,7 +62,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class CpuPlan:
+class CpuMsmPlan:
     """The division of a sum into digits of `bits` bits, and tasks of `parts` ranges of points and `group` windows.
 
     `shared`: the multiples 2^(c j) P of the points are stored, so that all windows share one set of buckets and a task
@@ -118,22 +118,22 @@ class CpuPlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def cpu_plan(order: int, n: int, workers: int, shared: bool = False) -> CpuPlan:
+def cpu_plan(order: int, n: int, workers: int, shared: bool = False) -> CpuMsmPlan:
     """Return the plan of the fewest products for n points and scalars below the order."""
 
-    def candidate(bits: int) -> CpuPlan:
+    def candidate(bits: int) -> CpuMsmPlan:
         windows = -(-order.bit_length() // bits)
-        while order - 1 + CpuPlan(bits, windows, 1).shift >> bits * windows:
+        while order - 1 + CpuMsmPlan(bits, windows, 1).shift >> bits * windows:
             windows += 1
         sets = 1 if shared else windows
         parts = max(1, -(-n * windows // sets // _TASK_POINTS), -(-min(workers, n // _RANGE_POINTS) // sets))
         group = max(1, min(_GROUP_POINTS * parts // max(1, n), windows * parts // workers))
-        return CpuPlan(bits, windows, parts, 1 if shared else group, shared)
+        return CpuMsmPlan(bits, windows, parts, 1 if shared else group, shared)
 
     return min(map(candidate, _WINDOWS), key=lambda plan: plan.products(n))
 
 
-def shared_cpu_plan(curve: Curve[Any], n: int) -> CpuPlan | None:
+def shared_cpu_plan(curve: Curve[Any], n: int) -> CpuMsmPlan | None:
     """Return the plan with multiples of n points; None where they do not fit."""
     plan = cpu_plan(curve.order, n, usable_cores(), shared=True)
     size = plan.windows * n * 2 * curve.coordinates.degree * curve.coordinates.base.size_bytes
@@ -143,9 +143,9 @@ def shared_cpu_plan(curve: Curve[Any], n: int) -> CpuPlan | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The tasks of a plan (CpuPlan.tasks), the distance between sets of buckets, and a worker's offsets and bytes."""
+    """The tasks of a plan (its `tasks`), the distance between sets of buckets, and a worker's offsets and bytes."""
 
-    plan: CpuPlan
+    plan: CpuMsmPlan
     rows: npt.NDArray[np.int64]
     step: int
     offsets: npt.NDArray[np.int64]
@@ -155,7 +155,7 @@ class _Tasks:
 class CpuBases:
     """The n points of a curve in the form of the CPU kernels, with their multiples by the plan `shared`, if any."""
 
-    def __init__(self, curve: Curve[Any], points: U64, form: str = "", shared: CpuPlan | None = None) -> None:
+    def __init__(self, curve: Curve[Any], points: U64, form: str = "", shared: CpuMsmPlan | None = None) -> None:
         """Convert affine points, Montgomery form x R, not checked.
 
         UnsupportedCase for 2^31 or more, with their multiples.
@@ -194,7 +194,7 @@ class CpuBases:
         plan = self.shared or cpu_plan(self.curve.order, self.n, usable_cores())
         return f"{plan.explain()}, {self._points.nbytes / 1e6:,.1f} MB"
 
-    def msm(self, scalars: U64, plan: CpuPlan | None = None) -> U64:
+    def msm(self, scalars: U64, plan: CpuMsmPlan | None = None) -> U64:
         """Return the sum of scalars[i] points[i], affine, Montgomery form x R; scalars (n, 4) are below the order.
 
         Where memory is short the plan gets more ranges of points. OutOfMemory if not even one worker's scratch fits.
@@ -231,7 +231,7 @@ class CpuBases:
         self._launch("msm_finish", 1, (partials, counts, z), len(partials))
         return z
 
-    def _fit_memory(self, plan: CpuPlan, workers: int) -> tuple[_Tasks, int]:
+    def _fit_memory(self, plan: CpuMsmPlan, workers: int) -> tuple[_Tasks, int]:
         """Return tasks and workers that fit the free memory: with more ranges of points, then with fewer workers."""
         tasks = self._tasks(plan)
         workers = min(workers, len(tasks.rows))
@@ -250,7 +250,7 @@ class CpuBases:
             )
         return tasks, min(workers, room // tasks.scratch)
 
-    def _tasks(self, plan: CpuPlan) -> _Tasks:
+    def _tasks(self, plan: CpuMsmPlan) -> _Tasks:
         return _tasks_of(self.curve, self.n, plan, self._form)
 
     def _enter(self, points: U64, out: U64) -> None:
@@ -269,7 +269,7 @@ def scratch_bytes(curve: Curve[Any], n: int) -> int:
     return 2 * points + 8 * 6 * n + min(workers, len(tasks.rows)) * tasks.scratch
 
 
-def _tasks_of(curve: Curve[Any], n: int, plan: CpuPlan, form: str) -> _Tasks:
+def _tasks_of(curve: Curve[Any], n: int, plan: CpuMsmPlan, form: str) -> _Tasks:
     rows = plan.tasks(n)
     entries = int(((rows[:, 1] - rows[:, 0]) * (rows[:, 3] - rows[:, 2])).max())
     step = (1 << plan.bits - 1) + 1

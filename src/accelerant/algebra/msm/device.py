@@ -43,8 +43,8 @@ from accelerant.algebra.msm.device_plan import (
     MAX_INDICES,
     MULTIPLES_BLOCK,
     POINTS_PER_INVERSION,
-    Chunk,
-    DevicePlan,
+    DeviceMsmPlan,
+    MsmChunk,
     PreparedLaunch,
     coordinate_words,
     device_plan,
@@ -121,7 +121,7 @@ def start_msm(
     if isinstance(points, np.ndarray):
         options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
     if free_bytes is not None:
-        return _Runner(space, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
+        return MsmRunner(space, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
     plan = device_plan(curve, n, _NO_LIMIT, **options)
     return _start_where_it_fits(space, curve, plan, options, (scalars, points, n), load)
 
@@ -149,8 +149,8 @@ class DeviceBases:
         """
         self.n = int(points.shape[0])
         self._space, self._curve = space, curve
-        self._runner: _Runner | None = None
-        self.plan: DevicePlan | None = None
+        self._runner: MsmRunner | None = None
+        self.plan: DeviceMsmPlan | None = None
         words = 2 * coordinate_words(curve)
         self._points = space.load(points) if isinstance(points, np.ndarray) else points
         if not self.n:
@@ -168,7 +168,7 @@ class DeviceBases:
         # Stored multiples determine the window of plans for less free memory
         self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
         if keep_scratch:
-            self._runner = _Runner(space, curve, plan)
+            self._runner = MsmRunner(space, curve, plan)
             self._runner.allocate()
         space.provider.synchronize(space.index)  # launches are ordered on the current stream only
 
@@ -205,7 +205,7 @@ class DeviceBases:
         return multiples + self.plan.explain(self._curve)
 
 
-def _multiples(space: MemorySpace, curve: Curve[Any], points: Words, n: int, plan: DevicePlan) -> Words:
+def _multiples(space: MemorySpace, curve: Curve[Any], points: Words, n: int, plan: DeviceMsmPlan) -> Words:
     """Return the points times 2^(c w) for each window w, (windows n, words)."""
     table = space.empty((plan.windows * n, 2 * coordinate_words(curve)), _U64)
     grid = -(-n // (MULTIPLES_BLOCK * POINTS_PER_INVERSION))
@@ -216,10 +216,10 @@ def _multiples(space: MemorySpace, curve: Curve[Any], points: Words, n: int, pla
     return table
 
 
-class _Runner:
+class MsmRunner:
     """The scratch memory of a plan, and the launches that use it."""
 
-    def __init__(self, space: MemorySpace, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
+    def __init__(self, space: MemorySpace, curve: Curve[Any], plan: DeviceMsmPlan, load: Load | None = None) -> None:
         self.space, self.curve, self.plan = space, curve, plan
         self.load = load or space.load
         self._shapes = scratch_shapes(curve.name, plan)
@@ -255,7 +255,7 @@ class _Runner:
         if isinstance(points, np.ndarray):
             points, first_point = self.load(points[first : first + count]), 0
         results = self.space.empty((self.plan.sets, 3 * coordinate_words(self.curve)), _U64)
-        chunk = Chunk(count, n, first_scalar, first_point)
+        chunk = MsmChunk(count, n, first_scalar, first_point)
         arrays = {"scalars": scalars, "points": points, "results": results}
         self.run(prepared_sum(self.space, self.curve.name, self.plan, chunk), arrays)
         return results
@@ -274,22 +274,22 @@ class _Runner:
 def _start_where_it_fits(
     space: MemorySpace,
     curve: Curve[Any],
-    plan: DevicePlan,
+    plan: DeviceMsmPlan,
     options: Mapping[str, Any],
     arguments: tuple[Words, Words, int],
     load: Load | None = None,
 ) -> PendingMsm:
-    """Start a sum, of arguments for _Runner.start, by a plan, or with these options by one whose scratch fits."""
+    """Start a sum, of arguments for MsmRunner.start, by a plan, or with these options by one whose scratch fits."""
     size = plan.size_bytes(curve)
     if size <= _SMALL_BYTES or (space, size) in _sizes_that_fit:
         with contextlib.suppress(OutOfMemory):
-            return _Runner(space, curve, plan, load).start(*arguments)
+            return MsmRunner(space, curve, plan, load).start(*arguments)
     free = _free_bytes(space, _MEMORY_SHARE)
     if size > free:
         plan = device_plan(curve, arguments[-1], free, **options)
     else:
         _sizes_that_fit.add((space, size))
-    return _Runner(space, curve, plan, load).start(*arguments)
+    return MsmRunner(space, curve, plan, load).start(*arguments)
 
 
 @functools.cache

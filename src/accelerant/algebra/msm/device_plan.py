@@ -83,7 +83,7 @@ _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlan:
+class DeviceMsmPlan:
     """The division of a sum; every field may be tuned.
 
     Attributes:
@@ -244,7 +244,7 @@ def device_plan(
     resident: int | None = None,
     fold_inlined: bool = False,
     bins_fit: bool = True,
-) -> DevicePlan:
+) -> DeviceMsmPlan:
     """Return the plan with the window of the fewest products and the largest chunks that fit free_bytes.
 
     Windows have 2 to 22 bits, segments 1 to 1024 units, and there are 0 to 5 rounds, over Fq2 none; by default those of
@@ -284,11 +284,11 @@ def device_plan(
 @functools.lru_cache(maxsize=256)
 def _best_plan(
     order_bits: int, limbs: int, n: int, shared: bool, window: int | None, segment: int | None, rounds: int | None
-) -> DevicePlan:
+) -> DeviceMsmPlan:
     bits = order_bits + 1  # signed digits may carry beyond the highest bit
 
-    def candidate(c: int) -> DevicePlan:
-        plan = DevicePlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
+    def candidate(c: int) -> DeviceMsmPlan:
+        plan = DeviceMsmPlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
         if rounds is None:
             best = next((best for entries, best in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
             best = min(best, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
@@ -303,7 +303,7 @@ def _best_plan(
             limit = min(4 * plan.units // plan.keys, limit // 4)
         return replace(plan, segment=min(MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
 
-    def products(plan: DevicePlan) -> float:
+    def products(plan: DeviceMsmPlan) -> float:
         highest = bits - (plan.windows - 1) * plan.window  # bits of the last digit
         crowded = sum(highest < few for few in _CROWDED_BITS) * n
         per_entry = _PRODUCTS_PER_ENTRY * _ROUNDS_SHARE[min(plan.rounds, 2)]
@@ -315,7 +315,7 @@ def _best_plan(
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
+class MsmChunk(NamedTuple):
     """The `size` of `n` points that are summed at once; scalars and points are the rows of the first one."""
 
     size: int
@@ -339,7 +339,7 @@ PreparedLaunch = tuple[Kernel, MsmLaunch]
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def scratch_shapes(curve: str, plan: DeviceMsmPlan) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results"."""
     coordinate = coordinate_words(curve_of(curve))
     width = 4 * coordinate
@@ -368,7 +368,7 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def prepared_sum(space: MemorySpace, curve: str, plan: DevicePlan, chunk: Chunk) -> tuple[PreparedLaunch, ...]:
+def prepared_sum(space: MemorySpace, curve: str, plan: DeviceMsmPlan, chunk: MsmChunk) -> tuple[PreparedLaunch, ...]:
     """Return the launches from scalars and points to the sums of windows, "results", compiling new kernels.
 
     A shared plan expects the points' multiples.
@@ -385,7 +385,7 @@ def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[Prepared
     return tuple((compiled(space, launch.source, launch.entry), launch) for launch in launches)
 
 
-def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:
+def sort_launches(curve: Curve[Any], p: DeviceMsmPlan, chunk: MsmChunk) -> Iterator[MsmLaunch]:
     """Yield the launches of sort.c and bins.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
     n, of_sort, of_bins = chunk.size, sort_source(), bins_source()
     scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * ENTRIES_PER_THREAD))
@@ -418,7 +418,7 @@ def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[Ms
         yield run(of_sort, "msm_scatter", p.windows * blocks, (*counted, "sorted"), n, blocks, spread, stride)
 
 
-def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
+def _affine_launches(curve: Curve[Any], p: DeviceMsmPlan, first: int) -> Iterator[MsmLaunch]:
     """Yield the rounds of affine.c; `first` is the row of "points" from which entries count."""
     source = affine_source(curve, p.inlined, p.resident)
     threads, blocks = p.affine_threads, p.affine_threads // AFFINE_BLOCK
@@ -436,7 +436,7 @@ def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[M
         rows = f"rows{k % 2}"
 
 
-def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
+def _sum_launches(curve: Curve[Any], p: DeviceMsmPlan, first: int) -> Iterator[MsmLaunch]:
     """Yield the launches from "sorted" and "segments" to the sums of windows."""
     rows = "points"
     if p.rounds:

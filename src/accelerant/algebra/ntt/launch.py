@@ -24,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict
+from accelerant.algebra.field.memory_space import HOST, DeviceVerdict, MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import BLOCK, montgomery_radix
 from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, by_limbs, pass_kernel
-from accelerant.algebra.ntt.plan import Pass, Powers, Variant, make_passes, powers, reversed_numbers
+from accelerant.algebra.ntt.plan import Pass, RowPowers, Variant, make_passes, powers, reversed_numbers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, kernel_source, powers_source
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
@@ -50,7 +50,7 @@ _PLANS_LIMIT = 256
 
 def transform(
     space: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None,
-    verdict: Verdict | None = None,
+    verdict: DeviceVerdict | None = None,
 ) -> Any:  # fmt: skip
     """Transform along the last axis of the elements' shape, which has 2^k points; see accelerant.zk.ntt.
 
@@ -71,7 +71,7 @@ def transform(
 
 def run(
     plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False,
-    verdict: Verdict | None = None,
+    verdict: DeviceVerdict | None = None,
 ) -> Any:  # fmt: skip
     """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
 
@@ -142,7 +142,7 @@ _plans = _Plans()
 def _plan(space: MemorySpace, field: Field, log_n: int, batch: int, inverse: bool, coset: int, order: str) -> NttPlan:
     def make() -> NttPlan:
         if space is HOST:
-            return HostNttPlan(field, log_n, batch, inverse=inverse, coset=coset, order=order)
+            return CpuNttPlan(field, log_n, batch, inverse=inverse, coset=coset, order=order)
         return DeviceNttPlan(space, field, log_n, inverse=inverse, coset=coset, order=order)
 
     return _plans.get((space, field, log_n, batch if space is HOST else 0, inverse, coset, order), make)
@@ -194,7 +194,7 @@ def scratch_bytes(space: MemorySpace, field: Field, shape: Sequence[int], order:
     return math.prod(shape) * field.size_bytes if order == "natural" and len(logs) > 1 else 0
 
 
-class HostNttPlan:
+class CpuNttPlan:
     """The passes of one kind of transform on the CPU, in the order in which they run, with their kernels and tables."""
 
     def __init__(
@@ -214,7 +214,7 @@ class HostNttPlan:
             self.size_bytes += sum(table.nbytes for table in tables if table is not None)
             self._tables.append([tables.roots if table is None else table for table in tables])
 
-    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: Verdict) -> None:
+    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
         """Launch one pass on so many elements, from x to z; there is no verdict on the CPU."""
         step, kernel = self.passes[number], self._kernels[number]
         pointers = map(HOST.pointer, (x, z, *self._tables[number]))
@@ -306,7 +306,7 @@ class DeviceNttPlan:
             self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
         space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
-    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: Verdict) -> None:
+    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
         """Launch one pass on so many elements, from x to z; the first one may take a verdict (see transform)."""
         start = self._starts.get((number, elements, len(verdict)))
         (start or self._prepare(number, elements, x, z, *verdict))(x, z, *verdict)
@@ -345,7 +345,7 @@ class DeviceNttPlan:
         self._space.provider.synchronize(self._space.index)
 
 
-NttPlan = HostNttPlan | DeviceNttPlan
+NttPlan = CpuNttPlan | DeviceNttPlan
 
 
 Words = npt.NDArray[Any]
@@ -371,16 +371,16 @@ class Tables(NamedTuple):
     high: Any
 
 
-def _tables(step: Pass, roots: Any, columns: Callable[[Powers, Powers, int, int], Any]) -> Tables:
+def _tables(step: Pass, roots: Any, columns: Callable[[RowPowers, RowPowers, int, int], Any]) -> Tables:
     """Return tables; columns(start, base, log_count, log_unit) makes start base^(c 2^log_unit) of each row and c."""
     low = high = None
     if step.twiddles is not None:
         start, base = step.twiddles.start, step.twiddles.base
         low = columns(start, base, step.log_low, 0)
         if step.variant.split:
-            ones = Powers(1, 1, start.log_rows, start.by_bits)
+            ones = RowPowers(1, 1, start.log_rows, start.by_bits)
             high = columns(ones, base, step.digits[0] - step.log_low, step.log_low)
-    alone = Powers(1, 1, 0)
+    alone = RowPowers(1, 1, 0)
     before, after = (None if each is None else columns(each, alone, 0, 0) for each in (step.before, step.after))
     return Tables(roots, before, after, low, high)
 
@@ -392,7 +392,7 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
     def scaled(values: Sequence[int]) -> Words:
         return _words_of(field, [value * radix % p for value in values])
 
-    def columns(start: Powers, base: Powers, log_count: int, log_unit: int) -> Words:
+    def columns(start: RowPowers, base: RowPowers, log_count: int, log_unit: int) -> Words:
         bases = [pow(value, 1 << log_unit, p) for value in base.by_position(p)]
         return _columns(field, scaled(start.by_position(p)), bases, 1 << log_count)
 
@@ -471,7 +471,9 @@ def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> T
     return _tables(step, roots, functools.partial(_device_powers, space, field))
 
 
-def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
+def _device_powers(
+    space: MemorySpace, field: Field, start: RowPowers, base: RowPowers, log_count: int, log_unit: int
+) -> Any:
     """Return start base^(c 2^log_unit) for each row and column c, (rows, 2^log_count, ...), by powers.c."""
     rows, steps = start.log_rows, min(_LOG_STEPS, log_count)
     table = space.empty((1 << rows, 1 << log_count, *tail_of(field)), dtype_of(field))

@@ -64,7 +64,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PassLayout:
     """Row r of column t is at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row."""
 
     column: tuple[int, int, int]
@@ -88,7 +88,7 @@ def reversed_numbers(bits: int) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Powers:
+class RowPowers:
     """A factor scale base^r for each of 2^log_rows rows r, at position r, or bitrev(r) if by_bits is set."""
 
     scale: int
@@ -107,8 +107,8 @@ class Powers:
 class Twiddles:
     """The factor start base^c of a row in column c = digit_0; start and base are those of the row."""
 
-    start: Powers
-    base: Powers
+    start: RowPowers
+    base: RowPowers
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,11 @@ class Pass:
     variant: Variant
     log_rows: int
     digits: tuple[int, int]
-    reads: Layout
-    writes: Layout
+    reads: PassLayout
+    writes: PassLayout
     root: int
-    before: Powers | None = None
-    after: Powers | None = None
+    before: RowPowers | None = None
+    after: RowPowers | None = None
     twiddles: Twiddles | None = None
     log_low: int = 0
 
@@ -162,15 +162,15 @@ class _Transform:
     def root(self, order: int) -> int:
         return pow(self.field.root_of_unity(order), -1 if self.inverse else 1, self.p)
 
-    def powers(self, factors: tuple[int, int], m: int, by_bits: bool) -> Powers | None:
+    def powers(self, factors: tuple[int, int], m: int, by_bits: bool) -> RowPowers | None:
         """Return the powers scale base^r for the rows of pass m; None if all are 1."""
         scale, base = factors
-        return None if factors == (1, 1) else Powers(scale, base, self.logs[m], by_bits)
+        return None if factors == (1, 1) else RowPowers(scale, base, self.logs[m], by_bits)
 
     def twiddles(self, start: tuple[int, int], step: int, m: int, by_bits: bool) -> Twiddles:
         """Return the twiddles between pass m and those within: (scale base^r) (step w^r)^c for row r and column c."""
         w = self.root(self.inner(m) << self.logs[m])
-        return Twiddles(Powers(*start, self.logs[m], by_bits), Powers(step, w, self.logs[m], by_bits))
+        return Twiddles(RowPowers(*start, self.logs[m], by_bits), RowPowers(step, w, self.logs[m], by_bits))
 
 
 def make_passes(
@@ -220,7 +220,7 @@ def _reversed_input(transform: _Transform, m: int) -> Pass:
 
 
 def _pass(
-    transform: _Transform, m: int, before: Powers | None, after: Powers | None, twiddles: Twiddles | None
+    transform: _Transform, m: int, before: RowPowers | None, after: RowPowers | None, twiddles: Twiddles | None
 ) -> Pass:
     digits, reads, writes = _layouts(transform, m)
     log_rows, log_inner = transform.logs[m], digits[0]
@@ -240,19 +240,19 @@ def _pass(
     return Pass(variant, log_rows, digits, reads, writes, root, before, after, twiddles, log_low)
 
 
-def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], Layout, Layout]:
+def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], PassLayout, PassLayout]:
     rows, inner, n = 1 << transform.logs[m], transform.inner(m), transform.n
     if inner > 1:
-        same = Layout((1, rows * inner, 0), inner)
+        same = PassLayout((1, rows * inner, 0), inner)
         bits = inner.bit_length() - 1
         return (bits, _ALL - bits), same, same
     if transform.order != "natural" or m == 0:
-        same = Layout((rows, 0, 0), 1)
+        same = PassLayout((rows, 0, 0), 1)
         return (_ALL, 0), same, same
     logs = (*transform.logs[:m], 0)
     first, second = 1 << logs[0], 1 << logs[1]
-    reads = Layout((n // first, n // (first * second), n), 1)
-    return (logs[0], logs[1]), reads, Layout((1, first, n), first * second)
+    reads = PassLayout((n // first, n // (first * second), n), 1)
+    return (logs[0], logs[1]), reads, PassLayout((1, first, n), first * second)
 
 
 # --- reference --------------------------------------------------------------------------------------------------------

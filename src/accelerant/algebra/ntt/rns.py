@@ -273,13 +273,13 @@ def rns_program(entry: str) -> LlvmProgram:
 def _text(entry: str, lanes: int) -> str:
     pointers, scalars = ENTRIES[entry]
     arguments = [f"ptr %{name}" for name in pointers] + [f"i64 %{name}" for name in scalars]
-    code = _Kernel(f"rns_{entry}", ["i64 %begin", "i64 %end", *arguments], lanes)
+    code = _RnsKernel(f"rns_{entry}", ["i64 %begin", "i64 %end", *arguments], lanes)
     _WRITERS[entry](code)
     code.ret()
     return program([code])
 
 
-class _Kernel(FunctionBuilder):
+class _RnsKernel(FunctionBuilder):
     """A kernel's instructions on registers of `lanes` words."""
 
     def __init__(self, name: str, arguments: Sequence[str], lanes: int) -> None:
@@ -368,10 +368,10 @@ class _Kernel(FunctionBuilder):
         return functools.reduce(lambda x, y: self.op("add", x, y), terms)  # type: ignore[return-value]
 
 
-class _Transform:
+class _RnsTransform:
     """The writer of a transform of one row, forward or inverse."""
 
-    def __init__(self, code: _Kernel, inverse: bool) -> None:
+    def __init__(self, code: _RnsKernel, inverse: bool) -> None:
         self.code, self.inverse = code, inverse
         self.log_last = code.lanes.bit_length()  # levels in two registers
         self.n = code.i64("shl", 1, "%log_n")
@@ -497,7 +497,7 @@ class _Transform:
             code.write(code.less(scaled, self.p), self.row, j)
 
 
-def _convert(code: _Kernel) -> None:
+def _convert(code: _RnsKernel) -> None:
     """Mask what is loaded from the stack, so that LLVM knows factors of 32 bits: one instruction instead of ten."""
     parts = BLOCK // code.lanes
     scratch = code.stack(code.pairs, 2 * parts * 64, align=64)
@@ -555,7 +555,7 @@ def _convert(code: _Kernel) -> None:
                 code.write(code.montgomery(sums, p, wide_p, inverse), "%z", code.index(row, j))
 
 
-def _keep_sometimes(code: _Kernel, totals: Sequence[Variable], wide_p: Halves, turn: Value, every: int) -> None:
+def _keep_sometimes(code: _RnsKernel, totals: Sequence[Variable], wide_p: Halves, turn: Value, every: int) -> None:
     """Append rns_kept of the sums after each `every` turns."""
     with code.when(code.compare("eq", code.op("and", turn, every - 1), every - 1)):
         for k in range(0, len(totals), 2):
@@ -564,7 +564,7 @@ def _keep_sometimes(code: _Kernel, totals: Sequence[Variable], wide_p: Halves, t
                 total.set(value)
 
 
-def _dot(code: _Kernel) -> None:
+def _dot(code: _RnsKernel) -> None:
     with code.blocks("%rows") as (row, column):
         _, numbers = code.prime(row)
         word = code.word(numbers, 0)
@@ -587,7 +587,7 @@ def _dot(code: _Kernel) -> None:
             code.write(code.montgomery(sums, p, wide_p, inverse), "%z", code.index(z_row, at))
 
 
-def _add(code: _Kernel) -> None:
+def _add(code: _RnsKernel) -> None:
     with code.blocks("%rows") as (row, column):
         p = code.everywhere(code.word(code.prime(row)[1], 0))
         subtract = code.compare("ne", code.op("and", "%mode", 1), 0)
@@ -600,7 +600,7 @@ def _add(code: _Kernel) -> None:
             code.write(code.less(code.op("add", code.read("%x", at), other), p), "%z", at)
 
 
-def _galois(code: _Kernel) -> None:
+def _galois(code: _RnsKernel) -> None:
     with code.blocks("%rows") as (row, column):
         p, n = code.word(code.prime(row)[1], 0), code.i64("shl", 1, "%log_n")
         below, above = code.op("sub", n, 1), code.op("sub", code.op("shl", n, 1), 1)
@@ -614,9 +614,9 @@ def _galois(code: _Kernel) -> None:
             code.store("i32", value, "%z", code.index(row, i), align=4)
 
 
-_WRITERS: dict[str, Callable[[_Kernel], object]] = {
-    "forward": lambda code: _Transform(code, inverse=False),
-    "inverse": lambda code: _Transform(code, inverse=True),
+_WRITERS: dict[str, Callable[[_RnsKernel], object]] = {
+    "forward": lambda code: _RnsTransform(code, inverse=False),
+    "inverse": lambda code: _RnsTransform(code, inverse=True),
     "convert": _convert,
     "dot": _dot,
     "add": _add,

@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelerant.algebra.bigint import FixedBase, Residues, gmp, residues_of
+from accelerant.algebra.bigint import FixedBasePowers, Residues, gmp, residues_of
 from accelerant.algebra.bigint.residues import DevicePairs, DeviceResidues, ints_of, words_of
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
@@ -253,10 +253,10 @@ class PublicKey:
         return found
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - keys are few, and a table belongs to its key
-    def _base(self, space: MemorySpace, bits: int) -> FixedBase:
+    def _base(self, space: MemorySpace, bits: int) -> FixedBasePowers:
         drawn = hashlib.shake_256(b"accelerant Paillier h" + self.n.to_bytes(self.n_bytes, "big"))
         x = int.from_bytes(drawn.digest(self.n_bytes + 16), "big")
-        return FixedBase(gmp().powmod(-x * x % self.n, self.n, self.n_square), self.n_square, bits, space)
+        return FixedBasePowers(gmp().powmod(-x * x % self.n, self.n, self.n_square), self.n_square, bits, space)
 
     def from_ints(
         self, values: Any, *, exponent: int = 0, dtype: str | None = None, limit: float | None = None,

@@ -13,13 +13,30 @@ every section; check() validates the rest. describe(path) summarizes a file of a
 FormatError, which names the file, the section and the offset. torch is not imported.
 """
 
+from accelerant._renamed import renamed_names
 from accelerant.zk.formats.circuit import TERM, CustomGate, R1cs, Witness, write_r1cs, write_wtns
 from accelerant.zk.formats.container import Label
 from accelerant.zk.formats.describe import describe, open_file
 from accelerant.zk.formats.ptau import Ptau, PtauContribution, write_ptau
-from accelerant.zk.formats.zkey import COEFFICIENT, Contribution, Zkey, write_zkey
+from accelerant.zk.formats.zkey import COEFFICIENT, Zkey, ZkeyContribution, write_zkey
 
 __all__ = [
-    "COEFFICIENT", "TERM", "Contribution", "CustomGate", "Label", "Ptau", "PtauContribution", "R1cs", "Witness", "Zkey",
-    "describe", "open_file", "write_ptau", "write_r1cs", "write_wtns", "write_zkey",
+    "COEFFICIENT",
+    "TERM",
+    "CustomGate",
+    "Label",
+    "Ptau",
+    "PtauContribution",
+    "R1cs",
+    "Witness",
+    "Zkey",
+    "ZkeyContribution",
+    "describe",
+    "open_file",
+    "write_ptau",
+    "write_r1cs",
+    "write_wtns",
+    "write_zkey",
 ]  # fmt: skip
+
+__getattr__ = renamed_names(__name__, {"Contribution": "ZkeyContribution"})

@@ -34,8 +34,8 @@ from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedD
 from accelerant.zk.formats.container import (
     U64,
     Cursor,
+    FileFormat,
     FilePath,
-    Layout,
     MappedFile,
     check_below,
     prime_bytes,
@@ -51,7 +51,7 @@ _NAMES = {
     _HEADER: "header", _CONSTRAINTS: "constraints", _LABELS: "labels", _GATES: "custom gates",
     _USES: "custom gate uses",
 }  # fmt: skip
-_LAYOUT = Layout("r1cs", b"r1cs", 1, _NAMES, (_HEADER, _CONSTRAINTS, _LABELS))
+_LAYOUT = FileFormat("r1cs", b"r1cs", 1, _NAMES, (_HEADER, _CONSTRAINTS, _LABELS))
 
 _IN_FILE = np.dtype([("wire", "<u4"), ("value", "<u8", (4,))])
 _TERM_WORDS = _IN_FILE.itemsize // 4
@@ -315,7 +315,9 @@ def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.u
 # --- .wtns -----------------------------------------------------------------------------------------------------------
 
 _WITNESS_HEADER, _VALUES = 1, 2
-_WITNESS_LAYOUT = Layout("wtns", b"wtns", 2, {_WITNESS_HEADER: "header", _VALUES: "values"}, (_WITNESS_HEADER, _VALUES))
+_WITNESS_LAYOUT = FileFormat(
+    "wtns", b"wtns", 2, {_WITNESS_HEADER: "header", _VALUES: "values"}, (_WITNESS_HEADER, _VALUES)
+)
 
 
 class Witness(MappedFile):

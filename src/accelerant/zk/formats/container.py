@@ -59,7 +59,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileFormat:
     """A file format: extension without the dot, first bytes, version, section names by id, mandatory sections."""
 
     kind: str
@@ -74,7 +74,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class FileSection:
     """The position of a section's payload: byte offset in the file and size in bytes."""
 
     offset: int
@@ -108,10 +108,10 @@ class MappedFile(ABC):
         family: "bn254" or "bls12_381", from the primes in the file.
         data: the mapping.
         size_bytes: file size in bytes.
-        sections: id -> Section.
+        sections: id -> FileSection.
     """
 
-    layout: ClassVar[Layout]
+    layout: ClassVar[FileFormat]
     family: str
 
     def __init__(self, path: FilePath) -> None:
@@ -198,7 +198,7 @@ class MappedFile(ABC):
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
 
-    def _read_sections(self) -> dict[int, Section]:
+    def _read_sections(self) -> dict[int, FileSection]:
         if self.size_bytes < PREFIX.size:
             raise FormatError(f"{self.path} was truncated while it was being opened")
         magic, version, count = PREFIX.unpack_from(self.data)
@@ -209,13 +209,13 @@ class MappedFile(ABC):
             raise FormatError(f"{path}: byte 4: {kind} version {version}; only version {layout.version} is supported")
         if count > MAX_SECTIONS:
             raise FormatError(f"{path}: byte 8: {count} sections; a {kind} file has at most {MAX_SECTIONS}")
-        sections: dict[int, Section] = {}
+        sections: dict[int, FileSection] = {}
         at = PREFIX.size
         for index in range(count):
             if self.size_bytes - at < HEAD.size:
                 raise FormatError(f"{path}: byte {at}: the file ends before section {index + 1} of {count}")
             number, size = HEAD.unpack_from(self.data, at)
-            section = Section(at + HEAD.size, size)
+            section = FileSection(at + HEAD.size, size)
             if number in sections:
                 message = f"duplicate section; the first is at byte {sections[number].offset}"
                 raise FormatError(f"{path}: {layout.title(number)}, byte {at}: {message}")
@@ -342,7 +342,7 @@ def writable_target(path: FilePath) -> Path:
 
 
 def write_container(
-    path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Payload]], *, secret: bool = False
+    path: FilePath, layout: FileFormat, sections: Mapping[int, Sequence[Payload]], *, secret: bool = False
 ) -> None:
     """Write a file atomically: to a temporary file in the same directory, which is then renamed.
 

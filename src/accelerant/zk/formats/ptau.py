@@ -31,9 +31,9 @@ from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
 from accelerant.zk.formats.container import (
     U64,
+    FileFormat,
     FilePath,
     Label,
-    Layout,
     MappedFile,
     Payload,
     check_points,
@@ -62,7 +62,7 @@ _NAMES = {
     _CONTRIBUTIONS: "contributions",
     **{number + _LAGRANGE: f"Lagrange {name}" for name, (number, _) in _POWERS.items()},
 }  # fmt: skip
-_LAYOUT = Layout("ptau", b"ptau", 1, _NAMES, (*range(_HEADER, _CONTRIBUTIONS + 1),))
+_LAYOUT = FileFormat("ptau", b"ptau", 1, _NAMES, (*range(_HEADER, _CONTRIBUTIONS + 1),))
 
 CONTRIBUTION_POINTS: dict[str, int] = {
     "tau_g1": 1, "tau_g2": 2, "alpha_g1": 1, "beta_g1": 1, "beta_g2": 2,

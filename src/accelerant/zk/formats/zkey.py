@@ -33,9 +33,9 @@ from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import (
     U64,
+    FileFormat,
     FilePath,
     Label,
-    Layout,
     MappedFile,
     Payload,
     check_below,
@@ -57,7 +57,7 @@ _NAMES = {
     _PROTOCOL: "protocol", _HEADER: "header", _IC: "IC", _COEFFICIENTS: "coefficients", _A: "A", _B1: "B1", _B2: "B2",
     _C: "C", _H: "H", _CONTRIBUTIONS: "contributions",
 }  # fmt: skip
-_LAYOUT = Layout("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
+_LAYOUT = FileFormat("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
 _GROTH16 = 1
 _OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
 _HEADER_POINTS = {"alpha1": 1, "beta1": 1, "beta2": 2, "gamma2": 2, "delta1": 1, "delta2": 2}
@@ -71,7 +71,7 @@ COEFFICIENT = np.dtype([("matrix", "<u4"), ("row", "<u4"), ("signal", "<u4"), ("
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contribution:
+class ZkeyContribution:
     """A contribution to the second phase of a ceremony, as recorded in the file; it is not verified.
 
     Attributes:
@@ -134,14 +134,14 @@ class Zkey(MappedFile):
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
         self.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
         check_below(self, _IC, self._family.fq, self.ic)
-        self.circuit_hash, contributions = b"", list[Contribution]()
+        self.circuit_hash, contributions = b"", list[ZkeyContribution]()
         if _CONTRIBUTIONS in self.sections:
             cursor = self.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
             for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
                 points = read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
                 transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-                contributions.append(Contribution(read_label(cursor), **points, transcript=transcript))
+                contributions.append(ZkeyContribution(read_label(cursor), **points, transcript=transcript))
             cursor.end()
         self.contributions = tuple(contributions)
 
@@ -321,7 +321,7 @@ def write_zkey(
     h: Any,
     coefficients: npt.NDArray[np.void],
     circuit_hash: bytes = bytes(_HASH_BYTES),
-    contributions: Sequence[Contribution] = (),
+    contributions: Sequence[ZkeyContribution] = (),
 ) -> None:
     """Write a .zkey file atomically; an existing one is replaced.
 

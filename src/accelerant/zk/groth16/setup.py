@@ -32,7 +32,7 @@ from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, write_zkey
+from accelerant.zk.formats import COEFFICIENT, TERM, Label, R1cs, ZkeyContribution, write_zkey
 from accelerant.zk.formats.container import writable_target
 from accelerant.zk.groth16.matrices import SparseMatrix, snarkjs_scalar_field
 
@@ -150,7 +150,7 @@ def _key_points(
     points["alpha1"], points["beta1"], points["delta1"], g1 = points.pop("fixed")
     points["beta2"], points["delta2"], points["gamma2"] = points.pop("fixed2")
     points["contributions"] = (
-        Contribution(Label(name=LABEL), points["delta1"], g1, points["delta1"], points["delta2"], bytes(64)),
+        ZkeyContribution(Label(name=LABEL), points["delta1"], g1, points["delta1"], points["delta2"], bytes(64)),
     )
     return points
 
