@@ -31,8 +31,8 @@ from accelerant.algebra.msm.device_plan import (
     INVERT_BLOCK,
     MAX_INDICES,
     MAX_SEGMENT_UNITS,
-    Chunk,
     DeviceMsmPlan,
+    MsmChunk,
     accumulate_source,
     affine_source,
     bins_source,
@@ -160,7 +160,7 @@ def check(space, curve, scalars, logarithms, there, **options):
 def sorted_by(space, curve, plan, scalars):
     """What sort.c makes of scalars: the keys' sums as lists of (space, sign), after checks that hold for all."""
     work, n = MsmRunner(space, curve, plan), len(scalars)
-    launches = prepare(space, sort_launches(curve, plan, Chunk(n, n, 0, 0)))
+    launches = prepare(space, sort_launches(curve, plan, MsmChunk(n, n, 0, 0)))
     work.run(launches, {"scalars": space.load(words_of(scalars))})
     counts, entries, segments, heavy, sums = (
         space.store(work.array(name)) for name in ("counts", "sorted", "segments", "heavy", "sums")
