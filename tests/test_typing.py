@@ -14,7 +14,7 @@ import torch
 reveal_type(acl.ops.gelu(torch.ones(2)))
 reveal_type(acl.zk.groth16.Prover)
 reveal_type(acl.privacy.dp.make_private)
-acl.nn.GPT, acl.ledger(), acl.Accelerator("CUDA").relu([1.0]), acl.privacy.dp.Ledger
+acl.nn.GPT, acl.ledger(), acl.Accelerator("CUDA").relu([1.0]), acl.privacy.dp.PrivacyLedger
 acl.ops.no_op, acl.no_name, acl.Accelerator().no_method, acl.zk.no_zk, acl.privacy.no_part, acl.privacy.dp.no_dp
 """
 

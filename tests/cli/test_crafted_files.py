@@ -24,8 +24,8 @@ from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.train import load_checkpoint, run_training, save_checkpoint
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.corpus import tokenizer_path
-from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger import PrivacyLedger
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/dp-cpu.json"
 CPU_LIMIT_S, LIMIT_S = 10, 100  # most take well below a second, of a ledger two; alone on the machine or not
@@ -133,9 +133,9 @@ def good(tmp_path_factory):
     with pytest.raises(SystemExit):
         main(["data", "prepare", str(text), "--out", str(folder / "bpe.tokens"), "--vocab-size", "270"])
     GPT(GPTConfig(vocab_size=64, context=16, layers=1, heads=2, width=16)).save_pretrained(folder / "gpt")
-    with Ledger(folder / "ledger.jsonl", unit="record") as ledger:
-        ledger.record(Event("gaussian", 1.0, sample_rate=0.1, sampling="poisson", count=3))
-        ledger.record(Event("laplace", 2.0, note="some"))
+    with PrivacyLedger(folder / "ledger.jsonl", unit="record") as ledger:
+        ledger.record(PrivacyEvent("gaussian", 1.0, sample_rate=0.1, sampling="poisson", count=3))
+        ledger.record(PrivacyEvent("laplace", 2.0, note="some"))
         ledger.describe(delta=1e-6, units=100)
     shutil.copy(RECORD, folder / "record.json")
     small = {"vocab_size": 64, "context": 16, "layers": 1, "heads": 2, "kv_heads": 1, "width": 16, "hidden": 32}

@@ -105,11 +105,11 @@ def test_private_training_counts_every_step_that_was_made(tmp_path_factory, rng,
     record_property("kills", met)
     # The ledger of a run that was killed before its first checkpoint, of which nothing is left, has another name.
     path = out / "privacy-ledger.jsonl"
-    counted = sum(event.count for event in dp.Ledger.read(path).events)
+    counted = sum(event.count for event in dp.PrivacyLedger.read(path).events)
     # A kill loses at most the steps since the last checkpoint, which are made, and counted, again.
     assert STEPS <= counted <= STEPS * (met + 1)
     private = json.loads((out / "summary.json").read_text())["private"]
-    assert private["epsilon"] >= dp.Ledger.read(path).statement().epsilon - 1e-9
+    assert private["epsilon"] >= dp.PrivacyLedger.read(path).statement().epsilon - 1e-9
 
 
 @pytest.mark.search(100)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from accelerant.cli.app import main
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
 MNIST = ("--q", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
 
@@ -48,7 +48,7 @@ def test_calibrate_shows_digits_that_are_enough(capsys):
     run = ("--q", "1", "--steps", "3", "--delta", "1e-5")
     assert status("calibrate", "--target-epsilon", "2", *run) == 0
     shown = float(capsys.readouterr().out.splitlines()[0].removeprefix("sigma "))
-    assert spent([Event("gaussian", shown, count=3)], 1e-5).epsilon <= 2
+    assert spent([PrivacyEvent("gaussian", shown, count=3)], 1e-5).epsilon <= 2
     assert status("calibrate", "--target-epsilon", "2", *run, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sigma"] <= shown <= 1.00002 * found["sigma"]
@@ -63,8 +63,8 @@ def test_a_target_out_of_reach_fails(capsys):
 @pytest.fixture
 def ledger(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    with Ledger(path, unit="user") as found:
-        found.record(Event("gaussian", 1.0, secure=True))
+    with PrivacyLedger(path, unit="user") as found:
+        found.record(PrivacyEvent("gaussian", 1.0, secure=True))
     return path
 
 
@@ -86,7 +86,7 @@ def test_a_delta_is_not_rounded_to_another(capsys):
 
 
 def test_the_statement_is_at_the_delta_that_was_chosen(ledger, capsys):
-    with Ledger(ledger, unit="user") as found:
+    with PrivacyLedger(ledger, unit="user") as found:
         found.describe(delta=1e-7)
     assert status("statement", str(ledger)) == 0
     assert "at delta 1e-07" in capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_private_steps_of_two_processes_are_those_of_one(accelerant, text, tmp_p
     torch.testing.assert_close(
         torch.tensor(losses(tmp_path / "two")), torch.tensor(losses(tmp_path / "one")), rtol=0, atol=1e-5
     )
-    ledger = dp.Ledger.read(tmp_path / "two" / "privacy-ledger.jsonl")
+    ledger = dp.PrivacyLedger.read(tmp_path / "two" / "privacy-ledger.jsonl")
     assert sum(event.count for event in ledger.events) == 3  # not six
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["private"]["sample_rate"] == 1.0
 

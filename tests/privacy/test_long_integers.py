@@ -20,7 +20,7 @@ CALLS = {
     "bfv n": he.bfv.keygen,
     "bfv plain_modulus": lambda x: he.bfv.keygen(4096, x),
     "bfv security": lambda x: he.bfv.keygen(4096, 65537, x),
-    "bfv.Parameters": lambda x: he.bfv.Parameters(x, x, x),
+    "bfv.EncryptionParameters": lambda x: he.bfv.EncryptionParameters(x, x, x),
     "shamir threshold": lambda x: mpc.shamir.split(5, x, 3),
     "shamir count": lambda x: mpc.shamir.split(5, 2, x),
     "shamir field": lambda x: mpc.shamir.split(5, 2, 3, field=x),

@@ -110,9 +110,9 @@ def statement(
         raise ConfigError("--json and --markdown: give one of them")
     if delta is not None:
         _check(0 < delta < 1, "--delta must be in (0, 1)", delta)
-    from accelerant.privacy.dp.ledger import Ledger
+    from accelerant.privacy.dp.ledger import PrivacyLedger
 
-    report = Ledger.read(ledger).statement(delta)
+    report = PrivacyLedger.read(ledger).statement(delta)
     if json_output:
         print(report.to_json())
     else:
@@ -123,9 +123,9 @@ def statement(
 def _costs(sigma: float, q: float, steps: int, delta: float) -> dict[str, Spent]:
     """Return the privacy that steps of DP-SGD cost, by method."""
     from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import Event
+    from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
-    events = [Event("gaussian", sigma, "poisson", q, steps)]
+    events = [PrivacyEvent("gaussian", sigma, "poisson", q, steps)]
     return {method: spent(events, delta, method=method) for method in ("pld", "rdp")}
 
 

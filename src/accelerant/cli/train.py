@@ -267,7 +267,7 @@ class TrainCommand:
     def _extension(self, folder: Path, given: dict[str, Any]) -> Extension:
         """Return the extension of a private run."""
         from accelerant.nn.train.folder import RunFolder
-        from accelerant.privacy.dp.ledger import Ledger
+        from accelerant.privacy.dp.ledger import PrivacyLedger
         from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
         path = folder / RunFolder.LEDGER if self.ledger is None else Path(self.ledger).expanduser()
@@ -275,7 +275,7 @@ class TrainCommand:
             if path.is_dir() or not (path.parent.is_dir() or path.resolve().parent == folder.resolve()):
                 raise ConfigError(f"--ledger {self.ledger} must be a file, in a folder that exists")
             if path.is_file() and path.stat().st_size:
-                Ledger.read(path)
+                PrivacyLedger.read(path)
         values = {
             name: given[name] for name in _OF_PRIVATE if name in given and name not in ("ledger", "insecure_noise")
         }

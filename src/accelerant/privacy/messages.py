@@ -13,7 +13,7 @@ from accelerant.errors import FormatError
 _DIMENSIONS_MOST, _ELEMENTS_MOST = 32, 2**48
 
 
-class Reader:
+class MessageReader:
     """Reads fields in order; FormatError where bytes are missing or left over, or a number is out of range."""
 
     def __init__(self, data: bytes, order: Literal["big", "little"] = "big") -> None:

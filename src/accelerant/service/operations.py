@@ -525,9 +525,9 @@ def paillier_decrypt(inputs: Arrays, parameters: NoParameters, context: Context)
 def privacy_epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Context) -> Results:
     """Epsilon of steps of DP-SGD."""
     from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import Event
+    from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
-    steps = Event("gaussian", parameters.sigma, "poisson", parameters.q, parameters.steps)
+    steps = PrivacyEvent("gaussian", parameters.sigma, "poisson", parameters.q, parameters.steps)
     return {"epsilon": np.array([spent([steps], parameters.delta, method=parameters.method).epsilon])}
 
 

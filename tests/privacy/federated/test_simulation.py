@@ -10,7 +10,7 @@ from torch import nn
 from accelerant.cli.app import main
 from accelerant.errors import BudgetExceeded, ConfigError, DivergenceError, ProtocolError, ShapeError
 from accelerant.privacy import federated, mpc
-from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.dp import Budget, PrivacyLedger
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
@@ -54,21 +54,21 @@ def test_a_client_killed_in_a_round():
 
 
 def test_private_rounds_are_charged():
-    ledger = Ledger(unit="client")
+    ledger = PrivacyLedger(unit="client")
     _, report = federated.simulate(
         model(), DATA, clients=4, rounds=2, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=1e-3
     )
     assert report.epsilon == ledger.epsilon(1e-3) == ledger.statement().epsilon < 2
     assert (report.delta, ledger.statement().units) == (1e-3, 4)
     assert sum(event.count for event in ledger.events) == 2
-    tight = Ledger(unit="client", budget=Budget(0.1, 1e-3))
+    tight = PrivacyLedger(unit="client", budget=Budget(0.1, 1e-3))
     with pytest.raises(BudgetExceeded):
         federated.simulate(model(), DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=tight)
 
 
 @pytest.mark.parametrize(("delta", "chosen"), [(None, 1e-7), (1e-6, 1e-6)])
 def test_delta_is_the_ledgers_unless_it_is_given(delta, chosen):
-    ledger = Ledger(unit="client", budget=Budget(20.0, 1e-7, "rdp"))
+    ledger = PrivacyLedger(unit="client", budget=Budget(20.0, 1e-7, "rdp"))
     _, report = federated.simulate(
         model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=delta
     )
@@ -80,7 +80,7 @@ def test_a_ledger_of_examples_is_refused():
     """One example more changes its client's update by up to twice the norm."""
     with pytest.raises(ConfigError, match=r'the sum is over clients.*unit="client"'):
         federated.simulate(
-            model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=Ledger(), delta=1e-5
+            model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=PrivacyLedger(), delta=1e-5
         )
 
 

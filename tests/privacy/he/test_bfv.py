@@ -198,7 +198,7 @@ def test_parameters_keep_to_the_table(security):
     # 33710081 is a plain modulus for which half of the room that products need takes one auxiliary prime less
     cases = [(4096, 33710081), *((n, 786433 if n < 32768 else T) for n in (4096, 8192, 16384, 32768))]
     for n, plain_modulus in cases[2 * (security > 128) :]:
-        parameters = bfv.Parameters(n, plain_modulus, security)
+        parameters = bfv.EncryptionParameters(n, plain_modulus, security)
         data, special, auxiliary = parameters.primes
         product = special
         for p in data:
@@ -221,7 +221,7 @@ def test_strengths():
     """Defaults, the published table's secret and error, and seeds of 256 bits."""
     defaults = [each.default for each in inspect.signature(bfv.keygen).parameters.values()]
     assert defaults == [8192, 65537, 128, False, "cpu"]
-    assert inspect.signature(bfv.Parameters).parameters["security"].default == 128
+    assert inspect.signature(bfv.EncryptionParameters).parameters["security"].default == 128
     table = {
         128: {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881},
         192: {1024: 19, 2048: 37, 4096: 75, 8192: 152, 16384: 305, 32768: 611},

@@ -14,7 +14,7 @@ from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import SHARE_BYTES, combined_shares, mask_seed, survivors_digest
 from accelerant.privacy.mpc.secagg.encoding import mask_sums
-from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, crypto
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, crypto
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
 REFUSED = (ProtocolError, FormatError)
@@ -62,14 +62,14 @@ class LyingServer:
             return False
         body = message[42:-64]
         if stage == "share":
-            self.sealed[i] = Reader(body, len(self.everyone)).pieces()
+            self.sealed[i] = AggregationReader(body, len(self.everyone)).pieces()
         elif stage == "mask":
             self.inputs[i] = np.frombuffer(body[-4 * SIZE :], "<i4").astype(np.int64)
             self.statements[i] = body[: -4 * SIZE]
         elif stage == "consistency":
             self.signatures[i] = message[-64:]
         else:
-            reader = Reader(body, len(self.everyone))
+            reader = AggregationReader(body, len(self.everyone))
             self.revealed[i] = reader.pieces(), reader.pieces()
         return True
 

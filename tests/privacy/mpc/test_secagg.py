@@ -27,13 +27,13 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.privacy import mpc
-from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.dp import Budget, PrivacyLedger
 from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.mpc.secagg import client as parties
 from accelerant.privacy.mpc.secagg import encoding, messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
-from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader
 from accelerant.privacy.mpc.secagg.setup import (
     SECURITY,
     failure_log2,
@@ -123,7 +123,7 @@ def test_a_sparse_graph_reveals_no_seed_of_a_client_without_masks(dropped):
     """A server that tells a client that those it drew have left gets its input without masks, but not its seed."""
     party = Party(24, 16, neighbours="auto", size=3)
     server, answers = party.upto("mask")
-    body, context = Reader(answers[0][42:], 24), party.setup.context(0, party.keys)
+    body, context = AggregationReader(answers[0][42:], 24), party.setup.context(0, party.keys)
     drawn, sealed = body.ids(), body.pieces()
     left = set(drawn[:dropped])
     told = messages.pack_ids(set(drawn) - left) + messages.pack_pieces({i: sealed[i] for i in set(sealed) - left})
@@ -153,14 +153,14 @@ def test_members_of_a_sparse_graph_have_one_list_of_members():
     """A server that leaves a member out of what it tells one client gets no signature of those that hold its shares."""
     party = Party(24, 16, neighbours="auto", size=3)
     server, answers = party.upto("share")
-    pieces = Reader(answers[0][42:], 24).pieces()
+    pieces = AggregationReader(answers[0][42:], 24).pieces()
     del pieces[23]
     context = party.setup.context(0, party.keys)
     answers[0] = messages.pack_message(messages.SHARE, context, 0, messages.pack_pieces(pieces))
     for i, answer in answers.items():
         server.receive(party.step("share", i, answer))
     answers = server.advance()
-    body = Reader(answers.pop(0)[42:], 24)
+    body = AggregationReader(answers.pop(0)[42:], 24)
     told = messages.pack_ids(body.ids()) + messages.pack_pieces({i: x for i, x in body.pieces().items() if i != 23})
     lie = party.step("mask", 0, messages.pack_message(messages.MASK, context, 0, told))
     with pytest.raises(ProtocolError, match="signature is not client 0's"):
@@ -169,7 +169,7 @@ def test_members_of_a_sparse_graph_have_one_list_of_members():
         server.receive(party.step("mask", i, answer))
     held, statement = set(server._sealed[0]), lie[42:110]
     for i, answer in server.advance().items():
-        body = Reader(answer[42:], 24)
+        body = AggregationReader(answer[42:], 24)
         passed = (body.ids(), body.pieces())[1]
         told = messages.pack_ids(range(24)) + messages.pack_pieces(passed | ({0: statement} if i in held else {}))
         if i in held:
@@ -316,7 +316,7 @@ def test_noise_and_its_charge():
     size = 1000
     party = Party(size=size, threshold=5, colluders=1, clip=None, step=None, max_norm=1.0, noise_multiplier=2.0)
     party.updates = [torch.zeros(size)] * CLIENTS
-    ledger = Ledger(unit="client")
+    ledger = PrivacyLedger(unit="client")
     encoding = party.setup.encoding
     noise = party.run(ledger=ledger).sum
     assert encoding.least == 4
@@ -374,18 +374,18 @@ def test_a_sparse_graph_charges_its_probability_to_fail():
 
 def test_a_budget_ends_the_round_before_anything_is_unmasked():
     party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=1.0)
-    ledger = Ledger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))
+    ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))
     with pytest.raises(BudgetExceeded):
         party.run(ledger=ledger)
     assert not ledger.events
     with pytest.raises(ConfigError, match="add-or-remove-one"):
-        party.server(ledger=Ledger(unit="client", neighbouring="replace-one"))
+        party.server(ledger=PrivacyLedger(unit="client", neighbouring="replace-one"))
 
 
 def test_a_client_counts_for_itself():
     """A server that records nothing gets updates until the client's own budget is spent."""
     party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=4.0)
-    ledger = Ledger(unit="client", budget=Budget(epsilon=1.3, delta=1e-5))
+    ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=1.3, delta=1e-5))
     party.clients[2] = party.setup.client(2, party.signing[2], party.keys, ledger=ledger)
     party.run(0)
     assert [event.count for event in ledger.events] == [1]
@@ -395,7 +395,9 @@ def test_a_client_counts_for_itself():
     assert party.clients[2]._round is None
     assert ledger.epsilon(1e-5) < 1.3
     with pytest.raises(ConfigError, match="add-or-remove-one"):
-        party.setup.client(2, party.signing[2], party.keys, ledger=Ledger(unit="client", neighbouring="replace-one"))
+        party.setup.client(
+            2, party.signing[2], party.keys, ledger=PrivacyLedger(unit="client", neighbouring="replace-one")
+        )
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -630,7 +632,7 @@ def test_the_server_refuses_what_a_client_signs_wrongly(party):
         if stage == "consistency":
             members = server._members
             return [parties.survivors_digest(others, members) for others in (range(n), (0, 1, 2))] + [body[:-1]]
-        reader = Reader(body, n)
+        reader = AggregationReader(body, n)
         sealed = reader.pieces()
         if stage == "share":
             some = next(iter(sealed))

@@ -13,7 +13,7 @@ from lying_server import STEPS, LyingServer
 
 from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, pack_ids, pack_message, pack_pieces
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, pack_ids, pack_message, pack_pieces
 
 SPARSE = 24, 16, 2, "auto"
 SETTINGS = [(5, 3, 0), (5, 4, 2), (5, 5, 4), (4, 3, 0), pytest.param((7, 5, 2), marks=pytest.mark.slow)]
@@ -439,6 +439,6 @@ def test_no_stage_is_left_out(stage):
 def test_lists_of_clients_are_ascending_numbers_of_the_setup():
     for ids in ((1, 1), (2, 1), (0, 5), (5,), (0, 1, 2, 3, 4, 4)):
         with pytest.raises(FormatError, match=r"not ascending numbers below 5|list of 6 clients, of 5"):
-            Reader(struct.pack(f"<{len(ids) + 1}I", len(ids), *ids), 5).ids()
-    assert Reader(pack_ids(range(5)), 5).ids() == (0, 1, 2, 3, 4)
-    assert Reader(pack_ids(()), 5).ids() == ()
+            AggregationReader(struct.pack(f"<{len(ids) + 1}I", len(ids), *ids), 5).ids()
+    assert AggregationReader(pack_ids(range(5)), 5).ids() == (0, 1, 2, 3, 4)
+    assert AggregationReader(pack_ids(()), 5).ids() == ()

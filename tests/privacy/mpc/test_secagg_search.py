@@ -12,7 +12,7 @@ from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import mask_seed
 from accelerant.privacy.mpc.secagg.encoding import mask_sums
-from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
 REFUSED = (ProtocolError, FormatError)
@@ -48,7 +48,7 @@ class Network:
             assert client._round is None
             return None
         if stage == "unmask":
-            body = Reader(message[42:-64], len(self.clients))
+            body = AggregationReader(message[42:-64], len(self.clients))
             self.revealed[i] = body.pieces(), body.pieces()
         self.seen.append(message)
         return message
@@ -152,7 +152,7 @@ def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
         part, forging = rng.choice((0.1, 1.0)), rng.choice((0, 0.1))
         stated = {}
         for i, answer in answers.items():
-            body = Reader(answer[42:], n)
+            body = AggregationReader(answer[42:], n)
             drawn, sealed = body.ids(), body.pieces()
             left = {j for j in range(n) if i in cheated and rng.random() < part}
             told = messages.pack_ids(set(drawn) - left)
@@ -178,7 +178,7 @@ def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
                 message = clients[i].unmask(messages.pack_message(4, context, i, messages.pack_pieces(signatures)))
             except ProtocolError:
                 continue
-            for owner in Reader(message[42:-64], n).pieces():
+            for owner in AggregationReader(message[42:-64], n).pieces():
                 shown[owner] += 1
         for owner, count in shown.items():
             if count >= setup.shares_needed(setup.degree(n)):
@@ -193,7 +193,7 @@ def test_bytes_of_strangers_are_refused(rng, record_property):
     """The parsers: any bytes end in FormatError or ProtocolError."""
     for _ in range(300):
         data = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
-        reader = Reader(data, 7)
+        reader = AggregationReader(data, 7)
         try:
             for _ in range(3):
                 assert len(rng.choice((reader.ids, reader.pieces))()) <= 7

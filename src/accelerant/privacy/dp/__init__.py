@@ -19,10 +19,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy
+from accelerant._renamed import renamed_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
-    from accelerant.privacy.dp.ledger import Budget, Event, Ledger, Statement
+    from accelerant.privacy.dp.ledger import Budget, Ledger, PrivacyEvent, PrivacyLedger, PrivacyStatement
     from accelerant.privacy.dp.noise.mechanisms import (
         LocalGaussian,
         LocalLaplace,
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.training.step import PrivateStep
 
 __all__ = [
-    "AdaptiveClipping", "Budget", "DrawnBatch", "Event", "GradientPrivatizer", "GroupedSampler", "Ledger",
-    "LocalGaussian", "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivateStep",
-    "PrivateTraining", "Privatizer", "RandomizedResponse", "Statement", "gaussian_noise_", "laplace_noise_",
-    "make_private", "release",
+    "AdaptiveClipping", "Budget", "DrawnBatch", "GradientPrivatizer", "GroupedSampler", "Ledger", "LocalGaussian",
+    "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivacyEvent", "PrivacyLedger",
+    "PrivacyStatement", "PrivateStep", "PrivateTraining", "Privatizer", "RandomizedResponse", "gaussian_noise_",
+    "laplace_noise_", "make_private", "release",
 ]  # fmt: skip
 
 _NAMES = {
     "clipping": ("PerExampleClipper",),
-    "ledger": ("Budget", "Event", "Ledger", "Statement"),
+    "ledger": ("Budget", "Ledger", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"),
     "noise.mechanisms": (
         "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_", "release",
     ),
@@ -59,4 +60,5 @@ _NAMES = {
 """The public names that each module of this package defines."""
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)
+    _get, __dir__ = lazy(__name__, __all__, _NAMES)
+    __getattr__ = renamed_names(__name__, {"Event": "PrivacyEvent", "Statement": "PrivacyStatement"}, _get)

@@ -38,7 +38,7 @@ from torch.utils.data import (
 )
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.events import Sampling, about, check_whole
 from accelerant.privacy.random import SecureStream
 
@@ -233,7 +233,7 @@ def _columns_reader(data: Any) -> tuple[_Rows, int | None]:
 
 
 def sampling_of(loader: Any) -> Sampling:
-    """Return how a sampler, a loader or batches draw, as an `Event` names it; "unknown" unless it is known."""
+    """Return how a sampler, a loader or batches draw, as an `PrivacyEvent` names it; "unknown" unless it is known."""
     if getattr(loader, "sampling", None) == "poisson":
         return "poisson"
     inner = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
@@ -253,7 +253,7 @@ def require_poisson(loader: Any) -> None:
         raise UnsupportedCase(
             f"{type(loader).__name__} {how}: its batches are no Poisson draws, and Poisson accounting would give too "
             "small an epsilon. Draw with PoissonSampler, or record the steps without amplification: "
-            f'Event(..., sampling="{kind}")'
+            f'PrivacyEvent(..., sampling="{kind}")'
         )
 
 
@@ -594,21 +594,21 @@ class Units:
         sampler.share = share
         return sampler
 
-    def require_ledger(self, ledger: Ledger) -> None:
+    def require_ledger(self, ledger: PrivacyLedger) -> None:
         """Check that a ledger names the unit; ConfigError if groups are drawn, and it calls the unit an example."""
         if self.groups is not None:
             _require_named(ledger)
 
 
-def _require_named(ledger: Ledger) -> None:
+def _require_named(ledger: PrivacyLedger) -> None:
     if ledger.unit == "example":
         raise ConfigError(
             "groups of rows are drawn, and the ledger's unit is an example: its statement would be of rows. Create it "
-            'by Ledger(path, unit="user")'
+            'by PrivacyLedger(path, unit="user")'
         )
 
 
-def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
+def require_sampler(sampler: PoissonSampler, rate: float, ledger: PrivacyLedger, units: Units, processes: int) -> None:
     """Check a user's sampler against make_private's arguments: rate, rows of a unit, the ledger's unit, processes."""
     require_poisson(sampler)
     if processes > 1:

@@ -34,8 +34,8 @@ from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
-    from accelerant.privacy.mpc.secagg.client import Client
-    from accelerant.privacy.mpc.secagg.server import Aggregate, Server
+    from accelerant.privacy.mpc.secagg.client import AggregationClient
+    from accelerant.privacy.mpc.secagg.server import Aggregate, AggregationServer
 
 __all__ = ["secure_aggregation_mod", "secure_round"]
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _NAMED = 5  # nodes in the error of a round
 
 
-def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str | None = None) -> Any:
+def secure_aggregation_mod(make_client: Callable[[Any], AggregationClient], *, weights: str | None = None) -> Any:
     """Return a mod that sends the update of the app's train function masked.
 
     A train function that returns other arrays than it got, or integers, raises ShapeError or UnsupportedDtype on the
@@ -90,7 +90,13 @@ def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str
 
 
 def secure_round(
-    grid: Any, server: Server, round_number: int, arrays: Any, *, config: Any = None, timeout_s: float = 600.0
+    grid: Any,
+    server: AggregationServer,
+    round_number: int,
+    arrays: Any,
+    *,
+    config: Any = None,
+    timeout_s: float = 600.0,
 ) -> tuple[Any, Aggregate]:
     """Run a round on all nodes of a flwr Grid; return the arrays with the mean update added, and the round's report.
 

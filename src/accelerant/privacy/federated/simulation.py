@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from accelerant.errors import ConfigError, DivergenceError, MissingDependency, ShapeError
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
 from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
 from accelerant.privacy.mpc.secagg.server import Aggregate, StageReport
@@ -79,7 +79,7 @@ def simulate(
     test: Data | None = None, local_epochs: int = 1, batch_size: int = 32, learning_rate: float = 0.1,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy, clip: float = 1.0, max_norm: float | None = None,
     noise_multiplier: float = 0.0, colluders: int = 0, neighbours: Any = None,
-    leaving: Mapping[int, Leaving] | None = None, ledger: Ledger | None = None, delta: float | None = None,
+    leaving: Mapping[int, Leaving] | None = None, ledger: PrivacyLedger | None = None, delta: float | None = None,
     seed: int = 0, progress: Callable[[int, FederatedReport], None] | None = None,
 ) -> Simulation:  # fmt: skip
     """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
@@ -123,7 +123,7 @@ def simulate(
         clients=clients, threshold=threshold, size=vector.numel(), clip=clip, max_norm=max_norm, colluders=colluders,
         noise_multiplier=noise_multiplier, neighbours=neighbours,
     )  # fmt: skip
-    ledger = Ledger(unit="client") if ledger is None and noise_multiplier else ledger
+    ledger = PrivacyLedger(unit="client") if ledger is None and noise_multiplier else ledger
     if ledger is not None:
         ledger.describe(delta=delta, units=clients)
     report.delta = delta or (None if ledger is None else ledger.delta) or DEFAULT_DELTA

@@ -29,15 +29,16 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant._renamed import renamed_names
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError
 from accelerant.privacy.he.bfv_scheme import (
-    Parameters,
+    EncryptionParameters,
     Scheme,
     Words,
     centered,
@@ -58,11 +59,14 @@ from accelerant.privacy.he.messages import (
     reader_of,
     sealed,
 )  # fmt: skip
-from accelerant.privacy.messages import Reader, shape_bytes
+from accelerant.privacy.messages import MessageReader, shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
 
-__all__ = ["Ciphertext", "Parameters", "PrivateKey", "PublicKey", "keygen"]
+__all__ = ["Ciphertext", "EncryptionParameters", "PrivateKey", "PublicKey", "keygen"]
+
+if not TYPE_CHECKING:  # a type checker reports a name that is not there
+    __getattr__ = renamed_names(__name__, {"Parameters": "EncryptionParameters"})
 
 _SEED_BYTES = 32
 
@@ -84,7 +88,7 @@ def keygen(
     Raises:
         ConfigError: parameters beyond the standard's table.
     """
-    parameters, space = Parameters(n, plain_modulus, security), space_at(device)
+    parameters, space = EncryptionParameters(n, plain_modulus, security), space_at(device)
     if rotations is True:
         steps = [1 << i for i in range(n.bit_length() - 2)]
     else:
@@ -155,7 +159,7 @@ class PublicKey:
     """
 
     def __init__(
-        self, parameters: Parameters, seed: bytes, half: Words, switching: Mapping[int, tuple[bytes, Words]],
+        self, parameters: EncryptionParameters, seed: bytes, half: Words, switching: Mapping[int, tuple[bytes, Words]],
         space: MemorySpace,
     ) -> None:  # fmt: skip
         self.parameters, self.space, self._seed, self._half = parameters, space, seed, half
@@ -322,13 +326,13 @@ def _same_key(x: PublicKey, y: PublicKey) -> None:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def _packed(parameters: Parameters) -> bytes:
+def _packed(parameters: EncryptionParameters) -> bytes:
     return struct.pack(">IIH", parameters.n, parameters.plain_modulus, parameters.security)
 
 
-def _parameters(reader: Reader) -> Parameters:
+def _parameters(reader: MessageReader) -> EncryptionParameters:
     try:
-        return Parameters(*struct.unpack(">IIH", reader.take(10)))
+        return EncryptionParameters(*struct.unpack(">IIH", reader.take(10)))
     except ConfigError as error:
         raise FormatError(f"the message has parameters that are refused: {error}") from None
 
@@ -337,7 +341,7 @@ def _bytes(words: Words) -> bytes:
     return words.astype("<u4").tobytes()
 
 
-def _words(reader: Reader, shape: tuple[int, ...], primes: tuple[int, ...], n: int) -> Words:
+def _words(reader: MessageReader, shape: tuple[int, ...], primes: tuple[int, ...], n: int) -> Words:
     """Return (*shape, primes, n) words; FormatError unless all are there and below their primes."""
     shape = (*shape, len(primes), n)
     words = np.frombuffer(reader.take(4 * math.prod(shape)), "<u4").reshape(shape).astype(np.uint32)
@@ -346,7 +350,7 @@ def _words(reader: Reader, shape: tuple[int, ...], primes: tuple[int, ...], n: i
     return words
 
 
-def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...], Origin]:
+def _plain(parameters: EncryptionParameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...], Origin]:
     """Return integers in all slots, (batch, n), the shape that they had, and the origin of results."""
     array, origin = host_array(values, INTEGERS, "BFV")
     origin = replace(origin, dtype="int32" if origin.kind == "jax" else "int64")

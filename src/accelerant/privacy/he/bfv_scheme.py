@@ -58,7 +58,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class EncryptionParameters:
     """Parameters of the published table.
 
     Attributes:
@@ -107,7 +107,7 @@ class Parameters:
 
 
 @functools.lru_cache(maxsize=16)
-def _primes(parameters: Parameters) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+def _primes(parameters: EncryptionParameters) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     count, bits = parameters._division()
     n, t = parameters.n, parameters.plain_modulus
     special, *data = (p for p in primes_below(bits, n, count + 1) if p != t)
@@ -174,14 +174,14 @@ def uniform_rows(seed: bytes, count: int, primes: tuple[int, ...], n: int) -> Wo
 
 
 @functools.lru_cache(maxsize=8)
-def _scheme(space: MemorySpace, parameters: Parameters) -> Scheme:
+def _scheme(space: MemorySpace, parameters: EncryptionParameters) -> Scheme:
     return Scheme(space, parameters)
 
 
 class Scheme:
     """Parameters with their tables in one device's memory. Rows of `rns`: P, the data primes, B, t."""
 
-    def __init__(self, space: MemorySpace, parameters: Parameters) -> None:
+    def __init__(self, space: MemorySpace, parameters: EncryptionParameters) -> None:
         self.space, self.parameters = space, parameters
         self.n, self.t = parameters.n, parameters.plain_modulus
         self.data, self.special, self.auxiliary = parameters.primes
@@ -198,7 +198,7 @@ class Scheme:
         self._plain = rns.conversion(data, (t,), scale=t, divide=self.q, out=-1)
 
     @staticmethod
-    def of(space: MemorySpace, parameters: Parameters) -> Scheme:
+    def of(space: MemorySpace, parameters: EncryptionParameters) -> Scheme:
         """Return the scheme of some parameters on a device, kept for the next call."""
         return _scheme(space, parameters)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase, UnsupportedDtype
-from accelerant.privacy.messages import Reader
+from accelerant.privacy.messages import MessageReader
 from accelerant.runtime.files import AtomicFile
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
@@ -35,9 +35,9 @@ def head_of(scheme: str, kind: str) -> bytes:
     return f"ACL{scheme}{kind}\1".encode()
 
 
-def reader_of(data: bytes, scheme: str, kind: str) -> Reader:
+def reader_of(data: bytes, scheme: str, kind: str) -> MessageReader:
     """Return a reader after the head of a message; FormatError for another kind or version."""
-    reader, head = Reader(data), head_of(scheme, kind)
+    reader, head = MessageReader(data), head_of(scheme, kind)
     if reader.take(7) != head[:7]:
         raise FormatError(f"not a message of {_SCHEMES[scheme]}'s {_MESSAGES[kind]}: it begins with other bytes")
     if (version := reader.number(1, 255)) != head[7]:
@@ -65,7 +65,7 @@ def sealed(head: bytes, plain: bytes, passphrase: str) -> bytes:
     return head + box
 
 
-def open_box(reader: Reader, data: bytes, passphrase: str, most: int) -> bytes:
+def open_box(reader: MessageReader, data: bytes, passphrase: str, most: int) -> bytes:
     """Return what `sealed` hid, at most so many bytes, of a message whose head is read; FormatError if it differs."""
     salt, nonce, box = reader.take(16), reader.take(12), reader.rest()
     if not 16 < len(box) <= 16 + most:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger import accounting
 from accelerant.privacy.dp.ledger.accounting import last_within, rdp_values, release_of, remaining, spent
-from accelerant.privacy.dp.ledger.events import CHARGED_UP_TO, Event
+from accelerant.privacy.dp.ledger.events import CHARGED_UP_TO, PrivacyEvent
 from accelerant.privacy.dp.noise import discrete
 
 RATE, DELTA = 256 / 60000, 1e-5
-STEP = Event("gaussian", 1.1, "poisson", RATE)
+STEP = PrivacyEvent("gaussian", 1.1, "poisson", RATE)
 
 
 def epsilon(*events, delta=DELTA, **options):
@@ -35,7 +35,7 @@ def test_dp_sgd_on_mnist():
 
 def test_renyi_divergence_of_the_sampled_gaussian():
     """50 steps at q = 0.01, sigma = 2.5: Opacus's and TensorFlow Privacy's test values."""
-    found = rdp_values(release_of(Event("gaussian", 2.5, "poisson", 0.01)), (1.5, 2.5, 5.0))
+    found = rdp_values(release_of(PrivacyEvent("gaussian", 2.5, "poisson", 0.01)), (1.5, 2.5, 5.0))
     assert [50 * value for value in found] == pytest.approx([6.70579741e-4, 1.08548710e-3, 2.18075656e-3], rel=1e-6)
 
 
@@ -50,20 +50,20 @@ def test_renyi_divergence_is_an_upper_bound_where_it_rounds(rate, sigma, order):
             for k in range(order + 1)
         )
         exact = mpmath.log(mpmath.fsum(terms)) / (order - 1)
-        found = rdp_values(release_of(Event("gaussian", sigma, "poisson", rate)), (float(order),))[0]
+        found = rdp_values(release_of(PrivacyEvent("gaussian", sigma, "poisson", rate)), (float(order),))[0]
         assert exact <= found <= exact * (1 + mpmath.mpf(10) ** -9) + order * mpmath.mpf(10) ** -14
 
 
 @pytest.mark.parametrize(("sigma", "count"), [(1e6, 1 << 62), (1e5, 10**10), (1e6, 10**12)])
 def test_many_small_releases_are_not_taken_for_nothing(sigma, count):
     """A divergence that is rounded to less than 0 was an epsilon of 0."""
-    rate, whole = 1 - 2.0**-53, Event("gaussian", sigma, count=count)
-    found = epsilon(Event("gaussian", sigma, "poisson", rate, count))
+    rate, whole = 1 - 2.0**-53, PrivacyEvent("gaussian", sigma, count=count)
+    found = epsilon(PrivacyEvent("gaussian", sigma, "poisson", rate, count))
     assert found >= epsilon(whole) * (1 - 1e-9) > 0.001
 
 
 @pytest.mark.parametrize(
-    "event", [Event("gaussian", 0.05, "poisson", 1 - 2.0**-53), Event("laplace", 1e-3, "poisson", 0.5)]
+    "event", [PrivacyEvent("gaussian", 0.05, "poisson", 1 - 2.0**-53), PrivacyEvent("laplace", 1e-3, "poisson", 0.5)]
 )
 def test_what_the_distributions_cannot_hold_has_the_bound_by_renyi(event):
     assert epsilon(event) == epsilon(event, method="rdp") > 50
@@ -72,7 +72,7 @@ def test_what_the_distributions_cannot_hold_has_the_bound_by_renyi(event):
 @pytest.mark.parametrize(("sigma", "wanted"), [(1.0, 4.3771781), (4.0, 0.9263415)])
 def test_analytic_gaussian(sigma, wanted):
     """Balle and Wang 2018, arXiv:1805.06530, theorem 8."""
-    found = epsilon(Event("gaussian", sigma))
+    found = epsilon(PrivacyEvent("gaussian", sigma))
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
@@ -99,7 +99,7 @@ def exact_epsilon(sigma, count, delta):
 def test_epsilon_is_an_upper_bound_where_probabilities_round(sigma, count, delta):
     """The composition's roundings grow with the count, and pass a small delta: epsilon was up to 2% too small."""
     exact = exact_epsilon(sigma, count, delta)
-    found = epsilon(Event("gaussian", sigma, count=count), delta=delta)
+    found = epsilon(PrivacyEvent("gaussian", sigma, count=count), delta=delta)
     assert exact <= found <= 1.05 * exact + 1e-4
 
 
@@ -115,7 +115,7 @@ def test_a_gaussian_is_never_below_the_exact_value(sigma, count, exponent, kinds
     together = math.fsum(s**-2 for s in sigmas) ** -0.5
     if count / together**2 > 2000:
         return
-    found = epsilon(*(Event("gaussian", s, count=count) for s in sigmas), delta=delta)
+    found = epsilon(*(PrivacyEvent("gaussian", s, count=count) for s in sigmas), delta=delta)
     assert found >= exact_epsilon(together, count, delta) * (1 - 1e-12) - 1e-15
 
 
@@ -123,31 +123,31 @@ def test_randomised_response_is_exact():
     """delta(t) = (e^epsilon - e^t) / (1 + e^epsilon)."""
     pure, delta = 1.0, 1e-2
     wanted = math.log(math.exp(pure) - delta * (1 + math.exp(pure)))
-    assert epsilon(Event("randomized_response", 1 / pure), delta=delta) == pytest.approx(wanted, abs=2e-4)
+    assert epsilon(PrivacyEvent("randomized_response", 1 / pure), delta=delta) == pytest.approx(wanted, abs=2e-4)
 
 
 def test_pure_epsilon_is_amplified_by_sampling():
     """log(1 + q (e^epsilon - 1)), Li et al. 2012."""
-    found = epsilon(Event("randomized_response", 0.5, "poisson", 0.1), delta=1e-12)
+    found = epsilon(PrivacyEvent("randomized_response", 0.5, "poisson", 0.1), delta=1e-12)
     assert found == pytest.approx(math.log1p(0.1 * math.expm1(2.0)), abs=2e-4)
 
 
 @pytest.mark.parametrize("mechanism", ["laplace", "discrete_laplace"])
 def test_laplace_is_at_most_its_pure_epsilon(mechanism):
-    found = epsilon(Event(mechanism, 2.0), delta=1e-9)
+    found = epsilon(PrivacyEvent(mechanism, 2.0), delta=1e-9)
     assert 0.4999 < found <= 0.5 + 1e-4
 
 
 def test_several_coordinates_share_a_laplace():
     """L1 sensitivity in two coordinates costs no more than in one, so the scale over it is what counts."""
     for delta in (1e-6, 1e-3, 0.1):
-        both = epsilon(Event("laplace", 2.0), Event("laplace", 2.0), delta=delta)
-        assert both <= epsilon(Event("laplace", 1.0), delta=delta) + 2e-4
+        both = epsilon(PrivacyEvent("laplace", 2.0), PrivacyEvent("laplace", 2.0), delta=delta)
+        assert both <= epsilon(PrivacyEvent("laplace", 1.0), delta=delta) + 2e-4
 
 
 def test_gaussians_compose_by_their_inverse_variances():
-    both = epsilon(Event("gaussian", 3.0), Event("gaussian", 4.0, count=2))
-    assert both == pytest.approx(epsilon(Event("gaussian", (1 / 9 + 2 / 16) ** -0.5)), rel=1e-5)
+    both = epsilon(PrivacyEvent("gaussian", 3.0), PrivacyEvent("gaussian", 4.0, count=2))
+    assert both == pytest.approx(epsilon(PrivacyEvent("gaussian", (1 / 9 + 2 / 16) ** -0.5)), rel=1e-5)
 
 
 def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
@@ -155,7 +155,7 @@ def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     exact = pld.from_discrete_gaussian_mechanism(64, sensitivity=64, use_connect_dots=True)
-    found = epsilon(Event("discrete_gaussian", 1.0))
+    found = epsilon(PrivacyEvent("discrete_gaussian", 1.0))
     assert found == pytest.approx(exact.get_epsilon_for_delta(DELTA), abs=1e-3)
 
 
@@ -165,18 +165,18 @@ def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
 @pytest.mark.parametrize("sampling", ["shuffled", "unknown"])
 @pytest.mark.parametrize("mechanism", ["gaussian", "discrete_gaussian", "laplace", "discrete_laplace"])
 def test_what_is_no_poisson_draw_is_not_amplified(sampling, mechanism):
-    whole, drawn = Event(mechanism, 2.0, sampling, 0.01, 5), Event(mechanism, 2.0, "poisson", 0.01, 5)
-    assert release_of(whole) == release_of(Event(mechanism, 2.0)) != release_of(drawn)
+    whole, drawn = PrivacyEvent(mechanism, 2.0, sampling, 0.01, 5), PrivacyEvent(mechanism, 2.0, "poisson", 0.01, 5)
+    assert release_of(whole) == release_of(PrivacyEvent(mechanism, 2.0)) != release_of(drawn)
     assert (release_of(whole).sample_rate, release_of(drawn).sample_rate) == (1.0, 0.01)
     for method in ("rdp", "pld") if mechanism == "gaussian" else ("rdp",):
-        assert epsilon(whole, method=method) == epsilon(Event(mechanism, 2.0, count=5), method=method)
+        assert epsilon(whole, method=method) == epsilon(PrivacyEvent(mechanism, 2.0, count=5), method=method)
     assert epsilon(whole, method="rdp") > 5 * epsilon(drawn, method="rdp")
 
 
 def test_poisson_sampling_is_refused_where_records_are_replaced():
     with pytest.raises(UnsupportedCase, match="added or removed, not replaced"):
         epsilon(STEP, neighbouring="replace-one")
-    assert epsilon(Event("gaussian", 1.0), neighbouring="replace-one") == epsilon(Event("gaussian", 1.0))
+    assert epsilon(PrivacyEvent("gaussian", 1.0), neighbouring="replace-one") == epsilon(PrivacyEvent("gaussian", 1.0))
 
 
 # --- no answer, and why ----------------------------------------------------------------------------------------------
@@ -185,23 +185,23 @@ def test_poisson_sampling_is_refused_where_records_are_replaced():
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize("noise", [0.0, 1e-300, 1e-155])  # the inverse of its square overflows
 def test_no_noise_is_no_privacy(noise, method):
-    found = spent([STEP, Event("gaussian", noise, "poisson", 0.1, 3)], DELTA, method=method)
+    found = spent([STEP, PrivacyEvent("gaussian", noise, "poisson", 0.1, 3)], DELTA, method=method)
     assert found.epsilon == math.inf
     assert "3 releases (gaussian) have no noise" in found.reason
 
 
 def test_nothing_done_costs_nothing():
-    assert epsilon() == epsilon(STEP.times(0)) == epsilon(Event("gaussian", 0.0, count=0)) == 0
+    assert epsilon() == epsilon(STEP.times(0)) == epsilon(PrivacyEvent("gaussian", 0.0, count=0)) == 0
 
 
 def test_charged_delta_is_taken_off_before_the_accountant_is_asked():
-    charged = Event("gaussian", 1.1, "poisson", RATE, 100, delta=2e-8)
+    charged = PrivacyEvent("gaussian", 1.1, "poisson", RATE, 100, delta=2e-8)
     assert epsilon(charged) == pytest.approx(epsilon(STEP.times(100), delta=DELTA - 2e-6), rel=1e-9)
     assert spent([charged], DELTA).charged == pytest.approx(2e-6)
 
 
 def test_delta_used_up():
-    found = spent([Event("gaussian", 1.1, "poisson", RATE, 100, delta=1e-7)], DELTA)
+    found = spent([PrivacyEvent("gaussian", 1.1, "poisson", RATE, 100, delta=1e-7)], DELTA)
     assert found.epsilon == math.inf
     assert "used up by what the events charge" in found.reason
 
@@ -209,17 +209,17 @@ def test_delta_used_up():
 @pytest.mark.parametrize("charge", [1e-13, 1e-12, 3e-12])
 def test_charges_grow_beyond_the_epsilon_they_hold_for(charge):
     """Total variation t costs (1 + e^epsilon) t; an event's delta has that of epsilon 16."""
-    plain = epsilon(Event("gaussian", 0.3), method="rdp")
+    plain = epsilon(PrivacyEvent("gaussian", 0.3), method="rdp")
     assert plain > CHARGED_UP_TO
-    found = spent([Event("gaussian", 0.3, delta=charge)], DELTA, method="rdp")
+    found = spent([PrivacyEvent("gaussian", 0.3, delta=charge)], DELTA, method="rdp")
     assert found.charged >= charge * math.exp(found.epsilon - CHARGED_UP_TO) * (1 - 1e-9)
-    assert found.epsilon >= epsilon(Event("gaussian", 0.3), delta=DELTA - found.charged, method="rdp") > plain
+    assert found.epsilon >= epsilon(PrivacyEvent("gaussian", 0.3), delta=DELTA - found.charged, method="rdp") > plain
 
 
 def test_charges_are_as_recorded_up_to_that_epsilon():
-    found = spent([Event("gaussian", 1.0, delta=1e-6)], DELTA, method="rdp")
+    found = spent([PrivacyEvent("gaussian", 1.0, delta=1e-6)], DELTA, method="rdp")
     assert found == (
-        epsilon(Event("gaussian", 1.0), delta=DELTA - 1e-6 * (1 + 1e-12), method="rdp"),
+        epsilon(PrivacyEvent("gaussian", 1.0), delta=DELTA - 1e-6 * (1 + 1e-12), method="rdp"),
         1e-6 * (1 + 1e-12),
         "",
     )
@@ -231,7 +231,7 @@ def test_the_limit_of_charges_is_that_of_the_noise():
 
 @pytest.mark.parametrize("noise", [1e-200, 1e-6, 0.01, 1e6, 1e200])
 def test_extreme_noise_has_an_answer(noise):
-    found = epsilon(Event("gaussian", noise))
+    found = epsilon(PrivacyEvent("gaussian", noise))
     assert found == 0 if noise >= 1e6 else found > 1000
 
 
@@ -243,21 +243,21 @@ def test_extreme_noise_has_an_answer(noise):
     ("sigma", "rate", "count", "more"), [(1.0, 0.3, 20, 1), (1.5, 0.02, 300, 50), (5.0, 1e-3, 1, 3)]
 )
 def test_more_steps_never_cost_less_and_the_cross_check_is_looser(sigma, rate, count, more):
-    step = Event("gaussian", sigma, "poisson", rate)
+    step = PrivacyEvent("gaussian", sigma, "poisson", rate)
     one, two = epsilon(step.times(count)), epsilon(step.times(count + more))
     assert one <= two + 1e-5
     assert one <= epsilon(step.times(count), method="rdp")
 
 
 def test_many_noise_multipliers_are_rounded_to_the_safe_side():
-    events = [Event("gaussian", 20 + index / 10) for index in range(100)]
-    exact = epsilon(Event("gaussian", sum(event.noise_multiplier**-2 for event in events) ** -0.5))
+    events = [PrivacyEvent("gaussian", 20 + index / 10) for index in range(100)]
+    exact = epsilon(PrivacyEvent("gaussian", sum(event.noise_multiplier**-2 for event in events) ** -0.5))
     assert exact <= epsilon(*events) <= 1.05 * exact
 
 
 @pytest.mark.slow
 def test_a_count_that_changes_reuses_the_distribution_of_one_step():
-    step = Event("gaussian", 1.3, "poisson", 0.01)
+    step = PrivacyEvent("gaussian", 1.3, "poisson", 0.01)
     epsilon(step.times(1000))
     before = accounting._distribution.cache_info().misses
     for count in range(1001, 1003):
@@ -267,16 +267,16 @@ def test_a_count_that_changes_reuses_the_distribution_of_one_step():
 
 def test_small_epsilons_are_resolved():
     """At dp-accounting's usual interval of 1e-4 this is 0.0353."""
-    assert 0.015 < epsilon(Event("gaussian", 5.0, "poisson", 1e-4, 10**5)) < 0.0166
+    assert 0.015 < epsilon(PrivacyEvent("gaussian", 5.0, "poisson", 1e-4, 10**5)) < 0.0166
 
 
 def test_more_steps_than_a_block():
     """A Gaussian composed by its variance, through the blocks that very many steps are composed in."""
-    many = epsilon(Event("gaussian", 1000.0, "poisson", 0.999999, 2**17 + 3))
-    assert many == pytest.approx(epsilon(Event("gaussian", 1000 / (2**17 + 3) ** 0.5)), rel=1e-3)
+    many = epsilon(PrivacyEvent("gaussian", 1000.0, "poisson", 0.999999, 2**17 + 3))
+    assert many == pytest.approx(epsilon(PrivacyEvent("gaussian", 1000 / (2**17 + 3) ** 0.5)), rel=1e-3)
 
 
-@pytest.mark.parametrize("step", [Event("gaussian", 1e6), Event("gaussian", 1e4, "poisson", 0.001)])
+@pytest.mark.parametrize("step", [PrivacyEvent("gaussian", 1e6), PrivacyEvent("gaussian", 1e4, "poisson", 0.001)])
 def test_no_count_takes_long(step):
     began = time.perf_counter()
     assert 0 < epsilon(step.times(2**50)) < math.inf
@@ -289,8 +289,8 @@ def test_no_count_takes_long(step):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_remaining_is_the_last_that_fits(method):
-    step = Event("gaussian", 2.0, "poisson", 0.02)
-    done = [step.times(50), Event("gaussian", 20.0)]
+    step = PrivacyEvent("gaussian", 2.0, "poisson", 0.02)
+    done = [step.times(50), PrivacyEvent("gaussian", 20.0)]
     count = remaining(done, step, 1.0, DELTA, method=method)
     assert epsilon(*done, step.times(count), method=method) <= 1.0
     assert epsilon(*done, step.times(count + 1), method=method) > 1.0
@@ -298,9 +298,9 @@ def test_remaining_is_the_last_that_fits(method):
 
 @pytest.mark.slow
 def test_remaining_without_a_limit_or_room():
-    assert remaining([], Event("gaussian", 0.0), 1.0, DELTA) == 0
-    assert remaining([Event("gaussian", 0.5)], STEP, 1.0, DELTA) == 0
-    assert remaining([], Event("gaussian", 1e6, "poisson", 1e-9), 1.0, DELTA, method="rdp") == 10**9
+    assert remaining([], PrivacyEvent("gaussian", 0.0), 1.0, DELTA) == 0
+    assert remaining([PrivacyEvent("gaussian", 0.5)], STEP, 1.0, DELTA) == 0
+    assert remaining([], PrivacyEvent("gaussian", 1e6, "poisson", 1e-9), 1.0, DELTA, method="rdp") == 10**9
 
 
 @given(limit=st.integers(-1, 10**9), start=st.integers(0, 10**9))
@@ -342,4 +342,4 @@ def test_remaining_wants_an_epsilon():
 def test_without_dp_accounting(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp.rdp_privacy_accountant", None)
     with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[privacy\]'"):
-        epsilon(Event("gaussian", 1.2345))
+        epsilon(PrivacyEvent("gaussian", 1.2345))

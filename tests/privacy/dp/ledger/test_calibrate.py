@@ -4,7 +4,7 @@ import pytest
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.ledger.accounting import calibrate, spent
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_it_is_the_least_noise(target, delta, rate, steps, method):
     noise = calibrate(target, delta, rate, steps, method)
 
     def cost(noise):
-        return spent([Event("gaussian", noise, "poisson", rate, steps)], delta, method=method).epsilon
+        return spent([PrivacyEvent("gaussian", noise, "poisson", rate, steps)], delta, method=method).epsilon
 
     assert cost(noise) <= target
     assert cost(noise / 1.001) > target
@@ -35,23 +35,23 @@ def test_the_analytic_gaussian():
 def test_charged_deltas_need_more_noise():
     plain, charged = calibrate(1.0, 1e-5, 1.0, 100), calibrate(1.0, 1e-5, 1.0, 100, charged=5e-8)
     assert charged > 1.005 * plain
-    events = [Event("gaussian", charged, count=100, delta=5e-8)]
+    events = [PrivacyEvent("gaussian", charged, count=100, delta=5e-8)]
     assert spent(events, 1e-5).epsilon <= 1.0
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_what_was_done_before_counts(method):
-    before = [Event("gaussian", 10.0, count=2)]
+    before = [PrivacyEvent("gaussian", 10.0, count=2)]
     noise = calibrate(1.0, 1e-5, 1.0, 3, method, before=before)
-    assert spent([*before, Event("gaussian", noise, count=3)], 1e-5, method=method).epsilon <= 1.0
-    assert spent([*before, Event("gaussian", noise / 1.001, count=3)], 1e-5, method=method).epsilon > 1.0
+    assert spent([*before, PrivacyEvent("gaussian", noise, count=3)], 1e-5, method=method).epsilon <= 1.0
+    assert spent([*before, PrivacyEvent("gaussian", noise / 1.001, count=3)], 1e-5, method=method).epsilon > 1.0
     with pytest.raises(UnsupportedCase, match=r"already has epsilon 4\.37718"):
-        calibrate(1.0, 1e-5, 1.0, 1, before=[Event("gaussian", 1.0)])
+        calibrate(1.0, 1e-5, 1.0, 1, before=[PrivacyEvent("gaussian", 1.0)])
 
 
 def test_a_tiny_epsilon():
     noise = calibrate(1e-4, 1e-6, 1.0, 1)
-    assert spent([Event("gaussian", noise)], 1e-6).epsilon <= 1e-4
+    assert spent([PrivacyEvent("gaussian", noise)], 1e-6).epsilon <= 1e-4
 
 
 @pytest.mark.slow

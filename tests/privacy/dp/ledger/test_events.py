@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.ledger.journal import event_record
 
 
@@ -32,11 +32,11 @@ from accelerant.privacy.dp.ledger.journal import event_record
 )
 def test_fields_without_meaning(fields, message):
     with pytest.raises(ConfigError, match=message):
-        Event(**({"mechanism": "gaussian", "noise_multiplier": 1.0} | fields))
+        PrivacyEvent(**({"mechanism": "gaussian", "noise_multiplier": 1.0} | fields))
 
 
 events = st.builds(
-    Event,
+    PrivacyEvent,
     st.sampled_from(["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]),
     st.floats(0, 1e9),
     st.sampled_from(["poisson", "shuffled", "unknown"]),
@@ -53,16 +53,16 @@ events = st.builds(
 @given(event=events)
 @settings(max_examples=30, deadline=None, derandomize=True)  # a loaded machine is no error
 def test_json_gives_the_same_event_back(event):
-    assert Event.from_dict(json.loads(json.dumps(event.to_dict()))) == event
-    assert Event.from_dict(json.loads(json.dumps(event_record(event)))) == event
+    assert PrivacyEvent.from_dict(json.loads(json.dumps(event.to_dict()))) == event
+    assert PrivacyEvent.from_dict(json.loads(json.dumps(event_record(event)))) == event
 
 
 def test_a_record_has_what_is_not_the_default():
     few = {"mechanism": "gaussian", "noise_multiplier": 0.5, "sampling": "none"}  # which never go without saying
-    assert event_record(Event("gaussian", 0.5, count=7)) == few
+    assert event_record(PrivacyEvent("gaussian", 0.5, count=7)) == few
     more = few | {"sampling": "poisson", "sample_rate": 0.25, "delta": 1e-9, "note": "a", "source": "b",
                   "secure": False, "idealised": True}  # fmt: skip
-    assert event_record(Event(**more, count=7)) == more
+    assert event_record(PrivacyEvent(**more, count=7)) == more
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_a_record_has_what_is_not_the_default():
 )
 def test_other_fields_are_no_event(found):
     with pytest.raises(FormatError, match="an event has the fields"):
-        Event.from_dict(found)
+        PrivacyEvent.from_dict(found)
 
 
 def test_a_value_without_meaning_is_no_event():
     with pytest.raises(FormatError, match="got -1"):
-        Event.from_dict({"mechanism": "gaussian", "noise_multiplier": -1})
+        PrivacyEvent.from_dict({"mechanism": "gaussian", "noise_multiplier": -1})
 
 
 def test_amplified():
-    assert Event("gaussian", 1.0, "poisson", 0.5).amplified
-    assert not Event("gaussian", 1.0, "poisson", 1.0).amplified
-    assert not Event("gaussian", 1.0, "shuffled", 0.5).amplified
+    assert PrivacyEvent("gaussian", 1.0, "poisson", 0.5).amplified
+    assert not PrivacyEvent("gaussian", 1.0, "poisson", 1.0).amplified
+    assert not PrivacyEvent("gaussian", 1.0, "shuffled", 0.5).amplified

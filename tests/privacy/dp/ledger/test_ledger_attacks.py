@@ -19,13 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import soak
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
-from accelerant.privacy.dp.ledger import Budget, Ledger, journal
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, journal
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.ledger.journal import _START, _next_chain
 
 EVENTS = st.sampled_from(
-    [Event("gaussian", 2.0, "poisson", 0.01), Event("gaussian", 20.0), Event("discrete_laplace", 50.0)]
+    [
+        PrivacyEvent("gaussian", 2.0, "poisson", 0.01),
+        PrivacyEvent("gaussian", 20.0),
+        PrivacyEvent("discrete_laplace", 50.0),
+    ]
 )
 COUNTS = st.integers(1, 90)  # blocks are reserved in advance from 64 on
 DELTA = 1e-5
@@ -60,7 +64,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.ledger = Ledger(self.path)
+        self.ledger = PrivacyLedger(self.path)
 
     def teardown(self):
         TRIED["histories"] += 1
@@ -88,14 +92,14 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def reopen(self):
         self.ledger.close()
-        self.ledger = Ledger(self.path)
+        self.ledger = PrivacyLedger(self.path)
 
     @rule(torn=st.sampled_from([b"", b'{"record":{"kind":"used","run', b"\0\0\0"]))
     def kill(self, torn):
         TRIED["kills"] += 1
         abandon(self.ledger)
         self.path.write_bytes(self.path.read_bytes() + torn)
-        self.ledger = Ledger(self.path)
+        self.ledger = PrivacyLedger(self.path)
 
     @rule()
     def checkpoint(self):
@@ -104,7 +108,7 @@ class Histories(RuleBasedStateMachine):
     @rule(event=EVENTS, count=COUNTS, data=st.data())
     def spend_elsewhere(self, event, count, data):
         """A run in memory, perhaps resumed from a checkpoint, whose own checkpoint is merged some time."""
-        with Ledger() as other:
+        with PrivacyLedger() as other:
             if self.checkpoints and data.draw(st.booleans()):
                 other.merge(data.draw(st.sampled_from(self.checkpoints)))
             other.record(event.times(count))
@@ -150,7 +154,7 @@ class Histories(RuleBasedStateMachine):
             if int(old.split()[0]) != self.path.read_bytes().count(b"\n"):  # else an older copy of both
                 self.head.write_bytes(old)
         try:
-            self.ledger = Ledger(self.path)
+            self.ledger = PrivacyLedger(self.path)
         except FormatError:
             goes_on = False
         else:
@@ -160,7 +164,7 @@ class Histories(RuleBasedStateMachine):
         if not goes_on:  # an untouched copy is taken
             self.path.write_bytes(whole)
             self.head.unlink(missing_ok=True) if head is None else self.head.write_bytes(head)
-            self.ledger = Ledger(self.path)
+            self.ledger = PrivacyLedger(self.path)
 
     # --- what must hold
 
@@ -174,7 +178,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def never_less(self):
         self.check(self.ledger)
-        self.check(Ledger.read(self.path))
+        self.check(PrivacyLedger.read(self.path))
 
 
 @pytest.mark.search(120)
@@ -198,36 +202,36 @@ def test_no_history_hides_what_was_spent(record_property):
 def test_the_statement_of_a_cut_ledger_without_its_head_says_so(tmp_path, lines):
     path = tmp_path / "privacy.jsonl"
     for _ in range(2):
-        with Ledger(path) as ledger:
-            ledger.record(Event("discrete_laplace", 4.0).times(3))
-    assert "cut off" not in str(Ledger.read(path).statement())
+        with PrivacyLedger(path) as ledger:
+            ledger.record(PrivacyEvent("discrete_laplace", 4.0).times(3))
+    assert "cut off" not in str(PrivacyLedger.read(path).statement())
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
     (tmp_path / "privacy.jsonl.head").unlink()
-    found = str(Ledger.read(path).statement())
+    found = str(PrivacyLedger.read(path).statement())
     assert "privacy.jsonl.head was missing or not readable when it was read: lines cut off the ledger" in found
-    Ledger(path).close()  # which writes a head
-    with Ledger(path) as ledger:  # and it is not forgotten
+    PrivacyLedger(path).close()  # which writes a head
+    with PrivacyLedger(path) as ledger:  # and it is not forgotten
         assert "epsilon may be larger" in str(ledger.statement())
-    assert "was missing or not readable when run 2 began" in str(Ledger.read(path).statement()) or lines > 2
+    assert "was missing or not readable when run 2 began" in str(PrivacyLedger.read(path).statement()) or lines > 2
 
 
 def test_a_head_that_a_writer_is_about_to_write_is_no_old_one(tmp_path, monkeypatch):
     head = tmp_path / "privacy.jsonl.head"
-    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+    with PrivacyLedger(tmp_path / "privacy.jsonl") as ledger:
         before = head.read_bytes()
-        ledger.record(Event("gaussian", 2.0))
+        ledger.record(PrivacyEvent("gaussian", 2.0))
         after = head.read_bytes()
         head.write_bytes(before)
         monkeypatch.setattr(time, "sleep", lambda _: head.write_bytes(after))
-        assert not Ledger.read(tmp_path / "privacy.jsonl").unguarded
+        assert not PrivacyLedger.read(tmp_path / "privacy.jsonl").unguarded
 
 
 def test_a_file_that_was_emptied_with_its_head_says_so(tmp_path):
     path = tmp_path / "privacy.jsonl"
     path.touch()
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         assert ledger.unguarded
-    assert not Ledger(tmp_path / "new.jsonl").unguarded
+    assert not PrivacyLedger(tmp_path / "new.jsonl").unguarded
 
 
 # --- interrupted, replaced and crafted files -------------------------------------------------------------------------
@@ -244,21 +248,21 @@ def test_ctrl_c_at_any_write_leaves_a_ledger_that_can_be_read(tmp_path, monkeypa
         if len(flushed) == at:
             raise KeyboardInterrupt
 
-    Ledger(tmp_path / "privacy.jsonl").close()
+    PrivacyLedger(tmp_path / "privacy.jsonl").close()
     monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt), Ledger(tmp_path / "privacy.jsonl") as ledger:  # noqa: PT012
-        for event in (Event("discrete_laplace", 4.0, note="a long note" * 9), Event("gaussian", 2.0)) * 2:
+    with pytest.raises(KeyboardInterrupt), PrivacyLedger(tmp_path / "privacy.jsonl") as ledger:  # noqa: PT012
+        for event in (PrivacyEvent("discrete_laplace", 4.0, note="a long note" * 9), PrivacyEvent("gaussian", 2.0)) * 2:
             ledger.record(event)
             done += 1
         ledger.settle()
         ledger.settle()
-    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+    with PrivacyLedger(tmp_path / "privacy.jsonl") as ledger:
         assert sum(event.count for event in ledger.events) == done
 
 
 def test_ctrl_c_while_settling_under_counts_nothing(tmp_path, monkeypatch):
-    path, event, recorded, size = tmp_path / "privacy.jsonl", Event("gaussian", 2.0), 0, 0
-    ledger = Ledger(path)
+    path, event, recorded, size = tmp_path / "privacy.jsonl", PrivacyEvent("gaussian", 2.0), 0, 0
+    ledger = PrivacyLedger(path)
     while recorded < 2000 or path.stat().st_size == size:  # until a block has been reserved
         size = path.stat().st_size
         ledger.record(event)
@@ -272,15 +276,15 @@ def test_ctrl_c_while_settling_under_counts_nothing(tmp_path, monkeypatch):
         ledger.settle()
     for _ in range(20):
         ledger.record(event)
-    assert sum(each.count for each in Ledger.read(path).events) >= recorded + 20
+    assert sum(each.count for each in PrivacyLedger.read(path).events) >= recorded + 20
     abandon(ledger)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "truncated"])
 def test_nothing_is_recorded_in_a_file_that_is_no_longer_the_ledger(tmp_path, how):
     path = tmp_path / "privacy.jsonl"
-    ledger = Ledger(path)
-    ledger.record(Event("gaussian", 2.0))
+    ledger = PrivacyLedger(path)
+    ledger.record(PrivacyEvent("gaussian", 2.0))
     if how == "deleted":
         path.unlink()
     elif how == "replaced":
@@ -288,19 +292,19 @@ def test_nothing_is_recorded_in_a_file_that_is_no_longer_the_ledger(tmp_path, ho
         (tmp_path / "copy").replace(path)
     else:
         path.write_bytes(b"")
-    for action in (lambda: ledger.record(Event("gaussian", 2.0)), ledger.close):
+    for action in (lambda: ledger.record(PrivacyEvent("gaussian", 2.0)), ledger.close):
         with pytest.raises(ConfigError, match="was deleted, replaced or changed by another program"):
             action()
-    assert ledger.events == (Event("gaussian", 2.0),)
+    assert ledger.events == (PrivacyEvent("gaussian", 2.0),)
 
 
 def test_the_head_follows_when_the_process_changes_its_folder(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with Ledger("privacy.jsonl") as ledger:
+    with PrivacyLedger("privacy.jsonl") as ledger:
         monkeypatch.chdir(tmp_path / "elsewhere")
-        ledger.record(Event("gaussian", 2.0))
-    assert not Ledger.read(tmp_path / "privacy.jsonl").unguarded
+        ledger.record(PrivacyEvent("gaussian", 2.0))
+    assert not PrivacyLedger.read(tmp_path / "privacy.jsonl").unguarded
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -338,13 +342,13 @@ def test_crafted_records_are_named(tmp_path):
     records += [{"kind": "merged", "runs": bad} for bad in ([1], {"x": 5}, {"x": [EVENT]})]
     for crafted in (*((None, record) for record in records), *((run,) for run in CRAFTED_RUNS)):
         with pytest.raises(FormatError, match=r"privacy\.jsonl"):
-            Ledger.read(craft(path, *crafted))
+            PrivacyLedger.read(craft(path, *crafted))
         with pytest.raises(FormatError, match=r"privacy\.jsonl"):
-            Ledger(path)
+            PrivacyLedger(path)
     for bad in ({"a": 5}, {"a": {}}, {"a": "abc"}, {5: []}, {"a": [5]}, *({"a": [EVENT | bad]} for bad in CRAFTED)):
-        with pytest.raises(FormatError), Ledger() as ledger:
+        with pytest.raises(FormatError), PrivacyLedger() as ledger:
             ledger.merge(bad)
-    with pytest.raises(FormatError), Ledger() as ledger, pytest.warns(UserWarning, match="older version"):
+    with pytest.raises(FormatError), PrivacyLedger() as ledger, pytest.warns(UserWarning, match="older version"):
         ledger.merge("abc")
 
 
@@ -353,13 +357,13 @@ def test_equal_events_of_a_record_add_up(tmp_path):
     twice = [[EVENT, 3], [EVENT, 4]]
     for record in ({"kind": "merged", "runs": {"x": twice}}, {"kind": "used", "closed": True, "events": twice}):
         reserve = {"kind": "reserve", "event": EVENT, "count": 7}
-        events = Ledger.read(craft(tmp_path / "privacy.jsonl", None, reserve, record)).events
+        events = PrivacyLedger.read(craft(tmp_path / "privacy.jsonl", None, reserve, record)).events
         assert sum(event.count for event in events) == (14 if record["kind"] == "merged" else 7)
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
-STEP = Event("discrete_laplace", 10.0)  # epsilon 0.1
+STEP = PrivacyEvent("discrete_laplace", 10.0)  # epsilon 0.1
 TIGHT, LOOSE = Budget(0.5, DELTA, "rdp"), Budget(1.0, DELTA, "rdp")
 
 
@@ -377,15 +381,15 @@ def spend(ledger):
 def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
     path = tmp_path / "privacy.jsonl"
     if ahead is not None:
-        Ledger(path, budget=ahead).close()
-    Ledger(path, budget=TIGHT).close()
-    with Ledger(path) as ledger:
+        PrivacyLedger(path, budget=ahead).close()
+    PrivacyLedger(path, budget=TIGHT).close()
+    with PrivacyLedger(path) as ledger:
         assert ledger.budget == TIGHT
         allowed = spend(ledger)
         assert epsilon({STEP: allowed}) <= 0.5 < epsilon({STEP: allowed + 1})
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         assert spend(ledger) == 0
-    found = Ledger.read(path)
+    found = PrivacyLedger.read(path)
     assert found.statement().budget == (0.5, DELTA, "rdp")
     with pytest.raises(BudgetExceeded):
         found.require(STEP)
@@ -393,29 +397,29 @@ def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
 
 def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    Ledger(path, budget=Budget(0.9, DELTA, "rdp")).close()
-    Ledger(path, budget=TIGHT).close()  # which implies the first
+    PrivacyLedger(path, budget=Budget(0.9, DELTA, "rdp")).close()
+    PrivacyLedger(path, budget=TIGHT).close()  # which implies the first
     size = path.stat().st_size
     with pytest.raises(ConfigError, match=r"has the budget epsilon 0\.5 at delta 1e-05, and epsilon 1 at .* is looser"):
-        Ledger(path, budget=LOOSE)
+        PrivacyLedger(path, budget=LOOSE)
     assert path.stat().st_size == size
-    with Ledger(path, budget=LOOSE, loosen_budget=True) as ledger:
+    with PrivacyLedger(path, budget=LOOSE, loosen_budget=True) as ledger:
         assert epsilon({STEP: spend(ledger)}) > 0.5
         assert "Run 3 gave up the budget of epsilon 0.5 at delta 1e-05 (rdp)" in str(ledger.statement())
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         assert (ledger.budget, spend(ledger)) == (LOOSE, 0)
-    with Ledger(path, loosen_budget=True) as ledger:
+    with PrivacyLedger(path, loosen_budget=True) as ledger:
         assert (ledger.budget, spend(ledger)) == (None, 100)
-    assert "Run 5 gave up the budget of epsilon 1 at delta" in str(Ledger.read(path).statement())
+    assert "Run 5 gave up the budget of epsilon 1 at delta" in str(PrivacyLedger.read(path).statement())
 
 
 def test_budgets_that_do_not_compare_hold_together(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    Ledger(path, budget=Budget(5.0, 1e-9, "rdp")).close()
-    with Ledger(path, budget=TIGHT) as ledger:
+    PrivacyLedger(path, budget=Budget(5.0, 1e-9, "rdp")).close()
+    with PrivacyLedger(path, budget=TIGHT) as ledger:
         assert ledger.budget == TIGHT
         assert spend(ledger) < 50
-    with Ledger(path, budget=Budget(0.6, 1e-6, "rdp")) as ledger:  # at another delta
+    with PrivacyLedger(path, budget=Budget(0.6, 1e-6, "rdp")) as ledger:  # at another delta
         assert spend(ledger) == 0
 
 
@@ -427,7 +431,7 @@ def counts(ledger):
 
 
 def test_equal_events_of_another_run_are_added(tmp_path):
-    with Ledger() as mine, Ledger(tmp_path / "privacy.jsonl") as file:
+    with PrivacyLedger() as mine, PrivacyLedger(tmp_path / "privacy.jsonl") as file:
         file.record(STEP.times(100))
         mine.record(STEP.times(60))
         for _ in range(2):  # once, however often it is loaded
@@ -437,21 +441,21 @@ def test_equal_events_of_another_run_are_added(tmp_path):
         file.merge(mine.by_run())
         file.record(STEP)
         state = file.by_run()
-    found = Ledger.read(tmp_path / "privacy.jsonl")
+    found = PrivacyLedger.read(tmp_path / "privacy.jsonl")
     assert counts(found) == {STEP: 166}
     assert "65 releases are of 1 other run(s), taken from checkpoints" in str(found.statement())
-    with Ledger(tmp_path / "privacy.jsonl") as file:
+    with PrivacyLedger(tmp_path / "privacy.jsonl") as file:
         file.merge(state)
         file.merge(mine.by_run())
         assert counts(file) == {STEP: 166}
-    with Ledger(tmp_path / "other.jsonl") as other:
+    with PrivacyLedger(tmp_path / "other.jsonl") as other:
         other.merge(state)
         assert counts(other) == {STEP: 166}
 
 
 def test_a_merge_past_the_budget_writes_nothing(tmp_path):
-    with Ledger() as mine, Ledger(tmp_path / "privacy.jsonl", budget=TIGHT) as file:
-        mine.record(Event("discrete_laplace", 100.0))
+    with PrivacyLedger() as mine, PrivacyLedger(tmp_path / "privacy.jsonl", budget=TIGHT) as file:
+        mine.record(PrivacyEvent("discrete_laplace", 100.0))
         mine.record(STEP.times(30))
         size = file.path.stat().st_size
         with pytest.raises(BudgetExceeded):
@@ -462,7 +466,7 @@ def test_a_merge_past_the_budget_writes_nothing(tmp_path):
 
 
 def test_a_checkpoint_without_runs_is_added_in_full():
-    with Ledger() as ledger:
+    with PrivacyLedger() as ledger:
         ledger.record(STEP.times(4))
         with pytest.warns(UserWarning, match="does not say which runs spent its events: all of them are added"):
             ledger.merge([STEP.times(4).to_dict()])
@@ -475,25 +479,25 @@ def test_a_file_of_an_older_version_gets_ids_for_its_runs(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("accelerant.privacy.dp.ledger.ledger.fresh_id", str)  # no id, as before there were any
         for _ in range(2):
-            with Ledger(path) as ledger:
+            with PrivacyLedger(path) as ledger:
                 ledger.record(STEP.times(3))
-    assert "Runs of older versions are in the ledger" in str(Ledger.read(path).statement())
-    assert [run.id for run in Ledger.read(path).runs] != ["", ""]
-    with Ledger(path) as ledger:
+    assert "Runs of older versions are in the ledger" in str(PrivacyLedger.read(path).statement())
+    assert [run.id for run in PrivacyLedger.read(path).runs] != ["", ""]
+    with PrivacyLedger(path) as ledger:
         state = ledger.by_run()
     assert sorted(len(events) for events in state.values()) == [1, 1]
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         ledger.merge(state)
         assert counts(ledger) == {STEP: 6}
-    assert Ledger.read(path).by_run() == state
-    with Ledger() as other:
+    assert PrivacyLedger.read(path).by_run() == state
+    with PrivacyLedger() as other:
         other.record(STEP.times(6))
         other.merge(state)
         assert counts(other) == {STEP: 12}
 
 
 def test_a_fork_of_a_run_in_memory_is_a_run_of_its_own():
-    with Ledger() as ledger:
+    with PrivacyLedger() as ledger:
         ledger.record(STEP.times(3))
         read, write = os.pipe()
         if not (child := os.fork()):
@@ -517,21 +521,21 @@ def test_a_fork_of_a_run_in_memory_is_a_run_of_its_own():
 )  # fmt: skip
 def test_a_strangers_description_is_refused_by_its_line(tmp_path, delta, units, message):
     path = tmp_path / "privacy.jsonl"
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         ledger._writer._journal.append({"kind": "described", "run": 1, "delta": delta, "units": units})
-    for opened in (Ledger, Ledger.read):
+    for opened in (PrivacyLedger, PrivacyLedger.read):
         with pytest.raises(FormatError, match=f"line 3: {message}"):
             opened(path)
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize("event", [Event("gaussian", 8.0), Event("laplace", 20.0)])
+@pytest.mark.parametrize("event", [PrivacyEvent("gaussian", 8.0), PrivacyEvent("laplace", 20.0)])
 def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(tmp_path, method, event):
     """The exact epsilon of five releases: five fit, one by one or at once, and with the next float below, four."""
     cost = spent([event.times(5)], DELTA, method=method).epsilon
     for limit, fit in ((cost, 5), (math.nextafter(cost, 0.0), 4)):
         for counts in ([1] * fit, [fit]):
-            with Ledger(budget=Budget(limit, DELTA, method)) as ledger:
+            with PrivacyLedger(budget=Budget(limit, DELTA, method)) as ledger:
                 for count in counts:
                     ledger.record(event.times(count))
                 with pytest.raises(BudgetExceeded):
@@ -543,8 +547,8 @@ def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(tmp_path, method, even
 def test_names_do_not_pass_for_lines_of_the_statement(tmp_path):
     """A stranger's ledger names its unit, its data and its notes."""
     forged = "patient\nEpsilon: 0.1 at delta 1e-09\x1b[2K"
-    with Ledger(tmp_path / "privacy.jsonl", unit=forged, dataset=forged) as ledger:
-        ledger.record(Event("gaussian", 1.0, note=forged, source=forged, secure=True))
+    with PrivacyLedger(tmp_path / "privacy.jsonl", unit=forged, dataset=forged) as ledger:
+        ledger.record(PrivacyEvent("gaussian", 1.0, note=forged, source=forged, secure=True))
         statement = ledger.statement()
     for text in (str(statement), statement.to_markdown()):
         lines = [line for line in text.splitlines() if "Epsilon" in line[:10]]
@@ -554,10 +558,12 @@ def test_names_do_not_pass_for_lines_of_the_statement(tmp_path):
 
 
 @pytest.mark.parametrize("delta", [5e-324, 1e-300, 1e-17, 0.3, 1 - 2**-53])
-@pytest.mark.parametrize("events", [[], [Event("gaussian", 2.0)], [Event("gaussian", 0.02)], [Event("laplace", 1e-5)]])
+@pytest.mark.parametrize(
+    "events", [[], [PrivacyEvent("gaussian", 2.0)], [PrivacyEvent("gaussian", 0.02)], [PrivacyEvent("laplace", 1e-5)]]
+)
 def test_every_delta_and_epsilon_has_a_statement(delta, events):
     """No overflow, and never less epsilon than at a larger delta."""
-    ledger = Ledger()
+    ledger = PrivacyLedger()
     for event in events:
         ledger.record(event)
     statement = ledger.statement(delta)

@@ -17,14 +17,14 @@ import pytest
 
 from accelerant.errors import AccelerantError, BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp import ledger as ledger_module
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.ledger.journal import Journal
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.journal import LedgerJournal
 
-STEP = Event("gaussian", 2.0, "poisson", 0.01)
-OTHER = Event("laplace", 10.0)
-CHEAP = Event("gaussian", 20.0)
+STEP = PrivacyEvent("gaussian", 2.0, "poisson", 0.01)
+OTHER = PrivacyEvent("laplace", 10.0)
+CHEAP = PrivacyEvent("gaussian", 20.0)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def lines_of(path):
 
 @pytest.mark.slow
 def test_in_memory():
-    with Ledger() as ledger:
+    with PrivacyLedger() as ledger:
         for _ in range(3):
             ledger.record(STEP)
         ledger.record(OTHER.times(2))
@@ -59,71 +59,73 @@ def test_in_memory():
 
 def test_runs_on_the_same_file_add_up(path):
     for run in range(1, 4):
-        with Ledger(path, dataset="mnist") as ledger:
+        with PrivacyLedger(path, dataset="mnist") as ledger:
             for _ in range(100):
                 ledger.record(STEP)
             ledger.record(OTHER)
             assert counts(ledger) == {STEP: 100 * run, OTHER: run}
-    assert [sum(run.counts.values()) for run in Ledger.read(path).runs] == [101] * 3
-    assert Ledger(path).dataset == "mnist"
+    assert [sum(run.counts.values()) for run in PrivacyLedger.read(path).runs] == [101] * 3
+    assert PrivacyLedger(path).dataset == "mnist"
 
 
 def test_a_ledger_that_is_being_written_can_be_read_and_shows_no_less(path):
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         for count in range(1, 60):
             ledger.record(STEP)
-            assert counts(Ledger.read(path))[STEP] >= count
-    assert counts(Ledger.read(path)) == {STEP: 59}
+            assert counts(PrivacyLedger.read(path))[STEP] >= count
+    assert counts(PrivacyLedger.read(path)) == {STEP: 59}
 
 
 def test_few_records_for_many_steps(path):
     """The disk is waited for once in a block; a block is one in 32 of what was done."""
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         for count in range(1, 5001):
             ledger.record(STEP)
             if count % 777 == 0:
-                assert count <= counts(Ledger.read(path))[STEP] <= count + count // 32 + 1
+                assert count <= counts(PrivacyLedger.read(path))[STEP] <= count + count // 32 + 1
     assert len(lines_of(path)) < 240
 
 
 def test_settle_writes_the_exact_number(path):
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     for _ in range(1000):
         ledger.record(STEP)
     ledger.settle()
-    assert counts(Ledger.read(path)) == {STEP: 1000}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 1000}
     for _ in range(20):
         ledger.record(STEP)
-    assert counts(Ledger.read(path))[STEP] >= 1020
+    assert counts(PrivacyLedger.read(path))[STEP] >= 1020
     ledger.close()
-    assert counts(Ledger.read(path)) == {STEP: 1020}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 1020}
 
 
 def test_threads_share_a_ledger(path):
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     threads = [threading.Thread(target=lambda: [ledger.record(STEP) for _ in range(200)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     ledger.close()
-    assert counts(Ledger.read(path)) == {STEP: 800}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 800}
 
 
 def test_a_ledger_that_is_dropped_closes(path):
-    Ledger(path).record(STEP)
-    assert Ledger.read(path).runs[0].closed
+    PrivacyLedger(path).record(STEP)
+    assert PrivacyLedger.read(path).runs[0].closed
 
 
 def test_many_like_events_become_few_that_cost_no_less(path):
     """Adaptive clipping changes noise and delta a little in each step."""
-    events = [Event("gaussian", 30 + index * 1e-3, delta=1e-12 * (1 + index / 1000)) for index in range(300)]
-    with Ledger(path) as ledger:
+    events = [PrivacyEvent("gaussian", 30 + index * 1e-3, delta=1e-12 * (1 + index / 1000)) for index in range(300)]
+    with PrivacyLedger(path) as ledger:
         for event in events:
             ledger.record(event)
         assert sum(event.count for event in ledger.events) == 300
         assert len(ledger.events) < 30
-        exact = spent([Event("gaussian", sum(event.noise_multiplier**-2 for event in events) ** -0.5)], 1e-5).epsilon
+        exact = spent(
+            [PrivacyEvent("gaussian", sum(event.noise_multiplier**-2 for event in events) ** -0.5)], 1e-5
+        ).epsilon
         assert exact <= ledger.epsilon(1e-5) <= 1.02 * exact
         assert sum(event.count * event.delta for event in ledger.events) >= sum(event.delta for event in events)
 
@@ -134,8 +136,8 @@ def test_many_like_events_become_few_that_cost_no_less(path):
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_written(path, method):
     budget = Budget(epsilon=0.5, delta=1e-5, method=method)
-    fits = Ledger().remaining(0.5, 1e-5, CHEAP, method)
-    with Ledger(path, budget=budget) as ledger:
+    fits = PrivacyLedger().remaining(0.5, 1e-5, CHEAP, method)
+    with PrivacyLedger(path, budget=budget) as ledger:
         for _ in range(fits):
             ledger.require(CHEAP)
             ledger.record(CHEAP)
@@ -146,21 +148,21 @@ def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_writt
         assert path.read_bytes() == before
         assert ledger.epsilon(1e-5, method) <= 0.5
         assert ledger.events == (CHEAP.times(fits),)
-    with Ledger(path, budget=budget) as ledger, pytest.raises(BudgetExceeded):
+    with PrivacyLedger(path, budget=budget) as ledger, pytest.raises(BudgetExceeded):
         ledger.record(CHEAP)
 
 
 def test_a_budget_over_two_kinds_that_alternate():
     budget = Budget(0.5, 1e-5, "rdp")
-    ledger = Ledger(budget=budget)
-    kinds = (Event("laplace", 60.0), CHEAP, CHEAP)
+    ledger = PrivacyLedger(budget=budget)
+    kinds = (PrivacyEvent("laplace", 60.0), CHEAP, CHEAP)
     with pytest.raises(BudgetExceeded):
         collections.deque(map(ledger.record, itertools.cycle(kinds)), maxlen=0)
     assert ledger.epsilon(1e-5, "rdp") <= 0.5
     done = ledger.events
     assert (
         spent([*done, CHEAP], 1e-5, method="rdp").epsilon > 0.5
-        or spent([*done, Event("laplace", 60.0)], 1e-5, method="rdp").epsilon > 0.5
+        or spent([*done, PrivacyEvent("laplace", 60.0)], 1e-5, method="rdp").epsilon > 0.5
     )
 
 
@@ -170,23 +172,23 @@ def test_a_budget_asks_the_accountant_seldom(monkeypatch):
 
     asked = []
     monkeypatch.setattr(module, "spent", lambda *a, **k: asked.append(1) or spent(*a, **k))
-    ledger = Ledger(budget=Budget(1.0, 1e-5))
+    ledger = PrivacyLedger(budget=Budget(1.0, 1e-5))
     for _ in range(1000):
         ledger.record(STEP)
     assert len(asked) < 60
 
 
 def test_what_is_reserved_does_not_pass_the_budget_either(path):
-    fits = Ledger().remaining(0.5, 1e-5, CHEAP, "rdp")
-    ledger = Ledger(path, budget=Budget(0.5, 1e-5, "rdp"))
+    fits = PrivacyLedger().remaining(0.5, 1e-5, CHEAP, "rdp")
+    ledger = PrivacyLedger(path, budget=Budget(0.5, 1e-5, "rdp"))
     for _ in range(fits - 1):
         ledger.record(CHEAP)
-    assert counts(Ledger.read(path))[CHEAP] <= fits
+    assert counts(PrivacyLedger.read(path))[CHEAP] <= fits
 
 
 def test_no_noise_passes_every_budget():
     with pytest.raises(BudgetExceeded, match="would make it inf"):
-        Ledger(budget=Budget(100, 1e-5)).record(Event("gaussian", 0.0))
+        PrivacyLedger(budget=Budget(100, 1e-5)).record(PrivacyEvent("gaussian", 0.0))
 
 
 @pytest.mark.parametrize("values", [(0.0, 1e-5), (math.inf, 1e-5), (1.0, 0.0), (1.0, 1e-5, "clt")])
@@ -199,7 +201,7 @@ def test_budgets_without_meaning(values):
 
 
 def test_other_units_relations_and_data_sets_are_refused(path):
-    Ledger(path, unit="patient", dataset="a").close()
+    PrivacyLedger(path, unit="patient", dataset="a").close()
     before = path.read_bytes()
     for options, message in (
         ({}, "is of unit 'patient', not 'example'"),
@@ -207,28 +209,28 @@ def test_other_units_relations_and_data_sets_are_refused(path):
         ({"unit": "patient", "dataset": "b"}, "is of the data set 'a', not 'b'.*any_dataset=True"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Ledger(path, **options)
+            PrivacyLedger(path, **options)
     assert path.read_bytes() == before
-    with Ledger(path, unit="patient", dataset="b", any_dataset=True) as ledger:
+    with PrivacyLedger(path, unit="patient", dataset="b", any_dataset=True) as ledger:
         ledger.record(STEP)
         assert ledger.statement().datasets == ("a", "b")
-    Ledger(path, unit="patient", dataset="b").close()
+    PrivacyLedger(path, unit="patient", dataset="b").close()
 
 
 def test_one_writer_at_a_time(path):
-    with Ledger(path), pytest.raises(ConfigError, match="is open in another process, or elsewhere in this one"):
-        Ledger(path)
-    code = f"from accelerant.privacy.dp.ledger import Ledger\nLedger({str(path)!r})"
-    with Ledger(path):
+    with PrivacyLedger(path), pytest.raises(ConfigError, match="is open in another process, or elsewhere in this one"):
+        PrivacyLedger(path)
+    code = f"from accelerant.privacy.dp.ledger import PrivacyLedger\nPrivacyLedger({str(path)!r})"
+    with PrivacyLedger(path):
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "is open in another process" in found.stderr
-    Ledger(path).close()
+    PrivacyLedger(path).close()
 
 
 def test_a_fork_of_the_process_may_not_write_and_does_not_close(path):
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     ledger.record(STEP)
     child = os.fork()
     if not child:
@@ -242,16 +244,16 @@ def test_a_fork_of_the_process_may_not_write_and_does_not_close(path):
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(ConfigError, match="is open in another process"):  # the child left the lock to us
-        Ledger(path)
+        PrivacyLedger(path)
     ledger.record(STEP)
     ledger.close()
-    assert counts(Ledger.read(path)) == {STEP: 2}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 2}
 
 
 def test_a_worker_that_outlives_the_writer_does_not_hold_the_lock(path):
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -259,16 +261,16 @@ def test_a_worker_that_outlives_the_writer_does_not_hold_the_lock(path):
         os.read(reader, 1)  # until the parent is done
         os._exit(0)
     with pytest.raises(ConfigError, match="is open in another process"):
-        Ledger(path)
+        PrivacyLedger(path)
     ledger.close()
-    Ledger(path).close()
+    PrivacyLedger(path).close()
     os.close(writer)
     assert os.waitpid(child, 0)[1] == 0  # it outlived the writer
     os.close(reader)
 
 
 def test_closed_read_and_copied_ledgers_record_nothing(path):
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     ledger.record(STEP)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match="neither copied nor pickled"):
@@ -278,28 +280,28 @@ def test_closed_read_and_copied_ledgers_record_nothing(path):
     with pytest.raises(ConfigError, match="is closed"):
         ledger.record(STEP)
     assert counts(ledger) == {STEP: 1}
-    with pytest.raises(ConfigError, match=r"opened by Ledger.read"):
-        Ledger.read(path).record(STEP)
+    with pytest.raises(ConfigError, match=r"opened by PrivacyLedger.read"):
+        PrivacyLedger.read(path).record(STEP)
 
 
 def test_wrong_usage(tmp_path):
     for unit in ("", 3):
         with pytest.raises(ConfigError, match=rf"unit must name .* got {unit!r}"):
-            Ledger(unit=unit)
+            PrivacyLedger(unit=unit)
     with pytest.raises(ConfigError, match=r"budget must be a Budget, .* got 3"):
-        Ledger(budget=3)
+        PrivacyLedger(budget=3)
     with pytest.raises(ConfigError, match="got 'like'"):
-        Ledger(neighbouring="like")
+        PrivacyLedger(neighbouring="like")
     with pytest.raises(ConfigError, match="cannot write to the ledger"):
-        Ledger(tmp_path / "nowhere" / "privacy.jsonl")
+        PrivacyLedger(tmp_path / "nowhere" / "privacy.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
-        Ledger.read(tmp_path / "nothing")
+        PrivacyLedger.read(tmp_path / "nothing")
 
 
 def test_others_may_read_and_not_write(path):
     before = os.umask(0)
     try:
-        Ledger(path).close()
+        PrivacyLedger(path).close()
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o644
@@ -311,7 +313,7 @@ def test_others_may_read_and_not_write(path):
 @pytest.fixture
 def written(path):
     for _ in range(2):
-        with Ledger(path) as ledger:
+        with PrivacyLedger(path) as ledger:
             for _ in range(20):
                 ledger.record(STEP)
     return path
@@ -323,7 +325,7 @@ def test_every_changed_byte_is_noticed(written):
         changed = bytes([data[place] ^ 1])
         written.write_bytes(data[:place] + changed + data[place + 1 :])
         with pytest.raises(FormatError, match=r"privacy.jsonl, line \d+"):
-            Ledger.read(written)
+            PrivacyLedger.read(written)
 
 
 def test_every_missing_or_doubled_or_moved_line_is_noticed(written):
@@ -338,7 +340,7 @@ def test_every_missing_or_doubled_or_moved_line_is_noticed(written):
                 continue
             written.write_bytes(b"".join(changed))
             with pytest.raises(FormatError, match=r"privacy.jsonl, line \d+"):
-                Ledger.read(written)
+                PrivacyLedger.read(written)
 
 
 def test_a_cut_end_is_noticed(written):
@@ -346,20 +348,20 @@ def test_a_cut_end_is_noticed(written):
     for size in (0, len(data) // 2, data.rindex(b"\n", 0, -1) + 1, len(data) - 1):
         written.write_bytes(data[:size])
         with pytest.raises(FormatError, match=rf"line \d+: the file ends here, and had {lines} lines: it was cut"):
-            Ledger(written)
+            PrivacyLedger(written)
 
 
 def test_a_ledger_without_its_head_file_is_read(written):
     (written.parent / "privacy.jsonl.head").unlink()
-    assert counts(Ledger.read(written)) == {STEP: 40}
+    assert counts(PrivacyLedger.read(written)) == {STEP: 40}
 
 
 def test_the_head_of_another_ledger(written, tmp_path):
     other = tmp_path / "other.jsonl"
-    Ledger(other, unit="user").close()
+    PrivacyLedger(other, unit="user").close()
     (written.parent / "privacy.jsonl.head").write_bytes((tmp_path / "other.jsonl.head").read_bytes())
     with pytest.raises(FormatError, match=r"privacy.jsonl.head belongs to another ledger"):
-        Ledger.read(written)
+        PrivacyLedger.read(written)
 
 
 @pytest.mark.parametrize(
@@ -372,11 +374,11 @@ def test_the_head_of_another_ledger(written, tmp_path):
     ],
 )
 def test_records_without_meaning(written, record, message):
-    journal = Journal(written)
+    journal = LedgerJournal(written)
     journal.append(record)
     journal.close()
     with pytest.raises(FormatError, match=rf"line {len(lines_of(written))}: .*{message}"):
-        Ledger.read(written)
+        PrivacyLedger.read(written)
 
 
 @pytest.mark.parametrize(
@@ -387,21 +389,21 @@ def test_records_without_meaning(written, record, message):
     ],
 )
 def test_first_records_without_meaning(path, records, message):
-    journal = Journal(path)
+    journal = LedgerJournal(path)
     for record in records:
         journal.append(record)
     journal.close()
     with pytest.raises(FormatError, match=message):
-        Ledger.read(path)
+        PrivacyLedger.read(path)
 
 
 def test_more_used_than_reserved_is_no_ledger(path):
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     ledger.record(STEP)
     ledger._writer.used[STEP] += 5
     ledger.close()
     with pytest.raises(FormatError, match="more was used than was reserved"):
-        Ledger.read(path)
+        PrivacyLedger.read(path)
 
 
 @pytest.mark.parametrize(
@@ -410,13 +412,13 @@ def test_more_used_than_reserved_is_no_ledger(path):
 def test_other_files_are_no_ledger(path, text):
     path.write_bytes(text)
     with pytest.raises(FormatError, match="privacy ledger"):
-        Ledger.read(path)
+        PrivacyLedger.read(path)
 
 
 @pytest.mark.parametrize("text", [b'{"summary": "of a run, in one line"}', b"\x89PNG", b'{"record":{"sort":1}'])
 def test_a_file_of_one_line_without_an_end_is_not_taken_for_a_torn_ledger(path, text):
     path.write_bytes(text)
-    for use in (Ledger, Ledger.read):
+    for use in (PrivacyLedger, PrivacyLedger.read):
         with pytest.raises(FormatError, match="line 1: no record of a privacy ledger"):
             use(path)
     assert path.read_bytes() == text
@@ -426,10 +428,10 @@ def test_a_file_of_one_line_without_an_end_is_not_taken_for_a_torn_ledger(path, 
 def test_a_first_line_that_a_crash_cut_short_begins_a_ledger(path, torn):
     path.write_bytes(torn)
     with pytest.raises(FormatError, match="not one whole record"):
-        Ledger.read(path)
-    with Ledger(path) as ledger:
+        PrivacyLedger.read(path)
+    with PrivacyLedger(path) as ledger:
         ledger.record(STEP)
-    assert counts(Ledger.read(path)) == {STEP: 1}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 1}
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
@@ -437,10 +439,10 @@ def test_a_first_line_that_a_crash_cut_short_begins_a_ledger(path, torn):
 
 def test_a_torn_last_line_is_dropped_and_what_it_may_have_meant_is_counted(path):
     """A crash while the closing record is written: the reservations count."""
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     for _ in range(100):
         ledger.record(STEP)
-    reserved = counts(Ledger.read(path))[STEP]
+    reserved = counts(PrivacyLedger.read(path))[STEP]
     head = (path.parent / "privacy.jsonl.head").read_bytes()
     ledger.close()
     (path.parent / "privacy.jsonl.head").write_bytes(head)
@@ -448,17 +450,17 @@ def test_a_torn_last_line_is_dropped_and_what_it_may_have_meant_is_counted(path)
     last = data.rindex(b"\n", 0, -1) + 1
     for size in (*range(last, len(data) - 1, 11), len(data) - 1):
         path.write_bytes(data[:size])
-        assert counts(Ledger.read(path)) == {STEP: reserved}
-    with Ledger(path) as ledger:
+        assert counts(PrivacyLedger.read(path)) == {STEP: reserved}
+    with PrivacyLedger(path) as ledger:
         ledger.record(STEP)
-    found = Ledger.read(path)
+    found = PrivacyLedger.read(path)
     assert counts(found) == {STEP: reserved + 1}
     assert [run.closed for run in found.runs] == [False, True]
     assert found.runs[1].facts["torn_bytes"] == len(data) - 1 - last
 
 
 def test_a_full_disk_refuses_the_event(path, monkeypatch):
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     ledger.record(STEP)
     before = path.read_bytes()
     write = os.write
@@ -474,23 +476,23 @@ def test_a_full_disk_refuses_the_event(path, monkeypatch):
     assert counts(ledger) == {STEP: 1}
     ledger.record(STEP)
     ledger.close()
-    assert counts(Ledger.read(path)) == {STEP: 2}
+    assert counts(PrivacyLedger.read(path)) == {STEP: 2}
 
 
 CHILD = """
 import os, sys
-from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger import PrivacyLedger
 
 path, out, parent = sys.argv[1:]
-steps = (Event("gaussian", 2.0, "poisson", 0.01), Event("laplace", 10.0))
+steps = (PrivacyEvent("gaussian", 2.0, "poisson", 0.01), PrivacyEvent("laplace", 10.0))
 sys.stdout.write("ready")
 sys.stdout.flush()
 for line in sys.stdin:
     child = os.fork()
     if not child:
         file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        ledger = Ledger(path)
+        ledger = PrivacyLedger(path)
         done = 0
         while True:
             ledger.record(steps[done % 7 == 0])
@@ -538,7 +540,7 @@ def test_kill_9_at_any_moment_never_under_counts(tmp_path_factory, rng, record_p
     assert server.wait(120) == 0
     assert happened >= 3 * sum(range(1, 20, 2))
     assert any(not run.closed for run in now.runs)
-    Ledger(path).close()
+    PrivacyLedger(path).close()
     record_property("kills", 20)
 
 
@@ -547,13 +549,13 @@ def _when_unlocked(path):
 
     def free():
         try:
-            Ledger(path).close()
+            PrivacyLedger(path).close()
         except ConfigError:
             return False
         return True
 
     _until(free)
-    return Ledger.read(path)
+    return PrivacyLedger.read(path)
 
 
 def _until(holds):
@@ -565,18 +567,19 @@ def _until(holds):
 
 def test_a_process_that_ends_in_order_closes_its_ledger(path):
     code = (
-        "import sys\nfrom accelerant.privacy.dp.ledger import Event, Ledger\n"
-        "ledger = Ledger(sys.argv[1])\nfor _ in range(1000): ledger.record(Event('gaussian', 1.0))\nraise ValueError"
+        "import sys\nfrom accelerant.privacy.dp.ledger import PrivacyEvent, PrivacyLedger\n"
+        "ledger = PrivacyLedger(sys.argv[1])\n"
+        "for _ in range(1000): ledger.record(PrivacyEvent('gaussian', 1.0))\nraise ValueError"
     )
     found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
     assert found.returncode == 1
-    assert counts(Ledger.read(path)) == {Event("gaussian", 1.0): 1000}
+    assert counts(PrivacyLedger.read(path)) == {PrivacyEvent("gaussian", 1.0): 1000}
 
 
 def test_neither_torch_nor_the_accountant_is_imported_to_record(path):
     code = (
-        "import sys\nfrom accelerant.privacy.dp.ledger import Event, Ledger\n"
-        "Ledger(sys.argv[1]).record(Event('gaussian', 1.0))\n"
+        "import sys\nfrom accelerant.privacy.dp.ledger import PrivacyEvent, PrivacyLedger\n"
+        "PrivacyLedger(sys.argv[1]).record(PrivacyEvent('gaussian', 1.0))\n"
         "print([name for name in ('torch', 'dp_accounting', 'scipy') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
@@ -592,21 +595,22 @@ def test_lines_are_plain_json(written):
 
 def test_the_errors_are_of_one_tree():
     assert issubclass(BudgetExceeded, AccelerantError)
-    assert ledger_module.__all__ == ["Budget", "Event", "Ledger", "Statement"]
+    assert ledger_module.__all__ == ["Budget", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"]
 
 
 def test_only_further_variants_of_the_same_event_are_rounded():
     """Each distinct event takes a composition; those of other notes or draws are events of their own."""
-    ledger = Ledger()
-    others = [Event("gaussian", 1.1, note=str(number)) for number in range(9)]
-    kinds = [Event("laplace", 1.1), Event("gaussian", 1.1, "poisson", 0.5), Event("gaussian", 1.1, source="a"),
-             Event("gaussian", 1.1, secure=True), Event("gaussian", 1.1, idealised=True)]  # fmt: skip
-    variants = [Event("gaussian", 3.3 + number / 1000, delta=1e-9) for number in range(8)]
+    ledger = PrivacyLedger()
+    others = [PrivacyEvent("gaussian", 1.1, note=str(number)) for number in range(9)]
+    kinds = [PrivacyEvent("laplace", 1.1), PrivacyEvent("gaussian", 1.1, "poisson", 0.5),
+             PrivacyEvent("gaussian", 1.1, source="a"), PrivacyEvent("gaussian", 1.1, secure=True),
+             PrivacyEvent("gaussian", 1.1, idealised=True)]  # fmt: skip
+    variants = [PrivacyEvent("gaussian", 3.3 + number / 1000, delta=1e-9) for number in range(8)]
     for event in (*others, *kinds, *variants):
         ledger.record(event)
     assert set(counts(ledger)) == {*others, *kinds, *variants}
     ledger.record(variants[0])  # a known one
-    ledger.record(Event("gaussian", 3.33331, delta=1.7e-9))
+    ledger.record(PrivacyEvent("gaussian", 3.33331, delta=1.7e-9))
     (rounded,) = set(counts(ledger)) - {*others, *kinds, *variants}
     assert 3.33331 * 2 ** (-1 / 256) <= rounded.noise_multiplier < 3.33331
     assert 1.7e-9 < rounded.delta <= 1.7e-9 * 2**0.25

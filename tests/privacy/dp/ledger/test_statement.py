@@ -7,23 +7,23 @@ import re
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.ledger.statement import _meaning
 
-STEP = Event(
+STEP = PrivacyEvent(
     "discrete_gaussian", 4.0, "poisson", 0.01, 50, 1e-12, "warm-up", source="chacha20", secure=True, idealised=True
 )
-INSECURE = Event("gaussian", 8.0, "shuffled", 0.01, 2, source="philox gaussian", secure=False)
+INSECURE = PrivacyEvent("gaussian", 8.0, "shuffled", 0.01, 2, source="philox gaussian", secure=False)
 
 
 @pytest.fixture
 def ledger(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    with Ledger(path, unit="patient", dataset="ward 7") as first:
+    with PrivacyLedger(path, unit="patient", dataset="ward 7") as first:
         first.record(STEP)
-    with Ledger(path, unit="patient", budget=Budget(3.0, 1e-6, "rdp")) as found:
+    with PrivacyLedger(path, unit="patient", budget=Budget(3.0, 1e-6, "rdp")) as found:
         found.record(INSECURE)
         yield found
 
@@ -42,23 +42,23 @@ def test_numbers(ledger):
 def test_without_a_delta_the_last_chosen_one_is_stated_and_all_are_listed(tmp_path):
     """Chosen by a budget or by `describe`; the file keeps both."""
     path = tmp_path / "privacy.jsonl"
-    event = Event("gaussian", 20.0)
-    with Ledger(path, budget=Budget(2.0, 1e-6)) as ledger:
+    event = PrivacyEvent("gaussian", 20.0)
+    with PrivacyLedger(path, budget=Budget(2.0, 1e-6)) as ledger:
         ledger.record(event)
         assert (ledger.delta, ledger.statement().delta, ledger.statement().others) == (1e-6, 1e-6, ())
         ledger.describe(delta=1e-7, units=12345)
         assert ledger.delta == 1e-7
-    with Ledger(path) as ledger:
+    with PrivacyLedger(path) as ledger:
         ledger.describe(delta=1e-8, units=99)
         ledger.describe(delta=1e-7)
-    for found in (ledger, Ledger.read(path)):
+    for found in (ledger, PrivacyLedger.read(path)):
         assert found.deltas == (1e-6, 1e-8, 1e-7)
         statement = found.statement()
         assert (statement.delta, statement.budget, statement.units) == (1e-7, (2.0, 1e-6, "pld"), 12000)
         assert statement.epsilon == found.epsilon() == spent([event], 1e-7).epsilon
         assert statement.others == tuple((delta, spent([event], delta).epsilon) for delta in (1e-6, 1e-8))
         assert "No delta" not in str(statement)
-    plain = Ledger()
+    plain = PrivacyLedger()
     assert (plain.delta, plain.statement().delta, plain.epsilon()) == (None, 1e-5, 0.0)
     assert "No delta was chosen" in plain.statement().remarks[0]
     assert not any("No delta" in remark for remark in plain.statement(1e-5).remarks)
@@ -66,7 +66,7 @@ def test_without_a_delta_the_last_chosen_one_is_stated_and_all_are_listed(tmp_pa
 
 @pytest.mark.parametrize("given", [{"delta": 0.0}, {"delta": 1.0}, {"units": 0}, {"delta": 1e-7, "units": 2.5}])
 def test_what_cannot_be_described_leaves_the_ledger_as_it_was(tmp_path, given):
-    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+    with PrivacyLedger(tmp_path / "privacy.jsonl") as ledger:
         before = ledger.path.read_bytes()
         with pytest.raises(ConfigError, match=next(reversed(given))):
             ledger.describe(**given)
@@ -82,9 +82,9 @@ def test_a_weak_bound_is_no_certainty(epsilon, right):
 
 def test_a_lawyer_reads_what_it_means():
     """The bound in one sentence, units, several rows of a person, what is covered, the idealisation, tuning."""
-    ledger = Ledger(unit="patient")
+    ledger = PrivacyLedger(unit="patient")
     ledger.describe(delta=1e-7, units=1437)
-    ledger.record(Event("gaussian", 20.0, idealised=True))
+    ledger.record(PrivacyEvent("gaussian", 20.0, idealised=True))
     statement = ledger.statement()
     epsilon, text = statement.epsilon, str(statement)
     factor, right = math.exp(epsilon), 100 * (math.exp(epsilon) + 1e-7) / (1 + math.exp(epsilon))
@@ -109,14 +109,14 @@ def test_a_lawyer_reads_what_it_means():
 
 
 def infinite():
-    ledger = Ledger(budget=None)
+    ledger = PrivacyLedger(budget=None)
     ledger.describe(delta=1e-6)
-    ledger.record(Event("gaussian", 0.0))
+    ledger.record(PrivacyEvent("gaussian", 0.0))
     return ledger.statement(1e-5)
 
 
 def test_a_delta_not_below_one_over_the_units_is_said():
-    ledger = Ledger()
+    ledger = PrivacyLedger()
     ledger.describe(delta=1e-3, units=1000)
     assert "Delta 0.001 is not below one over the about 1,000 units" in str(ledger.statement())
     assert "is not below one" not in str(ledger.statement(9e-4))
@@ -125,8 +125,8 @@ def test_a_delta_not_below_one_over_the_units_is_said():
 def test_numbers_are_not_rounded_to_others():
     """A delta or a sampling rate rounded down, or noise rounded up, would be of a mechanism that costs more."""
     delta, rate, noise = 1.23456749e-7, 0.012345674, 1.23456751
-    ledger = Ledger(budget=Budget(1.2345675, delta))
-    ledger.record(Event("gaussian", 1000 * noise, "poisson", rate))
+    ledger = PrivacyLedger(budget=Budget(1.2345675, delta))
+    ledger.record(PrivacyEvent("gaussian", 1000 * noise, "poisson", rate))
     text = str(ledger.statement())
     for said in (f"at delta {delta!r}", f"probability {rate!r}", f"multiplier {1000 * noise!r}", "epsilon 1.2345675 "):
         assert said in text, said
@@ -163,14 +163,14 @@ def test_json_has_the_same(ledger):
     statement = ledger.statement()
     found = json.loads(statement.to_json())
     assert found["epsilon"] == statement.epsilon
-    assert [Event.from_dict(event) for event in found["events"]] == list(statement.events)
+    assert [PrivacyEvent.from_dict(event) for event in found["events"]] == list(statement.events)
     assert found["remarks"] == list(statement.remarks)
     assert found["unit"] == "patient"
 
 
 def test_no_noise():
-    ledger = Ledger()
-    ledger.record(Event("gaussian", 0.0))
+    ledger = PrivacyLedger()
+    ledger.record(PrivacyEvent("gaussian", 0.0))
     found = ledger.statement(1e-5)
     assert found.epsilon == math.inf
     assert "have no noise" in found.reason
@@ -180,12 +180,12 @@ def test_no_noise():
 
 
 def test_remarks_are_only_of_what_was_done():
-    ledger = Ledger()
-    ledger.record(Event("gaussian", 4.0, secure=True))
+    ledger = PrivacyLedger()
+    ledger.record(PrivacyEvent("gaussian", 4.0, secure=True))
     text = str(ledger.statement(1e-5))
     for absent in ("Not secure", "Idealised", "shuffled", "discrete", "Several data sets", "not recorded whether"):
         assert absent not in text
-    ledger.record(Event("discrete_laplace", 4.0))
+    ledger.record(PrivacyEvent("discrete_laplace", 4.0))
     text = str(ledger.statement(1e-5))
     assert "by its pure epsilon" in text
     assert "not recorded whether their noise is secure" in text
@@ -193,16 +193,16 @@ def test_remarks_are_only_of_what_was_done():
 
 def test_a_run_that_was_not_closed(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     ledger.record(STEP)
-    assert "not closed: all that it reserved is counted" in str(Ledger.read(path).statement(1e-5))
+    assert "not closed: all that it reserved is counted" in str(PrivacyLedger.read(path).statement(1e-5))
 
 
 def test_markdown_is_not_broken_by_names(tmp_path):
-    with Ledger(tmp_path / "a", dataset="a|b") as ledger:
+    with PrivacyLedger(tmp_path / "a", dataset="a|b") as ledger:
         assert "| Data | a\\|b |" in ledger.statement(1e-5).to_markdown()
 
 
 def test_delta_without_meaning():
     with pytest.raises(ConfigError, match="delta must be in"):
-        Ledger().statement(2.0)
+        PrivacyLedger().statement(2.0)

@@ -15,7 +15,7 @@ from accelerant.privacy.dp.noise.discrete import (
     POOL,
     TRIGGER,
     UNIT_BLOCKS,
-    GaussianPlan,
+    GaussianConvolution,
     digits_of,
     groups_of,
     laplace_blocks,
@@ -27,7 +27,9 @@ from accelerant.privacy.random.stream import BLOCK_WORDS, chacha20_words
 Words = npt.NDArray[np.uint32]
 
 
-def gaussian_reference(key: Words, nonce: int, first: int, plan: GaussianPlan, elements: int) -> npt.NDArray[np.int64]:
+def gaussian_reference(
+    key: Words, nonce: int, first: int, plan: GaussianConvolution, elements: int
+) -> npt.NDArray[np.int64]:
     """Return draws of the discrete Gaussian.
 
     Args:

@@ -48,7 +48,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_noise_is_secure_and_draws_are_unknown_unless_a_caller_says_otherwise(name):
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     DEFAULTS[name](ledger)
     (event,) = ledger.events
     assert event.secure is True
@@ -58,7 +58,7 @@ def test_noise_is_secure_and_draws_are_unknown_unless_a_caller_says_otherwise(na
 
 @pytest.mark.usefixtures("fixed_entropy")
 def test_several_tensors_are_one_release():
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     tensors = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0)]
     dp.gaussian_noise_(tensors, 4.0, sensitivity=2.0, ledger=ledger)
     (event,) = ledger.events
@@ -69,13 +69,13 @@ def test_several_tensors_are_one_release():
 
 
 def test_a_laplace_release_of_epsilon_costs_epsilon():
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     dp.release(10.0, mechanism="laplace", sensitivity=1.0, epsilon=0.5, ledger=ledger)
     assert ledger.epsilon(1e-9) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_gaussian_release_of_epsilon_and_delta_costs_them():
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     found = dp.release(torch.zeros(50), mechanism="gaussian", sensitivity=1.0, epsilon=1.0, delta=1e-5, ledger=ledger)
     assert found.shape == (50,)
     assert 0.99 < ledger.epsilon(1e-5) <= 1.0
@@ -199,7 +199,7 @@ ASKED = [
 def test_the_exact_delta_is_within_the_one_asked(monkeypatch, epsilon, delta, value, sensitivity):
     plans = []
     monkeypatch.setattr(NoisySum, "add_", lambda self, tensors, plan, factor: plans.append(plan))
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     dp.release(value, mechanism="gaussian", sensitivity=sensitivity, epsilon=epsilon, delta=delta, ledger=ledger)
     assert exact_delta(plans[0], sensitivity, epsilon) <= delta
     assert ledger.epsilon(delta) <= epsilon
@@ -214,7 +214,7 @@ def test_exact_deltas_are_within_the_recorded_ones(monkeypatch, rng, record_prop
     for _ in range(releases):
         whole, multiplier = bool(random.integers(2)), float(np.exp(random.uniform(np.log(0.2), np.log(30))))
         sensitivity = int(random.integers(1, 40)) if whole else float(np.exp(random.uniform(-12, 12)))
-        ledger, value = dp.Ledger(), 7 if whole else 0.3
+        ledger, value = dp.PrivacyLedger(), 7 if whole else 0.3
         dp.release(value, mechanism="gaussian", sensitivity=sensitivity, noise_multiplier=multiplier, ledger=ledger)
         (event,) = ledger.events
         for delta in (1e-2, 1e-5, 1e-8):
@@ -237,7 +237,7 @@ def analytic_delta(multiplier, epsilon):
 
 
 def test_a_release_past_the_budget_draws_nothing():
-    ledger = dp.Ledger(budget=dp.Budget(1.0, 1e-6))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(1.0, 1e-6))
     dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
     with pytest.raises(BudgetExceeded):
         dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
@@ -286,7 +286,7 @@ def test_values_that_cannot_be_released():
     with pytest.raises(UnsupportedDtype, match="int64"):
         dp.gaussian_noise_(torch.zeros(2, dtype=torch.int64), 1.0)
     with pytest.raises(ConfigError, match="needs the sensitivity"):
-        dp.gaussian_noise_(torch.zeros(2), 1.0, ledger=dp.Ledger())
+        dp.gaussian_noise_(torch.zeros(2), 1.0, ledger=dp.PrivacyLedger())
     with pytest.raises(ConfigError, match="std must be a number"):
         dp.gaussian_noise_(torch.zeros(2), 0.0)
 
@@ -359,12 +359,12 @@ def test_vectors_in_a_ball():
 
 
 def test_ledgers_are_of_replaced_records():
-    ledger = dp.Ledger(neighbouring="replace-one")
+    ledger = dp.PrivacyLedger(neighbouring="replace-one")
     dp.RandomizedResponse(3, epsilon=0.5).randomize(torch.zeros(9, dtype=torch.int64), ledger=ledger)
     dp.LocalLaplace(0.0, 1.0, epsilon=0.25).randomize(torch.zeros(9), ledger=ledger)
     assert ledger.epsilon(1e-9) == pytest.approx(0.75, rel=1e-3)  # the reports of each record add up
     with pytest.raises(ConfigError, match="replace-one"):
-        dp.LocalLaplace(0.0, 1.0, epsilon=0.25).randomize(torch.zeros(9), ledger=dp.Ledger())
+        dp.LocalLaplace(0.0, 1.0, epsilon=0.25).randomize(torch.zeros(9), ledger=dp.PrivacyLedger())
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from accelerant.privacy.dp.noise.discrete import (
     TOTAL_BITS,
     WIDEST,
     base_weights,
+    convolution_of,
     digits_of,
     grid_steps,
     laplace_distance,
     log_ratio,
-    make_plan,
     make_tables,
     sixth_trigger,
     smoothing_widths,
@@ -41,7 +41,7 @@ SIGMAS = [0.1, 3.0, 46.4, 46.5, 93.0, 1300.0, 1400.0, 4e4, 5e4, 2.0**20, 1.2e6, 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_plans_are_exactly_as_wide_as_asked(sigma):
-    plan = make_plan(Fraction(sigma))
+    plan = convolution_of(Fraction(sigma))
     assert plan.base_variance * sum(k * k for k in plan.factors) == Fraction(sigma) ** 2
     assert plan.base_variance <= Fraction(BASE_LIMIT) ** 2
     assert plan.factors[0] == 1
@@ -55,7 +55,7 @@ def test_plans_are_exactly_as_wide_as_asked(sigma):
 @pytest.mark.parametrize(("sigma", "dimensions"), [(3.0, 1), (1300.0, 10_000), (1.2e6, 163_000_000)])
 def test_every_part_of_the_charge_is_in_it(sigma, dimensions):
     """Cut tails and tables, pools that run dry, the smoothing of each sum, and of the random rounding."""
-    plan, found = make_plan(Fraction(sigma)), charge(sigma, 1.0, dimensions)
+    plan, found = convolution_of(Fraction(sigma)), charge(sigma, 1.0, dimensions)
     apart = dimensions * (float(plan.distance()) + sixth_trigger(plan.terms))
     smoothing = 2 * dimensions * (plan.log_ratio + log_ratio(SMOOTH))
     assert found.delta == pytest.approx(min(1.0, (1 + math.exp(16.0)) * apart + smoothing), rel=1e-9, abs=0)
@@ -68,13 +68,13 @@ def test_the_gpt_at_multiplier_one_takes_four_terms():
     """What the time of 2^28 draws is promised for."""
     grid = choose_grid(1.0, 1.0, 163_000_000)
     assert grid == 2.0**-20
-    assert make_plan(grid_steps(1.0, grid)).terms == 4
+    assert convolution_of(grid_steps(1.0, grid)).terms == 4
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, WIDEST * 1.01])
 def test_widths_out_of_range_are_refused(sigma):
     with pytest.raises(ConfigError, match="grid steps wide"):
-        make_plan(Fraction(sigma))
+        convolution_of(Fraction(sigma))
 
 
 def discrete_gaussian(variance, reach):

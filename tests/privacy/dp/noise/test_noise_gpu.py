@@ -10,7 +10,7 @@ from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import SecureSource
 from accelerant.privacy.dp.noise import source as launch
-from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, draws_of_unit, make_plan
+from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, draws_of_unit
 from accelerant.privacy.dp.noise.source import fused_source
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.stream import take
@@ -78,7 +78,7 @@ def test_lags_are_independent(drawn):
 
 def test_time_does_not_depend_on_what_is_drawn():
     """Tables of which every magnitude is 0, or 511, and the real one: the quickest of 20 launches each, in turn."""
-    plan, x = make_plan(Fraction(SIGMA)), torch.zeros(2**26, device="cuda")
+    plan, x = convolution_of(Fraction(SIGMA)), torch.zeros(2**26, device="cuda")
     _, kernel = launch.compiled(fused_source(4, "float32"), x.device)
     rows, groups = launch.packed_rows([x], GROUP * draws_of_unit(4))
     taken = take(SecureStream(KEY), groups * GROUP * UNIT_BLOCKS, x.device)
@@ -94,7 +94,7 @@ def test_time_does_not_depend_on_what_is_drawn():
     quickest = [math.inf] * 3
     for _ in range(20):
         for i, each in enumerate(launches):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.PrivacyEvent(enable_timing=True) for _ in range(2))
             start.record()
             each.start()
             end.record()

@@ -10,11 +10,11 @@ from noise_reference import gaussian_reference, laplace_reference
 
 from accelerant.privacy.dp.noise.discrete import (
     GROUP,
+    convolution_of,
     digits_of,
     draws_of_unit,
     groups_of,
     laplace_blocks,
-    make_plan,
     make_tables,
     thresholds,
 )
@@ -84,7 +84,7 @@ def values(n):
 @pytest.mark.parametrize("terms", BY_TERMS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_llvm_draws_equal_the_reference(terms, whole):
-    plan = make_plan(Fraction(BY_TERMS[terms]))
+    plan = convolution_of(Fraction(BY_TERMS[terms]))
     assert plan.terms == terms
     n = GROUP * draws_of_unit(terms) * 2 - (0 if whole else 37)
     out = torch.full((n + 64,), 7, dtype=torch.int64)
@@ -95,7 +95,7 @@ def test_llvm_draws_equal_the_reference(terms, whole):
 
 @pytest.mark.parametrize("n", [1, 15, 33, 2000])
 def test_llvm_adds_as_torch_does(n):
-    plan, grid, scale = make_plan(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
+    plan, grid, scale = convolution_of(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
     x = values(max(n, 16))[:n].clone()
     wanted = x.clone()
     add_steps(wanted, torch.from_numpy(expected(plan, n)), grid, scale)
@@ -108,7 +108,7 @@ def test_llvm_adds_as_torch_does(n):
 @pytest.mark.slow
 @pytest.mark.parametrize("terms", BY_TERMS)
 def test_portable_draws_equal_the_reference(opencl, terms):
-    plan = make_plan(Fraction(BY_TERMS[terms]))
+    plan = convolution_of(Fraction(BY_TERMS[terms]))
     n = GROUP * draws_of_unit(terms) + 37
     found = on_opencl(opencl, gaussian_source(terms, False), plan, np.zeros(n, np.int64))
     assert np.array_equal(found, expected(plan, n))
@@ -116,7 +116,7 @@ def test_portable_draws_equal_the_reference(opencl, terms):
 
 @pytest.mark.slow
 def test_portable_adds_as_torch_does(opencl):
-    plan, grid, scale = make_plan(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
+    plan, grid, scale = convolution_of(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
     x = values(2000)
     wanted = x.clone()
     add_steps(wanted, torch.from_numpy(expected(plan, 2000)), grid, scale)
@@ -130,14 +130,14 @@ def test_portable_adds_as_torch_does(opencl):
 @pytest.fixture
 def often(monkeypatch):
     """Triggers of probability 1/64 in the reference: of 2^-22, no test would see one."""
-    usual = expected(make_plan(Fraction(BY_TERMS[4])), 5000)
+    usual = expected(convolution_of(Fraction(BY_TERMS[4])), 5000)
     monkeypatch.setattr(noise_reference, "TRIGGER", OFTEN)
-    assert (expected(make_plan(Fraction(BY_TERMS[4])), 5000) != usual).mean() > 0.03
+    assert (expected(convolution_of(Fraction(BY_TERMS[4])), 5000) != usual).mean() > 0.03
     return usual
 
 
 def test_llvm_takes_triggers_from_the_pool(often):
-    plan = make_plan(Fraction(BY_TERMS[4]))
+    plan = convolution_of(Fraction(BY_TERMS[4]))
     program = GaussianKernel(4, False, trigger=OFTEN)
     source = KernelSource("often", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]})
     out = on_cpu(source, plan, torch.zeros(5000, dtype=torch.int64))
@@ -146,7 +146,7 @@ def test_llvm_takes_triggers_from_the_pool(often):
 
 @pytest.mark.slow
 def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
-    plan, usual = make_plan(Fraction(BY_TERMS[4])), gaussian_source(4, False)
+    plan, usual = convolution_of(Fraction(BY_TERMS[4])), gaussian_source(4, False)
     text = f"#define TRIGGER {OFTEN:#x}u\n{usual.dialects['portable']}"
     source = KernelSource("often", {"portable": text}, usual.entries)
     assert np.array_equal(on_opencl(opencl, source, plan, np.zeros(5000, np.int64)), expected(plan, 5000))
@@ -156,7 +156,7 @@ def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
 def test_by_addresses_the_same_comes_out(monkeypatch, count):
     """What processors without permutations of two registers run, with vectors of 128 and 256 bits."""
     monkeypatch.setitem(on_cpu.__globals__, "lanes", lambda: count)
-    plan = make_plan(Fraction(BY_TERMS[4]))
+    plan = convolution_of(Fraction(BY_TERMS[4]))
     program = GaussianKernel(4, False, vectors=Vectors(count))
     assert "masked.gather" in program.build("")
     source = KernelSource(

@@ -18,7 +18,7 @@ from accelerant.ops.dropout.op import philox_reference
 from accelerant.privacy.dp.noise import FastSource, SecureSource
 from accelerant.privacy.dp.noise import source as launch
 from accelerant.privacy.dp.noise import source as noise_source
-from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, groups_of, make_plan
+from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, groups_of
 from accelerant.privacy.dp.noise.source import RANGE, add_steps, fused_source
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.stream import chacha20_words, key_words
@@ -56,7 +56,7 @@ def test_each_tensor_gets_rounding_noise_and_scale(dtype):
     tensors, scale = some(dtype), 1 / 3
     sizes = [x.numel() for x in tensors]
     together = dtype == torch.float32  # small ones are drawn at once
-    noise = drawn(key_words(KEY), make_plan(Fraction(2**20)), [sum(sizes)] if together else sizes)
+    noise = drawn(key_words(KEY), convolution_of(Fraction(2**20)), [sum(sizes)] if together else sizes)
     noise = noise[0].split(sizes) if together else noise
     wanted = []
     for x, z in zip(tensors, noise, strict=True):
@@ -360,7 +360,7 @@ def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
     text = f"#define TRIGGER {often:#x}u\n{program.text}"
     source = dataclasses.replace(usual, name="often", dialects={"cuda": dataclasses.replace(program, text=text)})
     monkeypatch.setattr(launch, "fused_source", lambda *_: source)
-    key, plan = chacha20_words(key_words(KEY), 0, 1)[:8, 0], make_plan(Fraction(2**20))
+    key, plan = chacha20_words(key_words(KEY), 0, 1)[:8, 0], convolution_of(Fraction(2**20))
     (plain,) = drawn(key, plan, [20_000])
     monkeypatch.setattr(noise_reference, "TRIGGER", often)
     (wanted,) = drawn(key, plan, [20_000])
@@ -373,7 +373,7 @@ def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
 def test_one_launch_for_a_list_equals_the_cpu(dtype):
     source = secure()
     key = chacha20_words(key_words(KEY), 0, 1)[:8, 0]
-    plan = make_plan(Fraction(2**20))
+    plan = convolution_of(Fraction(2**20))
     wanted = some(dtype)
     filled = [x for x in wanted if x.numel()]
     for x, z in zip(filled, drawn(key, plan, [x.numel() for x in filled]), strict=True):

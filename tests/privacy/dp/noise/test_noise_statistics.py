@@ -16,7 +16,7 @@ import torch
 from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import FastSource, SecureSource
-from accelerant.privacy.dp.noise.discrete import GROUP, draws_of_unit, make_plan
+from accelerant.privacy.dp.noise.discrete import GROUP, convolution_of, draws_of_unit
 from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel
 from accelerant.privacy.dp.noise.source import gaussian_source, laplace_steps
 from accelerant.privacy.random import SecureStream
@@ -78,7 +78,7 @@ def test_low_digits_are_uniform(modulus):
 def test_neighbours_lanes_and_groups_are_independent(sigma):
     z = draws(sigma)
     y = z / sigma
-    lags = {*LAGS, GROUP * draws_of_unit(make_plan(Fraction(sigma)).terms)}
+    lags = {*LAGS, GROUP * draws_of_unit(convolution_of(Fraction(sigma)).terms)}
     for lag in lags:
         for a in (y, np.abs(y) - math.sqrt(2 / math.pi), np.where(z & 1, 1.0, -1.0)):
             spread = (a**2).mean() * math.sqrt(len(a) - lag)
@@ -160,7 +160,7 @@ def test_time_does_not_depend_on_what_is_drawn():
 
     A sampler that rejects, searches or branches by the magnitude would be tens of per cent apart.
     """
-    plan = make_plan(Fraction(2**20))
+    plan = convolution_of(Fraction(2**20))
     provider, kernel = compiled(gaussian_source(4, False), torch.device("cpu"))
     del provider
     from accelerant.privacy.dp.noise.discrete import make_tables

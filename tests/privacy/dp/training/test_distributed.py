@@ -85,7 +85,7 @@ def test_two_processes_make_the_update_of_one(both):
     torch.testing.assert_close(torch.tensor(first["parameters"], dtype=torch.float64), wanted, rtol=0, atol=1e-6)
     assert (first["events"], second["events"]) == (2, 2)
     assert second["path"] == "None"
-    assert sum(event.count for event in dp.Ledger.read(folder / "plain.jsonl").events) == 2
+    assert sum(event.count for event in dp.PrivacyLedger.read(folder / "plain.jsonl").events) == 2
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
         assert each["equal numbers"] is each["equal rates"] is None
         assert not each["exists"]
         assert each["events"] == [0, 0, 0, 0, 0, 0]
-    assert dp.Ledger.read(tmp_path / "steps.jsonl").events == ()
+    assert dp.PrivacyLedger.read(tmp_path / "steps.jsonl").events == ()
 
 
 # --- Private training over two processes, one of which is killed (SIGKILL) at a random moment -------------------------
@@ -336,6 +336,6 @@ def test_the_ledger_has_every_step_that_was_released_and_training_goes_on(tmp_pa
     for each in range(attempt + 1):
         files = [tmp_path / f"released-{each}-{rank}" for rank in range(2)]
         released += max(len(file.read_text().splitlines()) for file in files if file.exists())
-    recorded = sum(event.count for event in dp.Ledger.read(tmp_path / "ledger.jsonl").events)
+    recorded = sum(event.count for event in dp.PrivacyLedger.read(tmp_path / "ledger.jsonl").events)
     assert STEPS <= released <= recorded
     assert max(int(line) for line in (tmp_path / f"released-{attempt}-0").read_text().splitlines()) == STEPS

@@ -98,7 +98,7 @@ def test_gradients_that_are_not_finite_count_as_nothing():
 
 
 def test_events_and_the_budget():
-    ledger = dp.Ledger(budget=dp.Budget(1.5, 1e-5, "rdp"))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(1.5, 1e-5, "rdp"))
     privatizer = make(noise_multiplier=4.0, sampling="poisson", sample_rate=0.5, ledger=ledger)
     with pytest.raises(BudgetExceeded):
         [privatizer(gradients()) for _ in range(200)]
@@ -212,17 +212,17 @@ def test_the_planned_steps_end_at_the_target(tmp_path, rate):
     }
     assert {event.idealised for event in events} == {False, True}  # the sum was made elsewhere
     privatizer.ledger.close()
-    with dp.Ledger(tmp_path / "spent.jsonl") as ledger:
+    with dp.PrivacyLedger(tmp_path / "spent.jsonl") as ledger:
         assert sum(event.count for event in ledger.events) == 5
         with pytest.raises(BudgetExceeded, match="already: 5 more steps cannot end at 1"):
             planned(epsilon=1.0, ledger=ledger)
 
 
 def test_others_that_spend_the_ledgers_budget_end_it_sooner():
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     privatizer = planned(ledger=ledger)
     privatizer.step(gradients())
-    ledger.record(dp.Event("gaussian", 1.0))
+    ledger.record(dp.PrivacyEvent("gaussian", 1.0))
     with pytest.raises(BudgetExceeded, match="the budget is epsilon 2"):
         privatizer.step(gradients())
     assert privatizer.made == 1
@@ -262,7 +262,7 @@ def test_it_is_the_step_of_private_training():
     model = mlp()[0]
     rows = (model(x) - y[:, None]).detach()
     privatizer = planned(steps=1, max_grad_norm=0.5, expected_batch_size=40.0)
-    privatizer._multiplier, privatizer.ledger = 0.0, dp.Ledger()  # the budget of its own would refuse no noise
+    privatizer._multiplier, privatizer.ledger = 0.0, dp.PrivacyLedger()  # the budget of its own would refuse no noise
     privatizer._require = lambda event: None
     weight, bias = privatizer.step([rows[:, :, None] * x[:, None, :], rows])
     with private(model, 1.0) as training:

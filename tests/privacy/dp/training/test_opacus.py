@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from accelerant.privacy import dp
 from accelerant.privacy.dp.ledger.accounting import rdp_values, release_of, spent
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
 opacus = pytest.importorskip("opacus")
 accountants = pytest.importorskip("opacus.accountants")
@@ -152,7 +152,7 @@ CASES = [(256 / 60000, 1.1, 14062), (0.01, 2.5, 50), (0.01, 0.8, 1000), (0.2, 4.
 def test_renyi_divergences_are_opacus_ones(rate, noise, steps):
     """At fractional orders dp-accounting adds the sizes of terms of both signs: an upper bound, so never below."""
     whole, between = [2, 3, 5, 8, 16, 32, 63], [1.5, 2.5, 4.5, 9.5]
-    event = Event("gaussian", noise, "poisson", rate)
+    event = PrivacyEvent("gaussian", noise, "poisson", rate)
     theirs = analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=whole)
     assert [steps * each for each in rdp_values(release_of(event), tuple(whole))] == pytest.approx(
         list(theirs), rel=1e-6
@@ -167,7 +167,9 @@ def test_renyi_divergences_are_opacus_ones(rate, noise, steps):
 @pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
 def test_epsilon_at_opacus_orders_is_opacus_epsilon(rate, noise, steps):
     orders = accountants.RDPAccountant.DEFAULT_ALPHAS
-    ours = [steps * each for each in rdp_values(release_of(Event("gaussian", noise, "poisson", rate)), tuple(orders))]
+    ours = [
+        steps * each for each in rdp_values(release_of(PrivacyEvent("gaussian", noise, "poisson", rate)), tuple(orders))
+    ]
     found, _ = analysis.get_privacy_spent(orders=orders, rdp=ours, delta=1e-5)
     accountant = accountants.RDPAccountant()
     accountant.history = [(noise, rate, steps)]
@@ -178,7 +180,7 @@ def test_epsilon_at_opacus_orders_is_opacus_epsilon(rate, noise, steps):
 @pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
 def test_epsilon_is_no_larger_than_opacus_and_not_far_below(rate, noise, steps):
     """RDP over more orders is at most theirs; PLD is what their PRV accountant comes to."""
-    events = [Event("gaussian", noise, "poisson", rate, steps)]
+    events = [PrivacyEvent("gaussian", noise, "poisson", rate, steps)]
     theirs = {}
     for name in ("rdp", "prv"):
         accountant = accountants.create_accountant(name)

@@ -309,7 +309,7 @@ def test_no_noise_is_infinite_epsilon():
 @pytest.mark.slow
 def test_the_budget_ends_the_training_before_the_step():
     data, model = points(), mlp()
-    ledger = dp.Ledger(budget=dp.Budget(2.0, 1e-5, "rdp"))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(2.0, 1e-5, "rdp"))
     with private(model, 0.5, noise_multiplier=2.0, ledger=ledger) as training:
         with pytest.raises(BudgetExceeded):
             drawn_steps(training, data, classify, steps=500)
@@ -693,9 +693,9 @@ def test_a_draw_makes_one_step():
 
 def test_a_target_holds_beside_other_releases_in_the_ledger():
     """The ledger has no budget; the target is the training's own."""
-    data, ledger, model = points(), dp.Ledger(), mlp()
+    data, ledger, model = points(), dp.PrivacyLedger(), mlp()
     with private(model, 1.0, target_epsilon=1.0, steps=1, ledger=ledger, expected_batch_size=40) as training:
-        ledger.record(dp.Event("gaussian", 8.0))
+        ledger.record(dp.PrivacyEvent("gaussian", 8.0))
         assert not training.optimizer.affordable()
         before = parameters(model)
         with pytest.raises(BudgetExceeded, match=r"budget is epsilon 1 at delta 1e-05: 0\.434"):

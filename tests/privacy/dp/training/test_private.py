@@ -165,7 +165,7 @@ def test_a_private_training_is_not_pickled_and_its_model_is():
 @pytest.mark.slow
 def test_a_ledger_of_others_keeps_the_training_to_its_own_target():
     data, model = points(), mlp()
-    ledger = dp.Ledger(budget=dp.Budget(50.0, 1e-5))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(50.0, 1e-5))
     with private(model, 1.0, target_epsilon=2.0, steps=3, ledger=ledger) as training:  # a rate of 1 is soon accounted
         for batch in training.batches(data):
             classify(model, *batch.tensors).backward()
@@ -217,7 +217,7 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
     options["target_epsilon"] = 3.5
     with pytest.raises(ConfigError, match=r"has the budget epsilon 3 at delta 1e-05, and epsilon 3.5 .* is looser"):
         private(mlp(), 1.0, **options)
-    dp.Ledger(options["ledger"], budget=dp.Budget(3.5, 1e-5), loosen_budget=True).close()
+    dp.PrivacyLedger(options["ledger"], budget=dp.Budget(3.5, 1e-5), loosen_budget=True).close()
     with private(mlp(), 1.0, **options) as training:
         assert training.noise_multiplier > 1.05 * first
         train(training, data)
@@ -231,14 +231,14 @@ def test_one_delta_is_stated_everywhere(tmp_path, kind):
     """That of make_private: in epsilon(), the ledger and its file, the statement and its JSON."""
     path = None if kind == "memory" else tmp_path / "privacy.jsonl"
     if kind == "budget of another delta":
-        path = dp.Ledger(path, budget=dp.Budget(50.0, 1e-6, "rdp"))
+        path = dp.PrivacyLedger(path, budget=dp.Budget(50.0, 1e-6, "rdp"))
     elif path and "after" in kind:
         private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, ledger=path).close()
     with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-7, ledger=path) as training:
         train(training, points(), steps=2)
         ledger = training.ledger
-        wanted = dp.Ledger.epsilon(ledger, 1e-7)
-        books = [ledger] if ledger.path is None else [ledger, dp.Ledger.read(ledger.path)]
+        wanted = dp.PrivacyLedger.epsilon(ledger, 1e-7)
+        books = [ledger] if ledger.path is None else [ledger, dp.PrivacyLedger.read(ledger.path)]
         for book in books:
             statement = book.statement()
             assert (training.epsilon(), book.epsilon(), statement.epsilon) == (wanted,) * 3
@@ -249,7 +249,7 @@ def test_one_delta_is_stated_everywhere(tmp_path, kind):
 
 
 def test_a_closed_ledger_leaves_the_model_as_it_was(tmp_path):
-    ledger, model = dp.Ledger(tmp_path / "privacy.jsonl"), mlp()
+    ledger, model = dp.PrivacyLedger(tmp_path / "privacy.jsonl"), mlp()
     ledger.close()
     with pytest.raises(ConfigError, match="is closed"):
         private(model, noise_multiplier=1.0, ledger=ledger, delta=1e-7)
@@ -264,7 +264,7 @@ def test_a_closed_ledger_leaves_the_model_as_it_was(tmp_path):
 def test_the_ledger_says_what_a_unit_was(grouped, note):
     """A ledger of users may be of rows that each are one: its reader must see which."""
     groups = torch.arange(40) // 4 if grouped else None
-    with private(mlp(), 1.0, noise_multiplier=8.0, ledger=dp.Ledger(unit="user"), groups=groups) as training:
+    with private(mlp(), 1.0, noise_multiplier=8.0, ledger=dp.PrivacyLedger(unit="user"), groups=groups) as training:
         train(training, points(), steps=1)
         assert note in str(training.ledger.statement())
 
@@ -276,7 +276,7 @@ def test_all_that_is_released_from_the_data_is_in_one_statement(tmp_path):
     After a kill: reservations stay, and a checkpoint that is merged again adds nothing.
     """
     path, groups, (x, y) = tmp_path / "privacy.jsonl", torch.arange(40) // 4, points()
-    ledger = dp.Ledger(path, unit="client")
+    ledger = dp.PrivacyLedger(path, unit="client")
     with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, groups=groups, ledger=ledger) as first:
         train(first, (x, y), steps=2)
         state = first.state_dict()
@@ -291,18 +291,18 @@ def test_all_that_is_released_from_the_data_is_in_one_statement(tmp_path):
     ledger._writer._open = False  # what a kill leaves
     ledger._writer._journal.close()
     with (
-        dp.Ledger(path, unit="client") as again,
+        dp.PrivacyLedger(path, unit="client") as again,
         private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-7, groups=groups, ledger=again) as resumed,
     ):
         resumed.load_state_dict(state)
-    found = dp.Ledger.read(path)
+    found = dp.PrivacyLedger.read(path)
     multipliers = sorted((event.noise_multiplier, event.count) for event in found.events)
     assert [count for _, count in multipliers] == [2, 1, 1, 1, 1]
     assert [round(noise, 1) for noise, _ in multipliers[:2] + multipliers[3:4]] == [8.0, 9.0, 20.0]
     together = math.fsum(count / noise**2 for noise, count in multipliers) ** -0.5
     for delta in (1e-7, 1e-6):
-        by_hand = dp.Ledger()
-        by_hand.record(dp.Event("gaussian", together))
+        by_hand = dp.PrivacyLedger()
+        by_hand.record(dp.PrivacyEvent("gaussian", together))
         assert found.epsilon(delta) == pytest.approx(by_hand.epsilon(delta), rel=1e-3)
     statement = found.statement()
     assert (statement.delta, statement.unit, statement.units) == (1e-7, "client", 10)
@@ -423,7 +423,7 @@ def test_of_groups_only_what_was_drawn_is_stepped(told):
     if told == "make_private":
         training = private(model, 0.5, noise_multiplier=1.0, groups=users, expected_batch_size=1)
     else:
-        training = private(model, 0.5, noise_multiplier=1.0, ledger=dp.Ledger(unit="user"))
+        training = private(model, 0.5, noise_multiplier=1.0, ledger=dp.PrivacyLedger(unit="user"))
         training.draws((x, y), sampler=dp.GroupedSampler(users, 0.5))
     with training:
         before = parameters(model)
@@ -468,7 +468,7 @@ def test_a_checkpoint_of_other_units_is_refused():
                 training.load_state_dict(states[refused])
             assert not training.ledger.events
     unsaid = {key: value for key, value in states["rows"].items() if key not in ("unit", "grouped")}
-    for ledger in (dp.Ledger(unit="user"), None):
+    for ledger in (dp.PrivacyLedger(unit="user"), None):
         with (
             private(mlp(), 0.5, noise_multiplier=1.0, groups=users, ledger=ledger) as training,
             pytest.raises(FormatError, match="has groups of rows"),
@@ -502,10 +502,10 @@ def test_data_and_samplers_that_are_no_poisson_draws_are_refused(data, options, 
 def test_who_is_counted_stands_in_the_ledger():
     users = torch.arange(40) // 4
     with pytest.raises(ConfigError, match="unit is an example"):
-        private(mlp(), groups=users, ledger=dp.Ledger())
-    with private(mlp(), groups=users, ledger=dp.Ledger(unit="patient")) as training:
+        private(mlp(), groups=users, ledger=dp.PrivacyLedger())
+    with private(mlp(), groups=users, ledger=dp.PrivacyLedger(unit="patient")) as training:
         assert training.ledger.unit == "patient"
-    with private(mlp(), 0.5, ledger=dp.Ledger(unit="user")) as training:
+    with private(mlp(), 0.5, ledger=dp.PrivacyLedger(unit="user")) as training:
         training.batches(points(), sampler=dp.GroupedSampler(users, 0.5))
         with pytest.raises(ConfigError, match="records must be 1"):
             training.batches(points(), sampler=dp.GroupedSampler(users, 0.5, records=2))
@@ -540,7 +540,7 @@ def test_per_layer_clipping_has_the_sensitivity_of_all_layers():
 def test_a_checkpoint_goes_on_and_holds_no_key():
     data, model = points(), mlp()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ledger = dp.Ledger()
+    ledger = dp.PrivacyLedger()
     with private(model, 0.5, optimizer=inner, noise_multiplier=1.0, ledger=ledger) as training:
         train(training, data, steps=3)
         state = training.state_dict()
@@ -619,7 +619,7 @@ def test_a_checkpoint_brings_what_was_spent_to_a_ledger_that_lacks_it():
 
 def test_a_ledger_of_replaced_units_is_refused():
     """Clipping to C bounds what an example adds; replaced, it changes the sum by up to 2 C."""
-    ledger = dp.Ledger(neighbouring="replace-one")
+    ledger = dp.PrivacyLedger(neighbouring="replace-one")
     with pytest.raises(ConfigError, match="add-or-remove-one"):
         private(mlp(), 1.0, noise_multiplier=1.0, ledger=ledger)
     with pytest.raises(ConfigError, match="add-or-remove-one"):

@@ -131,4 +131,4 @@ def test_the_main_job(tmp_path):
     device = torch.device("cuda")
     summary = run_training(run, tmp_path / "out", device, progress=Watcher(), ledger=dict, extension=extension).summary
     assert summary["steps"] == 12
-    assert sum(event.count for event in dp.Ledger.read(tmp_path / "out" / "privacy-ledger.jsonl").events) == 12
+    assert sum(event.count for event in dp.PrivacyLedger.read(tmp_path / "out" / "privacy-ledger.jsonl").events) == 12

@@ -125,14 +125,14 @@ def finished(finished_run, tmp_path):
 
 
 def counted(out):
-    return sum(event.count for event in dp.Ledger.read(out / "privacy-ledger.jsonl").events)
+    return sum(event.count for event in dp.PrivacyLedger.read(out / "privacy-ledger.jsonl").events)
 
 
 @pytest.mark.slow
 def test_epsilon_stands_in_every_result(finished_run):
     out = finished_run
     private = json.loads((out / "summary.json").read_text())["private"]
-    ledger = dp.Ledger.read(out / "privacy-ledger.jsonl")
+    ledger = dp.PrivacyLedger.read(out / "privacy-ledger.jsonl")
     assert private["epsilon"] == ledger.epsilon(1e-5)
     assert private["unit"] == ledger.unit == "window of 17 tokens"
     assert private["noise_multiplier"] == 3.0
@@ -167,7 +167,7 @@ def test_no_file_has_a_digest_the_size_or_a_path_of_the_text(run, which, request
             if path.suffix != ".html":
                 assert not numbers & sizes, (path, numbers & sizes)
         assert path.name == "config.json" or run.data[0].encode() not in content, path
-    (event,) = {event.times(1) for event in dp.Ledger.read(folder / "privacy-ledger.jsonl").events}
+    (event,) = {event.times(1) for event in dp.PrivacyLedger.read(folder / "privacy-ledger.jsonl").events}
     assert event.sample_rate == 4 / about(corpus.train_bytes // 17) != 4 / (corpus.train_bytes // 17)
 
 
@@ -230,9 +230,9 @@ def test_an_interrupted_run_goes_on_in_the_same_ledger(interrupted):
     summary = resume(out).summary
     assert counted(out) == 4
     assert summary["steps"] == 4
-    assert len(dp.Ledger.read(out / "privacy-ledger.jsonl").runs) == 2
+    assert len(dp.PrivacyLedger.read(out / "privacy-ledger.jsonl").runs) == 2
     assert summary["private"]["epsilon"] == pytest.approx(
-        dp.Ledger.read(out / "privacy-ledger.jsonl").epsilon(1e-5), abs=1e-6
+        dp.PrivacyLedger.read(out / "privacy-ledger.jsonl").epsilon(1e-5), abs=1e-6
     )
 
 
@@ -266,7 +266,7 @@ def test_one_ledger_in_the_folder_for_several_runs_composes_them(run, tmp_path):
         extension = PrivateRun(PrivateSettings(str(out / "mine.jsonl"), noise_multiplier=3.0))
         outcome = run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
         results.append(outcome.summary["private"]["epsilon"])
-        assert sum(event.count for event in dp.Ledger.read(out / "mine.jsonl").events) == steps
+        assert sum(event.count for event in dp.PrivacyLedger.read(out / "mine.jsonl").events) == steps
         assert (out / "privacy.json").is_file()
     assert results[1] > 1.2 * results[0]
 
@@ -295,9 +295,9 @@ def test_a_resumed_run_whose_budget_is_spent_ends_with_its_results(run, tmp_path
     """Steps made and lost (a crash after the checkpoint) stay spent: the run ends earlier, not past epsilon."""
     out = tmp_path / "out"
     stop = Watcher(2, interrupt)
-    target = spent([dp.Event("gaussian", 3.0, "poisson", _rate(run), 4, 1e-20)], 1e-5).epsilon
+    target = spent([dp.PrivacyEvent("gaussian", 3.0, "poisson", _rate(run), 4, 1e-20)], 1e-5).epsilon
     train(run, out, stop, target_epsilon=target)
-    with dp.Ledger(out / "privacy-ledger.jsonl", unit="window of 17 tokens", loosen_budget=True) as ledger:
+    with dp.PrivacyLedger(out / "privacy-ledger.jsonl", unit="window of 17 tokens", loosen_budget=True) as ledger:
         (event,) = [event.times(2) for event in ledger.events]
         ledger.record(event)
     summary = resume(out).summary
@@ -326,7 +326,7 @@ def test_a_new_run_in_the_folder_keeps_the_old_ledger(run, finished):
 def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(run, finished, tmp_path):
     out = finished
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    with dp.Ledger(tmp_path / "taken.jsonl", unit="window of 17 tokens"):
+    with dp.PrivacyLedger(tmp_path / "taken.jsonl", unit="window of 17 tokens"):
         for path, error, message in (
             (tmp_path / "nowhere" / "l.jsonl", ConfigError, "cannot write to the ledger"),
             (tmp_path, ConfigError, "cannot write to the ledger"),
@@ -346,7 +346,7 @@ def test_the_ledger_of_others_is_given_back_where_the_folder_cannot_be_used(run,
     extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=3.0))
     with pytest.raises(ConfigError, match="something else"):
         run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
-    dp.Ledger(shared, unit="window of 17 tokens").close()
+    dp.PrivacyLedger(shared, unit="window of 17 tokens").close()
 
 
 def test_the_command_that_starts_a_run_again_names_the_ledger_of_others(tmp_path):
@@ -375,15 +375,15 @@ def test_a_delta_that_is_not_below_one_over_the_windows_is_said(run, tmp_path):
 @pytest.mark.slow
 def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_touched(run, tmp_path):
     out, shared = tmp_path / "out", tmp_path / "shared.jsonl"
-    with dp.Ledger(shared, unit="window of 17 tokens") as ledger:
-        ledger.record(dp.Event("gaussian", 0.5))
+    with dp.PrivacyLedger(shared, unit="window of 17 tokens") as ledger:
+        ledger.record(dp.PrivacyEvent("gaussian", 0.5))
     for unit, error, message in (
         ("window of 17 tokens", BudgetExceeded, "holds epsilon"),
         ("user", ConfigError, "unit"),
     ):
         if unit == "user":
             shared = tmp_path / "other.jsonl"
-            dp.Ledger(shared, unit=unit).close()
+            dp.PrivacyLedger(shared, unit=unit).close()
         extension = PrivateRun(PrivateSettings(str(shared), target_epsilon=1.0))
         with pytest.raises(error, match=message):
             run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
@@ -478,7 +478,7 @@ def test_a_run_without_a_target_is_extended_for_more_epsilon_and_one_with_a_targ
     before = json.loads((finished / "summary.json").read_text())["private"]["epsilon"]
     summary = resume(finished, steps=6).summary
     assert summary["steps"] == 6
-    ledger = dp.Ledger.read(finished / "privacy-ledger.jsonl")
+    ledger = dp.PrivacyLedger.read(finished / "privacy-ledger.jsonl")
     assert sum(event.count for event in ledger.events) == 6
     assert before < summary["private"]["epsilon"] == pytest.approx(ledger.epsilon(1e-5))
     config = json.loads((finished / "config.json").read_text())

@@ -1,4 +1,4 @@
-# ruff: noqa: D102  Contribution documents the methods of its subclasses
+# ruff: noqa: D102  GradientContribution documents the methods of its subclasses
 """One backward pass: contributions to per-example gradients by parameter, and their weighted sums at its end.
 
 Memory, in bytes for B examples of T positions, s bytes a value:
@@ -37,7 +37,7 @@ from accelerant.privacy.dp.clipping.launch import Gram, bounded, chunks, margin,
 from accelerant.runtime.dispatch.tuning import Tuned
 
 
-class Contribution(ABC):
+class GradientContribution(ABC):
     """A part of one parameter's per-example gradients."""
 
     __slots__ = ()
@@ -68,7 +68,7 @@ class Contribution(ABC):
         """Return whether norms of the factors, and a product for the sum, cost less than to form the gradients."""
         return False
 
-    def chosen(self, norms: str) -> Contribution:
+    def chosen(self, norms: str) -> GradientContribution:
         """Return this contribution or its formed gradients, by "ghost", "instantiate" or "auto", the cheaper one."""
         ghost = self.formed or norms == "ghost" or (norms == "auto" and self.prefers_ghost())
         return self if ghost else self.dense()
@@ -111,7 +111,7 @@ _NORMS: Tuned[str] = Tuned(
 
 
 @dataclass(slots=True)
-class Rows(Contribution):
+class Rows(GradientContribution):
     """A matrix's gradient by its factors: a (B, T, K), g (B, T, N); example i's is g_i^T a_i.
 
     If `consumed`, nothing reads g after the sum, so that dropped examples may be cleared in place.
@@ -185,7 +185,7 @@ class Rows(Contribution):
 
 
 @dataclass(slots=True)
-class Dense(Contribution):
+class Dense(GradientContribution):
     """Formed per-example gradients, (B, ...).
 
     Terms of their squared norms, (B, n), if `known`, are yet to be multiplied by the square of `factor`.
@@ -230,7 +230,7 @@ class Dense(Contribution):
 
 
 @dataclass(slots=True)
-class Lookup(Contribution):
+class Lookup(GradientContribution):
     """An embedding's gradient: tokens (B, T), g (B, T, D); row v of example i's is the sum of g where the token is v.
 
     If `distinct`, no token repeats within an example, except with rows of 0: then g is the gradient itself.
@@ -266,7 +266,7 @@ class Lookup(Contribution):
         launch.add_rows_(g, target, self.g)
         return Lookup(tokens, g.view(B, T, D), self.V, distinct=True)
 
-    def chosen(self, norms: str) -> Contribution:
+    def chosen(self, norms: str) -> GradientContribution:
         return self.compact()
 
     def bound(self) -> Tensor:
@@ -310,7 +310,7 @@ def cross(lookup: Lookup, rows: Rows) -> Tensor:
     return products
 
 
-def merged(contributions: list[Contribution]) -> list[Contribution]:
+def merged(contributions: list[GradientContribution]) -> list[GradientContribution]:
     """Merge contributions to one parameter into one of each kind: several calls concatenated, formed ones summed."""
     rows = [part for part in contributions if isinstance(part, Rows)]
     lookups = [part for part in contributions if isinstance(part, Lookup)]
@@ -358,7 +358,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class ClippingPlan:
+class ClippingSettings:
     """The settings that all passes of a clipper share; `sums` by their parameter's identity, None for its .grad."""
 
     names: Mapping[int, str]
@@ -380,10 +380,10 @@ class ClippedGroup(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Share:
+class _PendingGradient:
     """A parameter's contributions, how many have arrived, and the terms of their squared norm once they are known."""
 
-    contributions: list[Contribution] = field(default_factory=list)
+    contributions: list[GradientContribution] = field(default_factory=list)
     arrived: int = 0
     squares: Tensor | Gram | None = None
 
@@ -396,7 +396,7 @@ class BackwardPass:
     """
 
     def __init__(
-        self, task: int, plan: ClippingPlan, expected: Mapping[int, int], mask: Tensor | None, scale: float | Tensor
+        self, task: int, plan: ClippingSettings, expected: Mapping[int, int], mask: Tensor | None, scale: float | Tensor
     ) -> None:
         self.task = task
         self.clipped: dict[str, ClippedGroup] = {}
@@ -405,9 +405,9 @@ class BackwardPass:
         self._examples: int | None = None
         self._left_out: Tensor | None = None
         self._plan, self._expected, self._mask, self._loss_scale = plan, dict(expected), mask, scale
-        self._shares: dict[int, _Share] = {}
+        self._shares: dict[int, _PendingGradient] = {}
 
-    def add(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
+    def add(self, parameter: Tensor, contribution: GradientContribution, examples: int) -> None:
         """Take a contribution; ShapeError if it is of other examples, UnsupportedCase if its layer was clipped."""
         key, plan = id(parameter), self._plan
         if self._examples is None:
@@ -427,7 +427,7 @@ class BackwardPass:
             )
         if by_layer and isinstance(contribution, Rows):
             contribution.consumed = False  # the layer's input gradient may be computed after its sum
-        share = self._shares.setdefault(key, _Share())
+        share = self._shares.setdefault(key, _PendingGradient())
         share.contributions.append(contribution)
         share.arrived += 1
         share.squares = None
@@ -448,7 +448,7 @@ class BackwardPass:
         share = self._shares.get(key)
         return not self._expected.get(key, 0) if share is None else share.squares is not None
 
-    def _settle(self, share: _Share) -> None:
+    def _settle(self, share: _PendingGradient) -> None:
         """Merge the contributions, form them where that costs less, and compute the squared norm."""
         parts = [part.chosen(self._plan.norms) for part in merged(share.contributions)]
         match parts:
@@ -526,7 +526,7 @@ class BackwardPass:
             torch._foreach_add_(gradients, added)
 
     def _add_total(
-        self, parameter: torch.nn.Parameter, part: Contribution, weights: Tensor, drop: Tensor | None
+        self, parameter: torch.nn.Parameter, part: GradientContribution, weights: Tensor, drop: Tensor | None
     ) -> None:
         grad = self._added_to(parameter)
         if grad is None:
@@ -541,7 +541,7 @@ _SMALL = 8192
 """Largest number of a parameter's values whose formed gradients are bundled with others': a launch takes longer."""
 
 
-def _small_gradients(share: _Share) -> Tensor | None:
+def _small_gradients(share: _PendingGradient) -> Tensor | None:
     """Return the formed gradients of a parameter that has no others, and few values: a bias, a norm's scale."""
     match share.contributions:
         case [Dense(each, known=None, factor=None)] if each.shape[1:].numel() <= _SMALL:
@@ -549,7 +549,7 @@ def _small_gradients(share: _Share) -> Tensor | None:
     return None
 
 
-def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
+def _bundled(shares: dict[int, _PendingGradient]) -> list[tuple[Dense, list[int]]]:
     """Remove the small unsettled shares and concatenate them, one bundle per dtype, with the parameters' keys."""
     by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
     for key, share in shares.items():

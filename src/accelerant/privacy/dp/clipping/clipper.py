@@ -20,9 +20,9 @@ from accelerant.ops.transformer.op import column_sums_each
 from accelerant.privacy.dp.clipping import launch, own_parameters, rules, sequences  # noqa: F401  they register rules
 from accelerant.privacy.dp.clipping.backward_pass import (
     BackwardPass,
-    ClippingPlan,
-    Contribution,
+    ClippingSettings,
     Dense,
+    GradientContribution,
     Group,
     Lookup,
     Rows,
@@ -117,7 +117,7 @@ class PerExampleClipper:
         self.parameters: list[tuple[str, nn.Parameter]] = survey.parameters
         self._frozen = survey.frozen
         names = {id(parameter): name for name, parameter in survey.parameters}
-        self._plan = ClippingPlan(names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean")
+        self._plan = ClippingSettings(names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean")
         self.set_bounds(max_grad_norm)
         with ExitStack() as undo:
             self._attach(survey, undo)
@@ -364,7 +364,7 @@ class PerExampleClipper:
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
         return launch.form(a, g, out)[1].sum(1)
 
-    def contribute(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
+    def contribute(self, parameter: Tensor, contribution: GradientContribution, examples: int) -> None:
         """Take a contribution of any kind to a parameter's per-example gradients."""
         if not self.wants(parameter):
             return

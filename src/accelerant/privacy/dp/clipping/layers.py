@@ -1,4 +1,4 @@
-# ruff: noqa: D102  Contribution documents the methods of its subclasses
+# ruff: noqa: D102  GradientContribution documents the methods of its subclasses
 """Linear maps, convolutions, embeddings and norms: autograd functions that feed a sink, and their layers' rules.
 
 The backward pass of each function computes only the gradient of the input, and gives the sink the factors of the
@@ -30,7 +30,7 @@ from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
 from accelerant.ops.transformer.op import norm_backward_each
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.backward_pass import Contribution, Dense, prefers_ghost
+from accelerant.privacy.dp.clipping.backward_pass import Dense, GradientContribution, prefers_ghost
 from accelerant.privacy.dp.clipping.launch import chunks, wide
 from accelerant.privacy.dp.clipping.rules import (
     LayerRule,
@@ -532,7 +532,7 @@ class Windows(NamedTuple):
 
 
 @dataclass(slots=True)
-class Convolution(Contribution):
+class Convolution(GradientContribution):
     """A kernel's gradient from x (B, C, ...), g (B, O, ...) and weight (O, C / groups, ...); windows are not kept."""
 
     x: Tensor

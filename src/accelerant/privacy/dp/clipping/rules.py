@@ -307,7 +307,7 @@ class OwnParameters(LayerRule):
     shares = True
 
 
-class _Whole(LayerRule):
+class _WholeBatch(LayerRule):
     """A layer without parameters whose kernels take whole batches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +393,7 @@ def survey(model: nn.Module) -> Survey:
         else:
             found.layers.append((module, _rules[nn.Module.forward]))
             ruled = {id(each) for each, _ in found.layers}
-            found.layers += [(each, _Whole) for each in _own_kernels(module, ruled)]
+            found.layers += [(each, _WholeBatch) for each in _own_kernels(module, ruled)]
     if refusals:
         raise UnsupportedCase("per-example clipping cannot be exact for:\n  " + "\n  ".join(refusals))
     return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.ledger.ledger import Budget, Ledger
-from accelerant.privacy.dp.ledger.statement import Statement
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.ledger import Budget, PrivacyLedger
+from accelerant.privacy.dp.ledger.statement import PrivacyStatement
 
-__all__ = ["Budget", "Event", "Ledger", "Statement"]
+__all__ = ["Budget", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"]
+
+Ledger = PrivacyLedger

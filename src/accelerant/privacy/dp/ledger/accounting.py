@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger.events import (
     CHARGED_UP_TO,
-    Event,
     Mechanism,
+    PrivacyEvent,
     Sampling,
     check_delta,
     check_neighbouring,
@@ -52,7 +52,7 @@ class Spent(NamedTuple):
 
 
 def spent(
-    events: Iterable[Event], delta: float, *, method: str = "pld", neighbouring: str = "add-or-remove-one"
+    events: Iterable[PrivacyEvent], delta: float, *, method: str = "pld", neighbouring: str = "add-or-remove-one"
 ) -> Spent:
     """Return epsilon at delta of all events together.
 
@@ -81,7 +81,7 @@ def spent(
 
 
 def remaining(
-    events: Sequence[Event], event: Event, epsilon: float, delta: float, *, method: str = "pld",
+    events: Sequence[PrivacyEvent], event: PrivacyEvent, epsilon: float, delta: float, *, method: str = "pld",
     neighbouring: str = "add-or-remove-one",
 ) -> int:  # fmt: skip
     """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9."""
@@ -142,13 +142,13 @@ class Release(NamedTuple):
     sample_rate: float
 
 
-def release_of(event: Event) -> Release:
+def release_of(event: PrivacyEvent) -> Release:
     """Return what determines the cost of one release; shuffled and unknown draws count as if all records were used."""
     mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
     return Release(mechanism, min(event.noise_multiplier, _MAX_NOISE), event.sample_rate if event.amplified else 1.0)
 
 
-def _releases(events: Sequence[Event], neighbouring: str) -> tuple[Mapping[Release, int], str]:
+def _releases(events: Sequence[PrivacyEvent], neighbouring: str) -> tuple[Mapping[Release, int], str]:
     """Return counts of equal releases, or why epsilon is infinite; noise of too many kinds is rounded down."""
     counts: Counter[Release] = Counter()
     for event in events:
@@ -181,7 +181,7 @@ _LEAST_NOISE: Final = 1e-3
 def calibrate(
     target_epsilon: float, delta: float, sample_rate: float, steps: int, method: str = "pld", *,
     mechanism: Mechanism = "gaussian", sampling: Sampling = "poisson", charged: float = 0.0,
-    before: Sequence[Event] = (),
+    before: Sequence[PrivacyEvent] = (),
 ) -> float:  # fmt: skip
     """Return the least noise multiplier, to 1e-3 above, with which `steps` releases stay within target_epsilon.
 
@@ -194,7 +194,7 @@ def calibrate(
     check_whole("steps", steps, 1)
 
     def cost(noise: float) -> float:
-        event = Event(mechanism, noise, sampling, sample_rate, steps, charged)
+        event = PrivacyEvent(mechanism, noise, sampling, sample_rate, steps, charged)
         return spent([*before, event], delta, method=way).epsilon
 
     spent_before = spent(before, delta, method=way)
@@ -205,7 +205,7 @@ def calibrate(
         )
 
     def guess(noise: float) -> float:
-        release = release_of(Event(mechanism, noise, sampling, sample_rate))
+        release = release_of(PrivacyEvent(mechanism, noise, sampling, sample_rate))
         return rdp_epsilon({release: steps}, delta - steps * charged, orders) if steps * charged < delta else math.inf
 
     # RDP first: it is fast and a close upper bound. Without `before`, which by RDP may already exceed the target.

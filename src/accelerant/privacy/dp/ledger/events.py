@@ -31,7 +31,7 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PrivacyEvent:
     """One release, or `count` equal ones.
 
     Args:
@@ -95,7 +95,7 @@ class Event:
         """Whether the accounting uses that records were sampled."""
         return self.sampling == "poisson" and self.sample_rate < 1
 
-    def times(self, count: int) -> Event:
+    def times(self, count: int) -> PrivacyEvent:
         """Return the same event with another count."""
         return replace(self, count=count)
 
@@ -104,7 +104,7 @@ class Event:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Event:
+    def from_dict(cls, record: Mapping[str, Any]) -> PrivacyEvent:
         """Restore the event of `to_dict`; FormatError if a field is missing, unknown or invalid."""
         known = {field.name for field in fields(cls)}
         if not isinstance(record, Mapping) or not {"mechanism", "noise_multiplier"} <= set(record) <= known:

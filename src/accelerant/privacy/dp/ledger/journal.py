@@ -40,7 +40,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError
-from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighbouring, check_whole
+from accelerant.privacy.dp.ledger.events import PrivacyEvent, check_delta, check_neighbouring, check_whole
 from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, typed
 
 # --- the journal ------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ _LINE: Final = b'{"record":{"kind":"'
 
 Record = dict[str, Any]
 
-_OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[LedgerJournal] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
@@ -73,7 +73,7 @@ class Contents(NamedTuple):
     unguarded: str
 
 
-class Journal:
+class LedgerJournal:
     """A file opened for appending, and the records that it had; `torn_bytes` of a line that a crash cut short.
 
     Raises ConfigError if another process writes to it or it cannot be opened, FormatError if it was cut or edited.
@@ -263,18 +263,18 @@ class Run:
 
     facts: Mapping[str, Any]
     id: str = ""
-    used: Counter[Event] = field(default_factory=Counter)
-    reserved: Counter[Event] = field(default_factory=Counter)
+    used: Counter[PrivacyEvent] = field(default_factory=Counter)
+    reserved: Counter[PrivacyEvent] = field(default_factory=Counter)
     closed: bool = False
 
     @property
-    def counts(self) -> Counter[Event]:
+    def counts(self) -> Counter[PrivacyEvent]:
         """The most that may have happened of each event."""
         return self.used + self.reserved
 
 
 @dataclass(slots=True)
-class History:
+class LedgerHistory:
     """The contents of a ledger's file.
 
     `merged` are events of other runs by their ids, from checkpoints, without those that `runs` has. `deltas` were
@@ -283,19 +283,19 @@ class History:
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
-    merged: dict[str, Counter[Event]] = field(default_factory=dict)
+    merged: dict[str, Counter[PrivacyEvent]] = field(default_factory=dict)
     deltas: list[float] = field(default_factory=list)
     units: int = 0
 
     @property
-    def counts(self) -> Counter[Event]:
+    def counts(self) -> Counter[PrivacyEvent]:
         """The most that may have happened of each event, in all runs."""
         return sum(self.by_run.values(), Counter())
 
     @property
-    def by_run(self) -> dict[str, Counter[Event]]:
+    def by_run(self) -> dict[str, Counter[PrivacyEvent]]:
         """The most that may have happened of each event, by the runs' ids."""
-        found: dict[str, Counter[Event]] = {}
+        found: dict[str, Counter[PrivacyEvent]] = {}
         for name, counts in (*((run.id, run.counts) for run in self.runs), *self.merged.items()):
             found[name] = found.get(name, Counter()) + counts
         return found
@@ -317,7 +317,7 @@ class History:
             run.id = f"{beginning}-{number}"
         return bool(nameless)
 
-    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+    def merge(self, more: Mapping[str, Counter[PrivacyEvent]]) -> None:
         """Add events of other runs."""
         for name, counts in more.items():
             self.merged[name] = self.merged.get(name, Counter()) + counts
@@ -329,7 +329,7 @@ class History:
         self.units = max(self.units, units or 0)
 
     @classmethod
-    def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
+    def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> LedgerHistory:
         """Replay a file's records; FormatError names the line of an invalid one."""
         history = cls()
         for number, record in enumerate(records, 1):
@@ -366,7 +366,7 @@ class History:
         if record["run"] != len(self.runs) or run.closed:
             raise FormatError(f"a record of run {clipped(record['run'])} after it ended")
         if kind == "reserve":
-            run.reserved[Event.from_dict(record["event"]).times(1)] += check_whole("count", record["count"], 0)
+            run.reserved[PrivacyEvent.from_dict(record["event"]).times(1)] += check_whole("count", record["count"], 0)
         elif kind == "used":
             used = _counts(record["events"])
             if used - run.counts:
@@ -392,23 +392,23 @@ def fresh_id() -> str:
     return os.urandom(16).hex()
 
 
-def _counts(events: object) -> Counter[Event]:
-    found: Counter[Event] = Counter()
+def _counts(events: object) -> Counter[PrivacyEvent]:
+    found: Counter[PrivacyEvent] = Counter()
     for event, count in typed(list[tuple[Any, Any]], events, "events"):
-        found[Event.from_dict(event).times(1)] += check_whole("count", count, 0)
+        found[PrivacyEvent.from_dict(event).times(1)] += check_whole("count", count, 0)
     return found
 
 
-def _records(counts: Counter[Event]) -> list[tuple[dict[str, Any], int]]:
+def _records(counts: Counter[PrivacyEvent]) -> list[tuple[dict[str, Any], int]]:
     return [(event_record(event), count) for event, count in counts.items() if count]
 
 
 class RunWriter:
     """Writes one run: its first record, reservations before events, and the exact counts at the end."""
 
-    def __init__(self, journal: Journal, run: int, facts: Mapping[str, Any]) -> None:
-        self.used: Counter[Event] = Counter()
-        self._reserved: Counter[Event] = Counter()
+    def __init__(self, journal: LedgerJournal, run: int, facts: Mapping[str, Any]) -> None:
+        self.used: Counter[PrivacyEvent] = Counter()
+        self._reserved: Counter[PrivacyEvent] = Counter()
         self._journal = journal
         self._run = run
         self._process = os.getpid()
@@ -419,7 +419,7 @@ class RunWriter:
             self.facts["unguarded"] = journal.unguarded
         journal.append({"kind": "run", "run": run, "time": time, **self.facts})
 
-    def reserve(self, event: Event, block: int) -> None:
+    def reserve(self, event: PrivacyEvent, block: int) -> None:
         """Reserve `block` more of an event unless event.count more, which is at most `block`, are reserved already."""
         self._journal.require_open()
         one = event.times(1)
@@ -434,7 +434,7 @@ class RunWriter:
         self._reserved = self.used.copy()  # first: Ctrl-C may come after the line was written
         self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": _records(self.used)})
 
-    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+    def merge(self, more: Mapping[str, Counter[PrivacyEvent]]) -> None:
         """Write events of other runs, by their ids."""
         runs = {name: _records(counts) for name, counts in more.items()}
         self._journal.append({"kind": "merged", "run": self._run, "runs": runs})
@@ -456,9 +456,9 @@ class RunWriter:
             self._journal.close()
 
 
-def event_record(event: Event) -> dict[str, Any]:
+def event_record(event: PrivacyEvent) -> dict[str, Any]:
     """Return an event as records hold it: without count, and without optional fields at their defaults."""
-    defaults = {field.name: field.default for field in fields(Event) if field.name != "sampling"}
+    defaults = {field.name: field.default for field in fields(PrivacyEvent) if field.name != "sampling"}
     values = event.to_dict()
     return {name: value for name, value in values.items() if name != "count" and value != defaults.get(name)}
 

@@ -1,7 +1,7 @@
 """The privacy ledger: events recorded before they happen, and budgets that refuse them.
 
-    with Ledger("privacy.jsonl", unit="patient", budget=Budget(epsilon=8, delta=1e-5)) as ledger:
-        ledger.record(Event("gaussian", 1.1, "poisson", sample_rate=0.01))
+    with PrivacyLedger("privacy.jsonl", unit="patient", budget=Budget(epsilon=8, delta=1e-5)) as ledger:
+        ledger.record(PrivacyEvent("gaussian", 1.1, "poisson", sample_rate=0.01))
         print(ledger.epsilon(1e-5), ledger.statement())
 
 Everything released from the same data belongs in one ledger: trainings, restarts, searches over settings, histograms.
@@ -28,19 +28,27 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger.accounting import check_method, most_within, remaining, spent
 from accelerant.privacy.dp.ledger.events import (
     DEFAULT_DELTA,
-    Event,
+    PrivacyEvent,
     about,
     check_delta,
     check_neighbouring,
     check_number,
     check_whole,
 )
-from accelerant.privacy.dp.ledger.journal import VERSION, History, Journal, Run, RunWriter, fresh_id, read_journal
-from accelerant.privacy.dp.ledger.statement import Statement, make_statement
+from accelerant.privacy.dp.ledger.journal import (
+    VERSION,
+    LedgerHistory,
+    LedgerJournal,
+    Run,
+    RunWriter,
+    fresh_id,
+    read_journal,
+)
+from accelerant.privacy.dp.ledger.statement import PrivacyStatement, make_statement
 from accelerant.runtime.files import clipped, plain
 from accelerant.runtime.host import fork_safe
 
-__all__ = ["Allowance", "Budget", "Ledger"]
+__all__ = ["Allowance", "Budget", "PrivacyLedger"]
 
 _SHARE: Final = 32  # a block is 1/32 of what was done: a crash over-counts by at most so much
 _LARGEST_BLOCK: Final = 1024
@@ -80,14 +88,14 @@ class Allowance:
     def __init__(self, budget: Budget, neighbouring: str) -> None:
         self.budget = budget
         self._neighbouring = neighbouring
-        self._fits: Counter[Event] = Counter()
-        self._since: Counter[Event] = Counter()
+        self._fits: Counter[PrivacyEvent] = Counter()
+        self._since: Counter[PrivacyEvent] = Counter()
 
-    def allowed(self, event: Event) -> int:
+    def allowed(self, event: PrivacyEvent) -> int:
         """Return how many of event, counted from the ledger's first, are known to fit. `require` raises the number."""
         return self._fits[event.times(1)]
 
-    def require(self, counts: Mapping[Event, int], event: Event) -> None:
+    def require(self, counts: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> None:
         """Check that event fits after counts; BudgetExceeded if it does not."""
         one = event.times(1)
         known = all(count <= self._fits[other] for other, count in counts.items())  # others may have written, too
@@ -105,18 +113,18 @@ class Allowance:
             )
         recent = after - self._since if self._since else Counter({one: event.count})
 
-        def extended(times: int) -> Counter[Event]:
+        def extended(times: int) -> Counter[PrivacyEvent]:
             return after + Counter({one: count * times for one, count in recent.items()})
 
         times = most_within(lambda times, method: self._cost(extended(times), method), budget.epsilon, budget.method)
         self._fits, self._since = extended(times), Counter(counts)
 
-    def _cost(self, counts: Counter[Event], method: str) -> float:
+    def _cost(self, counts: Counter[PrivacyEvent], method: str) -> float:
         events = [event.times(count) for event, count in counts.items()]
         return spent(events, self.budget.delta, method=method, neighbouring=self._neighbouring).epsilon
 
 
-class Ledger:
+class PrivacyLedger:
     """The record of what was done to one data set, in a file or in memory.
 
     An event is on the disk before `record` returns: kill -9 or a power failure at any moment never under-counts. To
@@ -160,7 +168,7 @@ class Ledger:
         self._unguarded = ""
         self._lock = fork_safe(threading.RLock())
         self._writer: RunWriter | None = None
-        self._history = History()
+        self._history = LedgerHistory()
         self._allowances: list[Allowance] = []
         if self.path is None:
             self._hold([])
@@ -169,10 +177,10 @@ class Ledger:
         if budget is not None:
             self._history.describe(budget.delta, None)
         self._past = self._history.counts
-        self._used: Counter[Event] = Counter() if self._writer is None else self._writer.used
+        self._used: Counter[PrivacyEvent] = Counter() if self._writer is None else self._writer.used
 
     @classmethod
-    def read(cls, path: str | Path) -> Ledger:
+    def read(cls, path: str | Path) -> PrivacyLedger:
         """Open a ledger's file for reading: `record` is refused. Another process may be writing it.
 
         Raises:
@@ -187,7 +195,7 @@ class Ledger:
                 contents = read_journal(path)
         except OSError as error:
             raise ConfigError(f"the ledger {path} cannot be read: {error.strerror or error}") from None
-        history = History.replay(contents.records, path)
+        history = LedgerHistory.replay(contents.records, path)
         if not history.facts:
             raise FormatError(f"{path}: no privacy ledger, it has not one whole record")
         history.name_runs(fresh_id())
@@ -197,7 +205,7 @@ class Ledger:
         ledger._hold(_budgets(history, path))
         return ledger
 
-    def record(self, event: Event) -> None:
+    def record(self, event: PrivacyEvent) -> None:
         """Record an event that is about to happen; it is durable when this returns.
 
         If many events differ only in noise or delta, further ones are recorded as one that costs no less.
@@ -220,7 +228,7 @@ class Ledger:
             self._used[one] += event.count
 
     def by_run(self) -> dict[str, list[dict[str, Any]]]:
-        """Return all events as `Event.to_dict` by the id of the run that spent them, for a checkpoint."""
+        """Return all events as `PrivacyEvent.to_dict` by the id of the run that spent them, for a checkpoint."""
         with self._lock:
             counts = self._history.by_run
             counts[self.run_id] = counts.get(self.run_id, Counter()) + self._used
@@ -248,11 +256,11 @@ class Ledger:
             if spent:
                 warnings.warn(_NAMELESS, UserWarning, stacklevel=3)
             spent = {fresh_id(): spent}
-        given = {name: Counter[Event]() for name in spent}
+        given = {name: Counter[PrivacyEvent]() for name in spent}
         for name, events in spent.items():
             if not isinstance(name, str) or not isinstance(events, list | tuple):
                 raise FormatError(f"what runs spent is lists of events by their ids, got {clipped({name: events})}")
-            for event in map(Event.from_dict, events):
+            for event in map(PrivacyEvent.from_dict, events):
                 given[name][event.times(1)] += event.count
         with self._lock:
             self._leave_parent()
@@ -261,7 +269,7 @@ class Ledger:
             lacking = {name: counts - held.get(name, Counter()) for name, counts in given.items()}
             lacking = {name: counts for name, counts in lacking.items() if counts}
             after = self._past + self._used
-            for one, count in sum(lacking.values(), Counter[Event]()).items():
+            for one, count in sum(lacking.values(), Counter[PrivacyEvent]()).items():
                 for allowance in self._allowances:
                     allowance.require(after, one.times(count))
                 after[one] += count
@@ -313,7 +321,7 @@ class Ledger:
         """About how many units the data have, in two digits; 0 if it was not recorded."""
         return self._history.units
 
-    def require(self, event: Event) -> None:
+    def require(self, event: PrivacyEvent) -> None:
         """Check that an event fits the budget, without recording it; BudgetExceeded if it does not."""
         with self._lock:
             self._require(self._canonical(event))
@@ -330,7 +338,7 @@ class Ledger:
             if self._writer is not None:
                 self._writer.close()
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> PrivacyLedger:
         return self
 
     def __exit__(
@@ -342,7 +350,7 @@ class Ledger:
         raise ConfigError("a ledger can be neither copied nor pickled: what a copy records would not add up")
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[PrivacyEvent, ...]:
         """All events, equal ones as one with their count; of runs that did not end in order, all reserved events."""
         with self._lock:
             return tuple(event.times(count) for event, count in (self._past + self._used).items() if count)
@@ -353,7 +361,7 @@ class Ledger:
         return tuple(self._history.runs)
 
     @property
-    def merged(self) -> Mapping[str, Counter[Event]]:
+    def merged(self) -> Mapping[str, Counter[PrivacyEvent]]:
         """Events of other runs by their ids, from checkpoints."""
         return dict(self._history.merged)
 
@@ -381,18 +389,18 @@ class Ledger:
         chosen = delta if delta is not None else self.delta or DEFAULT_DELTA
         return spent(self.events, chosen, method=method, neighbouring=self.neighbouring).epsilon
 
-    def remaining(self, epsilon: float, delta: float, event: Event, method: str = "pld") -> int:
+    def remaining(self, epsilon: float, delta: float, event: PrivacyEvent, method: str = "pld") -> int:
         """Return how many more of event (its count is ignored) stay within epsilon at delta; errors as of `epsilon`."""
         return remaining(self.events, event, epsilon, delta, method=method, neighbouring=self.neighbouring)
 
-    def statement(self, delta: float | None = None) -> Statement:
+    def statement(self, delta: float | None = None) -> PrivacyStatement:
         """Return the ledger's statement for a reviewer: epsilon at delta, events, sampling, noise, assumptions.
 
         delta is by default the one that was chosen last, by a budget, a training or `describe`, or else 1e-5.
         """
         return make_statement(self, delta)
 
-    def _require(self, event: Event) -> None:
+    def _require(self, event: PrivacyEvent) -> None:
         for allowance in self._allowances:
             allowance.require(self._past + self._used, event)
 
@@ -404,7 +412,7 @@ class Ledger:
             self._used.clear()
             self.run_id, self._process = fresh_id(), os.getpid()
 
-    def _canonical(self, event: Event) -> Event:
+    def _canonical(self, event: PrivacyEvent) -> PrivacyEvent:
         """Return the event; or one that costs no less, where many differ from it only in noise or delta."""
         one = event.times(1)
         if one in self._used or one in self._past:
@@ -420,13 +428,15 @@ class Ledger:
 
     def _open_writer(self) -> RunWriter:
         if self._writer is None:
-            raise ConfigError(f"the ledger {self.path} was opened by Ledger.read: open it by Ledger(path) to add to it")
+            raise ConfigError(
+                f"the ledger {self.path} was opened by PrivacyLedger.read: open it by PrivacyLedger(path) to add to it"
+            )
         return self._writer
 
     def _open(self, path: Path, any_dataset: bool, loosen: bool) -> None:
-        journal, given = Journal(path), self.budget
+        journal, given = LedgerJournal(path), self.budget
         try:
-            self._history = History.replay(journal.records, path)
+            self._history = LedgerHistory.replay(journal.records, path)
             if self._history.facts:
                 self._check_facts(path, any_dataset)
             else:
@@ -474,14 +484,14 @@ class Ledger:
                 raise ConfigError(
                     f"the ledger {self.path} has the budget epsilon {one.epsilon:g} at delta {one.delta:g}, and "
                     f"epsilon {given.epsilon:g} at delta {given.delta:g} is looser: leave budget out to keep it, or "
-                    "open the ledger with Ledger(path, budget=..., loosen_budget=True), which it records"
+                    "open the ledger with PrivacyLedger(path, budget=..., loosen_budget=True), which it records"
                 )
         budgets = _binding([*held, *([] if given is None else [given])])
         self._allowances = [Allowance(one, self.neighbouring) for one in budgets]
         self.budget = given or (budgets[-1] if budgets else None)
 
 
-def _budgets(history: History, path: Path) -> list[Budget]:
+def _budgets(history: LedgerHistory, path: Path) -> list[Budget]:
     """Return the budgets of a file that were not given up, in the order in which they were last given."""
     try:
         return [Budget(*budget) for budget in history.budgets]

@@ -9,12 +9,12 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Event, check_delta
+from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, PrivacyEvent, check_delta
 from accelerant.privacy.dp.ledger.journal import versions
 from accelerant.runtime.files import escaped, exact, plain
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger.ledger import Ledger
+    from accelerant.privacy.dp.ledger.ledger import PrivacyLedger
 
 _RELATIONS: Final = {
     "add-or-remove-one": "neighbouring data sets differ by one {unit} added or removed",
@@ -29,7 +29,7 @@ _SAMPLINGS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class PrivacyStatement:
     """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents.
 
     Attributes:
@@ -62,7 +62,7 @@ class Statement:
     others: tuple[tuple[float, float], ...]
     charged_delta: float
     budget: tuple[float, float, str] | None
-    events: tuple[Event, ...]
+    events: tuple[PrivacyEvent, ...]
     datasets: tuple[str, ...]
     runs: tuple[dict[str, Any], ...]
     covered: tuple[str, ...]
@@ -145,8 +145,8 @@ class Statement:
             yield f"{number}: {run['time']}, {run['releases']} releases, {end} ({libraries})"
 
 
-def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
-    """Return the statement of a ledger; see `Ledger.statement`."""
+def make_statement(ledger: PrivacyLedger, delta: float | None = None) -> PrivacyStatement:
+    """Return the statement of a ledger; see `PrivacyLedger.statement`."""
     budget = None if ledger.budget is None else astuple(ledger.budget)
     by_default = delta is None and ledger.delta is None
     chosen = delta if delta is not None else ledger.delta or DEFAULT_DELTA
@@ -166,7 +166,7 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
         for run in ledger.runs
     )
     datasets = dict.fromkeys(name for name in (*(run["dataset"] for run in runs), ledger.dataset) if name)
-    return Statement(
+    return PrivacyStatement(
         unit=ledger.unit, neighbouring=ledger.neighbouring, delta=chosen, budget=budget, events=events, runs=runs,
         relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit), epsilon=cost.epsilon, reason=cost.reason,
         epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
@@ -183,7 +183,7 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     )  # fmt: skip
 
 
-def _file_remarks(ledger: Ledger) -> Iterator[str]:
+def _file_remarks(ledger: PrivacyLedger) -> Iterator[str]:
     """Yield what a reader must know of the ledger's file."""
     for reason in ledger.unguarded:
         yield f"{reason}: lines cut off the ledger before would not have been noticed, and epsilon may be larger."
@@ -247,7 +247,7 @@ def _log_expm1(x: float) -> float:
     return x + math.log(-math.expm1(-x))
 
 
-def _covered(done: list[Event]) -> tuple[str, ...]:
+def _covered(done: list[PrivacyEvent]) -> tuple[str, ...]:
     if not done:
         return ("Nothing was released.",)
     return (
@@ -269,7 +269,7 @@ def _not_covered(unit: str) -> Iterator[str]:
     )
 
 
-def _delta_remarks(delta: float, ledger: Ledger, *, by_default: bool) -> Iterator[str]:
+def _delta_remarks(delta: float, ledger: PrivacyLedger, *, by_default: bool) -> Iterator[str]:
     if by_default:
         yield f"No delta was chosen: {delta:g} is shown. It should be well below one over the number of units."
     elif ledger.units and delta * ledger.units >= 1:
@@ -279,7 +279,7 @@ def _delta_remarks(delta: float, ledger: Ledger, *, by_default: bool) -> Iterato
         )
 
 
-def _remarks(done: list[Event], datasets: int) -> Iterator[str]:
+def _remarks(done: list[PrivacyEvent], datasets: int) -> Iterator[str]:
     yield "Those who ran the releases saw the data and are trusted; the noise and the drawn records are secret."
     for event in done:
         if event.noise_multiplier == 0:

@@ -60,7 +60,7 @@ sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps. That is the deviation in t
 
 Delta. The draws differ from the discrete Gaussian in two ways:
 
-* The base samples are within total variation t of exact ones (GaussianPlan.distance: tails cut at 11 deviations,
+* The base samples are within total variation t of exact ones (GaussianConvolution.distance: tails cut at 11 deviations,
   weights in units of 2^-118), and a unit's pool serves five triggers. The d coordinates of a release are within
   T = d (terms t + u), where u is the probability of a sixth trigger for each draw. A mechanism within T of an
   (epsilon, delta) private one is (epsilon, delta + (1 + e^epsilon) T) private.
@@ -212,7 +212,7 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianPlan:
+class GaussianConvolution:
     """A discrete Gaussian of deviation sigma, in grid steps, as a sum; log_ratio is tau of the module's docstring."""
 
     sigma: Fraction
@@ -239,7 +239,7 @@ class GaussianPlan:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(sigma: Fraction) -> GaussianPlan:
+def convolution_of(sigma: Fraction) -> GaussianConvolution:
     """Return the plan of fewest terms for a deviation in grid steps; ConfigError if it is above WIDEST."""
     if sigma <= 0 or sigma > WIDEST:
         raise ConfigError(
@@ -247,12 +247,12 @@ def make_plan(sigma: Fraction) -> GaussianPlan:
             "take a coarser grid (choose_grid gives one)"
         )
     if sigma <= BASE_LIMIT:
-        return GaussianPlan(sigma, (1,), 0.0)
+        return GaussianConvolution(sigma, (1,), 0.0)
     for terms in range(2, MAX_TERMS + 1):
         factors = _factors(float(sigma), terms)
         widths = smoothing_widths(sigma, factors)
         if min(widths) >= SMOOTH:
-            return GaussianPlan(sigma, factors, sum(map(log_ratio, widths)))
+            return GaussianConvolution(sigma, factors, sum(map(log_ratio, widths)))
     raise ConfigError(f"no sum of {MAX_TERMS} terms is {float(sigma):.6g} grid steps wide")
 
 
@@ -412,7 +412,7 @@ def charge(std: float, grid: float, dimensions: int) -> Charge:
     rounding = grid * math.sqrt(dimensions)
     if not steps:
         return Charge(0.0, rounding, 0.0, 0.0)
-    plan = make_plan(steps)
+    plan = convolution_of(steps)
     apart = dimensions * (float(plan.distance()) + sixth_trigger(plan.terms))
     smoothing = 2 * dimensions * (plan.log_ratio + log_ratio(SMOOTH))
     effective = grid * math.sqrt(max(0.0, float(steps**2) - SMOOTH**2))

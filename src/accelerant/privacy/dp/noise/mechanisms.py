@@ -39,9 +39,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.events import Mechanism, PrivacyEvent, Sampling, check_number, check_whole
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import LEAST_STEPS, SMOOTH, Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.random import SecureStream
@@ -54,7 +54,7 @@ Kind = Literal["gaussian", "laplace"]
 _CHARGES = {"gaussian": charge, "laplace": laplace_charge}
 
 
-def require_clipped_unit(ledger: Ledger) -> Ledger:
+def require_clipped_unit(ledger: PrivacyLedger) -> PrivacyLedger:
     """Return the ledger; ConfigError if its units are replaced, which changes a clipped sum by up to 2 C, not C."""
     if ledger.neighbouring != "add-or-remove-one":
         raise ConfigError(
@@ -64,7 +64,7 @@ def require_clipped_unit(ledger: Ledger) -> Ledger:
     return ledger
 
 
-def require_client_unit(ledger: Ledger) -> Ledger:
+def require_client_unit(ledger: PrivacyLedger) -> PrivacyLedger:
     """Return the ledger of sums over clients; ConfigError if its units are replaced, or examples.
 
     An example more changes its client's update by up to twice the norm that bounds it.
@@ -72,7 +72,7 @@ def require_client_unit(ledger: Ledger) -> Ledger:
     if ledger.unit == "example":
         raise ConfigError(
             "the sum is over clients, and the ledger's unit is an example, for which the noise is not enough: create "
-            'it by Ledger(path, unit="client")'
+            'it by PrivacyLedger(path, unit="client")'
         )
     return require_clipped_unit(ledger)
 
@@ -83,7 +83,7 @@ def make_source(secure: bool) -> NoiseSource:
 
 
 @dataclass(frozen=True, slots=True)
-class NoisePlan:
+class NoiseParameters:
     """The noise of one release: scale in the units of the sum (0: none), grid (0: floating point), charged delta."""
 
     scale: float
@@ -102,14 +102,14 @@ class NoisySum:
         self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         self.dimensions = dimensions
         self.kind = kind
-        self._plans: dict[tuple[float, float], NoisePlan] = {}
+        self._plans: dict[tuple[float, float], NoiseParameters] = {}
 
-    def plan(self, sensitivity: float, multiplier: float | None = None) -> NoisePlan:
+    def plan(self, sensitivity: float, multiplier: float | None = None) -> NoiseParameters:
         """Return noise and grid at a sensitivity; `multiplier` overrides the release's own."""
         multiplier = self.noise_multiplier if multiplier is None else multiplier
         key = (sensitivity, multiplier)
         if key not in self._plans:
-            plan = NoisePlan(multiplier * sensitivity, 0.0, 0.0)
+            plan = NoiseParameters(multiplier * sensitivity, 0.0, 0.0)
             if plan.scale and self.source.secure and self.dimensions:
                 grid = grid_of(self.kind, plan.scale, sensitivity, self.dimensions)
                 bound = sensitivity + charge_of(self.kind, plan.scale, grid, self.dimensions).sensitivity
@@ -117,12 +117,12 @@ class NoisySum:
             self._plans = {key: plan}
         return self._plans[key]
 
-    def planned(self, scale: float, grid: float) -> NoisePlan:
+    def planned(self, scale: float, grid: float) -> NoiseParameters:
         """Return noise on a grid that costs no more than continuous noise of this scale, and the delta it charges."""
         scale = widened(self.kind, scale, grid)
-        return NoisePlan(scale, grid, charge_of(self.kind, scale, grid, self.dimensions).delta)
+        return NoiseParameters(scale, grid, charge_of(self.kind, scale, grid, self.dimensions).delta)
 
-    def add_(self, tensors: Sequence[Tensor], plan: NoisePlan, factor: float) -> None:
+    def add_(self, tensors: Sequence[Tensor], plan: NoiseParameters, factor: float) -> None:
         """Add the noise and multiply by a factor, in place."""
         if not plan.scale:  # without noise, rounding would only lose precision
             for tensor in tensors:
@@ -133,13 +133,13 @@ class NoisySum:
             self.source.add_laplace_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
 
     def event(
-        self, plan: NoisePlan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
-    ) -> Event:
-        """Return the event of a release; idealised: the sum was computed in floating point, as in Event."""
+        self, plan: NoiseParameters, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
+    ) -> PrivacyEvent:
+        """Return the event of a release; idealised: the sum was computed in floating point, as in PrivacyEvent."""
         mechanism: Mechanism = self.kind
         if self.source.secure:
             mechanism = "discrete_gaussian" if self.kind == "gaussian" else "discrete_laplace"
-        return Event(
+        return PrivacyEvent(
             mechanism, self.noise_multiplier, sampling, sample_rate, delta=plan.delta, note=note,
             source=self.source.name, secure=self.source.secure, idealised=idealised,
         )  # fmt: skip
@@ -178,7 +178,7 @@ _T = TypeVar("_T", Tensor, Sequence[Tensor])
 
 
 def gaussian_noise_(
-    x: _T, std: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
+    x: _T, std: float, *, sensitivity: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None
 ) -> _T:
     """Add Gaussian noise to tensors, in place.
 
@@ -201,7 +201,7 @@ def gaussian_noise_(
 
 
 def laplace_noise_(
-    x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
+    x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None
 ) -> _T:
     """Add Laplace noise to tensors, in place; like `gaussian_noise_`, with the scale b instead of the deviation.
 
@@ -214,7 +214,7 @@ def laplace_noise_(
 
 def release(
     value: Any, *, mechanism: Kind, sensitivity: float, epsilon: float | None = None, delta: float | None = None,
-    noise_multiplier: float | None = None, secure: bool = True, ledger: Ledger | None = None, note: str = "",
+    noise_multiplier: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None, note: str = "",
 ) -> Any:  # fmt: skip
     """Return the answer to a query with noise; the value itself is not changed.
 
@@ -246,7 +246,7 @@ def release(
         raise ConfigError("value must be finite: clip it first")
     source = make_source(secure)
 
-    def planned(multiplier: float) -> tuple[NoisySum, NoisePlan]:
+    def planned(multiplier: float) -> tuple[NoisySum, NoiseParameters]:
         noisy = NoisySum(source, multiplier, exact.size, mechanism)
         return noisy, _whole_plan(noisy, sensitivity) if whole else noisy.plan(sensitivity)
 
@@ -290,13 +290,13 @@ def _exact(value: Any) -> NDArray[Any]:
     return numbers.astype(object if numbers.dtype in (object, np.uint64) else np.int64)
 
 
-def _with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoisePlan) -> NDArray[Any]:
+def _with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoiseParameters) -> NDArray[Any]:
     if exact.size:
         noisy.add_([torch.from_numpy(exact)], plan, 1.0)
     return exact
 
 
-def _whole_with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoisePlan) -> NDArray[Any]:
+def _whole_with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoiseParameters) -> NDArray[Any]:
     """Return whole numbers with noise, rounded to whole numbers, in exact arithmetic.
 
     The noise is added to the number's parity, and the even rest to the sum. On a grid above 1 the unit is the grid.
@@ -324,7 +324,9 @@ def _like(value: Any, noised: NDArray[Any], shape: tuple[int, ...]) -> Any:
     return found if isinstance(value, np.ndarray) else found[()]
 
 
-def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: Ledger | None) -> _T:
+def _noise_(
+    x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: PrivacyLedger | None
+) -> _T:
     tensors = [x] if isinstance(x, Tensor) else list(x)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -345,9 +347,9 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
     if ledger is not None:
         charge = charge_of(kind, scale, grid, dimensions)
         named = NoisySum(source, charge.std / (bound + charge.sensitivity), dimensions, kind)
-        ledger.record(named.event(NoisePlan(scale, grid, charge.delta), "none", 1.0))
+        ledger.record(named.event(NoiseParameters(scale, grid, charge.delta), "none", 1.0))
     with torch.no_grad():
-        NoisySum(source, 1.0, dimensions, kind).add_(tensors, NoisePlan(scale, grid, 0.0), 1.0)
+        NoisySum(source, 1.0, dimensions, kind).add_(tensors, NoiseParameters(scale, grid, 0.0), 1.0)
     return x
 
 
@@ -366,8 +368,8 @@ def _check_strength(mechanism: Kind, epsilon: float | None, delta: float | None,
 
 
 def _calibrated(
-    planned: Callable[[float], tuple[NoisySum, NoisePlan]], epsilon: float, delta: float
-) -> tuple[NoisySum, NoisePlan]:
+    planned: Callable[[float], tuple[NoisySum, NoiseParameters]], epsilon: float, delta: float
+) -> tuple[NoisySum, NoiseParameters]:
     """Return the least Gaussian noise of epsilon and delta, with the delta that its plan charges."""
     _, plan = planned(1.0)
     while True:
@@ -377,7 +379,7 @@ def _calibrated(
             return noisy, plan
 
 
-def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
+def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoiseParameters:
     """Plan noise on a grid of 1 or a fraction, of which whole numbers are multiples: no rounding is charged."""
     scale = noisy.noise_multiplier * sensitivity
     if not noisy.source.secure or not noisy.dimensions or scale > _WIDEST_ON_WHOLE:
@@ -412,7 +414,7 @@ class RandomizedResponse:
         self._lie = (1.0 - self.truth) / (choices - 1)  # the probability of each other answer
         self._stream = SecureStream()
 
-    def randomize(self, answers: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+    def randomize(self, answers: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
         """Return a report for each answer.
 
         Args:
@@ -430,7 +432,7 @@ class RandomizedResponse:
         flat = answers.detach().to("cpu", torch.int64).reshape(-1)
         if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.choices):
             raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(flat.min())} to {int(flat.max())}")
-        _record(ledger, Event("randomized_response", 1.0 / self.epsilon))
+        _record(ledger, PrivacyEvent("randomized_response", 1.0 / self.epsilon))
         keep = self._stream.uniform(flat.numel()) < self.truth
         other = (self._stream.uniform(flat.numel()) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
         return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
@@ -465,7 +467,7 @@ class LocalLaplace:
         self._noisy = NoisySum(make_source(secure), 1.0 / self.epsilon, 1, "laplace")
         self._plan = self._noisy.plan(self.high - self.low)
 
-    def randomize(self, values: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+    def randomize(self, values: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
         """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
 
         Args:
@@ -507,7 +509,7 @@ class LocalGaussian:
         self._noisy = NoisySum(source, multiplier, dimensions)
         self._plan = self._noisy.plan(2 * self.max_norm)
 
-    def randomize(self, vectors: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+    def randomize(self, vectors: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
         """Return a report for each vector: (n, dimensions), float64.
 
         Args:
@@ -533,14 +535,14 @@ class LocalGaussian:
         return self._plan.scale / math.sqrt(reports)
 
 
-def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoisePlan, ledger: Ledger | None) -> Tensor:
+def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoiseParameters, ledger: PrivacyLedger | None) -> Tensor:
     _record(ledger, noisy.event(plan, "none", 1.0))
     if values.numel():
         noisy.add_([values], plan, 1.0)
     return values
 
 
-def _record(ledger: Ledger | None, event: Event) -> None:
+def _record(ledger: PrivacyLedger | None, event: PrivacyEvent) -> None:
     """Record one report of each record."""
     if ledger is None:
         return

@@ -26,13 +26,13 @@ from accelerant.privacy.dp.noise.discrete import (
     GROUP,
     MAX_TERMS,
     UNIT_BLOCKS,
-    GaussianPlan,
+    GaussianConvolution,
+    convolution_of,
     digits_of,
     draws_of_unit,
     grid_steps,
     groups_of,
     laplace_blocks,
-    make_plan,
     make_tables,
     thresholds,
 )
@@ -157,7 +157,7 @@ def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> Non
 
 
 def gaussian_add(
-    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianPlan, grid: float, scale: float
+    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianConvolution, grid: float, scale: float
 ) -> None:
     """Replace x by (round(x / grid) + Z) * grid * scale; x contiguous, of one dtype, on one device."""
     numbers = (1 / grid, grid * scale)
@@ -169,7 +169,9 @@ def gaussian_add(
             _launch_one(stream, x, plan, numbers)
 
 
-def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: GaussianPlan, device: torch.device) -> Tensor:
+def gaussian_steps(
+    stream: SecureStream, shape: Sequence[int], plan: GaussianConvolution, device: torch.device
+) -> Tensor:
     """Return int64 draws of the discrete Gaussian."""
     out = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     if _is_fused(device):
@@ -196,7 +198,7 @@ def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, d
     return out[:count].view(tuple(shape))
 
 
-def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianPlan, numbers: tuple[float, ...]) -> None:
+def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianConvolution, numbers: tuple[float, ...]) -> None:
     """Launch the portable or the CPU's kernel for one tensor; without numbers the draws replace x."""
     if not x.numel():
         return
@@ -210,7 +212,7 @@ def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianPlan, numbers: tu
 
 
 def _launch_rows(
-    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianPlan, numbers: tuple[float, float]
+    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianConvolution, numbers: tuple[float, float]
 ) -> None:
     """Launch gaussian.cuh for up to ROWS tensors."""
     rows, groups = packed_rows(tensors, GROUP * draws_of_unit(plan.terms))
@@ -258,7 +260,7 @@ def _grid(indices: int, device: torch.device) -> tuple[tuple[int], tuple[int]]:
     return ((indices,), (1,)) if device.type == "cpu" else ((-(-indices // BLOCK),), (BLOCK,))
 
 
-def _factors(plan: GaussianPlan) -> tuple[int, ...]:
+def _factors(plan: GaussianConvolution) -> tuple[int, ...]:
     """Return k1 to k4, 0 beyond the plan's terms."""
     return (*plan.factors[1:], *[0] * (MAX_TERMS - plan.terms))
 
@@ -268,14 +270,14 @@ def _is_fused(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -> Tensor:
+def _on_device(key: GaussianConvolution | tuple[str, Fraction], device: torch.device) -> Tensor:
     """Return a table in a device's memory, cached."""
     cached = (key, device.type, index_of(device))
     table = _tables.get(cached)
     if table is None:
         if capturing(device):
             raise ConfigError("noise of this width is captured before it was drawn once: run a step before the capture")
-        words = make_tables(key.weights()) if isinstance(key, GaussianPlan) else thresholds(key[1])
+        words = make_tables(key.weights()) if isinstance(key, GaussianConvolution) else thresholds(key[1])
         table = torch.from_numpy(words.reshape(-1).view(np.int32).copy()).to(device)
         while len(_tables) >= _TABLES_LIMIT:
             _tables.pop(next(iter(_tables)))
@@ -362,7 +364,7 @@ class SecureSource(NoiseSource):
         """
         steps = grid_steps(std, grid)
         _check(tensors, scale)
-        plan = make_plan(steps) if steps else None
+        plan = convolution_of(steps) if steps else None
         for (device, dtype, _), members in _by_kind(tensors).items():
             if plan is not None and dtype in fused_dtypes(device):
                 with _contiguous(members) as dense:
@@ -384,7 +386,7 @@ class SecureSource(NoiseSource):
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
         """Return int64 draws of the discrete Gaussian; ConfigError if std_grid is not above 0, or too wide."""
-        return gaussian_steps(self._stream, shape, make_plan(grid_steps(std_grid, 1.0)), torch.device(device))
+        return gaussian_steps(self._stream, shape, convolution_of(grid_steps(std_grid, 1.0)), torch.device(device))
 
     def __repr__(self) -> str:
         return "SecureSource()"

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import Event, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.events import PrivacyEvent, Sampling, check_number, check_whole
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
-from accelerant.privacy.dp.noise.mechanisms import NoisePlan, NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.noise.mechanisms import NoiseParameters, NoisySum, make_source, require_clipped_unit
 from accelerant.runtime.files import plain
 from accelerant.runtime.host import refuse_masked
 
@@ -53,7 +53,7 @@ class GradientPrivatizer:
             "shuffled", "unknown". Only "poisson" is amplified.
         sample_rate: of Poisson sampling.
         secure: ChaCha20 on an integer grid; False: Philox in floating point, which the ledger records.
-        ledger: a Ledger or its file; None: in memory.
+        ledger: a PrivacyLedger or its file; None: in memory.
 
     Attributes:
         ledger: what was spent.
@@ -67,7 +67,7 @@ class GradientPrivatizer:
     def __init__(
         self, *, noise_multiplier: float, max_grad_norm: float | Mapping[str, float], expected_batch_size: float,
         sampling: Sampling = "unknown", sample_rate: float | None = None, secure: bool = True,
-        ledger: Ledger | str | Path | None = None,
+        ledger: PrivacyLedger | str | Path | None = None,
     ) -> None:  # fmt: skip
         self._multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         norms = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"": max_grad_norm}
@@ -82,7 +82,7 @@ class GradientPrivatizer:
         self._sampling: Sampling = sampling
         self._rate = 1.0 if sample_rate is None else check_number("sample_rate", sample_rate, most=1.0)
         self._source = make_source(secure)
-        self.ledger = require_clipped_unit(ledger if isinstance(ledger, Ledger) else Ledger(ledger))
+        self.ledger = require_clipped_unit(ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger))
         self.clipped, self.dropped = 0.0, 0
 
     @property
@@ -144,7 +144,9 @@ class GradientPrivatizer:
         release.add_(list(sums.values()), plan, 1.0)
         return _like(total, {n: sums[n].reshape(each.shape).to(each.dtype) for n, each in named.items()})
 
-    def _begin(self, dimensions: int, sensitivity: float, *, idealised: bool = False) -> tuple[NoisySum, NoisePlan]:
+    def _begin(
+        self, dimensions: int, sensitivity: float, *, idealised: bool = False
+    ) -> tuple[NoisySum, NoiseParameters]:
         """Plan a release and record it."""
         release = NoisySum(self._source, self._multiplier, dimensions)
         plan = release.plan(sensitivity)
@@ -153,7 +155,7 @@ class GradientPrivatizer:
         self.ledger.record(event)
         return release, plan
 
-    def _require(self, event: Event) -> None:
+    def _require(self, event: PrivacyEvent) -> None:
         """Raise BudgetExceeded if an event does not fit; the ledger checks its own budgets."""
 
     def _check(self, named: Mapping[str, Tensor]) -> int:
@@ -204,7 +206,7 @@ class Privatizer(GradientPrivatizer):
         max_grad_norm, expected_batch_size, secure: as for `GradientPrivatizer`.
         steps: planned releases: calls of `step` and `release_sum` together.
         sample_rate: probability of each example to be in a batch, in (0, 1].
-        ledger: a Ledger or its file; None: in memory.
+        ledger: a PrivacyLedger or its file; None: in memory.
 
     Attributes:
         noise_multiplier: standard deviation of the noise over the sensitivity.
@@ -219,13 +221,13 @@ class Privatizer(GradientPrivatizer):
 
     def __init__(
         self, epsilon: float, delta: float, max_grad_norm: float | Mapping[str, float], steps: int, sample_rate: float,
-        *, expected_batch_size: float, secure: bool = True, ledger: Ledger | str | Path | None = None,
+        *, expected_batch_size: float, secure: bool = True, ledger: PrivacyLedger | str | Path | None = None,
     ) -> None:  # fmt: skip
         check_number("epsilon", epsilon)
         self._target = Budget(epsilon, check_number("delta", delta, most=0.5))
         self.steps, self.made = check_whole("steps", steps, 1), 0
         check_number("sample_rate", sample_rate, most=1.0)
-        book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, budget=self._target)
+        book = ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, budget=self._target)
         try:
             super().__init__(
                 noise_multiplier=1.0, max_grad_norm=max_grad_norm, expected_batch_size=expected_batch_size,
@@ -257,7 +259,9 @@ class Privatizer(GradientPrivatizer):
         """Return the epsilon of all that the ledger holds, at the target's delta or another."""
         return self.ledger.epsilon(self._target.delta if delta is None else delta)
 
-    def _begin(self, dimensions: int, sensitivity: float, *, idealised: bool = False) -> tuple[NoisySum, NoisePlan]:
+    def _begin(
+        self, dimensions: int, sensitivity: float, *, idealised: bool = False
+    ) -> tuple[NoisySum, NoiseParameters]:
         if self.made >= self.steps:
             raise BudgetExceeded(
                 f"all {self.steps} planned steps were made: epsilon {plain(self.epsilon(), 6, up=True)} at delta "
@@ -269,8 +273,8 @@ class Privatizer(GradientPrivatizer):
         self.made += 1
         return found
 
-    def _require(self, event: Event) -> None:
-        counts: Counter[Event] = Counter()
+    def _require(self, event: PrivacyEvent) -> None:
+        counts: Counter[PrivacyEvent] = Counter()
         for past in self.ledger.events:
             counts[past.times(1)] += past.count
         self._allowance.require(counts, event)
@@ -281,7 +285,7 @@ class Privatizer(GradientPrivatizer):
         self._multiplier = least_noise(self._target, self._rate, self.steps, self.ledger, charged)
 
 
-def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, charged: float) -> float:
+def least_noise(target: Budget, sample_rate: float, steps: int, ledger: PrivacyLedger, charged: float) -> float:
     """Return the least noise multiplier with which `steps` more events of a ledger end within a target."""
     if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
         raise BudgetExceeded(

@@ -141,7 +141,7 @@ class LossCheck:
             mixes = trace.mixes([trace.weighted(*each) for each in losses()], rows)
         except torch.OutOfMemoryError:
             self._warn("there is not enough memory to repeat it")
-        except _Unknown as error:
+        except _NotRepeatable as error:
             self._warn(str(error))
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
             self._warn(f"it cannot be repeated ({type(error).__name__})")
@@ -172,7 +172,7 @@ class LossCheck:
             )
 
 
-class _Unknown(Exception):  # noqa: N818  not an error of the user
+class _NotRepeatable(Exception):  # noqa: N818  not an error of the user
     """The reason for which a loss cannot be repeated."""
 
 
@@ -194,7 +194,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _RecordedCall:
     """A recorded call, with slots for tensors."""
 
     function: Callable[..., Any]
@@ -268,7 +268,7 @@ class _Trace(TorchFunctionMode):
         self._device = clipper.parameters[0][1].device.type
         self._slots: Any = WeakIdKeyDictionary()
         self._leaves: dict[int, _Leaf] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[_RecordedCall] = []
         self._numbers: list[_Number] = []
         self._count = 0
         self._follows: dict[int, int] = {}  # depends on 1: the batch alone, as labels do; 2: the model's results
@@ -458,7 +458,7 @@ class _Trace(TorchFunctionMode):
         if not grad:
             self._quiet.update(number for number in results if number is not None)
         state = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
-        self._calls.append(_Call(func, given, results, state, grad, random))
+        self._calls.append(_RecordedCall(func, given, results, state, grad, random))
 
     def _add_numbers(self, name: str, args: Any, result: Any) -> None:
         """Remember numbers that a later call may scale a loss by."""
@@ -531,11 +531,11 @@ class _Trace(TorchFunctionMode):
     # --- repeating ---------------------------------------------------------------------------------------------------
 
     def weighted(self, loss: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return the loss times the gradient that backward was given for it; _Unknown if nothing is known of that."""
+        """Return the loss times the gradient that backward was given for it; _NotRepeatable if that is not known."""
         if gradient is None or loss not in self._slots or bool((gradient == 1).all()):
             return loss
         if gradient not in self._slots:
-            raise _Unknown("the gradient that backward was given is made elsewhere")
+            raise _NotRepeatable("the gradient that backward was given is made elsewhere")
         self._active = True
         with torch.enable_grad():
             return self.__torch_function__(torch.mul, (), (loss, gradient))  # type: ignore[no-any-return]
@@ -548,35 +548,35 @@ class _Trace(TorchFunctionMode):
                 "Normalize by constants, or within a row, and combine no rows"
             )
         if self._given:
-            raise _Unknown(_GIVEN)
+            raise _NotRepeatable(_GIVEN)
         wanted = [self._slots.get(each) for each in losses]
         self._opened = self._opened or not self._quiet.isdisjoint(wanted)
         if None in wanted:
-            raise _Unknown("its last operation was not seen")
+            raise _NotRepeatable("its last operation was not seen")
         calls = self._needed(wanted)
         used = _used(calls, wanted)
         for number in used & self._leaves.keys():
             leaf = self._leaves[number]
             if not leaf.result and leaf.tensor.grad_fn is not None and leaf.tensor.requires_grad:
-                raise _Unknown(f"a part of it, of {leaf.tensor.grad_fn.name()}, is made elsewhere")
+                raise _NotRepeatable(f"a part of it, of {leaf.tensor.grad_fn.name()}, is made elsewhere")
             if leaf.tensor._version != leaf.version:
-                raise _Unknown("a tensor that it uses was written to")
+                raise _NotRepeatable("a tensor that it uses was written to")
         results = [number for number in self.results if number in used]
         if not results:
             return False
         if any(self._leaves[number].tensor.shape[0] % rows for number in results):
-            raise _Unknown("the model's result does not have the examples in its first dimension")
+            raise _NotRepeatable("the model's result does not have the examples in its first dimension")
         before, found = self._repeat(calls, wanted, results, used, None, rows)
         for loss, again in zip(losses, found, strict=True):
             low = torch.finfo(loss.dtype).eps
             if not torch.allclose(loss.detach().double(), again.double(), 100 * max(low, 1e-6), 1e-6, equal_nan=True):
-                raise _Unknown("repeated, it has another value")
+                raise _NotRepeatable("repeated, it has another value")
         for index, kept in self._replacements(used, rows):
             after, _ = self._repeat(calls, wanted, results, used, index, rows)
             if _moved(before, after, kept):
                 return True
         for number in self._hosted.keys() & used:
-            raise _Unknown(self._hosted[number])
+            raise _NotRepeatable(self._hosted[number])
         return False
 
     def _mixes_inputs(self, rows: int) -> bool:
@@ -598,7 +598,7 @@ class _Trace(TorchFunctionMode):
                     self._given = True
         return False
 
-    def _needed(self, wanted: Sequence[int | None]) -> list[_Call]:
+    def _needed(self, wanted: Sequence[int | None]) -> list[_RecordedCall]:
         """Return the calls that the losses depend on; all, if some write into tensors, of which others may be views."""
         if self._changes:
             return self._calls
@@ -628,7 +628,7 @@ class _Trace(TorchFunctionMode):
         return [first, last] if first != last else [0, 1]
 
     def _repeat(
-        self, calls: Sequence[_Call], wanted: Sequence[int | None], results: Sequence[int], used: set[int],
+        self, calls: Sequence[_RecordedCall], wanted: Sequence[int | None], results: Sequence[int], used: set[int],
         index: Tensor | None, rows: int,
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
         """Return the gradients at the model's results, and the losses, with the rows of an index."""
@@ -661,7 +661,7 @@ class _Trace(TorchFunctionMode):
         found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, gradients, strict=True)]
         return [each.reshape(rows, -1) for each in found], [each.detach() for each in losses]
 
-    def _call(self, call: _Call, values: dict[int, Tensor], rows: int | None) -> None:
+    def _call(self, call: _RecordedCall, values: dict[int, Tensor], rows: int | None) -> None:
         def given(each: Any) -> Any:
             if isinstance(each, _Number):
                 return each.now(values[each.number])
@@ -683,7 +683,7 @@ class _Trace(TorchFunctionMode):
                 values[number] = each
 
 
-def _used(calls: Iterable[_Call], wanted: Iterable[int | None]) -> set[int]:
+def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[int]:
     """Return the slots of calls' arguments and of what is wanted."""
     slots = (slot for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
     return {slot.number for slot in slots} | {number for number in wanted if number is not None}
@@ -731,7 +731,7 @@ def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> b
     return False
 
 
-def _blame(call: _Call, args: Any, kwargs: Any, rows: int) -> str:
+def _blame(call: _RecordedCall, args: Any, kwargs: Any, rows: int) -> str:
     """Return what is wrong with a mean of cross entropies that class weights, or ignored labels, divide.
 
     Raises UnsupportedCase for class weights where all rows of this batch happen to have the same share.

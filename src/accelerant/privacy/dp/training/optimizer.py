@@ -36,11 +36,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import LARGEST_NORM, LEAST_NORM
-from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import Event, Sampling, check_number
+from accelerant.privacy.dp.ledger import PrivacyLedger
+from accelerant.privacy.dp.ledger.events import PrivacyEvent, Sampling, check_number
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise import NoiseSource
-from accelerant.privacy.dp.noise.mechanisms import NoisePlan, NoisySum
+from accelerant.privacy.dp.noise.mechanisms import NoiseParameters, NoisySum
 from accelerant.privacy.dp.sampling import DrawTracker
 from accelerant.privacy.dp.training.losses import LossCheck
 from accelerant.privacy.dp.training.separation import SeparationCheck, running_losses
@@ -255,7 +255,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it
 
     def __init__(  # Optimizer.__init__ is not called: groups, state and hooks are the wrapped optimizer's
-        self, optimizer: torch.optim.Optimizer, clipper: PerExampleClipper, release: NoisySum, ledger: Ledger, *,
+        self, optimizer: torch.optim.Optimizer, clipper: PerExampleClipper, release: NoisySum, ledger: PrivacyLedger, *,
         processes: Processes, sample_rate: float, expected_batch_size: float | None, adaptive: AdaptiveNorm | None,
         budget: Budget | None = None, grouped: bool = False,
     ) -> None:  # fmt: skip
@@ -369,7 +369,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.sums.clear()  # they are the noisy means in .grad
         self.finish()
 
-    def prepare(self, learning_rate: float | None = None) -> NoisePlan | None:
+    def prepare(self, learning_rate: float | None = None) -> NoiseParameters | None:
         """Check a step, enter it in the ledger, and return its noise; None while parts of the draw are missing.
 
         learning_rate is that of the step, where it is not in the groups yet.
@@ -425,7 +425,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 )
         return self.expected_batch_size
 
-    def update(self, plan: NoisePlan) -> None:
+    def update(self, plan: NoiseParameters) -> None:
         """Run the device's part of a step; `.grad` of each clipped parameter is the noisy mean afterwards."""
         expected = self.expected_batch_size
         assert expected is not None  # for the type checker: prepare checked it
@@ -486,7 +486,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             return False
         return True
 
-    def _plan(self, expected: float) -> NoisePlan:
+    def _plan(self, expected: float) -> NoiseParameters:
         """Return noise and grid of a step at the present clipping norm, which may have been set between passes."""
         multiplier = None
         if self._adaptive is not None:
@@ -494,7 +494,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             multiplier = self._adaptive.gradient_multiplier
         return self._release.plan(max(self._bound, self.clipper.sensitivity), multiplier)
 
-    def _event(self, plan: NoisePlan, sampling: Sampling) -> Event:
+    def _event(self, plan: NoiseParameters, sampling: Sampling) -> PrivacyEvent:
         unit, notes = self.ledger.unit, []
         if unit != "example":  # the reader of the ledger cannot see what its maker called so
             notes.append(f"one row of each drawn {unit}" if self.grouped else f"each row counts as one {unit}")
@@ -504,7 +504,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         rate = self._sample_rate if sampling == "poisson" else 1.0
         return self._release.event(plan, sampling, rate, idealised=True, note="; ".join(notes))  # floating point
 
-    def _require_allowed(self, event: Event) -> None:
+    def _require_allowed(self, event: PrivacyEvent) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
         if self._allowance is not None:
             self._allowance.require(Counter({past.times(1): past.count for past in self.ledger.events}), event)

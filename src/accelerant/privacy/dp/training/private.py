@@ -41,7 +41,7 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import require_norm
 from accelerant.privacy.dp.clipping.rules import mark
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.mechanisms import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import (
@@ -85,7 +85,7 @@ class PrivateTraining:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: PrivateOptimizer, arguments: _Arguments, *, owns_ledger: bool
+        self, model: nn.Module, optimizer: PrivateOptimizer, arguments: _TrainingArguments, *, owns_ledger: bool
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.ledger, self.clipper = optimizer.ledger, optimizer.clipper
@@ -258,7 +258,7 @@ class PrivateTraining:
         """Restore the state of `state_dict`. The ledger is not rewound: steps done since then stay spent.
 
         Events of the state that the ledger lacks (of a training in memory, or of another file) are recorded, those of
-        each run once (`Ledger.merge`). A state of an older version names no runs: all its events are recorded.
+        each run once (`PrivacyLedger.merge`). A state of an older version names no runs: all its events are recorded.
 
         Raises:
             FormatError: it is no such state, has another noise multiplier or unit, or only one of the two has groups.
@@ -339,7 +339,7 @@ def make_private(
     clipping: Clipping | AdaptiveClipping = "flat",
     secure: bool = True,
     microbatch: int | None = None,
-    ledger: Ledger | str | Path | None = None,
+    ledger: PrivacyLedger | str | Path | None = None,
     groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None,
 ) -> PrivateTraining:
     """Make the training of a model differentially private.
@@ -373,7 +373,7 @@ def make_private(
         secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger
             records it.
         microbatch: rows of a part of a draw (virtual steps); None: as given to `batches`, else a draw is one part.
-        ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory.
+        ledger: a PrivacyLedger or its file, which may hold earlier trainings on the same data; None: in memory.
         groups: (N,), the owner of each row of the data, for example a user's number or name; the same in all
             processes. Epsilon is then that of a user with all rows: users are drawn, and of each one row, at random;
             batches from elsewhere are refused. A ledger that is created here calls the unit "user", one that is given
@@ -388,7 +388,7 @@ def make_private(
     """
     processes, settings = Processes(), dict[str, object]()
     with processes.agreed(settings, _HIDDEN):
-        arguments = _Arguments(
+        arguments = _TrainingArguments(
             noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch,
             loss_reduction, clipping, secure, ledger, groups,
         )  # fmt: skip
@@ -399,12 +399,16 @@ def make_private(
 
 
 def _attached(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _Arguments, processes: Processes, dimensions: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: _TrainingArguments,
+    processes: Processes,
+    dimensions: int,
 ) -> PrivateTraining:
     """Open the ledger, find the noise, and attach clipper and optimizer: all of it or nothing."""
     ledger, units = arguments.ledger, arguments.units
     with contextlib.ExitStack() as undo:
-        opened: list[Ledger] = []
+        opened: list[PrivacyLedger] = []
 
         def begin() -> tuple[float, str]:
             """Open the ledger and find the noise, on rank 0."""
@@ -415,7 +419,7 @@ def _attached(
             return _calibrated(arguments, opened[0], dimensions) if known is None else known, opened[0].run_id
 
         noise, run_id = processes.on_first(begin)
-        book = opened[0] if opened else _opened(ledger if isinstance(ledger, Ledger) else None, units.name, None)
+        book = opened[0] if opened else _opened(ledger if isinstance(ledger, PrivacyLedger) else None, units.name, None)
         owned = book is not ledger
         if owned:
             book.run_id = run_id  # of all processes: they take the same steps
@@ -449,7 +453,7 @@ def _attached(
 
 
 @dataclasses.dataclass(slots=True)
-class _Arguments:
+class _TrainingArguments:
     """The arguments of `make_private`, checked; `budget` is the target, `adaptive` the settings of that clipping."""
 
     noise_multiplier: float | None
@@ -463,7 +467,7 @@ class _Arguments:
     loss_reduction: Literal["mean", "sum"]
     clipping: Clipping | AdaptiveClipping
     secure: bool
-    ledger: Ledger | str | Path | None
+    ledger: PrivacyLedger | str | Path | None
     groups: dataclasses.InitVar[Any]
     sensitivity: float = dataclasses.field(init=False)
     budget: Budget | None = dataclasses.field(init=False)
@@ -505,11 +509,11 @@ class _Arguments:
         if self.adaptive is not None and isinstance(self.max_grad_norm, Mapping):
             raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {self.max_grad_norm!r}")
         self.units = Units.of(groups)
-        if isinstance(self.ledger, Ledger):
+        if isinstance(self.ledger, PrivacyLedger):
             self.units.require_ledger(self.ledger)
             require_clipped_unit(self.ledger)
         elif self.ledger is not None and not isinstance(self.ledger, str | Path):
-            raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(self.ledger).__name__}")
+            raise ConfigError(f"ledger must be a PrivacyLedger, a path or None, got {type(self.ledger).__name__}")
 
     def agreed(self) -> dict[str, object]:
         """Return what all processes must be given: ledger and microbatch may differ."""
@@ -587,11 +591,11 @@ def _agreed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obj
     }
 
 
-def _opened(ledger: Ledger | str | Path | None, unit: str, budget: Budget | None) -> Ledger:
-    return ledger if isinstance(ledger, Ledger) else Ledger(ledger, unit=unit, budget=budget)
+def _opened(ledger: PrivacyLedger | str | Path | None, unit: str, budget: Budget | None) -> PrivacyLedger:
+    return ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, unit=unit, budget=budget)
 
 
-def _calibrated(arguments: _Arguments, ledger: Ledger, dimensions: int) -> float:
+def _calibrated(arguments: _TrainingArguments, ledger: PrivacyLedger, dimensions: int) -> float:
     """Return the noise multiplier for the target, given the ledger's events and the delta that the noise charges."""
     steps = arguments.steps
     assert arguments.budget is not None and steps is not None  # noqa: PT018  for the type checker: checked before

@@ -32,9 +32,9 @@ from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokenfile import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event, about, check_number
+from accelerant.privacy.dp.ledger.events import PrivacyEvent, about, check_number
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
@@ -87,7 +87,7 @@ class PrivateRun(Extension):
         self.settings = self._requested = settings
         self._private: PrivateTraining | None = None
         self._source: WindowSource | None = None
-        self._shared_ledger: Ledger | None = None
+        self._shared_ledger: PrivacyLedger | None = None
         self._delta_remark = self._unit = ""
         self._folder = Path()
         self._step = 0
@@ -153,7 +153,7 @@ class PrivateRun(Extension):
         self._source = WindowSource(tokens, config, fingerprint)
         self._unit = f"window of {config.context + 1} tokens"
         self.settings = replace(self.settings, ledger=str(path))
-        spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
+        spent([PrivacyEvent("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
         self._processes = Processes()
         if self._processes.first and not self._is_own_ledger(folder):
             self._check_ledger()
@@ -170,7 +170,7 @@ class PrivateRun(Extension):
         assert source is not None  # for the type checker: source was called before
         first = self._processes.first
         with self._processes.agreed({}):  # else the others would enter make_private's exchanges alone
-            ledger = (self._shared_ledger or self._open_ledger()) if first else Ledger(unit=self._unit)
+            ledger = (self._shared_ledger or self._open_ledger()) if first else PrivacyLedger(unit=self._unit)
         noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
@@ -217,10 +217,10 @@ class PrivateRun(Extension):
     def _ledger_path(self, folder: Path) -> Path:
         return Path(self.settings.ledger or folder.absolute() / RunFolder.LEDGER)
 
-    def _open_ledger(self) -> Ledger:
+    def _open_ledger(self) -> PrivacyLedger:
         settings = self.settings
         budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
-        return Ledger(settings.ledger, unit=self._unit, budget=budget)
+        return PrivacyLedger(settings.ledger, unit=self._unit, budget=budget)
 
     def _check_ledger(self) -> None:
         """Check a ledger of other runs, before anything is written."""
@@ -228,7 +228,7 @@ class PrivateRun(Extension):
         path = Path(settings.ledger)
         if not path.is_file() or not path.stat().st_size:
             return
-        ledger = Ledger.read(path)
+        ledger = PrivacyLedger.read(path)
         if ledger.unit != self._unit:
             raise ConfigError(f"the ledger {settings.ledger} has the unit {ledger.unit!r}, the run {self._unit!r}")
         if settings.target_epsilon is not None and settings.noise_multiplier is None:
@@ -332,7 +332,7 @@ class PrivateRun(Extension):
         assert self._private is not None  # for the type checker: the run was attached
         return self._private
 
-    def _event(self) -> Event | None:
+    def _event(self) -> PrivacyEvent | None:
         """Return this run's event, of which there is one kind."""
         noise, events = self._training.noise_multiplier, self._training.ledger.events
         ours = [event for event in events if event.noise_multiplier == noise and event.amplified]
@@ -386,7 +386,7 @@ class _TrainerStep:
 # --- windows of tokens -----------------------------------------------------------------------------------------------
 
 
-class _Windows:
+class _TokenWindows:
     """Disjoint windows of tokens, by number; `halved` makes them inputs and targets."""
 
     def __init__(self, tokens: Tokens, context: int, halved: Callable[[NDArray[np.int64]], Batch]) -> None:
@@ -411,7 +411,7 @@ class WindowSource(TokenSource):
     def __init__(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> None:
         super().__init__(tokens, config, fingerprint=fingerprint)
         self.micro_batch = None  # the draws are split here
-        self._data = _Windows(tokens, config.context, self._windows)
+        self._data = _TokenWindows(tokens, config.context, self._windows)
         self._rows = config.micro_batch
         self.windows = len(self._data)
         self.rate = min(1.0, config.batch_size / max(1, about(self.windows)))

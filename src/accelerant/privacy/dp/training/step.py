@@ -21,7 +21,7 @@ from accelerant.errors import ConfigError
 from accelerant.nn.layers import LowWeights
 from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.nn.train.step import EAGER_STEPS, GraphedStep, Same, require_scalar
-from accelerant.privacy.dp.noise.mechanisms import NoisePlan
+from accelerant.privacy.dp.noise.mechanisms import NoiseParameters
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining
 from accelerant.runtime.streams.graphs import Graph
@@ -84,7 +84,7 @@ class PrivateStep(GraphedStep):
         self._sums: dict[int, Tensor] = {}
         self._end: Graph | None = None
         self._eager_updates = 0
-        self._captured_plan: NoisePlan | None = None
+        self._captured_plan: NoiseParameters | None = None
         self._examples = 0
         self._decide(graph, self._reason_against_capture())
 
@@ -200,7 +200,7 @@ class PrivateStep(GraphedStep):
 
     # --- the update --------------------------------------------------------------------------------------------------
 
-    def _run_update(self, plan: NoisePlan, learning_rate: float) -> None:
+    def _run_update(self, plan: NoiseParameters, learning_rate: float) -> None:
         """Add noise, divide, run the optimizer, and zero the sums."""
         self._set_rate(learning_rate)
         try:
@@ -224,7 +224,7 @@ class PrivateStep(GraphedStep):
         finally:
             self._set_rate_number(learning_rate)
 
-    def _update(self, plan: NoisePlan) -> None:
+    def _update(self, plan: NoiseParameters) -> None:
         self._optimizer.update(plan)
         torch._foreach_zero_(list(self._optimizer.sums.values()))
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, DivergenceError, ShapeError
-from accelerant.privacy.mpc.secagg.client import Client
+from accelerant.privacy.mpc.secagg.client import AggregationClient
 from accelerant.privacy.mpc.secagg.encoding import real_tensor
 from accelerant.privacy.mpc.secagg.messages import STAGES
-from accelerant.privacy.mpc.secagg.server import Aggregate, Server
+from accelerant.privacy.mpc.secagg.server import Aggregate, AggregationServer
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import Ledger
+    from accelerant.privacy.dp.ledger import PrivacyLedger
 
 Leaving = Mapping[str, Collection[int]]
 """Clients that send nothing from a stage of STAGES on."""
 
 
-class Result(NamedTuple):
+class AggregationResult(NamedTuple):
     """The sum over the survivors, in the form of an update, and the round's report."""
 
     total: Any
@@ -38,9 +38,9 @@ class Result(NamedTuple):
 def secure_aggregate(
     client_updates: Sequence[Any], threshold: int, *, clip: float | None = None, weights: Sequence[int] | None = None,
     max_norm: float | None = None, noise_multiplier: float = 0.0, colluders: int = 0,
-    neighbours: Any = None, ledger: Ledger | None = None, leaving: Leaving | None = None,
+    neighbours: Any = None, ledger: PrivacyLedger | None = None, leaving: Leaving | None = None,
     device: torch.device | str = "cpu",
-) -> Result:  # fmt: skip
+) -> AggregationResult:  # fmt: skip
     """Return the sum of updates by the whole protocol, with fresh keys, one client for each update.
 
     This shows what a deployment costs and returns. It hides nothing from this process, which has all the secrets.
@@ -114,7 +114,7 @@ def secure_aggregate(
     sums = iter(report.sum.split([part.numel() for part in first.values()]))
     totals = {path: next(sums).reshape(part.shape) for path, part in first.items()}
     exact = {path: total.round().to(torch.int64) if whole[path] else total for path, total in totals.items()}
-    return Result(_filled(forms[0], exact), report)
+    return AggregationResult(_filled(forms[0], exact), report)
 
 
 _Path = tuple[Any, ...]
@@ -200,8 +200,8 @@ def check_leaving(leaving: Leaving, clients: int) -> None:
 
 
 def run_round(
-    server: Server, clients: Sequence[Client], update_of: Callable[[int], tuple[Any, int]], round_number: int,
-    leaving: Leaving,
+    server: AggregationServer, clients: Sequence[AggregationClient], update_of: Callable[[int], tuple[Any, int]],
+    round_number: int, leaving: Leaving,
 ) -> Aggregate:  # fmt: skip
     """Run a round with all parties in this process; update_of returns a client's update and weight when it masks it."""
     answers: dict[int, bytes] = dict.fromkeys(range(len(clients)), b"")

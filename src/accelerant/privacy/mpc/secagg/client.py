@@ -23,12 +23,12 @@ from accelerant.privacy.dp.noise.mechanisms import require_client_unit
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
-from accelerant.privacy.mpc.secagg.messages import Reader, crypto
+from accelerant.privacy.mpc.secagg.messages import AggregationReader, crypto
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import Ledger
+    from accelerant.privacy.dp.ledger import PrivacyLedger
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
@@ -74,11 +74,13 @@ class _Round:
         return crypto("ciphers.aead").ChaCha20Poly1305(key)
 
 
-def _step(method: Callable[Concatenate[Client, _P], bytes]) -> Callable[Concatenate[Client, _P], bytes]:
+def _step(
+    method: Callable[Concatenate[AggregationClient, _P], bytes],
+) -> Callable[Concatenate[AggregationClient, _P], bytes]:
     """Abort the client if a step fails: its secrets of the round are forgotten, and the round is not resumed."""
 
     @functools.wraps(method)
-    def step(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> bytes:
+    def step(self: AggregationClient, /, *args: _P.args, **kwargs: _P.kwargs) -> bytes:
         try:
             return method(self, *args, **kwargs)
         except BaseException:
@@ -88,7 +90,7 @@ def _step(method: Callable[Concatenate[Client, _P], bytes]) -> Callable[Concaten
     return step
 
 
-class Client:
+class AggregationClient:
     """A participant of secure aggregation; `SecureAggregation.client` makes it and documents the arguments.
 
     Each method takes the server's answer to the message before, and returns the next message. Any error, a
@@ -101,7 +103,7 @@ class Client:
 
     def __init__(
         self, setup: SecureAggregation, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: Ledger | None = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         setup.context(0, verification_keys)
         if not 0 <= identity < setup.clients:
@@ -132,7 +134,7 @@ class Client:
 
     def __repr__(self) -> str:
         stage = "no round" if self._round is None else messages.STAGES[self._round.stage]
-        return f"Client({self.identity} of {self.setup.clients}, round {self.last_round}, {stage})"
+        return f"AggregationClient({self.identity} of {self.setup.clients}, round {self.last_round}, {stage})"
 
     def __reduce__(self) -> Any:
         raise ConfigError("a client of secure aggregation is not copied: two of them would reveal both of its secrets")
@@ -143,7 +145,7 @@ class Client:
 
         Args:
             about: what the server asks for, or a digest of it, such as of the model to train. Clients that were told
-                something else do not take part in the same round. The server's is `Server.bind`.
+                something else do not take part in the same round. The server's is `AggregationServer.bind`.
         """
         self._round = None
         context = self.setup.context(round_number, self._verification_keys, about)
@@ -257,7 +259,7 @@ class Client:
             if set(statements) != (set(state.held) & set(survivors)) - {self.identity}:
                 raise ProtocolError("the server has not passed on what survivors state of their masks")
             for owner, statement in statements.items():
-                reader = Reader(statement, self.setup.clients)
+                reader = AggregationReader(statement, self.setup.clients)
                 missing = check_statement(reader, state.context, state.members, owner, self._verification_keys)
                 reader.end()
                 if not missing.isdisjoint(survivors):
@@ -311,7 +313,7 @@ class Client:
         except FileNotFoundError:
             raise ProtocolError(f"client {self.identity} has no suspended round, or another process took it") from None
         try:
-            body = Reader(read_regular(path), self.setup.clients)
+            body = AggregationReader(read_regular(path), self.setup.clients)
         finally:
             path.unlink()
         self._round = state = _Round(body.take(32))
@@ -335,7 +337,7 @@ class Client:
         assert self._path is not None
         return self._path.with_name(self._path.name + ".round")
 
-    def _next(self, answer: bytes, stage: int) -> tuple[_Round, Reader]:
+    def _next(self, answer: bytes, stage: int) -> tuple[_Round, AggregationReader]:
         state = self._round
         if state is None:
             raise ProtocolError(f"client {self.identity} is in no round: it was aborted, has ended, or not begun")
@@ -343,7 +345,7 @@ class Client:
             raise ProtocolError(f"after stage {messages.STAGES[state.stage]} comes not {messages.STAGES[stage]}")
         body = messages.read_server(answer, stage, state.context, self.identity)
         state.stage = stage
-        return state, Reader(body, self.setup.clients)
+        return state, AggregationReader(body, self.setup.clients)
 
     def _message(self, body: bytes) -> bytes:
         assert self._round is not None
@@ -392,7 +394,7 @@ def _statement(context: bytes, members: bytes, client: int, missing: bytes) -> b
 
 
 def check_statement(
-    reader: Reader, context: bytes, members: bytes, client: int, verification_keys: Sequence[bytes]
+    reader: AggregationReader, context: bytes, members: bytes, client: int, verification_keys: Sequence[bytes]
 ) -> frozenset[int]:
     """Read with which of those that it drew a client has no mask; ProtocolError unless it signed that."""
     missing, signature = reader.ids(), reader.take(64)

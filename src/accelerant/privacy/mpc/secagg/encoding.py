@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, charge, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
 from accelerant.privacy.random.stream import (
@@ -218,9 +218,9 @@ class Encoding:
         values = total[: self.size].to(torch.float64) * self.step
         return values, int(total[self.size]) if self.max_weight > 1 else None
 
-    def event(self) -> Event:
+    def event(self) -> PrivacyEvent:
         """Return the release of one sum for the ledger."""
-        return Event(
+        return PrivacyEvent(
             "discrete_gaussian" if self.std else "gaussian", self.noise_multiplier, delta=self.delta,
             source=SecureSource.name if self.std else "", secure=True if self.std else None,
             note=f"secure aggregation: noise of at least {self.least} honest clients",

@@ -41,7 +41,7 @@ def crypto(module: str) -> Any:
         raise MissingDependency("cryptography", "privacy", "secure aggregation") from None
 
 
-class Reader(messages.Reader):
+class AggregationReader(messages.MessageReader):
     """Reads the parts of a body in order; FormatError where it is too short, too long, or has a number out of range."""
 
     def __init__(self, body: bytes, clients: int) -> None:

@@ -24,10 +24,10 @@ from accelerant.privacy.mpc.secagg.client import (
     survivors_digest,
 )
 from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
-from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, crypto
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, crypto
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import Ledger
+    from accelerant.privacy.dp.ledger import PrivacyLedger
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 
@@ -64,7 +64,7 @@ class Aggregate:
         return self.sum / self.weight
 
 
-class Server:
+class AggregationServer:
     """The server of one round; `SecureAggregation.server` makes it and documents the arguments.
 
     `receive` takes the clients' messages of a stage in any order. A message that is not as it must be raises and
@@ -79,7 +79,7 @@ class Server:
 
     def __init__(
         self, setup: SecureAggregation, round_number: int, verification_keys: Sequence[bytes], *,
-        ledger: Ledger | None = None, device: torch.device | str = "cpu",
+        ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.setup, self.device = setup, torch.device(device)
         self._ledger = None if ledger is None else require_client_unit(ledger)
@@ -97,7 +97,7 @@ class Server:
         self._members = b""  # digest of the members' keys
 
     def __repr__(self) -> str:
-        return f"Server({self.stage}, {len(self._received)} of {len(self.alive)} messages)"
+        return f"AggregationServer({self.stage}, {len(self._received)} of {len(self.alive)} messages)"
 
     @property
     def stage(self) -> str:
@@ -194,7 +194,7 @@ class Server:
         if self._stage == messages.MASK:
             words, stated = self.setup.encoding.words, b""
             if self.setup.neighbours is not None:
-                reader = Reader(body, self.setup.clients)
+                reader = AggregationReader(body, self.setup.clients)
                 missing = check_statement(reader, self._context, self._members, sender, self._keys)
                 if missing != set(self._sealed[sender]) - set(self.alive):
                     raise ProtocolError(f"client {sender} has not masked its input with those that it was told")
@@ -208,7 +208,7 @@ class Server:
             if body != survivors_digest(self._survivors, self._members):
                 raise ProtocolError(f"client {sender} signed other survivors")
             return message[-64:]
-        reader = Reader(body, self.setup.clients)
+        reader = AggregationReader(body, self.setup.clients)
         if self._stage == messages.SHARE:
             sealed = reader.pieces()
             reader.end()

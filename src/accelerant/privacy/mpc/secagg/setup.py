@@ -47,9 +47,9 @@ from accelerant.privacy.mpc.secagg.encoding import Encoding, make_encoding
 from accelerant.privacy.mpc.secagg.messages import crypto
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import Ledger
-    from accelerant.privacy.mpc.secagg.client import Client
-    from accelerant.privacy.mpc.secagg.server import Server
+    from accelerant.privacy.dp.ledger import PrivacyLedger
+    from accelerant.privacy.mpc.secagg.client import AggregationClient
+    from accelerant.privacy.mpc.secagg.server import AggregationServer
 
 SECURITY: Final = -40.0  # log2 of the probability that a sparse graph fails
 _MOST_CLIENTS = 65_535
@@ -90,7 +90,7 @@ class SecureAggregation:
     server learns the sum over the survivors of the mask stage, who takes part, and when they leave. Colluders may send
     any values: nothing here stops poisoning, or hides what the sum itself tells (noise_multiplier does). A server that
     asks clients for different things, such as updates of different models, can make all but one of them send zeros:
-    `about` of Client.advertise binds a round to one request (Pasquini et al. 2022, CCS 2022, "Eluding secure
+    `about` of AggregationClient.advertise binds a round to one request (Pasquini et al. 2022, CCS 2022, "Eluding secure
     aggregation in federated learning via model inconsistency"). Who reads a noisy sum and is a client knows its own
     noise: count it as a colluder. Sums are mod 2^32. Not audited.
     """
@@ -160,8 +160,8 @@ class SecureAggregation:
 
     def client(
         self, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: Ledger | None = None, device: torch.device | str = "cpu",
-    ) -> Client:  # fmt: skip
+        state_path: str | Path | None = None, ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
+    ) -> AggregationClient:  # fmt: skip
         """Return a client, which takes part in one round after another.
 
         Args:
@@ -173,16 +173,16 @@ class SecureAggregation:
                 ends the rounds whatever a server does. Those that fail later count as well.
             device: of the masks.
         """
-        from accelerant.privacy.mpc.secagg.client import Client
+        from accelerant.privacy.mpc.secagg.client import AggregationClient
 
-        return Client(
+        return AggregationClient(
             self, identity, signing_key, verification_keys, state_path=state_path, ledger=ledger, device=device
         )
 
     def server(
-        self, round_number: int, verification_keys: Sequence[bytes], *, ledger: Ledger | None = None,
+        self, round_number: int, verification_keys: Sequence[bytes], *, ledger: PrivacyLedger | None = None,
         device: torch.device | str = "cpu",
-    ) -> Server:  # fmt: skip
+    ) -> AggregationServer:  # fmt: skip
         """Return the server of one round.
 
         Args:
@@ -191,9 +191,9 @@ class SecureAggregation:
             ledger: records the release before clients unmask it; its unit is what one client contributes.
             device: of the sum.
         """
-        from accelerant.privacy.mpc.secagg.server import Server
+        from accelerant.privacy.mpc.secagg.server import AggregationServer
 
-        return Server(self, round_number, verification_keys, ledger=ledger, device=device)
+        return AggregationServer(self, round_number, verification_keys, ledger=ledger, device=device)
 
     def context(self, round_number: int, verification_keys: Sequence[bytes], about: bytes = b"") -> bytes:
         """Return the digest of settings, round, keys and `about`, 32 bytes, that each message carries.
