@@ -5,9 +5,9 @@
 >>> [answer.result() for answer in answers]          # run at the end of the block
 
 Small calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
-(OpSpec.merge), and the results are views of its result. Other calls run one by one. A recorded call may be an argument
-of a later one. A call that fails does not affect the others, except those that need its result: all run, and then the
-end of the block raises the first error. result() raises that of its own call.
+(ArrayMethod.merge), and the results are views of its result. Other calls run one by one. A recorded call may be an
+argument of a later one. A call that fails does not affect the others, except those that need its result: all run, and
+then the end of the block raises the first error. result() raises that of its own call.
 
 Results have the bits of single calls, except where sums depend on the shape of a call (matrix products, convolutions
 and attention), and where a GPU's measured choices take another implementation for the joined size than for a single

@@ -157,7 +157,7 @@ def tensors_of(result: Results) -> Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class OpSpec:
+class ArrayMethod:
     """One operation on arrays.
 
     Attributes:
@@ -215,7 +215,7 @@ def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
     return x
 
 
-def _field_spec(name: str, arguments: int) -> OpSpec:
+def _field_spec(name: str, arguments: int) -> ArrayMethod:
     """Return a field operation. Batches pass its tensors flattened to one axis of words."""
 
     def run(*tensors: torch.Tensor, field: str = DEFAULT_FIELD) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _field_spec(name: str, arguments: int) -> OpSpec:
         result: torch.Tensor = getattr(prime, name)(*words)
         return result.reshape(-1) if flat else result
 
-    return OpSpec(
+    return ArrayMethod(
         run, "elements", _elements(arguments, -1, 1024),
         lambda args, y, field=DEFAULT_FIELD: y.numel() // prime_field(field).limbs, joined=arguments,
         prepare=_field_words,
@@ -274,7 +274,7 @@ def _op(
     name: str, flops: int | Callable[..., int],
     arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],
     merge: Merge | None = None, joined: int = 1, *, options: Mapping[str, Any] | None = None, **more: Any,
-) -> OpSpec:  # fmt: skip
+) -> ArrayMethod:  # fmt: skip
     """Return a public op.
 
     `arguments` has an example's arguments for a number of rows, as in the op's samples, and `options` its options.
@@ -302,7 +302,7 @@ def _op(
     kinds = {i: x.dtype for i, x in enumerate(arguments(1)) if isinstance(x, Indices)}
     kinds |= {i: torch.int32 for i, x in enumerate(arguments(1)) if isinstance(x, Stated)}
     count = (lambda args, y, **_: flops * y.numel()) if isinstance(flops, int) else flops
-    return OpSpec(run, merge, example, count, joined, kinds, is_op=True, **more)
+    return ArrayMethod(run, merge, example, count, joined, kinds, is_op=True, **more)
 
 
 def _product_flops(args: Tensors, y: torch.Tensor, **_: Any) -> int:
@@ -330,7 +330,7 @@ def _image(n: int) -> tuple[int, ...]:
     return 1, 16, n, 32
 
 
-METHODS: dict[str, OpSpec] = {
+METHODS: dict[str, ArrayMethod] = {
     **{name: _op(name, flops, lambda n: (_wide(n),), "elements", uneven=uneven) for name, flops, uneven in (
         ("gelu", 10, True), ("relu", 1, False), ("sigmoid", 3, True), ("silu", 3, True), ("tanh", 15, False),
     )},
@@ -390,11 +390,11 @@ METHODS: dict[str, OpSpec] = {
     ),
     **{f"field_{name}": _field_spec(name, arguments) for name, arguments in
        (("add", 2), ("sub", 2), ("mul", 2), ("inv", 1))},
-    "ntt": OpSpec(
+    "ntt": ArrayMethod(
         lambda x, field=DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)), "stack",
         _elements(1, -1, 1024), _transform_flops, prepare=_field_words, scratch=True, per_s=4e11,
     ),
-    "msm": OpSpec(
+    "msm": ArrayMethod(
         _msm, "stack", _msm_example, _msm_flops, prepare=_msm_words, dimensions=2, scratch=True, per_s=6e10,
     ),
 }  # fmt: skip

@@ -90,7 +90,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class KernelBody:
     """The text of a kernel's body and how it is launched.
 
     Attributes:
@@ -178,7 +178,7 @@ class GeneratedKernels(TensorDevice):
         """Return the threads that share a reduction of a length, whose elements have a stride."""
 
     @abstractmethod
-    def _compile(self, text: Text, program: Program) -> Kernel:
+    def _compile(self, text: Text, program: KernelBody) -> Kernel:
         """Compile a kernel."""
 
     def _values(self, scalars: Sequence[float], kind: str) -> list[Any]:
@@ -202,7 +202,7 @@ class GeneratedKernels(TensorDevice):
         args = (expression, out.dtype if compute is None else compute, first)
         self._run(self._write_map, (out, *inputs), args, scalars, integers)
 
-    def _write_map(self, text: Text, expression: str, compute: torch.dtype, first: int) -> Program:
+    def _write_map(self, text: Text, expression: str, compute: torch.dtype, first: int) -> KernelBody:
         out, *inputs = text.operands.values()
         shape, count, kind = tuple(out.shape), out.numel(), self._kind(compute)
         strides = tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in text.operands.values())
@@ -218,7 +218,7 @@ class GeneratedKernels(TensorDevice):
             *text.scalars(kind),
             self._store(out.dtype, target, *self._expression(expression, kind)),
         ]
-        return Program("map", kind, count, body, (-(-count // _BLOCK),), (_BLOCK,))
+        return KernelBody("map", kind, count, body, (-(-count // _BLOCK),), (_BLOCK,))
 
     def reduce(
         self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
@@ -229,7 +229,7 @@ class GeneratedKernels(TensorDevice):
 
     def _write_reduce(
         self, text: Text, reduction: str, pre: str, post: str, dims: Sequence[int], compute: torch.dtype
-    ) -> Program:
+    ) -> KernelBody:
         out, *inputs = text.operands.values()
         shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
         strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
@@ -281,7 +281,7 @@ class GeneratedKernels(TensorDevice):
         value = ("best", self._kind(torch.int32)) if indexed else self._expression(post, kind)
         body.append(self._store(out.dtype, target, *value))
         block, grid = (lanes, outputs) if lanes > 1 else (_BLOCK_OF_ROWS, -(-outputs // _BLOCK_OF_ROWS))
-        return Program("reduce", kind, outputs * max(length, 1) + 32 * LANES, body, (grid,), (block,), head)
+        return KernelBody("reduce", kind, outputs * max(length, 1) + 32 * LANES, body, (grid,), (block,), head)
 
     def gather(
         self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor, rows: tuple[int, int] | None = None
@@ -290,7 +290,7 @@ class GeneratedKernels(TensorDevice):
         args = (dim, (0, x.shape[dim]) if rows is None else rows)
         self._run(self._write_gather, (out, x, index, self.fault()), args, names=_WITH_FAULT)
 
-    def _write_gather(self, text: Text, dim: int, rows: tuple[int, int]) -> Program:
+    def _write_gather(self, text: Text, dim: int, rows: tuple[int, int]) -> KernelBody:
         out, x, index, _ = text.operands.values()
         count, kind = out.numel(), self._kind(out.dtype)
         strides = [
@@ -316,7 +316,7 @@ class GeneratedKernels(TensorDevice):
             text.let.format("at", f"{source} + row * {text.number('along', x.stride(dim))}"),
             self._store(out.dtype, target, value, self._kind(x.dtype)),
         ]
-        return Program("gather", kind, count, body, (-(-count // _BLOCK),), (_BLOCK,))
+        return KernelBody("gather", kind, count, body, (-(-count // _BLOCK),), (_BLOCK,))
 
     def scatter(
         self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
@@ -327,7 +327,7 @@ class GeneratedKernels(TensorDevice):
         fault = (self.fault(),) if check else ()
         self._run(self._write_scatter, (out, index, source, *fault), args, names=_WITH_FAULT)
 
-    def _write_scatter(self, text: Text, dim: int, add: bool, rows: tuple[int, int]) -> Program:
+    def _write_scatter(self, text: Text, dim: int, add: bool, rows: tuple[int, int]) -> KernelBody:
         out, index, source, *fault = text.operands.values()
         shape, kind = tuple(source.shape), self._kind(out.dtype)
         others = [at for at in range(len(shape)) if at != dim]
@@ -354,12 +354,12 @@ class GeneratedKernels(TensorDevice):
             self._store(out.dtype, "at", self._added(out.dtype, value, kind) if add else value, kind),
             "}",
         ]
-        return Program("scatter", kind, source.numel(), body, (-(-count // _BLOCK_OF_ROWS),), (_BLOCK_OF_ROWS,))
+        return KernelBody("scatter", kind, source.numel(), body, (-(-count // _BLOCK_OF_ROWS),), (_BLOCK_OF_ROWS,))
 
     # --- launches ----------------------------------------------------------------------------------------------------
 
     def _run(
-        self, write: Callable[..., Program], operands: Sequence[DeviceTensor], args: tuple[Any, ...],
+        self, write: Callable[..., KernelBody], operands: Sequence[DeviceTensor], args: tuple[Any, ...],
         scalars: Sequence[float] = (), integers: Sequence[int] = (), names: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Launch the kernel that `write` writes: its text takes most of a small call's time, and is written once."""

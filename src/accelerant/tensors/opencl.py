@@ -9,7 +9,7 @@ import torch
 
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.tensors.kernels import FLOATS, LANES, GeneratedKernels, Program, Text
+from accelerant.tensors.kernels import FLOATS, LANES, GeneratedKernels, KernelBody, Text
 from accelerant.tensors.table import deep_product
 from accelerant.tensors.tensor import DeviceTensor
 
@@ -282,7 +282,7 @@ class OpenclTensors(GeneratedKernels):
         opened = ["T rest = 0;", blocks, "T part = 0;", loop.format("block", end)]
         return opened, "part += v;", ["}", _COMPENSATED.format(type="T", a="a", v="part", rest="rest"), "}"]
 
-    def _compile(self, text: Text, program: Program) -> Kernel:
+    def _compile(self, text: Text, program: KernelBody) -> Kernel:
         kind, entry, operands = program.kind, program.entry, text.operands
         wide = self._is_wide([*operands.values()], program.count)
         parameters = [
@@ -331,7 +331,7 @@ class OpenclTensors(GeneratedKernels):
             text.number(name, size)
         return out, a, b
 
-    def _write_product(self, text: Text) -> Program:
+    def _write_product(self, text: Text) -> KernelBody:
         """Write a product for CPUs: a work-item has a block of rows of a vector of columns."""
         out, a, b = self._product_numbers(text)
         batch, rows, columns = out.shape
@@ -364,9 +364,9 @@ class OpenclTensors(GeneratedKernels):
         ]
         high = 16 if rows > 8 * height else 1
         grid = (-(-columns // _COLUMNS), -(-rows // (height * high)), batch)
-        return Program("matmul", kind, out.numel(), body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
+        return KernelBody("matmul", kind, out.numel(), body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
 
-    def _write_tiled_product(self, text: Text) -> Program:
+    def _write_tiled_product(self, text: Text) -> KernelBody:
         """Write a product for GPUs, of operands of any strides: work-groups share tiles in local memory."""
         out, a, b = self._product_numbers(text)
         batch, rows, columns = out.shape
@@ -385,7 +385,7 @@ class OpenclTensors(GeneratedKernels):
         sizes = {"BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4}
         head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {size}\n" for name, size in sizes.items())
         grid = (-(-columns // tile), -(-rows // tile), batch)
-        return Program("matmul", kind, out.numel(), body, grid, (256, 1, 1), head)
+        return KernelBody("matmul", kind, out.numel(), body, grid, (256, 1, 1), head)
 
 
 def _sums(kind: str, row: str, height: int, inner: str, compensated: bool) -> list[str]:

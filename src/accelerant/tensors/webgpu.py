@@ -22,7 +22,7 @@ from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
 from accelerant.tensors.device import expanded
-from accelerant.tensors.kernels import LANES, GeneratedKernels, Program, Text, span
+from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text, span
 from accelerant.tensors.table import deep_product, strided
 from accelerant.tensors.tensor import DeviceTensor
 
@@ -245,7 +245,7 @@ class WebgpuTensors(GeneratedKernels):
                 f"a loop of {rounds:,} rounds; {self.label} is software, which may end one at {_ROUNDS:,}"
             )
 
-    def _compile(self, text: Text, program: Program) -> Kernel:
+    def _compile(self, text: Text, program: KernelBody) -> Kernel:
         kind, entry, block = program.kind, program.entry, program.block[0]
         arrays = {
             name: "atomic<u32>" if name == "out" and x.dtype.itemsize < 4 else _STORAGE[x.dtype]

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Node, Program, leading_to
+from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Node, leading_to
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.triton import TritonKernel
@@ -40,10 +40,10 @@ _TRITON_TYPES = {
 }  # fmt: skip
 
 
-class _Writer(ABC):
+class _Printer(ABC):
     """Writes a program; subclasses have the words of a language."""
 
-    def __init__(self, program: Program, schedule: Schedule) -> None:
+    def __init__(self, program: FusedProgram, schedule: Schedule) -> None:
         self.program, self.schedule = program, schedule
         self.lines: list[str] = []
         self.depth = 1
@@ -145,12 +145,12 @@ class _Writer(ABC):
         self.depth -= 1
 
 
-def kernel_name(program: Program) -> str:
+def kernel_name(program: FusedProgram) -> str:
     """Return the name of a program's Triton function; the ledger's case ends with the same digits."""
     return f"fused_{program.digest[:6]}"
 
 
-def used_inputs(program: Program) -> list[int]:
+def used_inputs(program: FusedProgram) -> list[int]:
     """Return the inputs that the program reads."""
     return sorted({node.value for node in program.nodes if node.op == "input"})
 
@@ -158,7 +158,7 @@ def used_inputs(program: Program) -> list[int]:
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 
-class _TritonWriter(_Writer):
+class _TritonPrinter(_Printer):
     def text(self) -> str:
         program, stream = self.program, self.schedule == "stream"
         names = [f"x{i}" for i in used_inputs(program)] + [f"y{i}" for i in range(len(program.results))]
@@ -285,13 +285,13 @@ from accelerant.accelerator.fusion import triton_kernels as math
 """
 
 
-def triton_text(program: Program, schedule: Schedule) -> str:
+def triton_text(program: FusedProgram, schedule: Schedule) -> str:
     """Return the module of a program's kernel `fused_...(inputs, results, M, N, [ROWS,] BLOCK)`."""
-    return _TritonWriter(program, schedule).text()
+    return _TritonPrinter(program, schedule).text()
 
 
 @lru_cache(maxsize=1024)
-def triton_kernel(program: Program, schedule: Schedule) -> TritonKernel:
+def triton_kernel(program: FusedProgram, schedule: Schedule) -> TritonKernel:
     """Return the kernel of a program; its module exists in memory alone."""
     name = f"accelerant.accelerator.fusion.fused_{schedule}_{program.digest[:32]}"
     if name not in sys.modules:
@@ -324,12 +324,12 @@ def _double(text: str) -> str:
     )
 
 
-class _CWriter(_Writer):
+class _CPrinter(_Printer):
     """Writes OpenCL C: a thread computes an element, or a row where there are reductions."""
 
     head = ""
 
-    def __init__(self, program: Program, schedule: Schedule) -> None:
+    def __init__(self, program: FusedProgram, schedule: Schedule) -> None:
         super().__init__(program, schedule)
         self._sums: list[int] = []
         self._largest: list[int] = []
@@ -467,7 +467,7 @@ class Stage(NamedTuple):
     joining: bool
 
 
-def stages_of(program: Program) -> list[Stage]:
+def stages_of(program: FusedProgram) -> list[Stage]:
     """Return the stages of a program on the CPU: more than one where it reduces over the rows."""
     depth: list[int] = []
     for node in program.nodes:
@@ -488,7 +488,7 @@ def stages_of(program: Program) -> list[Stage]:
     return [*stages, Stage((), alone, True)] if alone else stages
 
 
-class _HostWriter(_CWriter):
+class _HostPrinter(_CPrinter):
     """Writes the CPU's C: a part of the rows and columns, read with any strides; see host.py for the table `t`.
 
     Args:
@@ -498,7 +498,7 @@ class _HostWriter(_CWriter):
 
     columns = ("left", "right")
 
-    def __init__(self, program: Program, steps: str, outer: int) -> None:
+    def __init__(self, program: FusedProgram, steps: str, outer: int) -> None:
         super().__init__(program, "looped")
         self.outer = outer
         self.steps = dict(zip(used_inputs(program), steps, strict=True))
@@ -752,18 +752,18 @@ __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *
 
 
 @lru_cache(maxsize=1024)
-def portable_source(program: Program, *, steps: str | None = None, outer: int = 1) -> KernelSource:
+def portable_source(program: FusedProgram, *, steps: str | None = None, outer: int = 1) -> KernelSource:
     """Return a program's kernel: on a device `fused(inputs, results, M, N)`; on the CPU, with `steps`, `fused(table)`.
 
     Operations are rounded one by one, in order, as torch's are; only the order of a sum's terms is the compiler's, so
     that a row's loop becomes vectors.
     """
     if steps is not None:
-        text = _HostWriter(program, steps, outer).text()
+        text = _HostPrinter(program, steps, outer).text()
         kinds: tuple[str, ...] = ("*",)
         options = CompileOptions(fmad=False, cc=("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"))
     else:
-        text = _CWriter(program, "looped" if program.reduces else "stream").text()
+        text = _CPrinter(program, "looped" if program.reduces else "stream").text()
         kinds = (*["*"] * (len(used_inputs(program)) + len(program.results)), "i64", "i64")
         options = CompileOptions(fmad=False)
     return KernelSource(kernel_name(program), {"portable": text}, {"fused": kinds}, options=options)

@@ -16,16 +16,16 @@ from torch.compiler import is_dynamo_compiling
 
 from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel, used_inputs
 from accelerant.accelerator.fusion.functions import NAMES
-from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, Input, Program, Result, gradient_of
+from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Input, Output, gradient_of
 from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
 from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
 from accelerant.accelerator.fusion.recorder import (
     DTYPES,
+    ArrayView,
     Domain,
     Recording,
     Returned,
     Traced,
-    View,
     Viewed,
     view_of,
 )
@@ -64,7 +64,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def _staged(
-    run: Callable[..., tuple[Tensor, ...]], program: Program, shape: Shape, tensors: Sequence[Tensor]
+    run: Callable[..., tuple[Tensor, ...]], program: FusedProgram, shape: Shape, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Run a program whose kernel cannot read its own sums over the rows: in parts, the last of few numbers by torch."""
     if not program.over_rows:
@@ -89,14 +89,14 @@ def _staged(
     return tuple(known[i] if i in known else next(left) for i in range(len(program.results)))
 
 
-def _triton(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Launch the kernel of a program; arguments and results as Program.run_torch."""
+def _triton(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """HostLaunch the kernel of a program; arguments and results as FusedProgram.run_torch."""
     if not math.prod(shape):
         return program.run_torch(shape, *tensors)
     return _staged(_triton_part, program, shape, tensors)
 
 
-def _triton_part(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _triton_part(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
     M, N = _rows_and_columns(shape)
     device = tensors[0].device
     block = next_power_of_2(N)
@@ -129,7 +129,7 @@ def _triton_part(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tens
 def _refuses_triton(case: Case) -> str | None:
     if reason := refuses_triton_kernel(case):
         return reason
-    program: Program = case.options[0]
+    program: FusedProgram = case.options[0]
     for node in program.nodes:
         if node.dtype == torch.float64 or (node.op in (*REDUCTIONS, "rows", "columns") and node.dtype != torch.float32):
             return f"{node.op} of {name_of(node.dtype)}"
@@ -150,7 +150,7 @@ _LEAST_SCALAR = 4096
 """Elements from which such a function takes longer than torch's call."""
 
 
-def _refused_by_c(program: Program, known: Collection[torch.dtype]) -> str | None:
+def _refused_by_c(program: FusedProgram, known: Collection[torch.dtype]) -> str | None:
     dtypes = {x.dtype for x in program.inputs} | {y.dtype for y in program.results}
     dtypes |= {node.dtype for node in program.nodes} | {node.value for node in program.nodes if node.op == "cast"}
     unknown = sorted(name_of(each) for each in dtypes - set(known))
@@ -158,7 +158,7 @@ def _refused_by_c(program: Program, known: Collection[torch.dtype]) -> str | Non
 
 
 def _refuses_portable(case: Case) -> str | None:
-    program: Program = case.options[0]
+    program: FusedProgram = case.options[0]
     if case.device.type != "cpu":
         return f"no portable C on {case.device.type}"
     if len(case.options) > 1 and math.prod(case.shape) < _LEAST:
@@ -182,8 +182,8 @@ def _refuses_portable(case: Case) -> str | None:
     return None
 
 
-def _portable(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Run the program's portable C on the CPU; arguments and results as Program.run_torch."""
+def _portable(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Run the program's portable C on the CPU; arguments and results as FusedProgram.run_torch."""
     if not math.prod(shape):
         return program.run_torch(shape, *tensors)
     read = [tensors[i] for i in used_inputs(program)]
@@ -204,12 +204,12 @@ def _steps(x: Tensor, shape: Shape) -> tuple[int, ...]:
     return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
-def _kept(result: Result) -> torch.dtype:
+def _kept(result: Output) -> torch.dtype:
     """Return the dtype of a result before it is summed over the rows."""
     return torch.float32 if result.layout.endswith("sum") else result.dtype
 
 
-def _summed(program: Program, shape: Shape, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _summed(program: FusedProgram, shape: Shape, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the results in their shapes, parts of sums over the rows added up."""
     leading = shape[:-1]
     return tuple(
@@ -224,7 +224,7 @@ def _rows_and_columns(shape: Shape) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def _torch(program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _torch(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
     return program.run_torch(shape, *tensors)
 
 
@@ -247,7 +247,7 @@ class _Autograd(torch.autograd.Function):
     """The forward kernel, and the backward kernel, which computes again what it needs from the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, program: Program, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.name, ctx.program, ctx.shape = name, program, shape
         results = _run(f"{name}_fwd", program, shape, tensors)
@@ -270,12 +270,12 @@ class _Autograd(torch.autograd.Function):
         return None, None, None, *(made.get(i) for i in range(len(tensors)))
 
 
-def _case(program: Program, shape: Shape, device: torch.device, differentiates: bool) -> Case:
+def _case(program: FusedProgram, shape: Shape, device: torch.device, differentiates: bool) -> Case:
     options = (program, "gradient") if differentiates else (program,)
     return Case(device, program.compute, _rows_and_columns(shape), options)
 
 
-def _run(name: str, program: Program, shape: Shape, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _run(name: str, program: FusedProgram, shape: Shape, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     case = _case(program, shape, tensors[0].device, False)
     results: tuple[Tensor, ...] = _operation(name)(case, program, shape, *tensors)
     return results
@@ -284,7 +284,7 @@ def _run(name: str, program: Program, shape: Shape, tensors: Sequence[Tensor]) -
 # --- the function ----------------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+class _Specialization(NamedTuple):
     """The part of a call that is constant between arrays of the same shapes and dtypes.
 
     Attributes:
@@ -296,10 +296,10 @@ class _Plan(NamedTuple):
         reads: what the function read besides its arrays; None where the next run may differ.
     """
 
-    program: Program
+    program: FusedProgram
     shape: Shape
     wide: tuple[Shape, ...]
-    views: tuple[View, ...] | None
+    views: tuple[ArrayView, ...] | None
     results: tuple[Shape, ...]
     single: bool
     captured: tuple[Any, ...]
@@ -319,15 +319,15 @@ class _Plan(NamedTuple):
         return [*given, *(x.to(tensors[0].device, copy=True).view(ones) for x in numbers)]
 
 
-class _Record(NamedTuple):
-    """One run of the function; see Recording and _Plan. It serves `shape` alone, where that is not None."""
+class _Trace(NamedTuple):
+    """One run of the function; see Recording and _Specialization. It serves `shape` alone, where that is not None."""
 
-    program: Program
+    program: FusedProgram
     returned: tuple[Returned, ...]
     single: bool
     captured: tuple[Any, ...]
     reads: Reads | None
-    views: tuple[tuple[View, Shape], ...] | None
+    views: tuple[tuple[ArrayView, Shape], ...] | None
     shape: Shape | None
 
 
@@ -338,11 +338,11 @@ class FusedFunction:
         functools.update_wrapper(self, function)
         self._function, self.device = function, device
         self._name = f"fused_{getattr(function, '__name__', type(function).__name__).strip('<>')}"
-        self._plans: dict[Hashable, _Plan] = {}
-        self._recorded: dict[Hashable, _Record] = {}
+        self._plans: dict[Hashable, _Specialization] = {}
+        self._recorded: dict[Hashable, _Trace] = {}
         self._writes_out = "out" not in _parameters(function)
         self._quick: tuple[Callable[[tuple[Any, ...]], Any], ...] = ()
-        self._learned: list[_Plan] = []
+        self._learned: list[_Specialization] = []
         self._lock = fork_safe(threading.RLock())
 
     def __repr__(self) -> str:
@@ -389,7 +389,7 @@ class FusedFunction:
             self._learn(plan, args, places, tensors)
         return origin.wrap(result)
 
-    def _written(self, plan: _Plan, tensors: Sequence[Tensor], first: Any, out: Any) -> Any:
+    def _written(self, plan: _Specialization, tensors: Sequence[Tensor], first: Any, out: Any) -> Any:
         """Compute into the arrays `out`, in their memory where the kernel can write there; they are checked before."""
         several = not plan.single and isinstance(out, (tuple, list))
         name, targets = self._name[6:], tuple(out) if several else (out,)
@@ -418,7 +418,7 @@ class FusedFunction:
                     to_torch(y, None)[0].copy_(result.view(size))
         return out
 
-    def _written_by_c(self, plan: _Plan, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
+    def _written_by_c(self, plan: _Specialization, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
         """Run the CPU's kernel on the memory of the results, where it was chosen before and the layouts are its own."""
         program, shape = plan.program, plan.shape
         chosen = _operation(f"{self._name}_fwd").plans.usual.get(_case(program, shape, tensors[0].device, False))
@@ -448,7 +448,9 @@ class FusedFunction:
                 torch.autograd.graph.increment_version(each)
         return True
 
-    def _learn(self, plan: _Plan, args: tuple[Any, ...], places: list[int], tensors: Sequence[Tensor]) -> None:
+    def _learn(
+        self, plan: _Specialization, args: tuple[Any, ...], places: list[int], tensors: Sequence[Tensor]
+    ) -> None:
         """Remember a call of NumPy's arrays by portable C, so that the next one of its kind takes a microsecond."""
         case = _case(plan.program, plan.shape, tensors[0].device, False)
         chosen = _operation(f"{self._name}_fwd").plans.usual.get(case)
@@ -474,13 +476,13 @@ class FusedFunction:
             quick = quick_call(launch, args, sources, plan.results, dtypes, plan.single, chosen.record, plan.reads)
             self._quick = (*self._quick, quick)
 
-    def program(self, *args: Any, **options: Any) -> Program:
+    def program(self, *args: Any, **options: Any) -> FusedProgram:
         """Return the recorded program for arrays and constants like these."""
         values = (*args, *options.values())
         places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
         return self._plan(self._tensors([values[i] for i in places])[0], values, places, tuple(options)).program
 
-    def _compute(self, plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _compute(self, plan: _Specialization, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         flat, program, shape = plan.inputs(tensors), plan.program, plan.shape
         if not all(map(is_plain, flat)):
             return program.run_torch(shape, *flat)
@@ -517,7 +519,9 @@ class FusedFunction:
                 )
         return tensors, origin
 
-    def _plan(self, arrays: Sequence[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]) -> _Plan:
+    def _plan(
+        self, arrays: Sequence[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]
+    ) -> _Specialization:
         """Return the plan of a call with these arrays, recording the function where it is the first."""
         constants = [x for i, x in enumerate(values) if i not in places] if len(places) < len(values) else []
         fixed = tuple((type(x), x, str(x) if isinstance(x, float) else None) for x in constants)  # 0.0 == -0.0
@@ -539,7 +543,7 @@ class FusedFunction:
     def _made(
         self, key: tuple[Any, ...], arrays: Sequence[Any], values: tuple[Any, ...], places: list[int],
         names: tuple[str, ...],
-    ) -> _Plan:  # fmt: skip
+    ) -> _Specialization:  # fmt: skip
         shapes = [tuple(x.shape) for x in arrays]
         try:
             whole: Shape | None = self._whole(shapes)
@@ -559,7 +563,9 @@ class FusedFunction:
         ]
         results = tuple(each.size if record.shape is not None else domain.shape(each) for each in record.returned)
         views = None if record.views is None else tuple(view for view, _ in record.views)
-        return _Plan(record.program, whole, tuple(wide), views, results, record.single, record.captured, record.reads)
+        return _Specialization(
+            record.program, whole, tuple(wide), views, results, record.single, record.captured, record.reads
+        )
 
     def _whole(self, shapes: Sequence[Shape]) -> Shape:
         try:
@@ -571,7 +577,7 @@ class FusedFunction:
     def _record(
         self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], values: tuple[Any, ...],
         places: list[int], names: tuple[str, ...],
-    ) -> _Record:  # fmt: skip
+    ) -> _Trace:  # fmt: skip
         """Return the program, run the function once for each class of shapes, or each shape if it asks for one.
 
         It runs again where what it read has changed, or where that is unknown. A function that takes views runs three
@@ -599,7 +605,7 @@ class FusedFunction:
                 raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
             return recording, [result] if single else list(result), single
 
-        views: tuple[tuple[View, Shape], ...] | None = None
+        views: tuple[tuple[ArrayView, Shape], ...] | None = None
         try:
             if whole is None:
                 raise Viewed
@@ -621,7 +627,7 @@ class FusedFunction:
         options = dict(zip(names, constants[positional:], strict=True))
         reads = reads_of(self._function, tuple(constants[:positional]), options, NAMES)  # as they are after its run
         exact = recording.reads_shape
-        made = _Record(program, returned, single, tuple(recording.captured), reads, views, whole if exact else None)
+        made = _Trace(program, returned, single, tuple(recording.captured), reads, views, whole if exact else None)
         self._recorded[key if exact else general] = made
         return made
 
@@ -654,9 +660,9 @@ class FusedFunction:
         return shaped[0] if plan.single else shaped
 
     def _on_device(
-        self, provider: ComputeProvider, device: ComputeDevice, program: Program, shape: Shape, *tensors: Tensor
+        self, provider: ComputeProvider, device: ComputeDevice, program: FusedProgram, shape: Shape, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a program's portable C; arguments and results as Program.run_torch, on the host."""
+        """Run a program's portable C; arguments and results as FusedProgram.run_torch, on the host."""
         M, N = _rows_and_columns(shape)
         cost = program.cost(M, N)
         record = sole_record(

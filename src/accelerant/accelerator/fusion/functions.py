@@ -355,12 +355,12 @@ def _extreme(build: Callable[[Expr, _Over], Expr], pair: str) -> Callable[..., A
         if y is not None or (args and isinstance(args[0], Traced)):
             return FUNCTIONS[pair](x, args[0] if y is None else y)
         reduced = _reduction(build)(x, *args, **options)
-        return _Extreme(reduced, _Unknown()) if paired and (args or "dim" in options) else reduced
+        return _Extreme(reduced, _UnknownIndices()) if paired and (args or "dim" in options) else reduced
 
     return function
 
 
-class _Unknown:
+class _UnknownIndices:
     """The indices of the largest elements, which are not computed."""
 
     __slots__ = ()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accelerant.runtime.dispatch import Cost
 
-Layout = Literal["full", "column", "row", "scalar", "row sum", "sum"]
+OutputLayout = Literal["full", "column", "row", "scalar", "row sum", "sum"]
 """A result's numbers: one for each element; for each row, (M, 1); for each column, (1, N); one, (1, 1). The last two
 are sums over the rows, of the parts of a program that one kernel computes."""
 
@@ -70,23 +70,23 @@ class Input(NamedTuple):
         return (M if self.by_row else 1) * (N if self.by_column else 1)
 
 
-class Result(NamedTuple):
+class Output(NamedTuple):
     """A node that is written out."""
 
     node: int
-    layout: Layout
+    layout: OutputLayout
     dtype: torch.dtype
 
 
-def layout_of(node: Node) -> Layout:
+def layout_of(node: Node) -> OutputLayout:
     """Return the layout of a result."""
-    layouts: dict[tuple[bool, bool], Layout] = {
+    layouts: dict[tuple[bool, bool], OutputLayout] = {
         (True, True): "full", (True, False): "column", (False, True): "row", (False, False): "scalar",
     }  # fmt: skip
     return layouts[node.by_row, node.by_column]
 
 
-class Graph:
+class ExpressionGraph:
     """Nodes in the order of their computation; equal ones are one."""
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
@@ -143,7 +143,7 @@ class Graph:
 class Expr:
     """A value of a graph; operators append to the graph."""
 
-    graph: Graph
+    graph: ExpressionGraph
     index: int
 
     @property
@@ -411,7 +411,7 @@ def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class FusedProgram:
     """A graph with its inputs and results; equal if the same kernel computes them.
 
     Attributes:
@@ -420,10 +420,10 @@ class Program:
 
     nodes: tuple[Node, ...]
     inputs: tuple[Input, ...]
-    results: tuple[Result, ...]
+    results: tuple[Output, ...]
 
     @classmethod
-    def of(cls, graph: Graph, inputs: Sequence[Input], results: Sequence[Result]) -> Program:
+    def of(cls, graph: ExpressionGraph, inputs: Sequence[Input], results: Sequence[Output]) -> FusedProgram:
         """Return the program of some results of a graph, without what they do not need."""
         needed = leading_to(graph.nodes, [result.node for result in results])
         number = {old: new for new, old in enumerate(needed)}
@@ -444,7 +444,7 @@ class Program:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Program) and self.digest == other.digest)
+        return self is other or (isinstance(other, FusedProgram) and self.digest == other.digest)
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs))}: {self.operations} operations #{self.digest[:6]}"
@@ -480,7 +480,7 @@ class Program:
         return Cost(read + written, self.operations * M * N)
 
     @cached_property
-    def split(self) -> tuple[Program, Program, tuple[int, ...]]:
+    def split(self) -> tuple[FusedProgram, FusedProgram, tuple[int, ...]]:
         """The program of what one kernel computes, the program of the rest, and the results of the first.
 
         The first has all reductions over the rows that need no other one, and the results that need none. Its results
@@ -492,19 +492,23 @@ class Program:
             depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
         sums = [i for i, node in enumerate(self.nodes) if node.op in ("sum0", "max0") and depth[i] == 1]
         done = [i for i, each in enumerate(self.results) if not depth[each.node] and each.layout in ("full", "column")]
-        layouts: dict[tuple[str, bool], Layout] = {
+        layouts: dict[tuple[str, bool], OutputLayout] = {
             ("sum0", True): "row sum", ("sum0", False): "sum", ("max0", True): "full", ("max0", False): "column",
         }  # fmt: skip
         nodes = [self.nodes[i] for i in sums]
-        parts = [Result(node.args[0], layouts[node.op, node.by_column], node.dtype) for node in nodes]
+        parts = [Output(node.args[0], layouts[node.op, node.by_column], node.dtype) for node in nodes]
         parts += [self.results[i] for i in done]
-        graph = Graph(self.nodes)
+        graph = ExpressionGraph(self.nodes)
         inputs = [*self.inputs, *(Input(False, self.nodes[i].by_column, self.nodes[i].dtype) for i in sums)]
         for number, i in enumerate(sums):
             graph.nodes[i] = self.nodes[i]._replace(op="input", args=(), value=len(self.inputs) + number)
         rest = [each for i, each in enumerate(self.results) if i not in done]
-        first = Program.of(Graph(self.nodes), self.inputs, parts)
-        return first, Program.of(graph, inputs, rest), (*(-1 if node.op == "sum0" else -2 for node in nodes), *done)
+        first = FusedProgram.of(ExpressionGraph(self.nodes), self.inputs, parts)
+        return (
+            first,
+            FusedProgram.of(graph, inputs, rest),
+            (*(-1 if node.op == "sum0" else -2 for node in nodes), *done),
+        )
 
     def run_torch(self, shape: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute by torch's functions, which autograd can record, on tensors that broadcast to a shape.
@@ -568,12 +572,12 @@ def _sized(shape: Sequence[int], by_row: bool, by_column: bool) -> tuple[int, ..
 
 
 @lru_cache(maxsize=4096)
-def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | None, tuple[int, ...]]:
+def gradient_of(program: FusedProgram, wanted: tuple[int, ...]) -> tuple[FusedProgram | None, tuple[int, ...]]:
     """Return the program of the gradients of some inputs, and those that the results depend on.
 
     Its inputs are the program's, then the gradient of each result. It is None where no result depends on an input.
     """
-    graph = Graph(program.nodes)
+    graph = ExpressionGraph(program.nodes)
     inputs = list(program.inputs)
     gradients: dict[int, Expr] = {}
     for index, _, dtype in program.results:
@@ -610,6 +614,6 @@ def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | No
     results, found = [], []
     for index, node in enumerate(program.nodes):
         if node.op == "input" and node.value in wanted and index in gradients:
-            results.append(Result(gradients[index].index, layout_of(node), inputs[node.value].dtype))
+            results.append(Output(gradients[index].index, layout_of(node), inputs[node.value].dtype))
             found.append(node.value)
-    return (Program.of(graph, inputs, results) if results else None), tuple(found)
+    return (FusedProgram.of(graph, inputs, results) if results else None), tuple(found)

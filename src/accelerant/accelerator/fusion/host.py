@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from accelerant.accelerator.fusion.code import portable_source, stages_of, used_inputs
-from accelerant.accelerator.fusion.graph import REDUCTIONS, Program
+from accelerant.accelerator.fusion.graph import REDUCTIONS, FusedProgram
 from accelerant.accelerator.fusion.outside import Reads
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
@@ -38,7 +38,7 @@ _TILE = 64
 """Rows and columns of a part of arrays whose rows are not next to each other in memory."""
 
 
-class Launch(NamedTuple):
+class HostLaunch(NamedTuple):
     """The launch of a kernel on arrays of some shape and strides.
 
     Attributes:
@@ -75,7 +75,7 @@ class Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_of(program: Program, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Launch:
+def launch_of(program: FusedProgram, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> HostLaunch:
     """Return the launch for a program's inputs that are read; strides are of the shape's dimensions, in elements."""
     shape, given = shape or (1,), [each or (0,) for each in strides]
     kept = [k for k, size in enumerate(shape) if size != 1] or [len(shape) - 1]
@@ -114,7 +114,7 @@ def launch_of(program: Program, shape: tuple[int, ...], strides: tuple[tuple[int
     }  # fmt: skip
     shapes = tuple(layouts[each.layout] for each in program.results)
     moved = None if order is None or order == sorted(order) else tuple(order)
-    return Launch(kernel, np.array(table, np.int64), moved, shapes, stages, parts, scratch, len(given))
+    return HostLaunch(kernel, np.array(table, np.int64), moved, shapes, stages, parts, scratch, len(given))
 
 
 def _inner_last(strides: Sequence[Sequence[int]], a: int, b: int) -> int:
@@ -125,7 +125,7 @@ def _inner_last(strides: Sequence[Sequence[int]], a: int, b: int) -> int:
     return a - b
 
 
-def _parts(program: Program, M: int, N: int, scattered: bool) -> tuple[int, int, int]:
+def _parts(program: FusedProgram, M: int, N: int, scattered: bool) -> tuple[int, int, int]:
     """Return the rows and columns of a part, and the number of parts."""
     cores = registry.create("cpu").cores  # type: ignore[attr-defined]
     if program.over_rows:  # each part has sums of its own
@@ -142,7 +142,7 @@ def _parts(program: Program, M: int, N: int, scattered: bool) -> tuple[int, int,
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(program: Program, steps: str, outer: int) -> Kernel:
+def _kernel(program: FusedProgram, steps: str, outer: int) -> Kernel:
     source = portable_source(program, steps=steps, outer=outer)
     kernel = registry.create("cpu").compile(source, entry="fused", device=0)
     kernel.metadata["least_share"] = 1  # type: ignore[index]  # parts are large
@@ -195,7 +195,7 @@ def serves_quick(arrays: Sequence[Any]) -> bool:
 
 
 def quick_call(
-    launch: Launch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]],
+    launch: HostLaunch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]], single: bool, record: OpRecord, reads: Reads,
 ) -> Callable[[tuple[Any, ...]], Any]:  # fmt: skip
     """Return a function of a call's arguments, that returns the result, or None for a call of another kind.

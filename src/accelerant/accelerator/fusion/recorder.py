@@ -21,10 +21,10 @@ import torch
 
 from accelerant.accelerator.fusion.graph import (
     Expr,
-    Graph,
+    ExpressionGraph,
+    FusedProgram,
     Input,
-    Program,
-    Result,
+    Output,
     computed_in,
     layout_of,
     leading_to,
@@ -44,7 +44,7 @@ class Viewed(BaseException):
     """Ends the recording of a function that takes views of arrays: it is recorded for the shapes of these."""
 
 
-View: TypeAlias = tuple[int, tuple[tuple[str, Any], ...]]
+ArrayView: TypeAlias = tuple[int, tuple[tuple[str, Any], ...]]
 """An argument, and what was done to it in turn: ("index", key) or ("permute", dimensions)."""
 
 
@@ -77,7 +77,7 @@ class Traced:
 
     def __init__(
         self, recording: Recording, expr: Expr | None, dtype: torch.dtype, size: tuple[int, ...], dropped: bool = False,
-        view: View | None = None,
+        view: ArrayView | None = None,
     ) -> None:  # fmt: skip
         self.recording, self._expr, self.dtype, self._size, self.dropped = recording, expr, dtype, size, dropped
         self.view = view
@@ -359,7 +359,7 @@ class Recording:
 
     def __init__(
         self, domain: Domain, inputs: Sequence[tuple[Input, tuple[int, ...]]], *, of_torch: bool, as_numpy: bool,
-        views: Sequence[View] | None = None, dry: bool = False,
+        views: Sequence[ArrayView] | None = None, dry: bool = False,
     ) -> None:  # fmt: skip
         """Take the domain, and each input with its shape.
 
@@ -367,9 +367,9 @@ class Recording:
         them; the inputs are those that are given, the others are added to `views`. A `dry` run finds them, and the
         shapes.
         """
-        self.graph, self.domain, self.of_torch, self.as_numpy = Graph(), domain, of_torch, as_numpy
+        self.graph, self.domain, self.of_torch, self.as_numpy = ExpressionGraph(), domain, of_torch, as_numpy
         self.reads_shape, self.dry = views is not None, dry
-        self.views: list[View] | None = None if views is None else list(views)
+        self.views: list[ArrayView] | None = None if views is None else list(views)
         self._wanted = len(views or ())
         self.inputs = [] if views is not None else [each for each, _ in inputs]
         self.sizes: dict[int, tuple[int, ...]] = {}
@@ -412,14 +412,14 @@ class Recording:
         self._captured.append(Traced(self, expr, dtype, ()))
         return self._captured[-1]
 
-    def program(self, outputs: Sequence[Any]) -> tuple[Program, tuple[Returned, ...]]:
+    def program(self, outputs: Sequence[Any]) -> tuple[FusedProgram, tuple[Returned, ...]]:
         """Return the program of the function's results, and their shapes."""
         results, shapes = [], []
         for number, y in enumerate(outputs):
             if not isinstance(y, Traced):
                 raise UnsupportedCase(f"fuse: result {number} is a {type(y).__name__}, not computed from the arguments")
             expr = y.expr.convert(computed_in(y.dtype))
-            results.append(Result(expr.index, layout_of(expr.node), y.dtype))
+            results.append(Output(expr.index, layout_of(expr.node), y.dtype))
             shapes.append(Returned(y.ndim, expr.node.by_row, expr.node.by_column, y.dropped, y._size))
         given = self.inputs if self.views is None else self._given()
         count = len(given)
@@ -427,9 +427,9 @@ class Recording:
             if node.op == "input" and node.value >= _OUTSIDE:
                 self.graph.nodes[index] = node._replace(value=node.value - _OUTSIDE + count)
         inputs = [*given, *(Input(False, False, computed_in(each.dtype)) for each in self._captured)]
-        return Program.of(self.graph, inputs, results), tuple(shapes)
+        return FusedProgram.of(self.graph, inputs, results), tuple(shapes)
 
-    def used(self, outputs: Sequence[Any]) -> list[tuple[View, tuple[int, ...]]]:
+    def used(self, outputs: Sequence[Any]) -> list[tuple[ArrayView, tuple[int, ...]]]:
         """Return the views that results are made of, and their shapes."""
         assert self.views is not None  # for the type checker
         nodes = self.graph.nodes
