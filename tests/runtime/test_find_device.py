@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+import accelerant
+from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.memory import limits
 from accelerant.runtime.monitoring import monitor
 from accelerant.runtime.monitoring.readers import TableReader
-from accelerant.runtime.provider import ComputeDevice, MemoryInfo
+from accelerant.runtime.provider import ComputeBackend, ComputeDevice, MemoryInfo
+from accelerant.runtime.streams.stream import Stream
+from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 
 
 class Two:
@@ -30,11 +36,18 @@ def two(monkeypatch):
     monkeypatch.setattr(registry, "create", lambda name: provider)
     monkeypatch.setattr(registry, "reason_absent", lambda name: "")
     monkeypatch.setattr(monitor.readers, "cuda_reader", lambda device: TableReader({}, "not here"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
     return provider
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), ComputeDevice("cpu", 0, "")])
+UNLIKE = {3: "3", True: "True", 0.5: "0.5", b"cpu": "b'cpu'", ("cpu",): r"\('cpu',\)", torch.float32: "torch.float32"}
+"""Values that name no device, and how messages show them."""
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "cpu:0", " CPU ", ComputeBackend.CPU, torch.device("cpu"), ComputeDevice("cpu", 0, "")]
+)
 def test_a_device_is_found_however_it_is_named(name):
     assert registry.find_device(name).backend == "cpu"
     assert registry.find_device(name).memory_bytes > 0
@@ -49,7 +62,8 @@ def test_a_device_is_found_however_it_is_named(name):
         ("cpu:-1", "got 'cpu:-1'"),
         ("cpu:9", "there is no number 9"),
         (torch.device("meta"), "unknown backend 'meta'"),
-        (3, "got 3"),
+        ("", "unknown backend ''"),
+        *((bad, f"or an entry of accelerant.devices\\(\\); got {shown}") for bad, shown in UNLIKE.items()),
     ],
 )
 def test_names_without_a_device_are_refused(name, text):
@@ -58,9 +72,69 @@ def test_names_without_a_device_are_refused(name, text):
 
 
 def test_an_absent_backend_says_why():
-    absent = next(name for name in registry.BACKENDS if registry.reason_absent(name))
-    with pytest.raises(BackendUnavailable, match=absent):
-        registry.find_device(f"{absent}:0")
+    absent = next(device for device in registry.devices() if not device.available)
+    for name in (absent, absent.backend, f"{absent.backend}:0"):
+        with pytest.raises(BackendUnavailable, match=absent.backend):
+            registry.find_device(name)
+
+
+def test_the_default_device_is_that_of_the_settings():
+    with override(backend="cpu"):
+        assert {registry.find_device(name).label for name in (None, "auto", " Auto ")} == {"cpu:0"}
+
+
+def test_devices_are_one_or_several(two):
+    one, other = accelerant.runtime.find_devices(["cuda:1", torch.device("cuda:0")])
+    assert (one.label, other.label) == ("cuda:1", "cuda:0")
+    for alone in ("cuda:1", torch.device("cuda:1"), one, iter([one])):
+        assert accelerant.runtime.find_devices(alone) == [one]
+    with override(backend="cuda"):
+        assert accelerant.runtime.find_devices(None) == [other]
+    with pytest.raises(ConfigError, match=r"devices must be at least one of them; .*; got \[\]"):
+        registry.find_devices([])
+    for bad, shown in ((3, "3"), ([one, 0.5], "0.5"), (b"cpu", "99")):
+        with pytest.raises(ConfigError, match=f"got {shown}"):
+            registry.find_devices(bad)
+
+
+def _entered(context):
+    with context:
+        pass
+
+
+DEVICE_FUNCTIONS = {
+    "kernel": lambda device: accelerant.kernel("ACL_KERNEL void k(ACL_GLOBAL float* x) {}", device=device).compile(
+        device
+    ),
+    "measure": lambda device: _entered(accelerant.measure(device)),
+    "to": lambda device: accelerant.to(torch.ones(1), device),
+    "sample": monitor.sample,
+    "free_memory": monitor.free_memory,
+    "to_prometheus": lambda device: monitor.to_prometheus([device]),
+    "watch_devices": lambda device: _entered(accelerant.watch_devices(devices=[device])),
+    "Stream": Stream,
+    "Stream.current": Stream.current,
+    "copy_async": lambda device: copy_async(np.ones(1), device),
+    "stream_chunks": lambda device: stream_chunks(torch.neg, np.ones(1), device=device),
+    **{name: getattr(limits, name) for name in ("statistics", "available_bytes", "trim", "largest_owners")},
+    "apply_limit": lambda device: limits.apply_limit(1.0, device),
+    "allocate": lambda device: limits.allocate(1, device),
+    "limit": lambda device: _entered(limits.limit(1 << 40, device)),
+}
+"""Name of a function -> a call of it with a `device`."""
+
+
+@pytest.mark.parametrize("name", DEVICE_FUNCTIONS)
+def test_device_arguments_are_understood_alike(name):
+    call = DEVICE_FUNCTIONS[name]
+    with override(backend="cpu"):
+        for device in (None, "auto", "cpu", "CPU:0", torch.device("cpu"), registry.find_device("cpu")):
+            call(device)
+    for bad, shown in UNLIKE.items():
+        with pytest.raises(ConfigError, match=f"device must be a name such as .*; got {shown}"):
+            call(bad)
+    with pytest.raises(ConfigError, match=r"unknown backend 'cudda' \(did you mean 'cuda'\?\)"):
+        call("cudda")
 
 
 def test_peers_and_free_memory(two):

@@ -16,6 +16,7 @@ import inspect
 import logging
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -48,8 +49,11 @@ _ALIASES = {
     "vulkan": "webgpu",
 }  # fmt: skip
 
-DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
-"""A device's name ("cuda", "cuda:1", "opencl:0"), a torch.device, or a device from the registry."""
+DeviceLike: TypeAlias = "str | torch.device | ComputeDevice | None"
+"""What `device` arguments take: the name of a backend, perhaps with a number ("cpu", "cuda", "opencl:1"), a
+torch.device, or an entry of devices(); "auto", or None where no array says it, is the automatic choice."""
+
+_FORMS = "a name such as 'cpu', 'cuda' or 'cuda:1', 'auto' or None, a torch.device, or an entry of accelerant.devices()"
 
 _lock = fork_safe(threading.RLock())
 _reasons: dict[str, str] = {}
@@ -179,7 +183,7 @@ def _parsed(device: object) -> tuple[str, int | None]:
     given = clipped(device) if isinstance(device, int | list | tuple) else str(device)
     name, colon, number = given.partition(":")
     if colon and not (number.isdecimal() and len(number) < _INDEX_DIGITS):
-        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {clipped(given)}")
+        raise ConfigError(f"device must be {_FORMS}; got {clipped(given)}")
     return backend_named(name), int(number) if colon else None
 
 
@@ -360,27 +364,56 @@ def _set_aside(device: ComputeDevice) -> str:
         return _tested[device]
 
 
-def find_device(device: DeviceLike = "auto") -> ComputeDevice:
-    """Return the device that a name, a torch.device or a ComputeDevice means; raise as choose() does.
+def find_device(device: DeviceLike = None, *, torch_tensors: bool = False) -> ComputeDevice:
+    """Return the device that a `device` argument means.
 
-    "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
+    "cuda" is torch's current CUDA device; another backend's name alone is its first device. None and "auto" are the
+    first device of the setting's backend (ACCELERANT_BACKEND), and if that is "auto" too, the automatic choice: the
+    first hardware that passes its self-test, with `torch_tensors` among devices on which torch has tensors.
+
+    Raises:
+        ConfigError: no such backend or number, or a value of another type.
+        BackendUnavailable: the backend is absent; says why.
     """
-    import torch
-
     if isinstance(device, ComputeDevice):
+        if device.index < 0:  # an entry of devices() for a backend that is absent
+            raise BackendUnavailable(device.backend, device.reason)
         return choose(device.backend, device.index)
-    if not isinstance(device, (str, torch.device)):
-        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {clipped(device)}")
-    name, number = _parsed(device)
-    if name == "cuda" and torch.version.hip:
-        name = "rocm"
+    loaded = sys.modules.get("torch")
+    if not (device is None or isinstance(device, str) or (loaded and isinstance(device, loaded.device))):
+        raise ConfigError(f"device must be {_FORMS}; got {clipped(device)}")
+    name, number = _parsed("auto" if device is None else device)
+    if name == "cuda":
+        import torch
+
+        name = "rocm" if torch.version.hip else name
     if number is not None:
-        return choose(name, number)
-    chosen = choose(name)
-    if chosen.torch_type == "cuda" and torch.cuda.current_device() != chosen.index:
-        current = choose(chosen.backend, torch.cuda.current_device())
-        return chosen if name == "auto" and _set_aside(current) else current
+        return choose(name, number, torch_tensors=torch_tensors)
+    chosen = choose(name, torch_tensors=torch_tensors)
+    if chosen.torch_type == "cuda":
+        import torch
+
+        if torch.cuda.current_device() != chosen.index:
+            current = choose(chosen.backend, torch.cuda.current_device())
+            return chosen if name == "auto" and _set_aside(current) else current
     return chosen
+
+
+def is_automatic(device: object) -> bool:
+    """Return whether a `device` argument names none: None, or "auto"."""
+    return device is None or (isinstance(device, str) and device.strip().lower() == "auto")
+
+
+def find_devices(devices: DeviceLike | Iterable[DeviceLike]) -> list[ComputeDevice]:
+    """Return the devices that a `devices` argument means: several of what find_device takes, or one alone.
+
+    Raises as find_device does; ConfigError also for an empty sequence.
+    """
+    several = devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    found = [find_device(device) for device in several]
+    if not found:
+        raise ConfigError(f"devices must be at least one of them; each is {_FORMS}; got {clipped(devices)}")
+    return found
 
 
 def provider_of(device: torch.device) -> ComputeProvider:

@@ -67,7 +67,7 @@ def kernel(
     source: str | os.PathLike[str],
     name: str | None = None,
     *,
-    device: registry.DeviceLike = "auto",
+    device: registry.DeviceLike = None,
     options: CompileOptions | None = None,
     arguments: Sequence[str] | None = None,
     shared_bytes: int = 0,
@@ -105,7 +105,9 @@ def kernel(
         entry, parameters = name, tuple(_stated(i, each) for i, each in enumerate(arguments))
     kinds = tuple(each.kind for each in parameters)
     made = KernelSource(str(path or entry), {dialect: text}, {entry: kinds}, (), chosen, shared_bytes)
-    return UserKernel(made, dialect, parameters, None if device == "auto" else registry.find_device(device))
+    return UserKernel(
+        made, dialect, parameters, None if registry.is_automatic(device) else registry.find_device(device)
+    )
 
 
 @dataclass(slots=True)
@@ -320,9 +322,9 @@ class UserKernel:
         named = f"kernel {self.name!r} ({record.case} on {record.device})"
         return checked(launch, named, mutates=True)(*map(_tensor_of, arrays))
 
-    def compile(self, device: registry.DeviceLike = "auto") -> Kernel:
+    def compile(self, device: registry.DeviceLike = None) -> Kernel:
         """Compile for a device, by default that for arrays of the host; the result has registers and memory."""
-        return self._on(self._default() if device == "auto" else registry.find_device(device))[2]
+        return self._on(self._default() if registry.is_automatic(device) else registry.find_device(device))[2]
 
     def _where(self, position: int) -> str:
         name = self.parameters[position].name

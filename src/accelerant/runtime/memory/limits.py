@@ -99,7 +99,7 @@ class MemoryStatistics(JsonRecord):
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def apply_limit(fraction: float | Literal["auto"] | None = None, device: DeviceLike = "auto") -> int:
+def apply_limit(fraction: float | Literal["auto"] | None = None, device: DeviceLike = None) -> int:
     """Limit this process to a fraction of a device's memory, and return the limit in bytes.
 
     On CUDA the limit holds for tensors and buffers, elsewhere for buffers. The fraction is by default the setting
@@ -116,7 +116,7 @@ def apply_limit(fraction: float | Literal["auto"] | None = None, device: DeviceL
     return int(target.memory_bytes * fraction)
 
 
-def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
+def allocate(size_bytes: int, device: DeviceLike = None) -> Buffer:
     """Allocate a buffer within the limits; if the device is full, try once more after trim().
 
     Raises OutOfMemory where a limit would be passed, or the device is full; the message says what may help.
@@ -138,7 +138,7 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
 
 
 @contextmanager
-def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
+def limit(limit_bytes: int, device: DeviceLike = None) -> Iterator[None]:
     """Limit the memory that a block of code may hold beyond what is held at its start.
 
     CUDA: tensors and buffers of the whole process. A request is refused at once if the allocator would have to take
@@ -185,7 +185,7 @@ def _cuda_limit(limit_bytes: int, device: ComputeDevice) -> Iterator[None]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
+def statistics(device: DeviceLike = None) -> MemoryStatistics:
     """Return the state of a device's memory and of this process's pool on it."""
     target = find_device(device)
     info = registry.create(target.backend).memory(target.index)
@@ -260,7 +260,7 @@ def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
             record.peak_bytes = buffers + live.peak_bytes
 
 
-def available_bytes(device: DeviceLike = "auto") -> int:
+def available_bytes(device: DeviceLike = None) -> int:
     """Return the bytes that this process can still allocate within its limits, its own unused pool included."""
     target = find_device(device)
     info = registry.create(target.backend).memory(target.index)
@@ -273,7 +273,7 @@ def available_bytes(device: DeviceLike = "auto") -> int:
     return max(0, room)
 
 
-def trim(device: DeviceLike = "auto") -> int:
+def trim(device: DeviceLike = None) -> int:
     """Return the pool's unused memory to the device, and the number of bytes returned."""
     target = find_device(device)
     provider = registry.create(target.backend)
@@ -392,7 +392,7 @@ class MemoryOwner:
         return f"{self.size_bytes:,} bytes: {what}" + (f", {self.held_by}" if self.held_by else "")
 
 
-def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]:
+def largest_owners(device: DeviceLike = None, n: int = 5) -> list[MemoryOwner]:
     """Return the n largest live storages on a device, the largest first.
 
     Walks all objects that Python's garbage collector tracks: some 50 ms in a large process.

@@ -26,7 +26,7 @@ from accelerant.runtime.host import fork_safe
 
 if TYPE_CHECKING:
     from accelerant.runtime.monitoring.monitor import Sample
-    from accelerant.runtime.provider import ComputeDevice
+    from accelerant.runtime.registry import DeviceLike
 
 __all__ = ["DeviceEvent", "EventKind", "event_counts", "events_between", "publish", "subscribe", "watch_devices"]
 
@@ -115,14 +115,14 @@ def _is_loss(reason: str) -> bool:
 
 @contextmanager
 def watch_devices(
-    listener: Callable[[DeviceEvent], None] | None = None, devices: Iterable[ComputeDevice] | None = None,
+    listener: Callable[[DeviceEvent], None] | None = None, devices: DeviceLike | Iterable[DeviceLike] = None,
     interval_s: float = 1.0, samples: Callable[[Sample], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Read devices at intervals during a block of code, and count their events; call a function with each.
 
     Args:
         listener: called in the watching thread, or in the one that loses a device. Without one, events are counted.
-        devices: as acl.devices() lists them; the available ones by default.
+        devices: to read; by default the available ones.
         interval_s: seconds between two readings, above 0 to 3600. A slow-down that ends sooner may pass unseen.
         samples: called with each reading, which has no processes, in the watching thread and before the block.
 
@@ -132,10 +132,11 @@ def watch_devices(
     """
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 3600.0):
         raise ConfigError(f"interval_s must be above 0 to 3600 seconds, got {interval_s}")
+    from accelerant.runtime import registry
     from accelerant.runtime.monitoring.monitor import sample
-    from accelerant.runtime.registry import devices as all_devices
 
-    watched = list(devices) if devices is not None else [device for device in all_devices() if device.available]
+    available = [device for device in registry.devices() if device.available] if devices is None else devices
+    watched = registry.find_devices(available)
     latest: dict[str, Sample] = {}
 
     def read() -> None:

@@ -94,12 +94,13 @@ def _new_reader(device: ComputeDevice) -> Reader:
             return readers.TableReader(figures, f"{device.backend} has no query for it")
 
 
-def sample(device: ComputeDevice, *, processes: bool = True) -> Sample:
-    """Return the present figures of a device from registry.devices() or registry.choose().
+def sample(device: DeviceLike = None, *, processes: bool = True) -> Sample:
+    """Return the present figures of a device.
 
     The list of its processes, which may be left out, takes most of the time on a CPU. Raises BackendUnavailable for the
     entry of an absent backend.
     """
+    device = registry.find_device(device)
     key = (device.backend, device.index)
     with _readers_lock:
         reader = _readers.get(key)
@@ -109,11 +110,12 @@ def sample(device: ComputeDevice, *, processes: bool = True) -> Sample:
     return Sample(device.label, device.name, time.time(), **figures, reasons=reasons)
 
 
-def free_memory(device: ComputeDevice) -> tuple[int, int]:
+def free_memory(device: DeviceLike = None) -> tuple[int, int]:
     """Return the total and free bytes of a device.
 
     On CUDA the driver's tools are used if present: CUDA itself would create a context, about 0.5 GB, on each device.
     """
+    device = registry.find_device(device)
     if device.backend == "cuda":
         figures, _ = readers.cuda_reader(device).read(("memory_total_bytes", "memory_used_bytes"))
         if len(figures) == 2:
@@ -146,7 +148,7 @@ _GAUGES = {
 """Figure of a sample -> name, type, factor and help of its metric."""
 
 
-def to_prometheus(devices: Iterable[ComputeDevice | Sample] | None = None) -> str:
+def to_prometheus(devices: Iterable[DeviceLike | Sample] | None = None) -> str:
     """Return the present figures of devices, and the events so far, in Prometheus' text format 0.0.4.
 
     Samples the devices, by default every available one; figures that a device does not report are left out.
@@ -288,7 +290,7 @@ class _Sampler:
 
 
 @contextmanager
-def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: bool = False) -> Iterator[Measurement]:
+def measure(device: DeviceLike = None, interval_s: float = 0.05, *, kernels: bool = False) -> Iterator[Measurement]:
     """Record time, memory, energy, temperature and ops of a block of code; optionally each kernel.
 
     >>> with acl.measure() as measured:
@@ -307,7 +309,7 @@ def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: b
     own region.
 
     Args:
-        device: as registry.find_device takes it.
+        device: to measure; by default the automatic choice.
         interval_s: seconds between readings of power and temperature, above 0 to 60.
         kernels: also trace each kernel by torch.profiler. Its first start takes seconds, and it keeps about 1 KB a
             launch until the block ends.
@@ -319,7 +321,7 @@ def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: b
     """
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
-    target = device if isinstance(device, ComputeDevice) else registry.find_device(device)
+    target = registry.find_device(device)
     sampler = _Sampler(_new_reader(target))
     provider = registry.create(target.backend)
     measurement = Measurement(target.label)

@@ -41,7 +41,7 @@ from accelerant.runtime import provider
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_launch import cuda_error
-from accelerant.runtime.registry import DeviceLike, find_device
+from accelerant.runtime.registry import DeviceLike, find_device, is_automatic
 
 __all__ = ["WITH_STREAMS", "Event", "Future", "Stream", "capturing", "cuda_event", "submit"]
 
@@ -137,7 +137,7 @@ class Stream:
     """
 
     def __init__(
-        self, device: DeviceLike = "auto", *, priority: int = 0, torch_stream: torch.cuda.Stream | None = None
+        self, device: DeviceLike = None, *, priority: int = 0, torch_stream: torch.cuda.Stream | None = None
     ) -> None:
         self.device = _with_streams(device)
         self._cuda = torch_stream
@@ -151,7 +151,7 @@ class Stream:
         self._entered = threading.local()
 
     @classmethod
-    def current(cls, device: DeviceLike = "auto") -> Stream:
+    def current(cls, device: DeviceLike = None) -> Stream:
         """Return torch's current stream on the device; on the CPU, one that all callers share."""
         target = _with_streams(device)
         if target.backend == "cpu":
@@ -287,11 +287,11 @@ _shared_lock = fork_safe(threading.Lock())
 
 
 def _with_streams(device: DeviceLike) -> ComputeDevice:
-    """Return a device that has streams: for "auto" the CPU, where the chosen one has none."""
+    """Return a device that has streams: the CPU, where the automatic choice has none."""
     found = find_device(device)
     if found.backend in WITH_STREAMS:
         return found
-    if device == "auto":
+    if is_automatic(device):
         return find_device("cpu")
     raise UnsupportedCase(f"streams are for cuda and cpu; {found.backend} works through its provider's one queue")
 
@@ -387,7 +387,7 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
         raise ConfigError(f"submit: wanted a function, got {type(fn).__name__}")
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     if stream is None:
-        stream = Stream.current(tensors[0].device if tensors else "auto")
+        stream = Stream.current(tensors[0].device if tensors else None)
     if stream.torch_stream is None:
         modes, context = _modes(), contextvars.copy_context()
 

@@ -84,7 +84,7 @@ def _staging_pool(device: str) -> StagingPool:
     return StagingPool(_STAGING_BYTES)
 
 
-def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | None = None) -> Future[Tensor]:
+def copy_async(array: HostArray, device: DeviceLike = None, stream: Stream | None = None) -> Future[Tensor]:
     """Copy an array to the device in order with a stream's work, and return a Future of the tensor.
 
     Pinned memory is read by the device directly and must not change before the copy is done; other memory goes through
@@ -185,7 +185,7 @@ def stream_chunks(
     fn: Callable[..., Tensor | tuple[Tensor, ...]],
     arrays: HostArray | Sequence[HostArray],
     *,
-    device: DeviceLike = "auto",
+    device: DeviceLike = None,
     chunk_bytes: int | None = None,
     out: HostArray | Sequence[HostArray] | None = None,
     atomic: bool = True,
