@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -459,6 +460,23 @@ def test_what_does_not_go_together(one_of_each):
     assert (x != None) is True  # noqa: E711  # what is meant
     with pytest.raises(TypeError, match="unhashable"):
         hash(x)
+
+
+def copies(array):
+    return copy.copy(array), copy.deepcopy(array), pickle.loads(pickle.dumps(array))
+
+
+@pytest.mark.parametrize("where", ["cpu", "opencl", "webgpu"])
+def test_copied_and_pickled_arrays_are_on_their_device(one_of_each, where):
+    require_backend(where)
+    array = one_of_each.array([[0, 1], [2, one_of_each.modulus - 1]], device=where)
+    for again in copies(array):
+        assert (again.device, again.shape, again.ints()) == (array.device, array.shape, array.ints())
+        assert again.space == array.space
+        assert (array == again).all()
+    of_tensor = one_of_each.array(torch.from_numpy(one_of_each.encode([5, 6])))
+    for again in copies(of_tensor):
+        assert isinstance(again.canonical(), torch.Tensor)
 
 
 @pytest.mark.slow

@@ -258,6 +258,9 @@ class FieldArray:
     def __repr__(self) -> str:
         return f"FieldArray({self.field.name}, shape {self.shape}, {self.device})"  # no values: they may be secret
 
+    def __reduce__(self) -> Any:
+        return _loaded_array, (self.field, self.space, self.space.store(self.words), self.home)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("a single element has no length")
@@ -424,6 +427,11 @@ class FieldArray:
 
     def _unary(self, op: str) -> FieldArray:
         return self._of(launch.elementwise(self.space, self.field.parameters, op, "montgomery", self.words))
+
+
+def _loaded_array(field: PrimeField, space: MemorySpace, words: npt.NDArray[Any], home: Any) -> FieldArray:
+    """Return an array that was pickled or copied."""
+    return FieldArray(field, space, space.load(words), home=home)
 
 
 def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:

@@ -49,6 +49,9 @@ class MemorySpace(ABC):
         """The device's name in the ledger."""
         return f"{self.backend}:{self.index}"
 
+    def __reduce__(self) -> Any:
+        return space_at, (self.label,)  # an object for each device, HOST among them
+
     @abstractmethod
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         """Return words with undefined content; OutOfMemory names the requested and the free size."""
