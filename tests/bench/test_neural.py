@@ -697,3 +697,15 @@ def test_an_infinity_of_float16_beyond_its_range_is_right_and_within_it_wrong():
     assert _relative(torch.tensor([float("inf"), -float("inf"), 1.0], dtype=torch.float16), exact) < 1e-3
     assert _relative(torch.tensor([float("inf"), -float("inf"), float("inf")], dtype=torch.float16), exact) > 0.5
     assert _relative(torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=torch.float16), exact) > 0.5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_each_element_is_measured_forward_and_backward_apart(reduction):
+    probabilities, targets = torch.rand(4, 8), torch.rand(4, 8)
+    options = {"reduction": reduction}
+    benchmark = neural_cases.benchmarks_of("binary_cross_entropy")[0]
+    case = OpCase("binary_cross_entropy", "x", (probabilities, targets), options, benchmark, False)
+    directions = [work.direction for work in neural_cases.work_of(case)]
+    assert directions == (["forward", "backward"] if reduction == "none" else ["both"])
+    for direction in directions:
+        neural_cases.call_of(accelerant.ops.binary_cross_entropy, case, direction)()

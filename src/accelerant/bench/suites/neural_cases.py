@@ -93,8 +93,9 @@ class OpCase:
 
     @property
     def together(self) -> bool:
-        """True if forward and backward are measured as one, as for losses."""
-        return self.benchmark.both_ms is not None or self.name.endswith("cross_entropy")
+        """True if forward and backward are measured as one, as for losses of one number."""
+        one_number = self.name.endswith("cross_entropy") and self.options.get("reduction") != "none"
+        return self.benchmark.both_ms is not None or one_number
 
 
 def shapes_label(shapes: Sequence[tuple[int, ...] | None]) -> str:
