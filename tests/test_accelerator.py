@@ -587,6 +587,12 @@ def test_the_time_limit_holds_for_calls_in_one_piece(call, monkeypatch):
         call(acc)
 
 
+def test_an_option_that_is_none_is_unset():
+    fields = {each.name: None for each in dataclasses.fields(AcceleratorConfig)}
+    assert AcceleratorConfig(**fields) == AcceleratorConfig()
+    assert Accelerator("cpu", config=AcceleratorConfig(**fields)).relu([-1.0]).tolist() == [0.0]
+
+
 @pytest.mark.parametrize("name", ["batch_size", "timeout_s", "memory_limit_bytes"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), True])
 def test_limits_without_meaning_are_refused(name, value):
@@ -620,6 +626,33 @@ def test_an_absent_backend_raises_or_falls_back_with_a_warning():
         acc = Accelerator(name)
     assert acc.backend == registry.choose("auto").backend
     assert any(entry["wanted"] == name for entry in accelerant.ledger().to_dict()["fallbacks"])
+
+
+@pytest.mark.parametrize("form", ["cpu", "CPU:0", torch.device("cpu"), registry.find_device("cpu"), ComputeBackend.CPU])
+def test_a_device_is_given_in_any_form(form):
+    for given in (
+        {"device": form},
+        {"backend": form},
+        {"backend": "auto", "device": form},
+        {"backend": form, "device": 0},
+    ):
+        assert Accelerator(**given).device.label == Accelerator(form, 0).device.label == "cpu:0"
+    with override(backend="cpu"):
+        for given in ({}, {"device": None}, {"device": "auto"}, {"backend": None}, {"backend": "auto", "device": 0}):
+            assert Accelerator(**given, fallback=None).device.label == "cpu:0"
+    x = np.ones(2, np.float32)
+    assert accelerant.fuse(lambda x: x + 1, device=form)(x).tolist() == [2, 2]
+    assert accelerant.to(torch.ones(1), form).device == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"use_gpu=True and backend '(?i:cpu.*)' contradict"):
+        Accelerator(device=form, config=AcceleratorConfig(use_gpu=True))
+
+
+def test_an_absent_device_of_the_list_falls_back_or_says_why():
+    absent = next(device for device in accelerant.devices() if not device.available)
+    with pytest.raises(BackendUnavailable, match=absent.backend):
+        Accelerator(device=absent, fallback=False)
+    with pytest.warns(FallbackWarning, match=f"{absent.backend} is not used"):
+        Accelerator(device=absent)
 
 
 @pytest.mark.parametrize("index", [[0, 1], True, 0.0, "0"])
@@ -819,8 +852,14 @@ def test_futures_are_awaited_and_asked(acc):
     for i, answer in enumerate(answers):
         np.testing.assert_allclose(answer, acc.gelu(x * i), rtol=1e-6)
     future = acc.submit(acc.gelu, x, approximate="tanh")
-    for limit in ({"timeout_s": 10}, {"timeout": 10}):
-        np.testing.assert_allclose(future.result(**limit), acc.gelu(x, "tanh"), rtol=1e-6)
+    np.testing.assert_allclose(future.result(timeout=10), acc.gelu(x, "tanh"), rtol=1e-6)
+    with acc.batch() as batch:
+        pending = batch.gelu(x)
+        assert (repr(batch), repr(pending)) == ("Batch(1 calls, 0 launches)", "PendingCall(0, gelu, pending)")
+    assert pending.result(timeout=1).shape == x.shape
+    for old in (future.result, future.wait, pending.result):
+        with pytest.raises(TypeError, match="has no argument timeout_s= any more: it is timeout= now"):
+            old(timeout_s=10)
     gate = threading.Event()
     with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
         acc.submit(gate.wait).result(timeout=0.01)

@@ -27,10 +27,10 @@ def test_futures_have_the_results_of_calls_in_any_order(backend):
         xs = [np.arange(n, n + 50, dtype=np.uint64) for n in range(6)]
         answers = [acc.submit(acc.field_mul, x, x) for x in xs]
         for x, answer in reversed(list(zip(xs, answers, strict=True))):
-            assert answer.result(timeout_s=60).tolist() == [int(v) ** 2 % P for v in x]
+            assert answer.result(timeout=60).tolist() == [int(v) ** 2 % P for v in x]
         broken = acc.submit(acc.field_mul, xs[0], xs[0][:3])
         with pytest.raises(ShapeError):
-            broken.result(timeout_s=60)
+            broken.result(timeout=60)
 
         async def both():
             return await asyncio.gather(*(acc.submit(acc.gelu, torch.ones(n)) for n in (1, 2)))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from accelerant._renamed import renamed_arguments
 from accelerant.accelerator.methods import (
     METHODS,
     ArrayOrigin,
@@ -61,16 +62,21 @@ class PendingCall:
         self._value: Any = None
         self._wave = 0
 
-    def result(self, timeout_s: float | None = None, *, timeout: float | None = None) -> Any:
+    @renamed_arguments(timeout_s="timeout")
+    def result(self, timeout: float | None = None) -> Any:
         """Return the result, in the kind of the inputs; or raise the call's error, or AccelerantError in its batch.
 
-        There is nothing to wait for; the time limits of other futures are accepted.
+        There is nothing to wait for; the `timeout` of other futures is accepted.
         """
         if self.error is not None:
             raise self.error
         if self._state:
             raise AccelerantError(f"{self.name}: {self._state}")
         return self._value
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error is not None else "pending" if self._state else "done"
+        return f"PendingCall({self.index}, {self.name}, {state})"
 
     def done(self) -> bool:
         """Return whether the call has run."""
@@ -109,6 +115,9 @@ class Batch(Operations):
         self._known: dict[tuple[Any, ...], tuple[tuple[Any, ...] | None, int, ArrayOrigin]] = {}  # by signature
         self._ended = False
         self.launches = 0
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self._calls)} calls, {self.launches} launches)"
 
     def __enter__(self) -> Batch:
         return self

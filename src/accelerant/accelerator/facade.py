@@ -87,7 +87,8 @@ class AcceleratorConfig:
         use_gpu: True asks for a GPU where the backend is "auto", False for the CPU; either outranks ACCELERANT_BACKEND.
             An Accelerator whose backend contradicts it raises ConfigError. None by default: as the backend says.
         devices: GPUs of this host that may share one large call, the Accelerator's included; "all" for all of its
-            backend. A call is divided where that is estimated to be faster; the ledger has a row for each GPU.
+            backend. One by default. A call is divided where that is estimated to be faster; the ledger has a row for
+            each GPU.
     """
 
     batch_size: int | None = None
@@ -95,7 +96,7 @@ class AcceleratorConfig:
     memory_limit_bytes: int | None = None
     fallback: FallbackPolicy | bool | None = None
     use_gpu: bool | None = None
-    devices: int | Literal["all"] = 1
+    devices: int | Literal["all"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "timeout_s", "memory_limit_bytes"):
@@ -104,7 +105,7 @@ class AcceleratorConfig:
                 raise ConfigError(f"{name} must be above 0, got {clipped(value)}")
         if self.use_gpu is not None and not isinstance(self.use_gpu, bool):
             raise ConfigError(f"use_gpu must be True, False or None, got {clipped(self.use_gpu)}")
-        if self.devices != "all" and (type(self.devices) is not int or self.devices < 1):
+        if self.devices not in ("all", None) and (type(self.devices) is not int or self.devices < 1):
             raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {clipped(self.devices)}")
         if self.fallback is not None:
             object.__setattr__(self, "fallback", _policy(self.fallback))
@@ -171,12 +172,15 @@ class OperationMetrics:
 class Accelerator(Operations):
     """A device and its operations. May be called from several threads.
 
+    >>> acc = acl.Accelerator(device="cuda:1")
+
     Args:
-        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.backends() in any
-            case, or another name of it ("mps", "nvidia", "vulkan", ...); a number may follow, as in "cuda:1".
-        device: number on the backend.
+        backend: another place for `device`; or the name of a backend, whose device then is a number, 0 by default.
+        device: a name in any case ("cpu", "cuda", "cuda:1", "opencl"), a torch.device, or an entry of acl.devices();
+            None and "auto" are the setting's (ACCELERANT_BACKEND), and without one the best that is there. "mps",
+            "nvidia", "vulkan" and others are understood, too. "cuda" is torch's current device.
         fallback: whether another device may be used if this one is absent, or fails before anything was written; or
-            "allow", "warn" or "forbid". True is the setting's policy, ACCELERANT_FALLBACK.
+            "allow", "warn" or "forbid". True and None are the setting's policy, ACCELERANT_FALLBACK.
         config: limits.
 
     Raises:
@@ -185,23 +189,23 @@ class Accelerator(Operations):
     """
 
     def __init__(
-        self, backend: str | torch.device = "auto", device: int = 0, fallback: bool | FallbackPolicy = True,
-        config: AcceleratorConfig | None = None,
+        self, backend: registry.DeviceLike = None, device: int | registry.DeviceLike = None,
+        fallback: bool | FallbackPolicy | None = True, config: AcceleratorConfig | None = None,
     ) -> None:  # fmt: skip
         self.config = config or AcceleratorConfig()
         chosen = fallback if self.config.fallback is None else self.config.fallback
-        self._policy = settings().fallback if chosen is True else _policy(chosen)
+        self._policy = settings().fallback if chosen is None or chosen is True else _policy(chosen)
         self._metrics = OperationMetrics(METHODS)
         self._closed = False
         self._submitted: set[Future[Any]] = set()
-        self.device = self._choose(self._wanted(backend), device)
+        self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
         self._devices = self._shared_devices()
 
     def _shared_devices(self) -> list[torch.device]:
         """Return the devices that may share a call, the Accelerator's first."""
-        if self.config.devices == 1:
+        if self.config.devices in (1, None):
             return [self._torch_device]
         others = [
             torch.device(device.torch_device)
@@ -216,24 +220,29 @@ class Accelerator(Operations):
             raise ConfigError(f"devices must be at most {1 + len(others)} here, got {self.config.devices}")
         return [self._torch_device, *others[: self.config.devices - 1]]
 
-    def _wanted(self, backend: str | torch.device) -> str | torch.device:
-        """Return the backend that `use_gpu` leaves."""
+    def _wanted(self, device: registry.DeviceLike) -> registry.DeviceLike:
+        """Return the device that `use_gpu` leaves."""
         use_gpu = self.config.use_gpu
         if use_gpu is None:
-            return backend
-        name = registry.backend_named(str(backend).partition(":")[0])
-        if name == "auto" and not use_gpu:
-            return "cpu"
-        if name == "auto":
+            return device
+        if registry.is_automatic(device):
+            if not use_gpu:
+                return "cpu"
             setting = settings().backend
             return "gpu" if registry.backend_named(setting) in ("auto", "cpu") else setting
-        if use_gpu == (name == "cpu"):
-            raise ConfigError(f"use_gpu={use_gpu} and backend {str(backend)!r} contradict each other: give one of them")
-        return backend
+        given = device.label if isinstance(device, ComputeDevice) else str(device)
+        if use_gpu == (registry.backend_named(given.partition(":")[0]) == "cpu"):
+            raise ConfigError(f"use_gpu={use_gpu} and backend {given!r} contradict each other: give one of them")
+        return device
 
-    def _choose(self, backend: str | torch.device, index: int) -> ComputeDevice:
+    def _choose(self, backend: registry.DeviceLike, device: int | registry.DeviceLike) -> ComputeDevice:
+        numbered = isinstance(device, int | list | tuple) or not (device is None or registry.is_automatic(backend))
+        given: Any = self._wanted(backend if numbered or device is None else device)  # type: ignore[arg-type]
         try:
-            return registry.choose(backend, index)
+            if not numbered:
+                return registry.find_device(given)
+            name = given.label if isinstance(given, ComputeDevice) else "auto" if given is None else given
+            return registry.choose(name, device)  # type: ignore[arg-type]  # it refuses what is no number
         except BackendUnavailable as error:
             if self._policy == "forbid":
                 raise
@@ -420,7 +429,7 @@ class Accelerator(Operations):
         """Call an operation without waiting for the device, and return a Future of its result.
 
         >>> answer = acc.submit(acc.gelu, x)
-        >>> answer.result(timeout_s=1)             # or, in asyncio: y = await answer
+        >>> answer.result(timeout=1)               # or, in asyncio: y = await answer
 
         fn is a method of this Accelerator, or any function of arrays.
         """

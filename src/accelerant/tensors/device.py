@@ -66,6 +66,9 @@ class TensorDevice(ABC):
         self._fault: DeviceTensor | None = None
         self._indexed = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label})"
+
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> DeviceTensor:

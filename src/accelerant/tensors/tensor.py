@@ -264,7 +264,8 @@ def to(obj: _T, device: registry.DeviceLike) -> _T:
 
     Args:
         obj: what to move.
-        device: "opencl", "opencl:1", "cuda", "cpu", a torch.device, or a device of `acl.devices()`.
+        device: "opencl", "opencl:1", "cuda", "cpu", a torch.device, or an entry of `acl.devices()`; None and "auto" are
+            the automatic choice.
 
     Raises:
         BackendUnavailable: the device is absent; with the reason.

@@ -737,14 +737,14 @@ def _device_of(arrays: Sequence[Any]) -> torch.device:
 
 
 @overload
-def fuse(function: F, *, device: str | None = None) -> F: ...
+def fuse(function: F, *, device: registry.DeviceLike = None) -> F: ...
 
 
 @overload
-def fuse(function: None = None, *, device: str | None = None) -> Callable[[F], F]: ...
+def fuse(function: None = None, *, device: registry.DeviceLike = None) -> Callable[[F], F]: ...
 
 
-def fuse(function: Callable[..., Any] | None = None, *, device: str | None = None) -> Any:
+def fuse(function: Callable[..., Any] | None = None, *, device: registry.DeviceLike = None) -> Any:
     """Turn a function of arrays into one kernel, with a gradient that is one kernel too.
 
     >>> @acl.fuse
@@ -763,8 +763,8 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
     Args:
         function: of arrays of torch, NumPy, CuPy or JAX, and of hashable constants (numbers, strings, None), whose
             value is part of the kernel. It returns an array or a tuple of them.
-        device: name of a device as for Accelerator, to which arrays are moved ("cuda", "opencl"); by default they
-            stay where they are.
+        device: to which arrays are moved: a name ("cuda:1", "opencl"), a torch.device or an entry of acl.devices();
+            "auto" is the best one. By default they stay where they are.
 
     Returns:
         the function, to be called as before, with `out=` for arrays that take the results. Arrays are of floats, bool
@@ -784,4 +784,4 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
         return functools.partial(fuse, device=device)
     if not callable(function):
         raise ConfigError(f"fuse takes a function, got {type(function).__name__}")
-    return FusedFunction(function, None if device is None else registry.choose(device))
+    return FusedFunction(function, None if device is None else registry.find_device(device))

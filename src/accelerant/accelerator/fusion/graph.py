@@ -410,7 +410,7 @@ def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int]
     return sorted(found)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FusedProgram:
     """A graph with its inputs and results; equal if the same kernel computes them.
 
@@ -446,7 +446,7 @@ class FusedProgram:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, FusedProgram) and self.digest == other.digest)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{' '.join(map(str, self.inputs))}: {self.operations} operations #{self.digest[:6]}"
 
     @cached_property

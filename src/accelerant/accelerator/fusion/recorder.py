@@ -83,6 +83,9 @@ class Traced:
         self.view = view
         self.made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
+    def __repr__(self) -> str:
+        return f"<array of {name_of(self.dtype)} and shape {self._size}, recorded by fuse>"
+
     @property
     def expr(self) -> Expr:
         """The value in the graph."""

@@ -6,7 +6,7 @@
     mark = copies.record()
     Stream.current("cuda:0").wait(mark)        # the device waits, not the host
 
-    answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout_s), await answer
+    answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout), await answer
 
 On CUDA these are torch's streams and events. The CPU has none: there, work in a `with` block runs at once in the
 caller's thread, and submitted functions run in order on a thread of the stream. What such a function gives to its own
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accelerant._renamed import renamed_arguments
 from accelerant.config import carried
 from accelerant.errors import AccelerantError, ConfigError, TimeLimitExceeded, UnsupportedCase
 from accelerant.runtime import provider
@@ -318,11 +319,12 @@ class Future(Generic[T]):
         """Call a function with this future once the result or the error is available, in any thread."""
         self._task.add_done_callback(lambda _: call(self))
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the function has returned or raised, or the time has passed."""
+    @renamed_arguments(timeout_s="timeout")
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the function has returned or raised, or for `timeout` seconds."""
         if not self._task.done():
             with self._waiting():
-                wait_for_tasks([self._task], timeout_s)
+                wait_for_tasks([self._task], timeout)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a wait; raise AccelerantError for a wait that would have no end."""
@@ -330,22 +332,23 @@ class Future(Generic[T]):
             raise AccelerantError(f"{self!r} was submitted before this process was forked; its work is the parent's")
         return _waiting_for(self._stream)
 
-    def result(self, timeout_s: float | None = None, *, timeout: float | None = None) -> T:
+    @renamed_arguments(timeout_s="timeout")
+    def result(self, timeout: float | None = None) -> T:
         """Wait for the result, or raise the function's error. Its tensors may be used on torch's current stream.
 
-        `timeout` is another name of `timeout_s`, that of Python's own futures.
+        Args:
+            timeout: seconds, as of Python's own futures; no limit by default.
 
         Raises:
             TimeLimitExceeded: it is not available yet; the work continues, and result() may be called again.
         """
-        timeout_s = timeout if timeout_s is None else timeout_s
-        _check_timeout(timeout_s)
-        self.wait(timeout_s)
+        _check_timeout(timeout, "timeout")
+        self.wait(timeout)
         if not self._task.done():
-            raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout_s} s")
+            raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout} s")
         value = self._task.result()
         if self._event is not None:
-            self._event.synchronize(timeout_s)
+            self._event.synchronize(timeout)
             _used_on(value, torch.cuda.current_stream(self._stream.device.index))
         return value
 
@@ -432,9 +435,9 @@ def _pause(waited_s: float) -> float:
     return min(_POLL_MOST_S, max(_POLL_LEAST_S, _POLL_PART * waited_s))
 
 
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigError(f"timeout_s must be 0 or more, or None for no limit; got {timeout_s}")
+def _check_timeout(seconds: float | None, name: str = "timeout_s") -> None:
+    if seconds is not None and not seconds >= 0:
+        raise ConfigError(f"{name} must be 0 or more, or None for no limit; got {seconds}")
 
 
 def capturing(device: torch.device | int) -> bool:
