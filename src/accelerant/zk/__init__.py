@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from accelerant._lazy import lazy
 from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
-from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve
+from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve, register_family
 from accelerant.zk.multi_scalar import msm
 from accelerant.zk.transform import ntt
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EllipticCurve", "FieldArray", "PrimeField", "curve", "field", "formats", "groth16", "msm", "ntt",
-    "pairing_product_is_one", "register_curve", "register_field",
+    "pairing_product_is_one", "register_curve", "register_family", "register_field",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none

@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -318,6 +318,38 @@ def register_curve(
     return curve(name)
 
 
+def register_family(
+    name: str, *, kind: Literal["bn", "bls12"], parameter: int, b: int, nonresidue: tuple[int, int],
+    twist: Literal["divide", "multiply"], g1_generator: tuple[int, int],
+    g2_generator: tuple[tuple[int, int], tuple[int, int]],
+) -> tuple[EllipticCurve, EllipticCurve]:  # fmt: skip
+    """Register a pairing-friendly curve for this process, and return its two groups, NAME_g1 and NAME_g2.
+
+    The fields NAME_fq and NAME_fr, the cofactors, the pairing and its checks of subgroups follow from the parameters.
+    Curves, `msm`, pairings, the files of circom and snarkjs, and Groth16 take the family from then on.
+
+    Args:
+        name: an identifier.
+        kind: "bn" (Barreto-Naehrig) or "bls12" (Barreto-Lynn-Scott of embedding degree 12).
+        parameter: x, of either sign, of the polynomials that give q and r. q must be 3 mod 4 and have an even number of
+            64-bit words and a spare bit, r four words.
+        b: constant of G1's curve y^2 = x^3 + b.
+        nonresidue: (c, 1) for xi = c + u, neither a square nor a cube in Fq2 = Fq[u] / (u^2 + 1); c is small.
+        twist: "divide" if the constant of G2's curve is b / xi, "multiply" if it is b xi.
+        g1_generator: (x, y), of order r.
+        g2_generator: the same, of pairs (c0, c1).
+
+    Raises:
+        ConfigError: another family has the name, a parameter is out of these limits, or a generator is not on its curve
+            or not of order r. Nothing is registered then.
+    """
+    table.register_family(
+        name, kind=kind, parameter=parameter, b=b, nonresidue=nonresidue, twist=twist, g1_generator=g1_generator,
+        g2_generator=g2_generator,
+    )  # fmt: skip
+    return curve(f"{name}_g1"), curve(f"{name}_g2")
+
+
 def pairing_product_is_one(g1_points: Any, g2_points: Any, curve: str = "bn254", *, check: bool = True) -> bool:
     """Return whether e(P_1, Q_1) e(P_2, Q_2) ... e(P_n, Q_n) = 1, the predicate of EIP-197 and EIP-2537.
 
@@ -328,7 +360,7 @@ def pairing_product_is_one(g1_points: Any, g2_points: Any, curve: str = "bn254",
     Args:
         g1_points: P_i, (n, 2, limbs) canonical words of NumPy or torch, or Python points.
         g2_points: Q_i, (n, 2, 2, limbs).
-        curve: "bn254" or "bls12_381".
+        curve: "bn254", "bls12_381", or one of register_family.
         check: refuse points off their curve or outside the subgroup of order r; nearly free. Without it, results for
             such points are meaningless.
 

@@ -3,8 +3,9 @@
 e(P, Q) = f^((q^12 - 1) / r), P in G1, Q in G2 on the twist, with f of Miller's loop:
 
     bn254       f_{6x+2,Q}(P) l_{(6x+2)Q, pi(Q)}(P) l_{(6x+2)Q + pi(Q), -pi^2(Q)}(P)
-    bls12_381   f_{x,Q}(P), where f_{-|x|,Q} is 1 / f_{|x|,Q} but for what the power removes
+    bls12_381   f_{x,Q}(P)
 
+where f_{-n,Q} is 1 / f_{n,Q} but for what the power removes. Registered families are of the same two kinds.
 pi is Frobenius. Vertical lines are left out: the power removes them, as it does every factor in a proper subfield.
 Source: Vercauteren, eprint 2008/096. The value is that power exactly, without a factor of convenience, so that it can
 be compared with other software.
@@ -146,7 +147,7 @@ def pairing(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
     """e(P, Q), of order r; one if either is infinity.
 
     Args:
-        family: bn254 or bls12_381.
+        family: built in or registered.
         p: of G1.
         q: of G2.
     """
@@ -168,7 +169,7 @@ def miller_loop(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
     if p is None or q is None:
         return tower.one
     x = family.parameter
-    steps = 6 * x + 2 if family.kind == "bn" else abs(x)
+    steps = abs(6 * x + 2 if family.kind == "bn" else x)
     f, t = tower.one, q
     for bit in bin(steps)[3:]:
         line, t = _tangent(tower, t, p)
@@ -176,6 +177,8 @@ def miller_loop(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
         if bit == "1":
             line, t = _chord(tower, t, q, p)
             f = tower.mul(f, line)
+    if x < 0:  # f^(q^6) is 1/f but for a factor in Fq6
+        f, t = tower.conjugate(f), (t[0], tower.fq2.neg(t[1]))
     if family.kind == "bn":
         once = _frobenius(tower, q)
         twice = _frobenius(tower, once)
@@ -183,8 +186,7 @@ def miller_loop(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
         f = tower.mul(f, line)
         line, t = _chord(tower, t, (twice[0], tower.fq2.neg(twice[1])), p)
         f = tower.mul(f, line)
-    # f^(q^6) is 1/f but for a factor in Fq6.
-    return tower.conjugate(f) if x < 0 and family.kind == "bls12" else f
+    return f
 
 
 def final_exponentiation(family: Family, f: Fq12) -> Fq12:

@@ -324,7 +324,7 @@ def test_what_is_read_is_what_was_recorded(folder, kind, name):
         return made
 
     for _ in range(2):
-        found = tape.cached(f"{kind}_{name}", FIELDS[f"{name}_fq"], make)
+        found = tape.cached(f"{kind}_{name}", "", FIELDS[f"{name}_fq"], make)
         assert same(found.tape, made.tape)
         assert found.tape.code.dtype == np.int32
         assert found.tape.schedule.dtype == np.int64
@@ -341,10 +341,10 @@ def test_a_damaged_entry_is_recorded_again(folder):
         calls.append(1)
         return pairings.product_tape.__wrapped__(family)
 
-    first = tape.cached("t", field, make)
+    first = tape.cached("t", "", field, make)
     code = next(folder.iterdir()) / "code"
     code.write_bytes(bytes([code.read_bytes()[0] ^ 1]) + code.read_bytes()[1:])
-    assert same(tape.cached("t", field, make).tape, first.tape)
+    assert same(tape.cached("t", "", field, make).tape, first.tape)
     assert len(calls) == 2
 
 
@@ -352,10 +352,10 @@ def test_nothing_that_a_tape_is_lies_beside_the_checksum(folder):
     """With other constants, or registers beyond the memory, all would be computed wrong."""
     family = family_of("bn254")
     field, first = FIELDS["bn254_fq"], pairings.product_tape.__wrapped__(family)
-    tape.cached("t", field, lambda: first)
+    tape.cached("t", "", field, lambda: first)
     path = next(folder.iterdir()) / "report.json"
     report = json.loads(path.read_text())
     assert not report["metadata"]
     report["metadata"] = {"schedule": 0, "registers": 1, "constants": ["5"], "products": 0, "places": {}}
     path.write_text(json.dumps(report))
-    assert same(tape.cached("t", field, lambda: first).tape, first.tape)
+    assert same(tape.cached("t", "", field, lambda: first).tape, first.tape)

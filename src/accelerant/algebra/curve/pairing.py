@@ -6,7 +6,7 @@ with infinity in either group contributes 1. Not constant-time: a verifier's inp
 pairings is some 30,000 products in Fq and twice as many additions.
 
 Miller loop. Pairs share the squarings; T has homogeneous coordinates (x = X/Z, y = Y/Z), lines are scaled by elements
-of Fq2, which the final exponentiation removes, and 6x + 2 (BN) or |x| (BLS12) has signed digits. Source of the
+of Fq2, which the final exponentiation removes, and |6x + 2| (BN) or |x| (BLS12) has signed digits. Source of the
 coordinates: Costello, Lange and Naehrig, PKC 2010; the scaling here needs no halves.
 
 Subgroup checks. The final T of the loop also decides whether Q is in the subgroup of order r:
@@ -255,7 +255,7 @@ def _kept(record: Callable[..., TapeFunction]) -> Callable[..., TapeFunction]:
     @functools.cache
     def tape(family: Family, *size: int) -> TapeFunction:
         name = "_".join((record.__name__.removesuffix("_tape"), family.name, *map(str, size)))
-        return cached(name, family.fq, lambda: record(family, *size))
+        return cached(name, f"{family} {family.q:x}", family.fq, lambda: record(family, *size))
 
     return functools.wraps(record)(tape)
 
@@ -279,14 +279,18 @@ def miller_tape(family: Family, size: int) -> TapeFunction:
     for p, q, t, checks in windows:
         program.call(begin, p=p, q=q, t=t, checks=checks)
     x = family.parameter
-    for i, digit in enumerate(signed_windows(6 * x + 2 if family.kind == "bn" else abs(x), 2)[-2::-1]):
+    for i, digit in enumerate(signed_windows(abs(6 * x + 2 if family.kind == "bn" else x), 2)[-2::-1]):
         if i:
             program.call(square, f=f)
         for p, q, t, _ in windows:
             program.call(double, f=f, t=t, p=p)
             if digit:
                 program.call(add if digit > 0 else subtract, f=f, t=t, p=p, q=q)
+    if x < 0:
+        program.call(_unary_segment(family, "conjugate"), f=f)
     if family.kind == "bn":
+        for _, _, t, _ in windows if x < 0 else ():
+            program.call(_opposite_segment(family), t=t)
         for times, step in ((1, add), (2, subtract)):
             tower = RecordedTower(family)
             x_q, y_q = pairs(tower.base.inputs("q", 4))
@@ -294,8 +298,6 @@ def miller_tape(family: Family, size: int) -> TapeFunction:
             for p, q, t, _ in windows:
                 program.call(frobenius, q=q, z=image)
                 program.call(step, f=f, t=t, p=p, q=image)
-    elif x < 0:
-        program.call(_unary_segment(family, "conjugate"), f=f)
     _add_checks(program, family, windows)
     return program.function([p for p, _, _, _ in windows], [f, *(checks for _, _, _, checks in windows)])
 
@@ -353,6 +355,14 @@ def _step_segment(family: Family, step: Callable[..., tuple[Line, Projective]], 
     else:
         line, t = step(tower, t, p)
     return tower.base.segment({"f": flat12(tower.mul12_line(f, line)), "t": flat(t)})
+
+
+@functools.cache
+def _opposite_segment(family: Family) -> Segment:
+    """Return the change of T to -T."""
+    tower = RecordedTower(family)
+    x, y, z = _point(tower)
+    return tower.base.segment({"t": flat((x, tower.neg(y), z))})
 
 
 # --- checks of points ------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 
 The table states b, the twist's non-residue and kind, and the generators. Fields come from algebra/field/parameters.py;
 the family's parameter, the twists' b and the cofactors are derived. A curve is checked on first use: its generator lies
-on it and has order r. register_curve adds any other curve y^2 = x^3 + b over a prime field.
+on it and has order r. register_curve adds any other curve y^2 = x^3 + b over a prime field, register_family any other
+pairing-friendly curve of these two kinds.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from accelerant.algebra.curve.weierstrass import (
     in_subgroup,
     multiply,
 )
-from accelerant.algebra.field.parameters import FIELDS, Field, field_of
+from accelerant.algebra.field.parameters import FIELDS, Field, field_of, register_field
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
 __all__ = [
     "CURVES", "FAMILIES", "Curve", "Endomorphism", "Family", "curve_of", "endomorphism", "family_of", "register_curve",
+    "register_family",
 ]  # fmt: skip
 
 E = TypeVar("E")
@@ -74,9 +76,10 @@ class Family:
 
     @property
     def parameter(self) -> int:
-        """Return the family's x: q - r = 6 x^2 (BN), or q = x mod r with x small and of either sign (BLS12)."""
+        """Return the family's x, of either sign: q - r = 6 x^2 (BN), or q = x mod r with x small (BLS12)."""
         if self.kind == "bn":
-            return math.isqrt((self.q - self.r) // 6)
+            x = math.isqrt((self.q - self.r) // 6)
+            return x if _primes("bn", x)[0] == self.q else -x
         x = self.q % self.r
         return x - self.r if x > self.r // 2 else x
 
@@ -110,6 +113,15 @@ class Family:
     def g2(self) -> Curve[Pair]:
         """Return the second group's curve, over Fq2."""
         return _g2(self.name)
+
+
+def _primes(kind: str, x: int) -> tuple[int, int]:
+    """Return q and r of a family's parameter x."""
+    if kind == "bn":
+        q = 36 * x**4 + 36 * x**3 + 24 * x**2 + 6 * x + 1
+        return q, q - 6 * x**2
+    r = x**4 - x**2 + 1
+    return (x - 1) ** 2 * r // 3 + x, r
 
 
 FAMILIES = {
@@ -199,7 +211,7 @@ def curve_of(name: str) -> Curve[Any]:
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a name, bn254 or bls12_381; ConfigError if there is none."""
+    """Return the family of a name: bn254, bls12_381, or a registered one; ConfigError if there is none."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"unknown pairing {clipped(name)}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -255,6 +267,81 @@ def register_curve(
     return curve_of(name)
 
 
+_LARGEST_NONRESIDUE = 64
+"""Products by c + u are c - 1 additions."""
+
+
+def register_family(
+    name: str, *, kind: Literal["bn", "bls12"], parameter: int, b: int, nonresidue: Pair,
+    twist: Literal["divide", "multiply"], g1_generator: Pair, g2_generator: tuple[Pair, Pair],
+) -> Family:  # fmt: skip
+    """Register a pairing-friendly curve with its two groups and fields; arguments and errors of zk.register_family."""
+    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+        raise ConfigError(f"a family's name must be an identifier, got {clipped(name)}")
+    if kind not in ("bn", "bls12") or twist not in ("divide", "multiply"):
+        raise ConfigError(
+            f"{name}: kind must be bn or bls12, and twist divide or multiply; got {clipped(kind)}, {clipped(twist)}"
+        )
+    numbers = (parameter, b, *nonresidue, *g1_generator, *(part for pair in g2_generator for part in pair))
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in numbers) or len(numbers) != 10:
+        raise ConfigError(f"{name}: parameter, b, nonresidue and generators must be Python integers and pairs of them")
+    if kind == "bls12" and parameter % 3 != 1:
+        raise ConfigError(f"{name}: the parameter of a BLS12 curve is 1 mod 3, got {clipped(parameter)}")
+    q, r = _primes(kind, parameter)
+    family = Family(name, kind, b, tuple(nonresidue), twist, tuple(g1_generator), tuple(map(tuple, g2_generator)))  # type: ignore[arg-type]  # pairs
+    if not (q % 4 == 3 and 1 <= nonresidue[0] < _LARGEST_NONRESIDUE and nonresidue[1] == 1 and b % q):
+        raise ConfigError(
+            f"{name}: wanted q = 3 mod 4, b not 0 mod q, and a non-residue (c, 1) with c from 1 to below "
+            f"{_LARGEST_NONRESIDUE}; got q = {clipped(q)}, b = {clipped(b)}, {clipped(nonresidue)}"
+        )
+    if FAMILIES.get(name, family) != family or (name in FAMILIES and (family.q, family.r) != (q, r)):
+        raise ConfigError(f"{name}: another family has this name")
+    if name in FAMILIES:
+        return family
+    before = set(FIELDS)
+    try:
+        for suffix, prime in (("fq", q), ("fr", r)):
+            register_field(f"{name}_{suffix}", prime, _nonresidue(prime))
+        FAMILIES[name] = family
+        _check_family(family)
+    except ConfigError:
+        FAMILIES.pop(name, None)
+        for added in set(FIELDS) - before:
+            del FIELDS[added]
+        raise
+    CURVES.update({f"{name}_g1": lambda: _g1(name), f"{name}_g2": lambda: _g2(name)})
+    return family
+
+
+def _nonresidue(prime: int) -> int:
+    """Return the least number that is no square and, where 3 divides p - 1, no cube; 2 for a composite number."""
+    powers = [(prime - 1) // n for n in (2, 3) if (prime - 1) % n == 0]
+    return next((g for g in range(2, 1000) if all(pow(g, power, prime) != 1 for power in powers)), 2)
+
+
+def _check_family(family: Family) -> None:
+    """Raise ConfigError unless pairings and their checks of subgroups hold for a family whose fields are registered."""
+    name, q, r = family.name, family.q, family.r
+    if FIELDS[f"{name}_fr"].limbs != SCALAR_WORDS:
+        raise ConfigError(f"{name}: r must have {SCALAR_WORDS} words of 64 bits, got {r.bit_length()} bits")
+    k = QuadraticCoordinates(family.fq)
+    if any(k.power(family.nonresidue, (q * q - 1) // n) == k.one for n in (2, 3)):
+        raise ConfigError(f"{name}: {family.nonresidue} is a square or a cube in Fq2")
+    g1, g2 = _g1.__wrapped__(name), _g2.__wrapped__(name)  # kept only if the family is
+    x, trace = family.parameter, family.trace
+    low, high = 0, 0  # what annihilates the points of G2 that pass, low + high psi, psi^2 = trace psi - q
+    for factor in reversed((6 * x + 2, 1, -1, 1) if family.kind == "bn" else (-x, 1)):
+        low, high = factor - high * q, low + high * trace
+    norm = low * low + low * high * trace + high * high * q
+    if norm % r or math.gcd(norm, g2.cofactor) != 1:
+        raise ConfigError(f"{name}: the pairing's check of G2's subgroup does not hold for this curve")
+    try:
+        for curve in (g1, g2) if g1.cofactor > 1 else (g2,):
+            _family_endomorphism(curve, family)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Endomorphism:
     """A subgroup test: P is in the subgroup if and only if (x_factor x', y_factor y') = eigenvalue P.
@@ -294,6 +381,10 @@ def endomorphism(curve: Curve[Any]) -> Endomorphism | None:
     family = FAMILIES.get(curve.name.removesuffix("_g1").removesuffix("_g2"))
     if family is None or curve not in (family.g1, family.g2):
         return Endomorphism(curve.coordinates.one, curve.coordinates.one, curve.order + 1)
+    return _family_endomorphism(curve, family)
+
+
+def _family_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
     test = _g1_endomorphism(curve, family) if curve.coordinates.degree == 1 else _g2_endomorphism(curve, family)
     if test.apply(curve, curve.generator) != multiply(curve, test.eigenvalue, curve.generator):
         raise ValueError(f"{curve.name}: the endomorphism does not multiply the generator by {test.eigenvalue}")

@@ -461,14 +461,14 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 # --- disk cache ------------------------------------------------------------------------------------------------------
 
 
-def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
+def cached(name: str, parameters: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
     """Return the tape that `make` records, from the disk if it is there.
 
-    It depends on the name and the code in SOURCES only. An entry is a line of JSON, then the tape's code and schedule
-    as in memory. All of it is covered by the cache's checksum, and none is in the entry's report: with another
-    constant, a verifier would accept other proofs.
+    It depends on the name, the parameters and the code in SOURCES only. An entry is a line of JSON, then the tape's
+    code and schedule as in memory. All of it is covered by the cache's checksum, and none is in the entry's report:
+    with another constant, a verifier would accept other proofs.
     """
-    key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
+    key = kernel_key(tape=builder_key(f"{name} {parameters}", *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")
     line, _, words = binary.code.partition(b"\n")
     header = json.loads(line)

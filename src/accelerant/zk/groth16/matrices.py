@@ -40,9 +40,6 @@ from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_reco
 U64 = npt.NDArray[np.uint64]
 Words = Any
 
-_SNARKJS_GENERATOR = 5
-"""snarkjs's roots of unity are 5^((r - 1) / n): on bls12_381_fr too, where the table's generator is 7."""
-
 BLOCK = 128
 """Threads of a block of device.c, a power of two."""
 
@@ -54,8 +51,13 @@ LONG_ROW = 64
 
 
 def snarkjs_scalar_field(family: Family) -> Field:
-    """Return the scalar field of a family, with the roots of unity of snarkjs's domains."""
-    return dataclasses.replace(FIELDS[f"{family.name}_fr"], generator=_SNARKJS_GENERATOR)
+    """Return the scalar field of a family, with the roots of unity of snarkjs's domains.
+
+    They are powers of the least non-square: 5 on both curves of the table, where bls12_381_fr has the generator 7.
+    """
+    field = FIELDS[f"{family.name}_fr"]
+    p = field.modulus
+    return dataclasses.replace(field, generator=next(g for g in range(2, p) if pow(g, (p - 1) // 2, p) == p - 1))
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ G1Point = tuple[int, int] | None
 G2Point = tuple[tuple[int, int], tuple[int, int]] | None
 
 SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}
-"""Family -> snarkjs's name of the curve."""
+"""Family -> snarkjs's name of the curve; a registered family has its own."""
 
-_FAMILY_NAMES = {"BN128": "bn254", "BN254": "bn254", "ALTBN128": "bn254", "BLS12381": "bls12_381"}
-"""Names that snarkjs reads, of which letters and digits count -> family."""
+_FAMILY_NAMES = {"BN128": "bn254", "ALTBN128": "bn254"}
+"""Other names of families, of which letters and digits count, as snarkjs reads them."""
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
@@ -51,7 +51,7 @@ class Proof:
     """A proof: affine points of integers, None for infinity; those read from JSON are on their curves.
 
     Attributes:
-        family: "bn254" or "bls12_381".
+        family: "bn254", "bls12_381", or a registered one.
         a: pi_A, of G1.
         b: pi_B, of G2; coordinates are pairs (c0, c1).
         c: pi_C, of G1.
@@ -112,7 +112,7 @@ class Proof:
                 "pi_b": point_to_json(family.g2, b),
                 "pi_c": point_to_json(family.g1, c),
                 "protocol": "groth16",
-                "curve": SNARKJS_CURVES[family.name],
+                "curve": SNARKJS_CURVES.get(family.name, family.name),
             }
         )
 
@@ -270,11 +270,16 @@ def parse_groth16(text: str | bytes, what: str, *, curve: str | None = None) -> 
     if value.get("protocol") != "groth16":
         raise FormatError(f'{what}: "protocol" must be "groth16", got {abbreviated(value.get("protocol"))}')
     name = value.get("curve", curve)
-    letters = "".join(re.findall("[A-Z0-9]", name.upper())) if isinstance(name, str) else ""
-    if letters not in _FAMILY_NAMES:
-        names = ", ".join(SNARKJS_CURVES.values())
+    families = _FAMILY_NAMES | {_letters(family): family for family in FAMILIES}
+    letters = _letters(name) if isinstance(name, str) else ""
+    if letters not in families:
+        names = ", ".join(SNARKJS_CURVES.get(family, family) for family in FAMILIES)
         raise FormatError(f'{what}: "curve" must be one of {names}, got {abbreviated(name)}')
-    return value, FAMILIES[_FAMILY_NAMES[letters]]
+    return value, FAMILIES[families[letters]]
+
+
+def _letters(name: str) -> str:
+    return "".join(re.findall("[A-Z0-9]", name.upper()))
 
 
 def _parse(text: str | bytes, what: str) -> Any:

@@ -59,7 +59,7 @@ class Prover:
     verify and is not returned; its absence may tell the maker of the key one bit of the witness.
 
     Attributes:
-        family: "bn254" or "bls12_381".
+        family: "bn254", "bls12_381", or a registered one.
         n_vars: values of a witness.
         n_public: public inputs.
         domain_size: size of the transforms.

@@ -76,7 +76,7 @@ class VerificationKey:
     order r, and only IC may have infinity. Its arrays are read-only copies.
 
     Attributes:
-        family: "bn254" or "bls12_381".
+        family: "bn254", "bls12_381", or a registered one.
         alpha: alpha1, (2, limbs).
         beta, gamma, delta: beta2, gamma2, delta2, (2, 2, limbs).
         ic: (nPublic + 1, 2, limbs).
@@ -189,7 +189,7 @@ class VerificationKey:
         return dump_json(
             {
                 "protocol": "groth16",
-                "curve": SNARKJS_CURVES[family.name],
+                "curve": SNARKJS_CURVES.get(family.name, family.name),
                 "nPublic": self.n_public,
                 _FINITE[0]: point_to_json(family.g1, alpha),
                 **{key: point_to_json(family.g2, point) for key, point in zip(_FINITE[1:], g2_points, strict=True)},
