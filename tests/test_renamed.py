@@ -3,7 +3,7 @@
 import pytest
 
 from accelerant import _renamed
-from accelerant._renamed import renamed_arguments, renamed_names
+from accelerant._renamed import renamed_arguments, renamed_names, understood_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,17 @@ def test_an_old_argument_of_a_function_or_class_names_the_new_one():
         train(lr=1)
     with pytest.raises(TypeError, match=r"Config\(\) has no argument clip= any more: it is max_grad_norm= now"):
         Config(clip=1)
+
+
+def test_another_usual_name_of_an_argument_is_understood():
+    @understood_arguments(lr="learning_rate")
+    class Config:
+        def __init__(self, learning_rate=1.0):
+            self.learning_rate = learning_rate
+
+    assert Config(lr=2.0).learning_rate == Config(2.0).learning_rate == 2.0
+    with pytest.raises(TypeError, match=r"Config\(\) got learning_rate= and lr=, which are the same: give one"):
+        Config(lr=1.0, learning_rate=1.0)
 
 
 def test_an_old_name_of_a_module_names_the_new_one():

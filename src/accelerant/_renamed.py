@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["renamed_arguments", "renamed_names"]
+__all__ = ["renamed_arguments", "renamed_names", "understood_arguments"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 ARGUMENTS: dict[tuple[str, str], str] = {}
@@ -18,23 +18,44 @@ NAMES: dict[tuple[str, str], str] = {}
 def renamed_arguments(**renamed: str) -> Callable[[F], F]:
     """Decorate a function or class whose keyword arguments changed: old name = the argument, or the words, of today."""
 
+    def refuse(target: Any, kwargs: dict[str, Any]) -> None:
+        for old in renamed.keys() & kwargs.keys():
+            raise TypeError(f"{target.__name__}() has no argument {old}= any more: it is {renamed[old]}= now")
+
     def decorate(target: F) -> F:
         owner = f"{target.__module__}.{target.__qualname__}"
         ARGUMENTS.update({(owner, old): new for old, new in renamed.items()})
-        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for old in renamed.keys() & kwargs.keys():
-                raise TypeError(f"{target.__name__}() has no argument {old}= any more: it is {renamed[old]}= now")
-            return function(*args, **kwargs)
-
-        if isinstance(target, type):
-            target.__init__ = checked  # type: ignore[misc]
-            return target
-        return checked  # type: ignore[return-value]
+        return _checked(target, refuse)
 
     return decorate
+
+
+def understood_arguments(**names: str) -> Callable[[F], F]:
+    """Decorate a function or class whose keyword arguments have other usual names: usual name = the argument."""
+
+    def translate(target: Any, kwargs: dict[str, Any]) -> None:
+        for usual in [usual for usual in kwargs if usual in names]:
+            if names[usual] in kwargs:
+                raise TypeError(f"{target.__name__}() got {names[usual]}= and {usual}=, which are the same: give one")
+            kwargs[names[usual]] = kwargs.pop(usual)
+
+    return lambda target: _checked(target, translate)
+
+
+def _checked(target: F, check: Callable[[F, dict[str, Any]], None]) -> F:
+    """Return a function, or a class with its constructor, whose keyword arguments `check` sees first and may change."""
+    function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            check(target, kwargs)
+        return function(*args, **kwargs)
+
+    if isinstance(target, type):
+        target.__init__ = checked  # type: ignore[misc]
+        return target
+    return checked  # type: ignore[return-value]
 
 
 def renamed_names(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.nn.optim import SGD, AdamW, clip_grad_norm_
+from accelerant.nn.optim import SGD, Adam, AdamW, clip_grad_norm_
 from accelerant.ops.multi_tensor import op as launch
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
@@ -73,6 +73,9 @@ def same(model, other, **tolerance):
 PAIRS = {
     "adamw": (AdamW, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}),
     "adamw maximize": (AdamW, torch.optim.AdamW, {"lr": 1e-3, "maximize": True}),
+    "adam": (Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam maximize": (Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    "adam decoupled": (Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     "sgd": (SGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
     "momentum": (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     "nesterov": (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
@@ -81,7 +84,7 @@ EACH = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
 def op_of(ours):
-    return "adamw_step" if ours is AdamW else "sgd_step"
+    return "sgd_step" if ours is SGD else "adamw_step"
 
 
 @pytest.mark.sample(3)

@@ -8,7 +8,7 @@ from accelerant.runtime.ledger import ledger
 
 PAIRS = pytest.mark.parametrize(("ours", "theirs"), [(LSTM, torch.nn.LSTM), (GRU, torch.nn.GRU), (RNN, torch.nn.RNN)])
 KINDS = pytest.mark.parametrize(
-    "options", [{}, {"layers": 2}, {"bidirectional": True, "layers": 2}, {"bias": False}], ids=str
+    "options", [{}, {"num_layers": 2}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str
 )
 
 
@@ -21,9 +21,8 @@ def flat(found):
 @KINDS
 def test_is_torchs_with_its_gradients(ours, theirs, options):
     torch.manual_seed(0)
-    layer = ours(3, 4, **options)
-    renamed = {"num_layers" if name == "layers" else name: value for name, value in options.items()}
-    other = theirs(3, 4, batch_first=True, **renamed)
+    layer = ours(3, 4, batch_first=True, **options)
+    other = theirs(3, 4, batch_first=True, **options)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 3)
     found, expected = layer(x), other(x)
@@ -38,7 +37,7 @@ def test_is_torchs_with_its_gradients(ours, theirs, options):
 @pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
 def test_the_state_carries_on(kind):
     torch.manual_seed(0)
-    layer, x = kind(3, 4), torch.randn(2, 6, 3)
+    layer, x = kind(3, 4, batch_first=True), torch.randn(2, 6, 3)
     whole, last = layer(x)
     first, state = layer(x[:, :4])
     second, end = layer(x[:, 4:], state)
@@ -48,7 +47,7 @@ def test_the_state_carries_on(kind):
 
 def test_dropout_is_for_training():
     torch.manual_seed(0)
-    layer, x = LSTM(3, 8, 2, dropout=0.5), torch.randn(2, 5, 3)
+    layer, x = LSTM(3, 8, 2, batch_first=True, dropout=0.5), torch.randn(2, 5, 3)
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
@@ -56,7 +55,7 @@ def test_dropout_is_for_training():
 
 def test_a_reentrant_checkpoint_draws_the_masks_once(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    layer, drawn = LSTM(8, 32, 2, dropout=0.5), []
+    layer, drawn = LSTM(8, 32, 2, batch_first=True, dropout=0.5), []
     x = torch.randn(3, 20, 8, requires_grad=True)
 
     def forward(x):
@@ -70,13 +69,13 @@ def test_a_reentrant_checkpoint_draws_the_masks_once(monkeypatch):
 
 @pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
 def test_a_batch_of_no_rows_has_gradients(kind):
-    layer = kind(5, 32)
+    layer = kind(5, 32, batch_first=True)
     layer(torch.zeros(0, 20, 5))[0].sum().backward()
     assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in layer.parameters())
 
 
 def test_relu_is_torchs_too():
-    layer, x = RNN(3, 4, nonlinearity="relu"), torch.randn(2, 5, 3)
+    layer, x = RNN(3, 4, nonlinearity="relu", batch_first=True), torch.randn(2, 5, 3)
     other = torch.nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x), other(x))
@@ -87,7 +86,7 @@ def test_relu_is_torchs_too():
 @pytest.mark.parametrize(("kind", "op"), [(LSTM, "lstm_fwd"), (GRU, "gru_fwd"), (RNN, "rnn_fwd")])
 def test_the_ledger_counts_it(kind, op):
     ledger().reset()
-    kind(3, 4)(torch.randn(2, 5, 3))
+    kind(3, 4, batch_first=True)(torch.randn(2, 5, 3))
     assert {row["op"]: row["calls"] for row in ledger().to_dict()["ops"]} == {op: 1}
 
 
@@ -101,7 +100,7 @@ def test_refuses(kind):
         kind(3, 4, dropout=0.1)
     with pytest.raises(ConfigError, match=r"below 1, got 1\.5"):
         kind(3, 4, 2, dropout=1.5)
-    layer = kind(3, 4)
+    layer = kind(3, 4, batch_first=True)
     with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):
         layer(torch.zeros(2, 3))
     with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):

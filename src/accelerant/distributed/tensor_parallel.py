@@ -124,7 +124,7 @@ class _Split:
         return parameter
 
 
-class _SplitLinear(_Split, Linear):  # type: ignore[misc]  # a property in place of the attribute
+class _SplitLinear(_Split, Linear):  # type: ignore[override]  # a property in place of the attribute
     pass
 
 

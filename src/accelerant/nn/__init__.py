@@ -1,16 +1,43 @@
-"""Layers, models and training on Accelerant's ops."""
+"""Layers, models and training on Accelerant's ops; every other name of torch.nn (Embedding, GELU, ...) is torch's."""
 
-from accelerant.nn.convolution import AvgPool2d, Conv2d, MaxPool2d
-from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, RMSNorm, TransformerBlock
+from typing import Any
+
+from torch import nn as _torch_nn
+
+from accelerant.nn.layers import (
+    GRU,
+    LSTM,
+    MLP,
+    RNN,
+    AvgPool2d,
+    Conv2d,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    MultiHeadAttention,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerBlock,
+)
 from accelerant.nn.models import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.patching import PatchReport, patch, unpatch
-from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize
-from accelerant.nn.recurrent import GRU, LSTM, RNN
+from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize, unquantize
 
 from accelerant.nn import optim, train  # isort: skip  it imports the names above
 
 __all__ = [
     "GPT", "GRU", "LSTM", "MLP", "RNN", "AvgPool2d", "CharRNN", "CharRNNConfig", "Conv2d", "GPTConfig", "LayerNorm",
-    "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention", "PatchReport",
-    "QuantizationReport", "RMSNorm", "TransformerBlock", "optim", "patch", "quantize", "train", "unpatch",
+    "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention", "MultiheadAttention",
+    "PatchReport", "QuantizationReport", "RMSNorm", "TransformerBlock", "optim", "patch", "quantize", "train",
+    "unpatch", "unquantize",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(_torch_nn, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_torch_nn, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_torch_nn.modules.__all__})

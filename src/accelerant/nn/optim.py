@@ -1,4 +1,4 @@
-"""AdamW and SGD that update all parameters in one launch, and clipping by the global norm.
+"""AdamW, Adam and SGD that update all parameters in one launch, and clipping by the global norm.
 
 They are used as torch's are, and state dictionaries are interchangeable with torch's in both directions:
 
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
+from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import is_distributed, is_ordinary, is_plain, name_of
 from accelerant.ops.multi_tensor.op import (
@@ -44,7 +45,7 @@ from accelerant.ops.multi_tensor.op import (
 from accelerant.ops.multi_tensor.tables import DTYPES, capturing
 from accelerant.runtime.dispatch import Operation
 
-__all__ = ["SGD", "AdamW", "clip_grad_norm_"]
+__all__ = ["SGD", "Adam", "AdamW", "clip_grad_norm_"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _without_dynamo: Callable[[_F], _F] = getattr(torch, "_disable_dynamo")  # noqa: B009  torch does not declare it
@@ -75,7 +76,7 @@ class _DeviceParameters:
 
 
 class MultiTensorOptimizer(torch.optim.Optimizer):
-    """Base class of AdamW and SGD: collects parameters, gradients and state, and calls the multi-tensor op."""
+    """Base class of the optimizers: collects parameters, gradients and state, and calls the multi-tensor op."""
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and the check for infinities to us
     _names: ClassVar[tuple[str, ...]]  # tensors of a parameter's state
@@ -157,6 +158,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     # --- hooks for subclasses ---
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        if group["differentiable"]:
+            raise ConfigError(f"differentiable=True is not supported: use torch.optim.{type(self).__name__}")
         for name in self._non_negative:
             _check_non_negative(name, group[name])
         for i, param in enumerate(group["params"]):
@@ -174,6 +177,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
         raise NotImplementedError
+
+    def _added_decays(self, owned: _DeviceParameters) -> list[float]:
+        """Return the weight decay to add to each gradient, after clipping; empty if there is none."""
+        return []
 
     # --- a step ---
 
@@ -242,8 +249,14 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         )
         most = self.defaults["max_grad_norm"]
         update = Update(tensors, groups, workspace, max_norm=most, grad_scale=scale, found_inf=found_inf)
-        if owned.distributed and update.max_norm is not None:
+        decays = self._added_decays(owned)
+        if update.max_norm is not None and (owned.distributed or decays):
             _clip_over_processes(update, grads)
+        if decays:
+            params = torch._foreach_mul(tensors.params, decays)
+            if update.grad_scale is not None:  # by which the kernels divide
+                params = torch._foreach_mul(params, update.grad_scale)
+            update.tensors = tensors = tensors._replace(grads=list(torch._foreach_add(tensors.grads, params)))
         if not owned.ordinary or not is_plain(tensors.params[0]):
             (torch_adamw if self._op is adamw_step else torch_sgd)(update)
             return
@@ -290,10 +303,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return [state.get("master") for state in owned.states] if self.defaults["master_weights"] else []
 
 
+@understood_arguments(learning_rate="lr")
 class AdamW(MultiTensorOptimizer):
     """Adam with decoupled weight decay, all parameters in one launch.
 
-    Takes the arguments of torch.optim.AdamW and those below the star.
+    Takes the arguments of torch.optim.AdamW and three of its own. All parameters are updated in one launch whatever
+    foreach, capturable and fused are; amsgrad and differentiable are refused.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
@@ -322,15 +337,17 @@ class AdamW(MultiTensorOptimizer):
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, maximize: bool = False, max_grad_norm: float | None = None,
-        master_weights: bool = False, state_dtype: torch.dtype | None = torch.float32,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+        capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
+        max_grad_norm: float | None = None, master_weights: bool = False,
+        state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "max_grad_norm": max_grad_norm, "master_weights": master_weights, "state_dtype": state_dtype,
             # Keys that torch.optim.AdamW expects when it loads this state:
-            "amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": True,
-            "decoupled_weight_decay": True,
+            "amsgrad": amsgrad, "foreach": foreach, "capturable": capturable, "differentiable": differentiable,
+            "fused": True, "decoupled_weight_decay": True,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -340,7 +357,7 @@ class AdamW(MultiTensorOptimizer):
             if isinstance(beta, Tensor) or not 0.0 <= beta < 1.0:
                 raise ConfigError(f"betas[{i}] must be a number, at least 0 and below 1; got {beta!r}")
         if group["amsgrad"]:
-            raise ConfigError("amsgrad=True is not supported: use torch.optim.AdamW")
+            raise ConfigError(f"amsgrad=True is not supported: use torch.optim.{type(self).__name__}")
 
     def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup:
         beta1, beta2 = group["betas"]
@@ -354,6 +371,33 @@ class AdamW(MultiTensorOptimizer):
         return Tensors(owned.params, grads, first, second, self._masters(owned), counters, owned.groups)
 
 
+@understood_arguments(learning_rate="lr")
+class Adam(AdamW):
+    """Adam, with AdamW's launch and arguments; as in torch.optim.Adam, weight_decay is added to the clipped gradients.
+
+    Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
+    """
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, amsgrad: bool = False, *, decoupled_weight_decay: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        for group in (self.defaults, *self.param_groups):
+            group["decoupled_weight_decay"] = decoupled_weight_decay
+
+    def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup:
+        return super()._group(group if group["decoupled_weight_decay"] else {**group, "weight_decay": 0.0}, device)
+
+    def _added_decays(self, owned: _DeviceParameters) -> list[float]:
+        groups = [self.param_groups[number] for number in owned.groups]
+        decays = [0.0 if group["decoupled_weight_decay"] else group["weight_decay"] for group in groups]
+        if not any(decays):
+            return []
+        return [-decay if group["maximize"] else decay for decay, group in zip(decays, groups, strict=True)]
+
+
+@understood_arguments(learning_rate="lr")
 class SGD(MultiTensorOptimizer):
     """Stochastic gradient descent with momentum, all parameters in one launch.
 
@@ -368,14 +412,14 @@ class SGD(MultiTensorOptimizer):
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-        weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False,
-        max_grad_norm: float | None = None, master_weights: bool = False,
-        state_dtype: torch.dtype | None = torch.float32,
+        weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+        differentiable: bool = False, fused: bool | None = None, max_grad_norm: float | None = None,
+        master_weights: bool = False, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
             "maximize": maximize, "max_grad_norm": max_grad_norm, "master_weights": master_weights,
-            "state_dtype": state_dtype, "foreach": None, "differentiable": False, "fused": True,
+            "state_dtype": state_dtype, "foreach": foreach, "differentiable": differentiable, "fused": True,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -437,7 +481,7 @@ def _norm_over_processes(grads: Iterable[Tensor]) -> Tensor:
 
 
 def _clip_over_processes(update: Update, grads: list[Tensor]) -> None:
-    """Clip an update of parts of parameters by the norm of the whole, in place of the kernels."""
+    """Clip an update by the norm of its gradients, of which each process may hold a part, in place of the kernels."""
     norm = _norm_over_processes(grads)
     if update.grad_scale is not None:
         norm = norm / update.grad_scale

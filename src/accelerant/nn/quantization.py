@@ -92,6 +92,14 @@ class LinearInt8(nn.Linear):
         layer._parameters["bias"] = linear.bias
         return layer.train(linear.training)
 
+    def to_linear(self) -> nn.Linear:
+        """Return a torch.nn.Linear with the rounded weights, which train, and this layer's bias."""
+        with torch.device("meta"):
+            layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        layer.weight = nn.Parameter(self._floats())
+        layer._parameters["bias"] = self.bias
+        return layer.train(self.training)
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to x (..., in_features); result and errors as in Linear."""
         require_width(x, self.in_features, "LinearInt8")
@@ -262,6 +270,35 @@ def quantize(
         if isinstance(module, PreTrainedModel) and any(isinstance(m, LinearInt8) for m in module.modules()):
             importlib.import_module("accelerant.nn._hugging_face_quantizer").attach(module)
     return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
+
+
+def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
+    """Replace each LinearInt8 of a model by a torch.nn.Linear with its rounded weights, in the dtype of before.
+
+    Args:
+        model: a model that contains layers in integers, not itself one; one without such layers stays as it is.
+        inplace: False changes a copy.
+
+    Returns:
+        the model or its copy; its weights train.
+
+    Raises:
+        ConfigError: a layer is given.
+    """
+    if isinstance(model, LinearInt8):
+        raise ConfigError("unquantize takes a model that has LinearInt8 layers, not a layer")
+    model = model if inplace else copy.deepcopy(model)
+    replaced: dict[nn.Module, nn.Linear] = {}
+    for parent in list(model.modules()):
+        for key, layer in parent._modules.items():
+            if isinstance(layer, LinearInt8):
+                if layer not in replaced:
+                    replaced[layer] = layer.to_linear()
+                parent._modules[key] = replaced[layer]
+    if replaced and getattr(model, "hf_quantizer", None) is not None:
+        del model.hf_quantizer
+        model.is_quantized = False  # type: ignore[assignment]  # transformers' flag
+    return model
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:

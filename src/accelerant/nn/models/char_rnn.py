@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError
-from accelerant.nn.layers import Linear, has_hooks
+from accelerant.nn.layers import GRU, LSTM, Linear, has_hooks
 from accelerant.nn.models.language_model import Cache, LanguageModel, ModelConfig, require_tokens
-from accelerant.nn.recurrent import GRU, LSTM
 
 _CELLS: dict[str, type[LSTM] | type[GRU]] = {"lstm": LSTM, "gru": GRU}
 
@@ -58,7 +57,7 @@ class CharRNN(LanguageModel):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.width)
-        self.rnn = _CELLS[config.cell](config.width, config.width, config.layers)
+        self.rnn = _CELLS[config.cell](config.width, config.width, config.layers, batch_first=True)
         self.head = Linear(config.width, config.vocab_size)
 
     def hidden(self, idx: Tensor) -> Tensor:

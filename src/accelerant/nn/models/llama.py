@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError
-from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks
+from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks, rms_eps
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import (
     Cache,
@@ -358,7 +358,7 @@ def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor
     if norm._forward_hooks or norm._forward_pre_hooks:
         s = x + residual
         return norm(s), s
-    return ops.add_rms_norm(x, residual, norm.weight, eps=norm.eps)
+    return ops.add_rms_norm(x, residual, norm.weight, eps=rms_eps(norm, x))
 
 
 def decode_linear(
@@ -379,7 +379,7 @@ def decode_linear(
     elif isinstance(weight, Tensor):
         weight = weight.to(x.dtype)
     if fused and isinstance(weight, Tensor):
-        gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
     y: Tensor = layer(x if norm is None else norm(x))
     if gated:

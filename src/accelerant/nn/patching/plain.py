@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.nn.layers import multihead_forward, refuses_multihead, rms_eps
 from accelerant.nn.patching.forms import PLAIN_RULES, ModulePlan, Options, Rule, why_left
 from accelerant.nn.patching.record import MARK, Forward, has_hooks, is_bare
 from accelerant.ops._library import autocast_dtype
@@ -36,6 +37,8 @@ def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
     if rule is None:
         if hasattr(module, "parametrizations"):
             return "has parametrizations"
+        if kind.__module__ == "accelerant.nn.layers" and next(module.children(), None) is None:
+            return "is a layer of Accelerant"
         base = next((base for base in kind.__mro__[1:] if base in PLAIN_RULES and base is not nn.Sequential), None)
         return why_left(module) if base is None else f"is a subclass of {base.__name__}, whose forward may be another"
     if "forward" in module.__dict__:
@@ -137,8 +140,7 @@ def layer_norm_forward(self: Any, input: Tensor) -> Any:
 @else_class
 def _rms_norm_forward(self: Any, x: Tensor) -> Any:
     if not leaves(x) and keeps_dtype(x, self.weight):
-        computed = torch.float32 if x.dtype.itemsize < 4 else x.dtype  # in which torch computes, whose default this is
-        return ops.rms_norm(x, self.weight, torch.finfo(computed).eps if self.eps is None else self.eps)
+        return ops.rms_norm(x, self.weight, rms_eps(self, x))
 
 
 @else_class
@@ -213,69 +215,26 @@ def _sequential_forward(self: Any, input: Any) -> Any:
 # --- attention and transformer layers --------------------------------------------------------------------------------
 
 
-def _refuses_attention(
-    self: Any, qkv: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool, is_causal: bool
-) -> str | None:
-    """Return why a call goes to torch; None if our op serves it."""
-    if need_weights:
-        return "need_weights=True: torch's alone returns the weights"
-    if self.training and self.dropout:
-        return f"dropout of the attention weights (p = {self.dropout})"
-    if any(x.dim() != 3 or x.is_nested for x in qkv):
-        return "inputs that are nested or not of three dimensions"
-    if masks[0] is None and is_causal:
-        return "is_causal without attn_mask"
-    query = qkv[0]
-    if is_exported():
-        return EXPORT_REASON
-    if is_small(query) and not torch.compiler.is_compiling():  # torch's cannot be traced with some masks
-        return SMALL_REASON
-    if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
-        return "a mask of another dtype than the inputs'"
-    return None
-
-
-def _joined(mask: Tensor | None, padding: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
-    """Return torch's two masks, whose True hides, as one for our op, whose True shows."""
-    parts = []
-    if mask is not None:
-        mask = mask.unflatten(0, heads) if mask.dim() == 3 else mask[None, None]
-        parts.append(~mask if mask.dtype == torch.bool else mask)
-    if padding is not None:
-        parts.append((~padding if padding.dtype == torch.bool else padding)[:, None, None])
-    if len(parts) < 2 or all(part.dtype == torch.bool for part in parts):
-        return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
-    bools, numbers = sorted(parts, key=lambda part: part.dtype != torch.bool)
-    return numbers.masked_fill(~bools, float("-inf")) if bools.dtype == torch.bool else bools + numbers
-
-
 @else_class
 def _attention_forward(
     self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
     need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:  # fmt: skip
-    reason = _refuses_attention(self, (query, key, value), (attn_mask, key_padding_mask), need_weights, is_causal)
-    if reason is not None:
-        if not torch.compiler.is_compiling():
-            getattr(self, MARK).report.fallbacks[reason] += 1
-        return type(self).forward(
-            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
-    weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
-    if query is key and key is value:
-        q, k, v = F.linear(query, weight, bias).chunk(3, -1)
-    else:
-        biases = (None, None, None) if bias is None else bias.split(E)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.split(E), biases, strict=True))
-    batch, time = (0, 1) if self.batch_first else (1, 0)
-    B, H, T = query.shape[batch], self.num_heads, query.shape[time]
-    q, k, v = (x.unflatten(-1, (H, E // H)).permute(batch, 2, time, 3) for x in (q, k, v))
-    causal = is_causal is True and key_padding_mask is None and k.shape[2] == T  # torch.compile's is a symbol
-    o = ops.attention(q, k, v, causal, mask=None if causal else _joined(attn_mask, key_padding_mask, (B, H)))
-    assert isinstance(o, Tensor)  # without the log-sum-exp
-    joined = o.permute(0, 2, 1, 3) if self.batch_first else o.permute(2, 0, 1, 3)
-    return F.linear(joined.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
+    reason = "need_weights=True: torch's alone returns the weights" if need_weights else None
+    if reason is None:
+        reason = refuses_multihead(self, (query, key, value), (attn_mask, key_padding_mask), is_causal)
+    if reason is None and is_exported():
+        reason = EXPORT_REASON
+    if reason is None and is_small(query) and not torch.compiler.is_compiling():  # torch's cannot trace some masks
+        reason = SMALL_REASON
+    if reason is None:
+        return multihead_forward(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+    if not torch.compiler.is_compiling():
+        getattr(self, MARK).report.fallbacks[reason] += 1
+    return type(self).forward(
+        self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+    )
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:

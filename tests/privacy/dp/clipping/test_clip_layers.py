@@ -174,8 +174,8 @@ def test_what_follows_a_layer_may_change_it_in_place(norms):
         lambda: nn.LSTM(3, 4, batch_first=True, bias=False),
         lambda: nn.GRU(3, 4, 2, batch_first=True, bidirectional=True),
         lambda: nn.GRU(3, 4, batch_first=True, bias=False),
-        lambda: our.LSTM(3, 4, 2),
-        lambda: our.GRU(3, 4, bidirectional=True),
+        lambda: our.LSTM(3, 4, 2, batch_first=True),
+        lambda: our.GRU(3, 4, bidirectional=True, batch_first=True),
     ],
 )
 def test_recurrent(layer, norms):

@@ -21,7 +21,7 @@ from accelerant import nn as our
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, Llama
-from accelerant.nn.layers import compute_dtype
+from accelerant.nn.layers import compute_dtype, rms_eps
 from accelerant.nn.patching.forms import unknown
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
@@ -376,11 +376,13 @@ class _OurNormRule(LayerRule):
     layers = (our.LayerNorm, our.RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
-        module = self.module
-        x, examples = self.examples_first(x)
-        x = x.to(compute_dtype(x)).contiguous()
-        bias, op = (None, _rms_norm_op) if isinstance(module, our.RMSNorm) else (module.bias, _layer_norm_op)
-        return _norm(x, module.weight, bias, x.shape[-1:], module.eps, op, self.sink, examples)
+        module, rms = self.module, isinstance(self.module, our.RMSNorm)
+        x = x.to(compute_dtype(x))
+        if len(module.normalized_shape) > 1:
+            return _RMSNormRule.forward(self, x) if rms else _LayerNormRule.forward(self, x)  # type: ignore[arg-type]
+        x, examples = self.examples_first(x.contiguous())
+        bias, op, eps = (None, _rms_norm_op, rms_eps(module, x)) if rms else (module.bias, _layer_norm_op, module.eps)
+        return _norm(x, module.weight, bias, x.shape[-1:], eps, op, self.sink, examples)
 
 
 @register
@@ -644,7 +646,7 @@ _convolve: Callable[..., Tensor] = _Convolve.apply
 
 @register
 class _ConvRule(LayerRule):
-    layers = (nn.Conv1d, nn.Conv2d)
+    layers = (nn.Conv1d, nn.Conv2d, our.Conv2d)
 
     def forward(self, input: Tensor) -> Tensor:
         module, dimensions = self.module, len(self.module.kernel_size)
@@ -656,18 +658,3 @@ class _ConvRule(LayerRule):
             padding = (0,) * dimensions
         windows = Windows(module.stride, padding, module.dilation, module.groups)
         return _convolve(to_autocast(x), module.weight, module.bias, windows, self.sink, examples)
-
-
-@register
-class _OurConvRule(LayerRule):
-    layers = (our.Conv2d,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        module = self.module
-        x, examples = self.examples_first(x, 4)
-        padding = (0, 0) if isinstance(module.padding, str) else tuple(module.padding)
-        if module.padding == "same":
-            totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-            x = F.pad(x, [edge for total in reversed(totals) for edge in (total // 2, total - total // 2)])
-        windows = Windows(tuple(module.stride), padding, tuple(module.dilation), module.groups)
-        return _convolve(x.to(compute_dtype(x)), module.weight, module.bias, windows, self.sink, examples)

@@ -127,11 +127,13 @@ _run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
 
 @register
 class _RecurrentRule(LayerRule):
-    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU)
+    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU, our.LSTM, our.GRU)
     has_states = True
 
     @classmethod
     def refusal(cls, module: nn.RNNBase) -> str | None:
+        if module.mode not in ("LSTM", "GRU"):  # our RNN has the forward of our LSTM
+            return "its cells are not covered: take LSTM or GRU"
         if not module.batch_first:
             return "its examples come second: take batch_first=True"
         if module.proj_size:
@@ -170,20 +172,12 @@ class _RecurrentRule(LayerRule):
         return y, tuple(final) if lstm else final[0]
 
 
-@register
-class _OurRecurrentRule(_RecurrentRule):
-    layers = (our.LSTM, our.GRU)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        return super().forward(x, state)
-
-
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
 @register
 class _MultiheadAttentionRule(LayerRule):
-    layers = (nn.MultiheadAttention,)
+    layers = (nn.MultiheadAttention, our.MultiheadAttention)
     covers_children = True
 
     @classmethod
