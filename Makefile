@@ -75,7 +75,7 @@ certificate: $(VENV)/.installed-dev  ## compare a sample of every op on the CPU,
 	+$(MAKE) --jobs 2 $(BACKENDS:%=certificate-%)
 
 certificate-%:
-	POCL_EXTRA_BUILD_FLAGS=-cl-opt-disable $(BIN)/accelerant doctor --certify --quick --out certificate/$* --backend $*
+	POCL_EXTRA_BUILD_FLAGS=-cl-opt-disable $(BIN)/accelerant doctor --certify --quick --out certificate/$* --device $*
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

@@ -58,21 +58,19 @@ class DecodeSuite(Suite):
     name = "decode"
     examples = ("", "--dtype int8 --against none", "--out now.json --compare before.json")
 
-    dtypes: tuple[str, ...] = option(
-        DTYPES, "Dtypes of the weights: bfloat16, int8.", flags=("--dtype", "--dtypes"), metavar="LIST", comma=True
-    )
-    against: tuple[str, ...] = option(PEERS, "Peers: torch, compile, or none.", metavar="LIST", comma=True, same=True)
+    dtype: tuple[str, ...] = option(DTYPES, "Dtype of the weights: bfloat16 or int8; may be repeated.")
+    against: tuple[str, ...] = option(PEERS, "Peers: torch, compile, or none.", same=True)
     budget_s: float = option(0.5, "Seconds of steps behind each figure.", min=0.0, same=True)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with whole names of dtypes; raises ConfigError for an unknown dtype or peer, or no dtype."""
-        names = ["bfloat16" if name == "bf16" else name for name in self.dtypes]
+        names = ["bfloat16" if name == "bf16" else name for name in self.dtype]
         check_names("--dtype", "dtype", names, DTYPES)
         dtypes = tuple(dtype for dtype in DTYPES if dtype in names)
         check_names("--against", "peer", self.against, PEERS)
         if not dtypes:
             raise ConfigError(f"--dtype: name one of {', '.join(DTYPES)}")
-        return replace(self, dtypes=dtypes)
+        return replace(self, dtype=dtypes)
 
     def prepare(self, run: SuiteRun) -> None:
         """Measure the copy rate."""
@@ -83,12 +81,12 @@ class DecodeSuite(Suite):
         model = functools.cache(functools.partial(_random_model, run.torch_device))
         runners = ", ".join(("accelerant", *self.against))
         return [
-            SuiteCase(f"{dtype}, {runners}", functools.partial(self._measure, dtype, model)) for dtype in self.dtypes
+            SuiteCase(f"{dtype}, {runners}", functools.partial(self._measure, dtype, model)) for dtype in self.dtype
         ]
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of one of the dtypes."""
-        return row.suite == self.name and any(dtype in row.case for dtype in self.dtypes)
+        return row.suite == self.name and any(dtype in row.case for dtype in self.dtype)
 
     def measure(self, run: SuiteRun) -> None:
         """Measure all cases and release the model."""

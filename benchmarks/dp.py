@@ -1,6 +1,6 @@
 """Private training steps compared with steps without privacy, ours, plain PyTorch's and Opacus's; and noise alone.
 
-    python -m benchmarks.dp --case 64x1024/16 --against torch,opacus
+    python -m benchmarks.dp --case 64x1024/16 --against torch --against opacus
 
 A case is a batch of rows of tokens and a model, by default GPT-2 124M with an output layer of its own. Ours is
 measured without privacy (TrainStep), privately with secure noise and with Philox's, and, where the case has parts, in
@@ -76,7 +76,7 @@ class DpSuite(Suite):
         "",
         "--case 64x1024/16 --against none",
         "--case noise",
-        "--device cpu --out folder --limit-s 120",
+        "--device cpu --out folder --max-seconds 120",
     )
 
     case: tuple[str, ...] | None = option(
@@ -86,8 +86,7 @@ class DpSuite(Suite):
     )  # fmt: skip
     against: tuple[str, ...] = option(
         ("torch", "opacus"), "Peers: torch (plain, not private), opacus (opacus ghost, opacus fast, opacus hooks), "
-        "or none. One that is absent leaves a row that says so.",
-        metavar="LIST", comma=True, same=True,
+        "or none. One that is absent leaves a row that says so.", same=True,
     )  # fmt: skip
     layers: int = option(12, "Layers of the model; the defaults are GPT-2 124M's.", min=1, same=True)
     width: int = option(768, "Width of the model; a head has 64 of it.", min=1, same=True)

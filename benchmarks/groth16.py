@@ -88,13 +88,11 @@ class Groth16Suite(Suite):
 
     constraints: tuple[int, ...] = option(
         (1_000, 32_701, 131_001, 1_048_001),
-        "Constraints of a circuit; may be repeated. By default 1000, 32701, 131001 and 1048001: with public inputs a "
-        "little below powers of two, as domains are.",
+        "Constraints of a circuit; may be repeated. With public inputs they are a little below powers of two, as "
+        "domains are.",
         metavar="N", min=1,
     )  # fmt: skip
-    against: tuple[str, ...] = option(
-        ("snarkjs",), "snarkjs, or none. Where it is absent its rows say so.", metavar="LIST", comma=True, same=True
-    )
+    against: tuple[str, ...] = option(("snarkjs",), "snarkjs, or none. Where it is absent its rows say so.", same=True)
     snarkjs: Path | None = option(  # noqa: RUF009 - a dataclass field
         None, "snarkjs's cli.cjs, or its program; by default a checkout's or the one on PATH.", metavar="FILE"
     )

@@ -46,8 +46,8 @@ class HeSuite(Suite):
     name = "he"
     examples: ClassVar[tuple[str, ...]] = ("", "--bits 2048 --device cpu --json")
 
-    bits: tuple[str, ...] = option(("2048", "3072"), "Sizes of Paillier's keys, in bits.", comma=True, same=True)
-    slots: tuple[str, ...] = option(("8192",), "Slots of BFV's ciphertexts.", comma=True, same=True)
+    bits: tuple[str, ...] = option(("2048", "3072"), "Sizes of Paillier's keys, in bits.", same=True)
+    slots: tuple[str, ...] = option(("8192",), "Slots of BFV's ciphertexts.", same=True)
     values: int | None = option(None, "Values of a call: by default 32 on a CPU, 16384 on a GPU.", min=1)
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
 

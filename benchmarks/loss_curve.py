@@ -498,12 +498,12 @@ def curve(
     batch: Annotated[int, typer.Option(min=0, help="Windows in a step; 0: the preset's.")] = 0,
     context: Annotated[int, typer.Option(min=0, help="Tokens in a window; 0: the preset's.")] = 0,
     precision: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Of our runs: fp32, bf16, fp8. Default: bf16,fp8 on a GPU, fp32 on a CPU."),
+        list[str] | None,
+        typer.Option(help="Of our runs: fp32, bf16, fp8. Default: bf16 and fp8 on a GPU, fp32 on a CPU."),
     ] = None,
     noise: Annotated[
-        str, typer.Option(metavar="LIST", help="Further runs of plain PyTorch: rounded, reseeded, or none.")
-    ] = "rounded,reseeded",
+        list[str] | None, typer.Option(help="Further runs of plain PyTorch: rounded, reseeded, or none. Default: both.")
+    ] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text. Default: stdlib.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and batches.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
@@ -520,9 +520,6 @@ def curve(
     from accelerant.cli.train_view import make_view
     from benchmarks import loss_curve_page
 
-    def names(text: str) -> tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
-
     if page is not None:
         record = CurveRecord.load(out / "curve.json")
         loss_curve_page.write_curve(out, record)
@@ -535,11 +532,11 @@ def curve(
     if not chosen.torch_device:
         raise ConfigError(f"--device: training needs cuda or cpu; {device} is not one")
     gpu = chosen.torch_device.startswith("cuda")
-    default = "bf16,fp8" if gpu else "fp32"
+    noises = tuple(name for name in noise or ("rounded", "reseeded") if name != "none")
     settings = CurveSettings(
         preset or ("gpt2" if gpu else "tiny"), steps, batch, context,
         data=tuple(data or ("stdlib",)), seed=seed,
-        precisions=names(default if precision is None else precision), noises=names(noise),
+        precisions=tuple(precision or (("bf16", "fp8") if gpu else ("fp32",))), noises=noises,
     )  # fmt: skip
     view = make_view(quiet=json_output)
     try:

@@ -1,6 +1,6 @@
 """Training steps of GPTs, by number of parameters.
 
-    python -m benchmarks.model --parameters 124M,1.3B --batch 8
+    python -m benchmarks.model --parameters 124M --parameters 1.3B --batch 8
 
 Tokens are random with Zipf's distribution of words, weights are random, and AdamW updates. The suite predicts the
 peak memory of a step from shapes before a model is allocated, and refuses one that does not fit. It measures forward
@@ -182,11 +182,14 @@ class ModelSuite(Suite):
     """Measure forward pass, backward pass, update and whole step of GPTs, and their memory, predicted first."""
 
     name = "model"
-    examples: ClassVar[tuple[str, ...]] = ("", "--parameters 124M,1.3B --batch 8", "--parameters 0.5M --device cpu")
+    examples: ClassVar[tuple[str, ...]] = (
+        "",
+        "--parameters 124M --parameters 1.3B --batch 8",
+        "--parameters 0.5M --device cpu",
+    )
 
     parameters: tuple[str, ...] | None = option(
         None, f"Of {', '.join(MODELS)}. By default on a GPU 124M, 355M, 1.3B; on a CPU 0.5M, 14M.",
-        metavar="LIST", comma=True,
     )  # fmt: skip
     batch: int | None = option(None, "Sequences in a step. By default 8; on a CPU 4.", min=1, same=True)
     context: int | None = option(None, "Tokens of a sequence; by default the model's.", min=1, same=True)

@@ -1,6 +1,6 @@
 """The neural ops compared with Liger, QuACK and FlashAttention-4, and the peers that come with torch.
 
-    python -m benchmarks.neural --against torch,compile,liger,quack,cudnn,flash_attn_4,cublaslt --out neural-h200
+    python -m benchmarks.neural --against torch --against compile --against liger --against quack --out neural-h200
 
 Each library's functions are made by a function that raises UnsupportedCase where the library is absent; the rows then
 say so. The calls are the libraries' own public functions (Liger-Kernel 0.8, QuACK 0.6, FlashAttention-4).
@@ -151,9 +151,9 @@ class NeuralPeersSuite(NeuralSuite):
     """Measure the neural ops, torch and other libraries, forward and backward; losses come first."""
 
     examples = (
-        "--against torch,compile,liger,quack,cudnn,flash,flash_attn_4,cublaslt",
-        "--op gelu --op softmax --against torch,liger",
-        "--dtypes bf16,fp16,fp32 --odd --sweep --out folder",
+        "--against torch --against compile --against liger --against quack",
+        "--op gelu --op softmax --against torch --against liger",
+        "--dtype bf16 --dtype fp16 --dtype fp32 --odd --sweep --out folder",
     )
     libraries: ClassVar[Libraries] = {
         "softmax": {"liger": liger_softmax, "quack": quack_softmax},

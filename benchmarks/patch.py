@@ -1,6 +1,6 @@
 """Hugging Face models before and after accelerant.nn.patch: the time and the memory of a training step.
 
-    python -m benchmarks.patch --model gpt2 --against compile,liger
+    python -m benchmarks.patch --model gpt2 --against compile --against liger
 
 Each model has its usual shape and random weights, in bfloat16, without dropout, so that all runners compute the same.
 The runners are the model as it is ("eager"), patched ("accelerant"), under torch.compile ("compile") and with Liger's
@@ -125,12 +125,10 @@ class PatchSuite(Suite):
     """Measure a training step of Hugging Face models as they are, patched, compiled and with Liger: time and memory."""
 
     name = "patch"
-    examples = ("", "--model gpt2 --against compile", "--out folder --limit-s 120", "--out folder --resume")
+    examples = ("", "--model gpt2 --against compile", "--out folder --max-seconds 120", "--out folder --resume")
 
     model: tuple[str, ...] = option((), f"Only this model of {', '.join(MODELS)}; may be repeated.")
-    against: tuple[str, ...] = option(
-        PEERS, "Peers besides eager: compile, liger, or none.", metavar="LIST", comma=True, same=True
-    )
+    against: tuple[str, ...] = option(PEERS, "Peers besides eager: compile, liger, or none.", same=True)
     compile_layers: int = option(
         0, "Compile models of N layers, and measure all runners on those too; 0: whole models.", metavar="N", min=0,
         same=True,

@@ -35,7 +35,7 @@ class PresetsSuite(Suite):
     examples: ClassVar[tuple[str, ...]] = ("--preset tiny --against cpu", "--preset small --against none --json")
 
     preset: str = option("tiny", f"Of {', '.join(PRESETS)}.", same=True)
-    against: tuple[str, ...] = option(("cpu",), "cpu, or none.", metavar="LIST", comma=True, same=True)
+    against: tuple[str, ...] = option(("cpu",), "cpu, or none.", same=True)
     budget_s: float = option(2.0, "Seconds of steps behind each figure.", min=0.0, same=True)
 
     def resolve(self, device: ComputeDevice) -> Self:

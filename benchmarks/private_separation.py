@@ -306,7 +306,7 @@ def main() -> int:
     """Run all parts; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-s", type=float, default=75.0, help="seconds of trials of ordinary models")
+    parser.add_argument("--budget-seconds", type=float, default=75.0, help="seconds of trials of ordinary models")
     parser.add_argument("--least", type=int, default=200, help="trials of ordinary models at least")
     parser.add_argument("--seeds", type=int, default=2, help="trials of each mixture and precision")
     parser.add_argument("--steps", type=int, default=1500, help="timed steps; on a GPU about one in 400 is checked")
@@ -314,7 +314,7 @@ def main() -> int:
     device = torch.device(given.device)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC", flush=True)
-    failed = _false_refusals(device, given.budget_s, given.least)
+    failed = _false_refusals(device, given.budget_seconds, given.least)
     missed = _misses(device, given.seeds)
     share = _share(device, given.steps)
     return int(failed > 0 or missed > 0 or share > 0.01)

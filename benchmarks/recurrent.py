@@ -43,20 +43,19 @@ class RecurrentSuite(Suite):
     name = "recurrent"
     examples = ("", "--cell gru --hidden 64 --batch 16 --steps 512 --dtype fp16", "--device cpu --dtype fp32")
 
-    cell: tuple[str, ...] = option(tuple(_LAYERS), "Cells: lstm, gru, tanh.", metavar="LIST", comma=True)
-    dtypes: tuple[str, ...] | None = option(
-        None, "fp32, bf16, fp16; by default bf16 and fp32 on a GPU, fp32 on a CPU.", flags=("--dtype", "--dtypes"),
-        metavar="LIST", comma=True,
+    cell: tuple[str, ...] = option(tuple(_LAYERS), "Cells: lstm, gru, tanh.")
+    dtype: tuple[str, ...] | None = option(
+        None, "fp32, bf16, fp16; by default bf16 and fp32 on a GPU, fp32 on a CPU.",
     )  # fmt: skip
-    hidden: tuple[str, ...] = option(("64", "128", "256"), "Sizes of the state.", metavar="LIST", comma=True)
-    batch: tuple[str, ...] = option(("16", "64"), "Sequences.", metavar="LIST", comma=True)
-    steps: tuple[str, ...] = option(("128", "512"), "Steps.", metavar="LIST", comma=True)
+    hidden: tuple[str, ...] = option(("64", "128", "256"), "Sizes of the state.")
+    batch: tuple[str, ...] = option(("16", "64"), "Sequences.")
+    steps: tuple[str, ...] = option(("128", "512"), "Steps.")
     budget_s: float = option(0.2, "Seconds of calls behind each figure.", min=0.0)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite; raises ConfigError for an unknown cell or dtype, or a size below 1."""
         check_names("--cell", "cell", self.cell, tuple(_LAYERS))
-        check_names("--dtype", "dtype", self.dtypes or (), tuple(_DTYPES))
+        check_names("--dtype", "dtype", self.dtype or (), tuple(_DTYPES))
         for flag, sizes in (("--hidden", self.hidden), ("--batch", self.batch), ("--steps", self.steps)):
             if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
                 raise ConfigError(f"{flag}: wanted numbers of at least 1, got {','.join(sizes) or 'none'}")
@@ -64,7 +63,7 @@ class RecurrentSuite(Suite):
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each cell, dtype and size."""
-        dtypes = self.dtypes or (("bf16", "fp32") if run.gpu else ("fp32",))
+        dtypes = self.dtype or (("bf16", "fp32") if run.gpu else ("fp32",))
         hidden, batch, steps = (tuple(map(int, given)) for given in (self.hidden, self.batch, self.steps))
         return [
             SuiteCase(

@@ -62,35 +62,31 @@ class ScaleSuite(Suite):
 
     name = "scale"
     examples: ClassVar[tuple[str, ...]] = (
-        "", "--cases collectives,data --batch 32,4", "--processes 1,2,4 --parameters 14M --device cpu",
+        "", "--case collectives --case data --batch 32 --batch 4",
+        "--processes 1 --processes 2 --parameters 14M --device cpu",
     )  # fmt: skip
 
-    cases_: tuple[str, ...] | None = option(
-        None, f"Of {', '.join(CASES)}; by default all.", flags=("--cases",), metavar="LIST", comma=True
-    )
+    case: tuple[str, ...] | None = option(None, f"Of {', '.join(CASES)}; by default all.")
     processes: tuple[str, ...] | None = option(
         None, "Numbers of processes. By default 2, 4, 8, as many as there are GPUs; on a CPU 2.",
-        metavar="LIST", comma=True,
     )  # fmt: skip
     parameters: str | None = option(
         None, f"Of the GPT, of {', '.join(MODELS)}. By default 124M; on a CPU 0.5M.", metavar="SIZE"
     )
     batch: tuple[str, ...] | None = option(
-        None, "Sequences of each process of the GPT. By default 32 and 4; on a CPU 4.", metavar="LIST", comma=True
+        None, "Sequences of each process of the GPT. By default 32 and 4; on a CPU 4."
     )
-    against: tuple[str, ...] = option(
-        ("torch",), "torch (DistributedDataParallel, FSDP2, compiled on a GPU), or none.", metavar="LIST", comma=True
-    )
+    against: tuple[str, ...] = option(("torch",), "torch (DistributedDataParallel, FSDP2, compiled on a GPU), or none.")
     log_points: int | None = option(None, "Log2 of msm's points. By default 26; on a CPU 10.", min=1, max=28)
     constraints: int | None = option(None, "Of the proofs. By default 1048001; on a CPU 500.", min=1)
     proofs: int | None = option(None, "Proofs of each worker. By default 150; on a CPU 4.", min=2)
     steps: int = option(20, "Samples behind each figure.", min=3)
 
-    limit_each_s: float = option(600.0, "Seconds that each case may take with a number of processes.", min=1.0)
+    max_seconds_each: float = option(600.0, "Seconds that each case may take with a number of processes.", min=1.0)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with the device's defaults; ConfigError for an unknown name or too many processes."""
-        check_names("--cases", "case", self.cases_ or (), CASES)
+        check_names("--case", "case", self.case or (), CASES)
         check_names("--against", "peer", self.against, ("torch",))
         check_names("--parameters", "size", [self.parameters] if self.parameters else [], tuple(MODELS))
         gpu = device.torch_device.startswith("cuda")
@@ -128,7 +124,7 @@ class ScaleSuite(Suite):
             SuiteCase(f"{name}, {count} processes", functools.partial(measures[name], count))
             for name in CASES
             for count in counts
-            if name in (self.cases_ or CASES) and not (name == "collectives" and count == 1)
+            if name in (self.case or CASES) and not (name == "collectives" and count == 1)
         ]
 
     def measure(self, run: SuiteRun) -> None:
@@ -152,7 +148,7 @@ class ScaleSuite(Suite):
             "case": name, "gpu": run.gpu, "steps": self.steps, "peer": "torch" in self.against,
             "parameters": self.parameters, "batch": [int(text) for text in self.batch or ()],
         }  # fmt: skip
-        found, error = _launched(count, settings, self.limit_each_s)
+        found, error = _launched(count, settings, self.max_seconds_each)
         run.add(*rows(found, count, run))
         if error is not None:
             raise error

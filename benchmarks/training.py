@@ -56,14 +56,12 @@ class TrainingSuite(Suite):
     """Measure a training step of GPT-2 124M: time, tokens a second, memory. On a CPU, of a small model."""
 
     name = "training"
-    examples = ("", "--batch 32 --against none", "--out folder --limit-s 120", "--out folder --resume")
+    examples = ("", "--batch 32 --against none", "--out folder --max-seconds 120", "--out folder --resume")
 
     batch: tuple[int, ...] = option(
         (), "Sequences in a step; may be repeated. By default 32 and 64, 8 on a CPU.", min=1
     )
-    against: tuple[str, ...] = option(
-        PEERS, "Peers: torch (plain, eager), compile, or none.", metavar="LIST", comma=True, same=True
-    )
+    against: tuple[str, ...] = option(PEERS, "Peers: torch (plain, eager), compile, or none.", same=True)
     budget_s: float = option(2.0, "Seconds of steps behind each figure.", min=0.0, same=True)
     config: GPTConfig | None = None
 

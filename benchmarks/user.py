@@ -78,10 +78,10 @@ class UserSuite(Suite):
     op: tuple[str, ...] = option((), "Only this op or model, as --list names them first; may be repeated.")
     case: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
     against: tuple[str, ...] | None = option(
-        None, "torch, compile, liger, or none; by default all, on a CPU torch.", metavar="LIST", comma=True, same=True
+        None, "torch, compile, liger, or none; by default all, on a CPU torch.", same=True
     )
     budget_s: float = option(0.1, "Seconds of calls for a figure; 40 times for models in turns.", min=0.0, same=True)
-    jobs: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
+    workers: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with the device's peers and processes; ConfigError for an unknown peer, op or text."""
@@ -93,8 +93,8 @@ class UserSuite(Suite):
             if not any(text.lower() in key.lower() for _, key in names):
                 raise ConfigError(f"--case: no case has {text!r}; there are {', '.join(key for _, key in names)}")
         against = self.against if self.against is not None else tuple(_PEERS) if gpu else ("torch",)
-        jobs = self.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if gpu else 1)
-        return replace(self, against=against, jobs=jobs)
+        workers = self.workers or (max(1, min(14, (os.cpu_count() or 1) - 2)) if gpu else 1)
+        return replace(self, against=against, workers=workers)
 
     def _wants(self, op: str, key: str) -> bool:
         chosen = not self.case or any(text.lower() in key.lower() for text in self.case)
@@ -125,7 +125,7 @@ class UserSuite(Suite):
 
         def measure(case: SuiteCase, here: SuiteRun) -> None:
             part = parts[case.key in models]
-            if part and (self.jobs or 1) > 1:
+            if part and (self.workers or 1) > 1:
                 self._compile(part, here)
                 part.clear()
             case.measure(here)
@@ -146,7 +146,7 @@ class UserSuite(Suite):
 
         if run.gpu:
             torch.cuda.empty_cache()
-        compile_first(groups, cases, run, self.jobs or 1, limit_s=_COMPILE_S, share=_SHARE)
+        compile_first(groups, cases, run, self.workers or 1, limit_s=_COMPILE_S, share=_SHARE)
 
 
 def _measure(suite: UserSuite, op: str, measure: Callable[[_UserRun], None], run: SuiteRun) -> None:

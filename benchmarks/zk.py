@@ -168,7 +168,7 @@ class ZkSuite(Suite):
     only: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
     size: tuple[str, ...] = option(
         (), "Elements or points instead of the cases' own, powers of two: 2^16, or 2^10..2^16; may be repeated.",
-        flags=("--size", "--sizes"), metavar="SIZE",
+        metavar="SIZE",
     )  # fmt: skip
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
 

@@ -98,7 +98,7 @@ def wrong_device():
 
 
 def test_a_wrong_provider_fails_the_certificate_and_the_command(wrong_device, tmp_path, capsys):
-    arguments = ["doctor", "--certify", "--quick", "--backend", "fake", "--ops", "field_mul,field_sub"]
+    arguments = ["doctor", "--certify", "--quick", "--device", "fake", "--op", "field_mul", "--op", "field_sub"]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--out", str(tmp_path)])
     assert ended.value.code == 1
@@ -135,7 +135,7 @@ def test_what_was_changed_does_not_load(tmp_path, capsys):
     path, _ = certificate.save(tmp_path)
     assert Certificate.load(path) == certificate
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--verify", str(path)])
+        main(["doctor", "--check", str(path)])
     assert ended.value.code == 0
     assert certificate.sha256 in capsys.readouterr().out
     content = json.loads(path.read_text())

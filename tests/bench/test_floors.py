@@ -122,10 +122,10 @@ def test_the_shipped_floors_are_those_of_the_committed_records():
 def test_without_records_the_ops_are_measured_now(tmp_path, capsys):
     name = registry.choose("cpu").name
     path = floors_file(tmp_path, f'["{name}"]\ntanh = 1e-9\n"msm g1" = {{ ms = 1 }}')
-    assert status(path, "--device", "cpu", "--budget-s", "0") == 0
+    assert status(path, "--device", "cpu", "--budget-seconds", "0") == 0
     assert capsys.readouterr().out == "2 of 2 figures reach their floors\n1 floors need a record: msm g1\n"
     path = floors_file(tmp_path, f'["{name}"]\ntanh = 1e9\n')
-    assert status(path, "--device", "cpu", "--budget-s", "0", "--limit-s", "60") == 1
+    assert status(path, "--device", "cpu", "--budget-seconds", "0", "--max-seconds", "60") == 1
     assert status(floors_file(tmp_path, '["Abacus"]\ntanh = 1\n'), "--device", "cpu") == 2
 
 

@@ -46,7 +46,7 @@ def cpu():
 
 @pytest.mark.slow
 def test_bandwidth_has_every_direction_and_size(cpu):
-    record = run_suite(BandwidthSuite(sizes=("1000B", "1MiB"), budget_s=0.0), cpu)
+    record = run_suite(BandwidthSuite(size=("1000B", "1MiB"), budget_s=0.0), cpu)
     assert {(row.op, row.case, row.runner) for row in record.rows} == {
         entry
         for size in ("1000 B", "1 MiB")
@@ -72,7 +72,7 @@ def test_bandwidth_counts_no_copy_that_brings_other_bytes(cpu, monkeypatch):
 
     monkeypatch.setattr(bandwidth, "copy_async", wrong)
     with pytest.raises(AccelerantError, match="by copy_async: other bytes came than were sent"):
-        run_suite(BandwidthSuite(sizes=("4096",), budget_s=0.0), cpu)
+        run_suite(BandwidthSuite(size=("4096",), budget_s=0.0), cpu)
 
 
 def test_sizes_are_read_and_named():
@@ -88,7 +88,7 @@ def test_what_is_no_size_is_named(text):
 
 def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
     with pytest.raises(ConfigError, match="1048576 GiB needs 6 buffers"):
-        run_suite(BandwidthSuite(sizes=("1048576GiB",), budget_s=0.0), cpu)
+        run_suite(BandwidthSuite(size=("1048576GiB",), budget_s=0.0), cpu)
 
 
 # --- algebra ---------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpus_copies_and_launches_have_a_cpu_column():
     gpu = registry.choose("cuda")
-    for suite in (BandwidthSuite(sizes=("4MiB",), budget_s=0.01, cpu=True), RuntimeSuite(budget_s=0.01, cpu=True)):
+    for suite in (BandwidthSuite(size=("4MiB",), budget_s=0.01, cpu=True), RuntimeSuite(budget_s=0.01, cpu=True)):
         run = SuiteRun(gpu, Record(Environment.of(gpu)))
         suite.resolve(gpu).measure(run)
         assert any(row.cpu_ms for row in run.record.rows if row.runner == "accelerant"), suite.name
@@ -284,7 +284,7 @@ def test_a_case_without_a_cpu_column_is_named(cpu):
 def test_the_cpu_column_of_runtime_and_bandwidth_is_measured(cpu):
     run = SuiteRun(cpu, Record(Environment.of(cpu)))
     columns = {
-        case.key: case.on_cpu for case in (*RuntimeSuite().cases(run), *BandwidthSuite(sizes=("4KiB",)).cases(run))
+        case.key: case.on_cpu for case in (*RuntimeSuite().cases(run), *BandwidthSuite(size=("4KiB",)).cases(run))
     }
     assert [key for key, column in columns.items() if column is None] == ["streaming"]
     assert ("device copy", "4 KiB") not in columns["4 KiB"](run)  # torch's, not ours

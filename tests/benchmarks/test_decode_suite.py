@@ -64,7 +64,7 @@ def test_a_peer_that_fails_says_why(monkeypatch):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", failing)
-    record = run_suite(DecodeSuite(dtypes=("bfloat16",), against=("compile",), budget_s=0.0), registry.choose("cpu"))
+    record = run_suite(DecodeSuite(dtype=("bfloat16",), against=("compile",), budget_s=0.0), registry.choose("cpu"))
     notes = {row.runner: row.note for row in record.rows}
     assert notes["compile"] == "RuntimeError: no compiler here"
     assert "tokens/s" in notes["accelerant"]
@@ -79,7 +79,7 @@ def test_without_a_reference_nothing_is_measured(name, monkeypatch):
 
     monkeypatch.setattr(suite._PlainStep, name, failing)
     with pytest.raises(AccelerantError, match=r"torch's step, which others are checked by: OutOfMemoryError"):
-        run_suite(DecodeSuite(dtypes=("bfloat16",), against=(), budget_s=0.0), registry.choose("cpu"))
+        run_suite(DecodeSuite(dtype=("bfloat16",), against=(), budget_s=0.0), registry.choose("cpu"))
 
 
 def test_unknown_names():
@@ -92,7 +92,7 @@ def test_unknown_names():
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
-    args = ["--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    args = ["--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-seconds", "0"]
     with pytest.raises(SystemExit, match="0"):
         run_command(DecodeSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)

@@ -310,7 +310,7 @@ def test_defaults(cpu):
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     arguments = ["--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
-    arguments += ["--against", "none", "--budget-s", "0", "--out", str(tmp_path / "run")]
+    arguments += ["--against", "none", "--budget-seconds", "0", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit, match="0"):
         run_command(DpSuite, [*arguments, "--json"])
     printed = json.loads(capsys.readouterr().out)

@@ -77,7 +77,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated(cpu, small,
 @pytest.mark.slow
 def test_a_tiny_net_trains_on_the_cpu_and_a_sentence_says_that_there_is_no_gpu(capsys):
     with pytest.raises(SystemExit) as exit_:
-        run_command(PresetsSuite, ["--against", "cpu", "--device", "cpu", "--budget-s", "0", "--json"])
+        run_command(PresetsSuite, ["--against", "cpu", "--device", "cpu", "--budget-seconds", "0", "--json"])
     assert not exit_.value.code
     table = json.loads(capsys.readouterr().out)
     (row,) = table["rows"]

@@ -123,7 +123,7 @@ def test_unknown_names():
 def test_the_command_and_a_peer_that_says_why_it_did_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     out = tmp_path / "record.json"
-    args = ["--model", "gpt2", "--against", "liger", "--device", "cpu", "--budget-s", "0"]
+    args = ["--model", "gpt2", "--against", "liger", "--device", "cpu", "--budget-seconds", "0"]
     with pytest.raises(SystemExit, match="0"):
         run_command(PatchSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)

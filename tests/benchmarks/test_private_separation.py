@@ -9,7 +9,7 @@ from benchmarks import private_separation
 
 @pytest.mark.slow
 def test_all_parts_run(monkeypatch, capsys):
-    arguments = ["--device", "cpu", "--budget-s", "0", "--least", "84", "--seeds", "1", "--steps", "11"]
+    arguments = ["--device", "cpu", "--budget-seconds", "0", "--least", "84", "--seeds", "1", "--steps", "11"]
     monkeypatch.setattr(sys, "argv", ["private_separation", *arguments])
     private_separation.main()  # its status counts times, which mean nothing here
     said = capsys.readouterr().out

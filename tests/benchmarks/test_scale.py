@@ -107,11 +107,11 @@ def test_costs_need_every_collective_of_a_record():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--processes", "0,2"], "--processes: wanted numbers from 1 to 64, got 0,2"),
+        (["--processes", "0", "--processes", "2"], "--processes: wanted numbers from 1 to 64, got 0,2"),
         (["--processes", "two"], "got two"),
         (["--parameters", "7B"], "no size '7B'"),
-        (["--cases", "data,all"], "--cases: no case 'all'; there are collectives"),
-        (["--batch", "4,0"], "--batch: wanted numbers from 1 on, got 4,0"),
+        (["--case", "data", "--case", "all"], "--case: no case 'all'; there are collectives"),
+        (["--batch", "4", "--batch", "0"], "--batch: wanted numbers from 1 on, got 4,0"),
     ],
 )
 def test_refuses(options, message, capsys):
@@ -159,7 +159,7 @@ def test_a_case_in_two_processes(case, tmp_path):
     ],
 )
 def test_sums_and_proofs(case, wanted):
-    suite = ScaleSuite(cases_=(case,), log_points=6, constraints=30, proofs=2, steps=3)
+    suite = ScaleSuite(case=(case,), log_points=6, constraints=30, proofs=2, steps=3)
     record = run_suite(suite, registry.choose("cpu"))
     assert [row.op for row in record.rows if row.p50] == wanted
 
@@ -167,7 +167,7 @@ def test_sums_and_proofs(case, wanted):
 @pytest.mark.soak  # starts a cluster
 def test_jobs_beside_tasks_of_ray():
     pytest.importorskip("ray")
-    record = run_suite(ScaleSuite(cases_=("jobs",)), registry.choose("cpu"))
+    record = run_suite(ScaleSuite(case=("jobs",)), registry.choose("cpu"))
     assert [(row.runner, row.implementation) for row in record.rows if row.p50] == [
         ("device", "local workers"), ("accelerant", "on Ray"), ("ray", "bare tasks")
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_jobs_beside_tasks_of_ray():
 @gloo
 @pytest.mark.soak  # as the cases above, with launchers
 def test_the_launcher_and_the_predictions():
-    suite = ScaleSuite(cases_=("collectives", "data"), processes=("2",), parameters="0.5M", batch=("1",), steps=3)
+    suite = ScaleSuite(case=("collectives", "data"), processes=("2",), parameters="0.5M", batch=("1",), steps=3)
     record = run_suite(suite, registry.choose("cpu"))
     predicted = next(row for row in record.rows if row.op == "predicted step")
     assert "of the measured time" in predicted.note
@@ -190,8 +190,8 @@ def test_the_launcher_and_the_predictions():
 def test_a_case_that_takes_too_long_keeps_the_rows_of_others(tmp_path):
     out = tmp_path / "record.json"
     with pytest.raises(SystemExit) as ended:
-        run_command(ScaleSuite, ["--device", "cpu", "--cases", "context,msm", "--limit-each-s", "1", "--log-points",
-              "5", "--steps", "3", "--out", str(out)])  # fmt: skip
+        run_command(ScaleSuite, ["--device", "cpu", "--case", "context", "--case", "msm", "--max-seconds-each", "1",
+              "--log-points", "5", "--steps", "3", "--out", str(out)])  # fmt: skip
     assert ended.value.code != 0
     rows = Record.load(out).rows
     assert any("did not end within 1 s" in row.note for row in rows)

@@ -133,7 +133,7 @@ def test_caches_are_filled_in_processes_and_what_is_left_is_noted(cpu, tiny, mon
         return "1 of 2 groups of cases were not precompiled"
 
     monkeypatch.setattr(precompile, "precompile", fill)
-    suite = UserSuite(op=("gelu", "gpt2"), budget_s=0.0, jobs=2).resolve(cpu)
+    suite = UserSuite(op=("gelu", "gpt2"), budget_s=0.0, workers=2).resolve(cpu)
     assert collect([suite], SuiteRun(cpu, record)).interrupted
     assert rows == [[], ["gelu", "gelu"]]
     key = "gpt2 2x16 bf16 autocast, AdamW, clipping"
@@ -159,7 +159,7 @@ def test_a_model_is_trained_by_each_runner_and_resumed(tmp_path, capsys, monkeyp
     """Liger is absent here: its row says so, and the others are measured."""
     pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    command = ["--device", "cpu", "--against", "torch,liger", "--budget-s", "0", "--json"]
+    command = ["--device", "cpu", "--against", "torch", "--against", "liger", "--budget-seconds", "0", "--json"]
     command += ["--out", str(tmp_path / "run"), "--case", "gpt2 2x16 bf16 autocast, AdamW, clipping"]
     kept = []
     for more in ([], ["--resume", "--case", "babybear"]):
@@ -215,7 +215,7 @@ def test_of_two_models_in_turns_one_that_fails_leaves_the_other_its_figure(cpu, 
 @pytest.mark.gpu
 def test_a_gpu_has_wall_and_device_times_and_targets():
     gpu = registry.choose("cuda")
-    suite = UserSuite(op=("gelu", "ntt"), against=("torch",), budget_s=0.02, jobs=1).resolve(gpu)
+    suite = UserSuite(op=("gelu", "ntt"), against=("torch",), budget_s=0.02, workers=1).resolve(gpu)
     record = run_suite(suite, gpu)
     for row in record.rows:
         assert row.wall_ms > 0
@@ -230,7 +230,7 @@ def test_a_gpu_has_wall_and_device_times_and_targets():
 def test_a_model_on_a_gpu_runs_by_each_runner():
     pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
     gpu = registry.choose("cuda")
-    suite = UserSuite(case=("gpt2 4x512 bf16 autocast, AdamW, clipping",), against=("torch",), budget_s=0.0, jobs=1)
+    suite = UserSuite(case=("gpt2 4x512 bf16 autocast, AdamW, clipping",), against=("torch",), budget_s=0.0, workers=1)
     rows = {row.runner: row for row in run_suite(suite.resolve(gpu), gpu).rows}
     assert {"torch", "accelerant", EAGER, STEP} <= set(rows) <= {"torch", "accelerant", EAGER, STEP, COMPILED}
     assert "CUDA graphs: " in rows["accelerant"].note

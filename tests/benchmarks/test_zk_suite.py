@@ -184,7 +184,7 @@ def test_cases_are_chosen_by_parts_of_their_names():
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys, small):
     folder = tmp_path / "run"
-    arguments = ["--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]
+    arguments = ["--device", "cpu", "--only", "pairing", "--budget-seconds", "0", "--out", str(folder)]
     with pytest.raises(SystemExit, match="0"):
         run_command(ZkSuite, [*arguments, "--json"])
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["pairing"]

@@ -38,10 +38,10 @@ def test_an_unknown_command_is_wrong_usage():
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("doctor --verify absent.json", "accelerant: absent.json: No such file or directory\n"),
+        ("doctor --check absent.json", "accelerant: absent.json: No such file or directory\n"),
         ("jobs list --key-file absent.key", "accelerant: absent.key: No such file or directory\n"),
-        ("tune --limit-s nan", "Invalid value for '--limit-s': nan is no number"),
-        ("bench gelu --budget-s nan", "Invalid value for '--budget-s': nan is no number"),
+        ("tune --max-seconds nan", "Invalid value for '--max-seconds': nan is no number"),
+        ("bench gelu --budget-seconds nan", "Invalid value for '--budget-seconds': nan is no number"),
     ],
 )
 def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, capsys):
@@ -62,8 +62,8 @@ def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, caps
         ("bench check x ''", "RECORD"),
         ("compile x -I ''", "--include"),
         ("data info ''", "FILE"),
-        ("doctor --certify --quick --ops ''", "--ops"),
-        ("doctor --verify ''", "--verify"),
+        ("doctor --certify --quick --op ''", "--op"),
+        ("doctor --check ''", "--check"),
         ("jobs show ''", "ID"),
         ("jobs list --key-file ''", "--key-file"),
         ("keys list --config ''", "--config"),
@@ -73,7 +73,7 @@ def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, caps
         ("serve --state-url=", "--state-url"),
         ("serve --device cpu --device ''", "--device"),
         ("tune --dtype ''", "--dtype"),
-        ("tune --table ''", "--table"),
+        ("tune --out ''", "--out"),
         ("zk prove '' x", "CIRCUIT.ZKEY"),
         ("zk prove-many x y '' --out z", "WITNESS.WTNS"),
         ("zk prove-many x y --ray ''", "--ray"),

@@ -21,7 +21,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
 SUITES = (NeuralSuite, AlgebraSuite, RuntimeSuite, BandwidthSuite)
-QUICK = ["--device", "cpu", "--budget-s", "0"]
+QUICK = ["--device", "cpu", "--budget-seconds", "0"]
 
 
 def status(*arguments):
@@ -85,7 +85,7 @@ def test_compare_exits_0_beside_itself_and_1_on_a_regression_past_the_noise(suit
 @pytest.mark.slow
 def test_a_missing_row_is_a_regression_and_one_not_asked_for_is_not(tmp_path, small, capsys):
     path = tmp_path / "before.json"
-    arguments = ["bandwidth", *QUICK, "--sizes", "4KiB"]
+    arguments = ["bandwidth", *QUICK, "--size", "4KiB"]
     assert status(*arguments, "--out", str(path)) == 0
 
     def change(table):
@@ -164,7 +164,7 @@ def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, mon
 def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     folder = tmp_path / "record"
     arguments = ["neural", *QUICK, "--op", "gelu", "--against", "torch", "--sweep", "--sweep-to", "10"]
-    assert status(*arguments, "--out", str(folder), "--limit-s", "0") == 0
+    assert status(*arguments, "--out", str(folder), "--max-seconds", "0") == 0
     assert "3 of 3 cases not measured" in capsys.readouterr().out
     assert status(*arguments, "--out", str(folder)) == 2
     assert "--resume goes on with it" in capsys.readouterr().err
@@ -182,13 +182,13 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_goes_on_only_as_it_was_begun(tmp_path, capsys):
-    arguments = ["neural", *QUICK, "--op", "relu", "--against", "none", "--limit-s", "0", "--out", str(tmp_path)]
+    arguments = ["neural", *QUICK, "--op", "relu", "--against", "none", "--max-seconds", "0", "--out", str(tmp_path)]
     assert status(*arguments) == 0
     before = (tmp_path / "rows.jsonl").read_bytes()
     for *other, message in (
         ("--against", "torch", "is of a run with --against none; this one has --against torch"),
-        ("--dtypes", "bf16", "is of a run with --dtypes default; this one has --dtypes bfloat16"),
-        ("--budget-s", "0.5", "is of a run with --budget-s 0; this one has --budget-s 0.5"),
+        ("--dtype", "bf16", "is of a run with --dtype default; this one has --dtype bfloat16"),
+        ("--budget-seconds", "0.5", "is of a run with --budget-seconds 0; this one has --budget-seconds 0.5"),
     ):
         capsys.readouterr()
         assert status(*arguments, "--resume", *other) == 2
@@ -239,7 +239,8 @@ def test_the_device_that_is_measured_is_the_current_one(index, wanted, monkeypat
 
 def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
     monkeypatch.setattr(NeuralSuite, "measure", lambda *args: pytest.fail("something was measured"))
-    arguments = ["neural", "--device", "cpu", "--op", "softmax", "--dtypes", "bf16,fp32", "--sweep", "--odd", "--list"]
+    arguments = ["neural", "--device", "cpu", "--op", "softmax", "--dtype", "bf16", "--dtype", "fp32"]
+    arguments += ["--sweep", "--odd", "--list"]
     assert status(*arguments) == 0
     *cases, total = capsys.readouterr().out.splitlines()
     assert sum(" s  softmax 16384x4096" in case for case in cases) == 2
@@ -257,10 +258,14 @@ def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
         "matmul",
         "--device",
         "cpu",
-        "--sizes",
-        "8..16,4x8",
-        "--dtypes",
-        "float32,bfloat16",
+        "--size",
+        "8..16",
+        "--size",
+        "4x8",
+        "--dtype",
+        "float32",
+        "--dtype",
+        "bfloat16",
         "--list",
         "--json",
     ]
@@ -281,14 +286,14 @@ def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
         (["check", "/nowhere.toml", "--device", "cpu"], "/nowhere.toml is not a file of floors"),
         (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
         (
-            ["neural", "--device", "cpu", "--dtypes", "bf16,int4"],
+            ["neural", "--device", "cpu", "--dtype", "bf16", "--dtype", "int4"],
             "--dtype: no dtype 'int4'; there are bfloat16, float16, float32",
         ),
         (["neural", "--device", "cpu", "--no-tables"], "--no-tables: nothing is left to measure; add --odd or --sweep"),
         (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
         (["all", "--op", "abacus"], "no op 'abacus'"),
-        (["bandwidth", "--sizes", "1MB"], "got '1MB'"),
-        (["bandwidth", "--sizes", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
+        (["bandwidth", "--size", "1MB"], "got '1MB'"),
+        (["bandwidth", "--size", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
         (["bandwidth", "--device", "cpu:x"], "cpu:x"),
         (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
         (["gelu", "--device", "cpu", "--out", "n.txt"], "--out: n.txt must be a .json file, or a folder"),

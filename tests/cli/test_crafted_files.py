@@ -174,7 +174,7 @@ def token_file(folder, draw, command):
     if command == "train":
         options = ["--steps", "1", "--device", "cpu", "--json", "--batch-size", "1", "--out", str(folder / "out")]
         return ["train", "--data", str(path), *options]
-    return ["data", "info", str(path), *draw.choice(([], ["--verify"], ["--json"]))]
+    return ["data", "info", str(path), *draw.choice(([], ["--check"], ["--json"]))]
 
 
 def tokens(folder, draw):

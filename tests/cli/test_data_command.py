@@ -37,7 +37,7 @@ def test_text_becomes_a_token_file_that_training_takes(accelerant, text):
     status, output, errors = accelerant("data", "prepare", text, "--out", "text.tokens", "--tokenizer", "bytes")
     assert (status, errors) == (0, "")
     assert re.search(r"tokens +\d\d,\d{3} of a vocabulary of 256, uint16", output)
-    assert accelerant("data", "info", "text.tokens", "--verify")[1] == output
+    assert accelerant("data", "info", "text.tokens", "--check")[1] == output
 
     status, output, _ = accelerant(
         *("train", "--data", "text.tokens", "--steps", 5, "--device", "cpu", "--out", "run", "--json")

@@ -75,7 +75,7 @@ def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
         "neural",
         "--op",
         "gelu",
-        "--budget-s",
+        "--budget-seconds",
         "0",
         "--against",
         "torch",
@@ -97,7 +97,7 @@ def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
 @pytest.mark.slow
 def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     path = tmp_path / "before.json"
-    arguments = ["bench", "neural", "--op", "softmax", "--budget-s", "0", "--against", "torch", "--device", "cpu"]
+    arguments = ["bench", "neural", "--op", "softmax", "--budget-seconds", "0", "--against", "torch", "--device", "cpu"]
     run(*arguments, "--out", str(path))
     baseline = json.loads(path.read_text())
     for row in baseline["rows"]:
@@ -126,7 +126,7 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
                 "cpu",
                 "--against",
                 "torch",
-                "--budget-s",
+                "--budget-seconds",
                 "0",
                 "--compare",
                 "/nowhere.json",

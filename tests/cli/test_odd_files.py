@@ -48,7 +48,7 @@ def commands(path):
         ("train", "--data", path, "--steps", 1, "--device", "cpu", "--json"),
         ("data", "prepare", path, "--out", "out.tokens"),
         ("data", "prepare", "text.txt", "--out", "out.tokens", "--tokenizer", path),
-        ("data", "info", path, "--verify"),
+        ("data", "info", path, "--check"),
         ("train", "--resume", path),
     ]
 

@@ -1,6 +1,7 @@
 """`accelerant privacy`: numbers, JSON, and exit statuses."""
 
 import json
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
-MNIST = ("--q", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
+MNIST = ("--sample-rate", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
 
 
 def status(*arguments):
@@ -20,7 +21,7 @@ def status(*arguments):
 
 @pytest.mark.slow
 def test_epsilon(capsys):
-    assert status("epsilon", "--sigma", "1.1", *MNIST) == 0
+    assert status("epsilon", "--noise-multiplier", "1.1", *MNIST) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "epsilon 2.38169 at delta 1e-05 (PLD)"
     assert lines[1] == "cross-check by RDP: 2.59656"
@@ -28,16 +29,18 @@ def test_epsilon(capsys):
 
 
 def test_epsilon_as_json(capsys):
-    assert status("epsilon", "--sigma", "1.1", *MNIST, "--method", "rdp", "--json") == 0
+    assert status("epsilon", "--noise-multiplier", "1.1", *MNIST, "--method", "rdp", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (round(found["epsilon"], 4), round(found["epsilon_pld"], 4)) == (2.5966, 2.3817)
     assert (found["method"], found["sampling"], found["neighbouring"]) == ("rdp", "poisson", "add-or-remove-one")
+    assert status("epsilon", "--sigma", "1.1", "--q", MNIST[1], *MNIST[2:], "--method", "rdp", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == found  # the short names
 
 
 def test_no_noise_is_infinite_and_says_why(capsys):
-    assert status("epsilon", "--sigma", "0", *MNIST) == 0
+    assert status("epsilon", "--noise-multiplier", "0", *MNIST) == 0
     assert "epsilon infinite at delta 1e-05 (PLD): 14062 releases (gaussian) have no noise" in capsys.readouterr().out
-    assert status("epsilon", "--sigma", "0", *MNIST, "--json") == 0
+    assert status("epsilon", "--noise-multiplier", "0", *MNIST, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["epsilon"] == found["epsilon_rdp"] == "inf"
     assert "no noise" in found["reason"]
@@ -45,18 +48,18 @@ def test_no_noise_is_infinite_and_says_why(capsys):
 
 @pytest.mark.slow
 def test_calibrate_shows_digits_that_are_enough(capsys):
-    run = ("--q", "1", "--steps", "3", "--delta", "1e-5")
+    run = ("--sample-rate", "1", "--steps", "3", "--delta", "1e-5")
     assert status("calibrate", "--target-epsilon", "2", *run) == 0
-    shown = float(capsys.readouterr().out.splitlines()[0].removeprefix("sigma "))
+    shown = float(capsys.readouterr().out.splitlines()[0].removeprefix("noise multiplier "))
     assert spent([PrivacyEvent("gaussian", shown, count=3)], 1e-5).epsilon <= 2
     assert status("calibrate", "--target-epsilon", "2", *run, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["sigma"] <= shown <= 1.00002 * found["sigma"]
+    assert found["noise_multiplier"] <= shown <= 1.00002 * found["noise_multiplier"]
     assert found["epsilon"] <= 2 < found["epsilon_rdp"]
 
 
 def test_a_target_out_of_reach_fails(capsys):
-    assert status("calibrate", "--target-epsilon", "1e9", "--q", "1", "--steps", "1", "--delta", "1e-5") == 1
+    assert status("calibrate", "--target-epsilon", "1e9", "--sample-rate", "1", "--steps", "1", "--delta", "1e-5") == 1
     assert "it is no limit" in capsys.readouterr().err
 
 
@@ -80,7 +83,7 @@ def test_statement(ledger, capsys):
 
 
 def test_a_delta_is_not_rounded_to_another(capsys):
-    arguments = ("--sigma", "1", "--q", "1", "--steps", "1", "--delta", "1.23456749e-5")
+    arguments = ("--noise-multiplier", "1", "--sample-rate", "1", "--steps", "1", "--delta", "1.23456749e-5")
     assert status("epsilon", *arguments) == 0
     assert "at delta 1.23456749e-05 (PLD)" in capsys.readouterr().out
 
@@ -105,30 +108,27 @@ def test_what_is_no_ledger_exits_2(ledger, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changed", "message"),
     [
-        (("--sigma", "-1", "--q", "0.1", "--steps", "1", "--delta", "1e-5"), "--sigma must be 0 or more.* got -1.0"),
-        (("--sigma", "nan", "--q", "0.1", "--steps", "1", "--delta", "1e-5"), "got nan"),
-        (("--sigma", "1", "--q", "0", "--steps", "1", "--delta", "1e-5"), r"--q must be in \(0, 1\], got 0.0"),
-        (
-            ("--sigma", "1", "--q", "0.1", "--steps", "0", "--delta", "1e-5"),
-            "--steps must be from 1 to .*, got 0",
-        ),
-        (("--sigma", "1", "--q", "0.1", "--steps", "1", "--delta", "1"), r"--delta must be in \(0, 1\), got 1.0"),
-        (("--sigma", "1", "--q", "0.1", "--steps", "1", "--delta", "0.1", "--method", "clt"), "pld or rdp, got 'clt'"),
-        (("--sigma", "one", "--q", "0.1", "--steps", "1", "--delta", "0.1"), "--sigma"),
-        (("--q", "0.1", "--steps", "1", "--delta", "0.1"), "--sigma"),
+        ({"--noise-multiplier": "-1"}, "--noise-multiplier must be 0 or more.* got -1.0"),
+        ({"--noise-multiplier": "nan"}, "got nan"),
+        ({"--sample-rate": "0"}, r"--sample-rate must be in \(0, 1\], got 0.0"),
+        ({"--steps": "0"}, "--steps must be from 1 to .*, got 0"),
+        ({"--delta": "1"}, r"--delta must be in \(0, 1\), got 1.0"),
+        ({"--method": "clt"}, "pld or rdp, got 'clt'"),
+        ({"--noise-multiplier": "one"}, "--noise-multiplier"),
+        ({"--noise-multiplier": None}, "--noise-multiplier"),
     ],
 )
-def test_wrong_usage_exits_2(capsys, arguments, message):
-    import re
-
-    assert status("epsilon", *arguments) == 2
+def test_wrong_usage_exits_2(capsys, changed, message):
+    given = {"--noise-multiplier": "1", "--sample-rate": "0.1", "--steps": "1", "--delta": "1e-5"} | changed
+    words = [word for pair in given.items() if pair[1] is not None for word in pair]
+    assert status("epsilon", *words) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
 def test_more_wrong_usage(ledger, capsys):
-    run = ("--q", "0.1", "--steps", "1", "--delta", "1e-5")
+    run = ("--sample-rate", "0.1", "--steps", "1", "--delta", "1e-5")
     assert status("calibrate", "--target-epsilon", "0", *run) == 2
     assert "--target-epsilon must be above 0, and finite, got 0.0" in capsys.readouterr().err
     assert status("statement", str(ledger), "--json", "--markdown") == 2

@@ -38,7 +38,7 @@ def profiled(capsys, tmp_path, monkeypatch):
 
 
 def test_the_tables_follow_the_scripts_output(profiled):
-    status, output, _ = profiled(SCRIPT, "--limit", "5", "-x", options=("--no-ceilings", "--limit", "2"))
+    status, output, _ = profiled(SCRIPT, "--limit", "5", "-x", options=("--no-ceilings", "--max-rows", "2"))
     assert status == 0
     lines = output.splitlines()
     assert lines[0] == "arguments ['--limit', '5', '-x'] __main__"

@@ -32,7 +32,7 @@ def test_each_call_says_what_was_chosen_and_why(cache, capsys):
 
 def test_what_is_known_is_written_as_a_table(cache, capsys):
     path = cache / "table.json"
-    assert status("--list", "--table", str(path), "--serves", "Another CPU") == 0
+    assert status("--list", "--out", str(path), "--serves", "Another CPU") == 0
     body = json.loads(path.read_text())
     assert body["serves"][-1] == "Another CPU"
     assert body["entries"] == {}
@@ -46,13 +46,13 @@ def test_no_results_are_said_to_be_none_and_how_to_make_them(cache, capsys):
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(cache, capsys, monkeypatch):
     monkeypatch.setattr(tuning, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
     (cache / "file").write_text("in the way")
-    assert status("--op", "relu", "--table", str(cache / "file" / "table.json")) == 2
-    assert f"--table: {cache}/file/table.json cannot be written" in capsys.readouterr().err
+    assert status("--op", "relu", "--out", str(cache / "file" / "table.json")) == 2
+    assert f"--out: {cache}/file/table.json cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--dtype", "int4"), "got 'int4'"), (("--op", "nothing"), "no op 'nothing' to tune")],
+    [(("--dtype", "int4"), "no dtype 'int4'"), (("--op", "nothing"), "no op 'nothing'")],
 )
 def test_wrong_usage_exits_2(cache, capsys, arguments, message):
     assert status(*arguments) == 2
@@ -72,7 +72,7 @@ def test_the_table_is_written_after_each_op(cache, monkeypatch):
         return met(name, *rest)
 
     monkeypatch.setattr(tuning, "_tuned", tuned)
-    arguments = ("--op", "relu", "--op", "dropout", "--dtype", "float32", "--no-launches", "--table", str(path))
+    arguments = ("--op", "relu", "--op", "dropout", "--dtype", "float32", "--no-launches", "--out", str(path))
     assert status(*arguments) == 0
     assert [there for name, there in seen if name == "relu"] == [False] * 5  # three sizes, and two odd ones
     assert [there for name, there in seen if name == "dropout"] == [False, True, True, True, True]
@@ -85,11 +85,11 @@ def test_a_time_limit_ends_the_run_and_the_table_keeps_what_it_had(cache, capsys
     path = cache / "table.json"
     old = {"relu_fwd float32 1 1": {"ms": {"torch": 1.0}, "case": "x", "date": "2026-01-01"}}
     path.write_text(json.dumps({"format": 1, "device": "x", "serves": ["x"], "entries": old}))
-    arguments = ("--op", "dropout", "--dtype", "float32", "--no-launches", "--table", str(path))
-    assert status(*arguments, "--limit-s", "0") == 0
+    arguments = ("--op", "dropout", "--dtype", "float32", "--no-launches", "--out", str(path))
+    assert status(*arguments, "--max-seconds", "0") == 0
     assert "stopped by the time limit: 5 of 5 calls not made" in capsys.readouterr().err
     assert json.loads(path.read_text())["entries"] == old
-    assert status(*arguments, "--limit-s", "600") == 0
+    assert status(*arguments, "--max-seconds", "600") == 0
     assert "time limit" not in capsys.readouterr().err
     assert not set(old) & set(json.loads(path.read_text())["entries"])  # the run was whole, and knows no such entry
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(cache, c
     monkeypatch.setattr(tuning, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
     path = cache / "table.json"
     path.write_text("[]")
-    assert status("--op", "relu", "--table", str(path), "--limit-s", "9") == 2
+    assert status("--op", "relu", "--out", str(path), "--max-seconds", "9") == 2
     assert "exists and is no table of choices" in capsys.readouterr().err
     assert path.read_text() == "[]"
 

@@ -36,7 +36,7 @@ def test_list_and_show(run, job):
     assert status == 0
     assert out.splitlines()[0].split()[:4] == ["job", "operation", "state", "done"]
     assert out.splitlines()[1].split()[:4] == [job.id[:12], "field_add", "succeeded", "100%"]
-    rows = json.loads(run("list", "--json", "--limit", "1")[1])
+    rows = json.loads(run("list", "--json", "--max-rows", "1")[1])
     assert [(row["id"], row["state"]) for row in rows] == [(job.id, "succeeded")]
     assert job.id not in run("list", "--state", "failed")[1]
     status, out, _ = run("show", job.id[:8])

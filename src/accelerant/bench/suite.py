@@ -51,18 +51,22 @@ _CEILINGS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
 
 
 def option(
-    default: Any, help: str, *, flags: Sequence[str] = (), metavar: str | None = None, min: float | None = None,
-    max: float | None = None, comma: bool = False, same: bool = False,
+    default: Any, help: str, *, metavar: str | None = None, min: float | None = None, max: float | None = None,
+    same: bool = False,
 ) -> Any:  # fmt: skip
-    """Declare an option of a suite, as the default of its dataclass field.
+    """Declare an option of a suite, as the default of its dataclass field; that of a tuple may be repeated.
 
     Args:
-        flags: option strings; by default `--` and the field's name.
-        comma: read a tuple from one comma-separated value instead of repeated options.
         same: a resumed run must have the value of the run that it continues.
     """
-    known = {"help": help, "flags": tuple(flags), "metavar": metavar, "min": min, "max": max, "comma": comma}
-    return field(default=default, metadata={"option": {**known, "same": same}})
+    return field(
+        default=default, metadata={"option": {"help": help, "metavar": metavar, "min": min, "max": max, "same": same}}
+    )
+
+
+def flag_of(name: str) -> str:
+    """Return the option of a suite's field: `budget_s` is `--budget-seconds`."""
+    return "--" + (f"{name[:-2]}_seconds" if name.endswith("_s") else name).replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Suite(ABC):
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]] = ()
 
-    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
+    cpu: bool = option(False, "Add a CPU column where the device is another.")
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with the device's defaults filled in; raise ConfigError for an invalid option."""
@@ -136,10 +140,10 @@ class Suite(ABC):
         for one in fields(self):
             declared = one.metadata.get("option", {})
             if declared.get("same"):
-                flag = (declared["flags"] or (f"--{one.name.replace('_', '-')}",))[-1]
                 value = getattr(self, one.name)
                 text = ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-                found[flag] = "default" if value is None else f"{value:g}" if isinstance(value, float) else text
+                text = "default" if value is None else f"{value:g}" if isinstance(value, float) else text
+                found[flag_of(one.name)] = text
         return found
 
 
@@ -148,6 +152,17 @@ def check_names(flag: str, kind: str, names: Iterable[str], known: Sequence[str]
     for name in names:
         if name not in known:
             raise ConfigError(f"{flag}: no {kind} {name!r}; there are {', '.join(known)}")
+
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def dtypes_named(names: Iterable[str], flag: str = "--dtype") -> dict[str, torch.dtype]:
+    """Return dtypes by their whole names; short ones, as bf16, are understood. ConfigError for others."""
+    whole = [_SHORT.get(name, name) for name in names]
+    check_names(flag, "dtype", whole, tuple(_DTYPES))
+    return {name: _DTYPES[name] for name in whole}
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

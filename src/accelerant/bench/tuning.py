@@ -14,12 +14,13 @@ import torch
 
 from accelerant import ops
 from accelerant.bench.subjects import OPS
+from accelerant.bench.suite import check_names
 from accelerant.bench.suites import neural
 from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of, odd_benchmarks_of
 from accelerant.bench.suites.neural_plan import plan
 from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.config import override
-from accelerant.errors import AccelerantError, ConfigError, DeviceLost
+from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
@@ -52,7 +53,7 @@ def count_calls(names: Sequence[str] = (), dtypes: Sequence[torch.dtype] = (torc
 
 def tune_ops(
     device: ComputeDevice, *, names: Sequence[str] = (),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32), launches: bool = True, jobs: int = 1,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32), launches: bool = True, workers: int = 1,
     until: float | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[TuneResult]:  # fmt: skip
     """Race and tune, call by call; each result is on disk before the next call begins.
@@ -60,17 +61,15 @@ def tune_ops(
     Args:
         names: ops of the neural suite, all by default; ConfigError for others.
         launches: also tune launch parameters, which compiles every candidate: minutes an op.
-        jobs: processes that compile the implementations first; with 1 they are compiled at their first call.
+        workers: processes that compile the implementations first; with 1 they are compiled at their first call.
         until: value of time.monotonic() after which no further call is made.
     """
-    unknown = [name for name in names if name not in OPS]
-    if unknown:
-        raise ConfigError(f"no op {unknown[0]!r} to tune; there are {', '.join(OPS)}")
+    check_names("names", "op", names, tuple(OPS))
     where = torch.device(device.torch_device)
-    if jobs > 1:
+    if workers > 1:
         planned = plan(names, dtypes=dtypes, against=(), budget_s=0.0, gpu=where.type == "cuda")
         most_s = _COMPILE_S if until is None else min(_COMPILE_S, _COMPILE_SHARE * (until - time.monotonic()))
-        precompile(groups_of(planned), device, jobs, limit_s=most_s, progress=progress)
+        precompile(groups_of(planned), device, workers, limit_s=most_s, progress=progress)
     began, done, count = time.monotonic(), 0, count_calls(names, dtypes)
     for name in names or OPS:
         for dtype in dtypes:

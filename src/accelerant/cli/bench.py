@@ -130,7 +130,11 @@ def _epilog(program: str, examples: Sequence[str]) -> str:
     return "\n".join(f"{program} {example}".strip() for example in examples)
 
 
-_OP_EXAMPLES = ("--size 1024", "--size 128..4096 --dtypes float32,bfloat16", "--against torch,compile --out now.json")
+_OP_EXAMPLES = (
+    "--size 1024",
+    "--size 128..4096 --dtype float32 --dtype bfloat16",
+    "--against torch --against compile --out now.json",
+)
 
 
 def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
@@ -142,7 +146,7 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
     shared = inspect.signature(_RunOptions, eval_str=True).parameters.values()
 
     def command(**values: Any) -> None:
-        own = {name: _value(values.pop(name), one.metadata["option"]["comma"]) for name, one in declared.items()}
+        own = {name: _value(values.pop(name)) for name in declared}
         suite = kind(**given, **{name: value for name, value in own.items() if value is not None})
         _RunOptions(**values).run([suite], kind.name)
 
@@ -152,21 +156,22 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
 
 def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:
     """Return the command-line parameter of a suite's field."""
+    from accelerant.bench.suite import flag_of
+
     bounds = {bound: declared[bound] for bound in ("min", "max") if declared[bound] is not None}
-    info = typer.Option(*declared["flags"], help=declared["help"], metavar=declared["metavar"], **bounds)
-    if declared["comma"]:
-        hint, default = str | None, ",".join(map(str, default)) or "none" if default is not None else None
-    elif tuples := [one for one in (hint, *get_args(hint)) if get_origin(one) is tuple]:
-        hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, None
+    flag = flag_of(name)
+    flag += f"/--no-{flag[2:]}" if default is True else ""
+    info = typer.Option(flag, help=declared["help"], metavar=declared["metavar"], **bounds)
+    if tuples := [one for one in (hint, *get_args(hint)) if get_origin(one) is tuple]:
+        hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, list(default or ()) or None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
-def _value(value: Any, comma: bool) -> Any:
-    """Convert an option's value to the field's: lists and comma-separated texts to tuples without repetitions."""
-    if comma and value is not None:
-        parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none")]
-        return tuple(dict.fromkeys(parts))
-    return tuple(dict.fromkeys(value)) or None if isinstance(value, list) else value
+def _value(value: Any) -> Any:
+    """Convert an option's value to the field's: lists to tuples without repetitions, "none" to an empty one."""
+    if not isinstance(value, list):
+        return value
+    return tuple(dict.fromkeys(one for one in value if one != "none")) if value else None
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -177,7 +182,7 @@ class _RunOptions:
     """The options that all suites share."""
 
     device: _Device = "auto"
-    limit_s: Annotated[
+    max_seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Begin no case after so many seconds; --resume goes on later.")
     ] = None
     listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases.")] = False
@@ -199,7 +204,7 @@ class _RunOptions:
         from accelerant.bench.suite import SuiteRun, collect
         from accelerant.runtime import registry
 
-        until = None if self.limit_s is None else time.monotonic() + self.limit_s
+        until = None if self.max_seconds is None else time.monotonic() + self.max_seconds
         device = registry.choose(self.device, torch_tensors=True)
         if not device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {self.device} is not one")
@@ -309,16 +314,18 @@ def _save(
 
 # --- bench all, bench compare ----------------------------------------------------------------------------------------
 
-_ALL_EXAMPLES = ("--out now.json --report report.html", "--compare before.json", "--suite algebra --budget-s 0.1")
+_ALL_EXAMPLES = ("--out now.json --report report.html", "--compare before.json", "--suite algebra --budget-seconds 0.1")
 
 
 def everything(
     device: _Device = "auto",
     suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")] = None,
-    budget_s: Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure.")] = 0.3,
+    budget_s: Annotated[
+        float, typer.Option("--budget-seconds", min=0.0, help="Seconds of calls behind each figure.")
+    ] = 0.3,
     against: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Peers of the neural suite: see bench neural --help.")
+        list[str] | None, typer.Option(help="Peers of the neural suite: see bench neural --help.")
     ] = None,
     cpu: Annotated[bool, typer.Option(help="Add a CPU column where the device is another.")] = True,
     out: _Out = None,
@@ -331,7 +338,7 @@ def everything(
     from accelerant.bench.suite import check_names
 
     check_names("--suite", "suite", suite or (), tuple(_SUITES))
-    peers = _value(against, comma=True)
+    peers = _value(against)
     compiled = {} if peers is None else {"compiled": "compile" in peers}
     neural = {"op": tuple(op or ())} | ({} if peers is None else {"against": peers})
     own: dict[str, dict[str, Any]] = {"neural": neural, "algebra": compiled}
@@ -368,14 +375,17 @@ def check(
         float, typer.Option(min=0.01, max=1.0, help="With --write: share of the records' speeds to require.")
     ] = 0.9,
     device: _Device = "auto",
-    budget_s: Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure measured now.")] = 0.1,
-    limit_s: Annotated[float | None, typer.Option(min=0.0, help="Begin no case after so many seconds.")] = None,
+    budget_s: Annotated[
+        float, typer.Option("--budget-seconds", min=0.0, help="Seconds of calls behind each figure measured now.")
+    ] = 0.1,
+    max_seconds: Annotated[float | None, typer.Option(min=0.0, help="Begin no case after so many seconds.")] = None,
     json_output: _Json = False,
 ) -> None:
     """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""
     from accelerant.bench.floors import check_floors, floors_text, read_floors
     from accelerant.bench.record import Record
     from accelerant.bench.subjects import OPS
+    from accelerant.bench.suite import check_names
     from accelerant.runtime import registry
 
     loaded = [Record.load(path) for path in records or ()]
@@ -386,6 +396,7 @@ def check(
         write_atomic(floors, floors_text(loaded, margin).encode())
         return
     known = read_floors(floors)
+    check_names("--op", "op", op or (), sorted({*OPS, *(floor.key.split()[0] for floor in known)}))
     names = [record.environment.device for record in loaded] or [registry.choose(device, torch_tensors=True).name]
     mine = [floor for floor in known if any(floor.device in name for name in names)]
     mine = [floor for floor in mine if not op or any(f"{floor.key} ".startswith(f"{one} ") for one in op)]
@@ -398,7 +409,7 @@ def check(
         unmeasured = [floor.key for floor in mine if floor.key.split()[0] not in OPS]
         mine = [floor for floor in mine if floor.key not in unmeasured]
         record, failed = _measured(
-            tuple(dict.fromkeys(floor.key.split()[0] for floor in mine)), device, budget_s, limit_s
+            tuple(dict.fromkeys(floor.key.split()[0] for floor in mine)), device, budget_s, max_seconds
         )
         loaded = [record]
     result = replace(check_floors(mine, loaded), unmeasured=tuple(unmeasured))
@@ -407,7 +418,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _measured(ops: tuple[str, ...], device: str, budget_s: float, limit_s: float | None) -> tuple[Record, bool]:
+def _measured(ops: tuple[str, ...], device: str, budget_s: float, max_seconds: float | None) -> tuple[Record, bool]:
     """Measure ops and torch's; return the record, and whether a case failed."""
     from accelerant.bench.record import Environment, Record
     from accelerant.bench.suite import SuiteRun, collect
@@ -415,7 +426,7 @@ def _measured(ops: tuple[str, ...], device: str, budget_s: float, limit_s: float
     from accelerant.runtime import registry
 
     chosen, show = registry.choose(device, torch_tensors=True), ProgressLine()
-    until = None if limit_s is None else time.monotonic() + limit_s
+    until = None if max_seconds is None else time.monotonic() + max_seconds
     run = SuiteRun(chosen, Record(Environment.of(chosen)), until=until, progress=show)
     suites = [NeuralSuite(op=ops, against=("torch",), budget_s=budget_s).resolve(chosen)] if ops else []
     outcome = collect(suites, run)

@@ -39,14 +39,14 @@ _Vocabulary = Annotated[
 _Field = Annotated[str, typer.Option("--field", help="Field of each JSON object that contains the text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A token file.")]
-_Verify = Annotated[bool, typer.Option("--verify", help="Read all tokens and compare them with their checksum.")]
+_Check = Annotated[bool, typer.Option("--check", help="Read all tokens and compare them with their checksum.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the application."""
     group = Application(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
     group.command("prepare", epilog=_EXAMPLES)(prepare)
-    group.command("info", epilog="accelerant data info books.tokens --verify")(info)
+    group.command("info", epilog="accelerant data info books.tokens --check")(info)
     app.add_typer(group, rich_help_panel="Training")
 
 
@@ -76,12 +76,12 @@ def prepare(
     _print(out, info, json_output)
 
 
-def info(file: _File, verify: _Verify = False, json_output: _Json = False) -> None:
-    """Describe a token file; with --verify, check its tokens."""
+def info(file: _File, check: _Check = False, json_output: _Json = False) -> None:
+    """Describe a token file; with --check, check its tokens."""
     from accelerant.nn.train.tokenfile import TokenFile
 
     opened = TokenFile(Path(file).expanduser())
-    if verify:
+    if check:
         with _progress_bar(quiet=json_output) as show:
             opened.verify(lambda share: show("reading", share))
     _print(file, opened.info, json_output)

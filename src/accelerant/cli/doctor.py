@@ -34,41 +34,40 @@ def doctor(
     = False,
     quick: Annotated[bool, typer.Option("--quick", help="Certify a case of each op, in float32, and one field and "
                                         "curve of each shape.")] = False,
-    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="NAME", help="Certify this backend or "
-                                                      "device alone; may be repeated.")] = None,
-    ops: Annotated[str, typer.Option("--ops", metavar="A,B", help="Certify these ops alone.")] = "",
+    device: Annotated[list[str] | None, typer.Option("--device", metavar="NAME", help="Certify this backend or "
+                                                     "device alone; may be repeated.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Certify this op alone; may be "
+                                                 "repeated.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Write certificate.json and "
                                              "certificate.html there.")] = None,
-    verify: Annotated[Path | None, typer.Option("--verify", metavar="FILE", help="Check the SHA-256 of a "
-                                                "certificate.json, and print its summary.")] = None,
+    check: Annotated[Path | None, typer.Option("--check", metavar="FILE", help="Check the SHA-256 of a "
+                                               "certificate.json, and print its summary.")] = None,
 ) -> None:  # fmt: skip
     """Check the installation, compilers, cache and devices, and run a computation on each device.
 
     Each line is ok, warning or failed. Exit status 1 if something failed. With --certify, every op runs on every
     device instead, and is compared with its reference; exit status 1 if a row is wrong.
     """
-    if verify is not None:
+    if check is not None:
         from accelerant.bench.certificate import Certificate
 
-        return _print_certificate(Certificate.load(verify))
+        return _print_certificate(Certificate.load(check))
     if certify:
-        return _certify(
-            backend or [], [name.strip() for name in ops.split(",") if name.strip()], quick, out, json_output
-        )
-    if quick or backend or ops or out:
-        raise typer.BadParameter("--quick, --backend, --ops and --out belong to --certify")
+        return _certify(device or [], op or [], quick, out, json_output)
+    if quick or device or op or out:
+        raise typer.BadParameter("--quick, --device, --op and --out belong to --certify")
     from accelerant.cli.doctor_checks import checks
 
     show = ProgressLine(every_s=math.inf)  # on a terminal only
     results: list[Check] = []
-    for check in checks(lambda part: None if json_output else show(f"{part} ...")):
-        results.append(check)
+    for found in checks(lambda part: None if json_output else show(f"{part} ...")):
+        results.append(found)
         if not json_output:
             show("")
-            _print(check)
-    counts = {status: sum(check.status == status for check in results) for status in _COLORS}
+            _print(found)
+    counts = {status: sum(one.status == status for one in results) for status in _COLORS}
     if json_output:
-        print(json.dumps({"counts": counts, "checks": [check.to_dict() for check in results]}, indent=1))
+        print(json.dumps({"counts": counts, "checks": [one.to_dict() for one in results]}, indent=1))
     else:
         print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
     if counts["failed"]:
@@ -88,11 +87,11 @@ def _print(check: Check) -> None:
         shown.print(advice, soft_wrap=True)
 
 
-def _certify(backends: list[str], ops: list[str], quick: bool, out: Path | None, json_output: bool) -> None:
+def _certify(names: list[str], ops: list[str], quick: bool, out: Path | None, json_output: bool) -> None:
     from accelerant.bench.certificate import certify
     from accelerant.runtime import registry
 
-    devices = [registry.choose(name) for name in backends] or registry.devices()
+    devices = [registry.choose(name) for name in names] or registry.devices()
     show = ProgressLine()
     certificate = certify(devices, ops=ops, quick=quick, progress=show)
     show("")

@@ -35,6 +35,23 @@ _KINDS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 _MAY_BE_EMPTY = ("prompt", "arguments")
 """Parameters of which the empty text is a value: the prompt of a sample, and the arguments of a profiled script."""
 
+_FREE_TEXTS = frozenset({"data", "include", "entry", "define", "nvrtc", "ptxas", "serves", "paths"})
+"""Repeated parameters whose values may have commas; all others are names or numbers, one each."""
+
+ALIASES = {"--device": "--backend", "--learning-rate": "--lr", "--noise-multiplier": "--sigma", "--sample-rate": "--q"}
+"""Option -> the other spelling that each command with this option takes."""
+
+RENAMED = {
+    "--budget-s": "--budget-seconds", "--cases": "--case", "--dtypes": "--dtype", "--jobs": "--workers",
+    "--limit": "--max-rows", "--limit-s": "--max-seconds", "--micro-batch": "--microbatch",
+    "--no-self-verify": "--no-verify", "--ops": "--op", "--self-verify": "--verify", "--sizes": "--size",
+    "--table": "--out", "--verify": "--check",
+}  # fmt: skip
+"""Earlier spelling -> option of today; an unknown option of such a name is an error that says so."""
+
+_UsageError: Any = typer.BadParameter.__base__
+"""click's class, or that of typer's copy of click."""
+
 
 class _Page:
     """The part of a command that prints its page."""
@@ -53,25 +70,55 @@ class _Page:
 
 
 class HelpCommand(_Page, TyperCommand):
-    """A command with such a page.
+    """A command with such a page, whose options have their ALIASES.
 
     A number that has bounds is not NaN, which no bound refuses. No argument is empty, as an unset shell variable is: as
-    a path it would be the current folder, as an option the same as without it.
+    a path it would be the current folder, as an option the same as without it. A repeated option has one
+    name each time.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for param in self.params:
+            if param.param_type_name == "option" and (alias := ALIASES.get(param.opts[0])):
+                param.opts.append(alias)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
-        given, *_ = self.make_parser(ctx).parse_args(list(args))  # converted, an empty path is "."
+        try:
+            given, *_ = self.make_parser(ctx).parse_args(list(args))  # converted, an empty path is "."
+        except _UsageError as error:
+            self._refuse_renamed(getattr(error, "option_name", None))
+            raise
         for param, kind, _, info in _declared(self, ctx):
-            if kind is float and info.min is not None and str(given.get(param.name)).lower().endswith("nan"):
+            value = given.get(param.name)
+            if kind is float and info.min is not None and str(value).lower().endswith("nan"):
                 raise typer.BadParameter("nan is no number", ctx=ctx, param=param)
+            if param.param_type_name == "argument":  # of a command that leaves unknown options to a script
+                self._refuse_renamed(value)
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx):
-            values = given.get(param.name)
-            if "" in (values if isinstance(values, (list, tuple)) else [values]) and param.name not in _MAY_BE_EMPTY:
-                name = _argument(param).rstrip(".") if param.param_type_name == "argument" else param.opts[0]
-                raise ConfigError(f"{name} must not be empty")
+            _check_given(param, given.get(param.name))
         return rest
+
+    def _refuse_renamed(self, option: object) -> None:
+        new = RENAMED.get(option, "") if isinstance(option, str) else ""
+        if any(new in (*param.opts, *param.secondary_opts) for param in self.params):
+            raise ConfigError(f"{option} is {new} now")
+
+
+def _check_given(param: Any, value: Any) -> None:
+    """Raise ConfigError for an empty value, and for several names in one."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if "" in values and param.name not in _MAY_BE_EMPTY:
+        name = _argument(param).rstrip(".") if param.param_type_name == "argument" else param.opts[0]
+        raise ConfigError(f"{name} must not be empty")
+    if param.param_type_name == "option" and param.multiple and param.name not in _FREE_TEXTS:
+        for text in values:
+            if isinstance(text, str) and "," in text:
+                parts = [part.strip() for part in text.split(",") if part.strip()]
+                each = " ".join(f"{param.opts[0]} {part}" for part in parts)
+                raise ConfigError(f"{param.opts[0]} takes one value at a time, got {text!r}: write {each}")
 
 
 class HelpGroup(_Page, TyperGroup):
@@ -162,6 +209,8 @@ def _entry(param: Any, kind: Any, default: Any, info: Any) -> tuple[str, str]:
     notes = ["required"] * param.required
     if kind is not bool and info.min is not None:
         notes.insert(0, f"at least {info.min}" if info.max is None else f"{info.min} to {info.max}")
+    if isinstance(default, list):
+        default = " and ".join(map(str, default))
     if default not in (None, "") and not param.required:
         notes.insert(0, f"default: {default}")
     name = _argument(param) if param.param_type_name == "argument" else name

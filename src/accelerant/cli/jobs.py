@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 def list_jobs(
     state: Annotated[str | None, typer.Option(help=f"Only those of a state: {', '.join(_STATES)}.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs.")] = 50,
+    max_rows: Annotated[int, typer.Option(min=1, max=1000, help="Jobs at most.")] = 50,
     url: _Url = None,
     key_file: _KeyFile = None,
     json_output: _Json = False,
@@ -53,7 +53,7 @@ def list_jobs(
     if state is not None and state not in _STATES:
         raise ConfigError(f"--state must be one of {', '.join(_STATES)}, got {state!r}")
     with _client(url, key_file) as client:
-        jobs = client.jobs(state=state, limit=limit)
+        jobs = client.jobs(state=state, limit=max_rows)
     if json_output:
         print(json.dumps([asdict(job) for job in jobs], indent=1))
         return

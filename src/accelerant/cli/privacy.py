@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_STEPS = 10**9
 
-_Q = Annotated[float, typer.Option("--q", help="Sampling rate: probability of each record to be in a step; 1: all.")]
+_Rate = Annotated[float, typer.Option(help="Probability of each record to be in a step; 1: all.")]
 _Steps = Annotated[int, typer.Option(help="Number of steps.")]
 _Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta); well below one over the number of records.")]
 _Method = Annotated[str, typer.Option(help="pld (privacy loss distributions) or rdp (Renyi divergence; looser).")]
@@ -31,8 +31,8 @@ def register(app: typer.Typer) -> None:
     title = "Differential privacy: epsilon, noise and the ledger."
     group = Application(name="privacy", help=title, no_args_is_help=True)
     examples: dict[Callable[..., None], str] = {
-        epsilon: "epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5",
-        calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --q 0.00426667 --steps 14062",
+        epsilon: "epsilon --noise-multiplier 1.1 --sample-rate 0.00426667 --steps 14062 --delta 1e-5",
+        calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --sample-rate 0.00426667 --steps 14062",
         statement: "statement privacy.jsonl --delta 1e-5 --markdown",
     }
     for command, example in examples.items():
@@ -41,8 +41,8 @@ def register(app: typer.Typer) -> None:
 
 
 def epsilon(
-    sigma: Annotated[float, typer.Option(help="Noise multiplier: standard deviation over the clipping norm.")],
-    q: _Q,
+    noise_multiplier: Annotated[float, typer.Option(help="Standard deviation of the noise over the clipping norm.")],
+    sample_rate: _Rate,
     steps: _Steps,
     delta: _Delta,
     method: _Method = "pld",
@@ -52,15 +52,15 @@ def epsilon(
 
     Without noise, or with too little for delta, it is infinite, and the reason is printed.
     """
-    _check(0 <= sigma < math.inf, "--sigma must be 0 or more, and finite", sigma)
-    _check_run(q, steps, delta, method)
-    costs = _costs(sigma, q, steps, delta)
+    _check(0 <= noise_multiplier < math.inf, "--noise-multiplier must be 0 or more, and finite", noise_multiplier)
+    _check_run(sample_rate, steps, delta, method)
+    costs = _costs(noise_multiplier, sample_rate, steps, delta)
     chosen, other = costs[method], "rdp" if method == "pld" else "pld"
     if json_output:
         facts = {"epsilon": _number(chosen.epsilon), "delta": delta, "method": method}
         facts |= {f"epsilon_{other}": _number(costs[other].epsilon), "reason": chosen.reason}
-        facts |= {"sigma": sigma, "q": q, "steps": steps, "sampling": "poisson", "neighbouring": "add-or-remove-one"}
-        print(json.dumps(facts))
+        facts |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+        print(json.dumps(facts | {"sampling": "poisson", "neighbouring": "add-or-remove-one"}))
         return
     why = f": {chosen.reason}" if chosen.reason else ""
     print(f"epsilon {_number(chosen.epsilon, 6)} at delta {exact(delta)} ({method.upper()}){why}")
@@ -71,25 +71,28 @@ def epsilon(
 def calibrate(
     target_epsilon: Annotated[float, typer.Option(help="Epsilon that the steps together must stay within.")],
     delta: _Delta,
-    q: _Q,
+    sample_rate: _Rate,
     steps: _Steps,
     method: _Method = "pld",
     json_output: _Json = False,
 ) -> None:
     """Find the least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
-    _check_run(q, steps, delta, method)
+    _check_run(sample_rate, steps, delta, method)
     from accelerant.privacy.dp.ledger.accounting import calibrate as least_noise
 
-    sigma = least_noise(target_epsilon, delta, q, steps, method)
-    costs = {way: cost.epsilon for way, cost in _costs(sigma, q, steps, delta).items()}
+    sigma = least_noise(target_epsilon, delta, sample_rate, steps, method)
+    costs = {way: cost.epsilon for way, cost in _costs(sigma, sample_rate, steps, delta).items()}
     if json_output:
-        facts = {"sigma": sigma, "target_epsilon": target_epsilon, "epsilon": costs[method], "method": method}
+        facts = {"noise_multiplier": sigma, "target_epsilon": target_epsilon, "epsilon": costs[method]}
         facts |= {f"epsilon_{way}": cost for way, cost in costs.items() if way != method}
-        print(json.dumps(facts | {"delta": delta, "q": q, "steps": steps}))
+        facts |= {"delta": delta, "sample_rate": sample_rate, "steps": steps}
+        print(json.dumps(facts | {"method": method}))
         return
     scale = 10 ** (5 - math.floor(math.log10(sigma)))
-    print(f"sigma {math.ceil(sigma * scale) / scale:.6g}")  # rounded up: the printed digits are enough noise as well
+    print(
+        f"noise multiplier {math.ceil(sigma * scale) / scale:.6g}"
+    )  # rounded up: the printed digits are enough noise as well
     listed = ", ".join(f"{_number(cost, 6)} ({way.upper()})" for way, cost in costs.items())
     print(f"epsilon at delta {exact(delta)} is then {listed}, for Poisson sampling, one record added or removed")
 
@@ -120,17 +123,17 @@ def statement(
         print("\n".join(escaped(line) for line in text.splitlines()))
 
 
-def _costs(sigma: float, q: float, steps: int, delta: float) -> dict[str, Spent]:
+def _costs(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> dict[str, Spent]:
     """Return the privacy that steps of DP-SGD cost, by method."""
     from accelerant.privacy.dp.ledger.accounting import spent
     from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
-    events = [PrivacyEvent("gaussian", sigma, "poisson", q, steps)]
+    events = [PrivacyEvent("gaussian", noise_multiplier, "poisson", sample_rate, steps)]
     return {method: spent(events, delta, method=method) for method in ("pld", "rdp")}
 
 
-def _check_run(q: float, steps: int, delta: float, method: str) -> None:
-    _check(0 < q <= 1, "--q must be in (0, 1]", q)
+def _check_run(sample_rate: float, steps: int, delta: float, method: str) -> None:
+    _check(0 < sample_rate <= 1, "--sample-rate must be in (0, 1]", sample_rate)
     _check(1 <= steps <= _MOST_STEPS, f"--steps must be from 1 to {_MOST_STEPS}", steps)
     _check(0 < delta < 1, "--delta must be in (0, 1)", delta)
     _check(method in ("pld", "rdp"), "--method must be pld or rdp", method)

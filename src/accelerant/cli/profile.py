@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 accelerant profile train.py --epochs 1
-accelerant profile --trace trace.json --limit 10 train.py
+accelerant profile --trace trace.json --max-rows 10 train.py
 accelerant profile --json train.py > profile.json"""
 
 
@@ -64,7 +64,7 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for chrome://tracing or Perfetto.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Rows of a table at most.")] = 20,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a table at most.")] = 20,
     ceilings: Annotated[
         bool, typer.Option(help="Measure the device's own limits after the script, in a second.")
     ] = True,
@@ -116,7 +116,7 @@ def profile(
         }  # fmt: skip
         print(json.dumps(report, indent=1))
     else:
-        _print(rows, own, limits, limit, wall_s, "kernel" if on_device else "operation on the CPU")
+        _print(rows, own, limits, max_rows, wall_s, "kernel" if on_device else "operation on the CPU")
         if gpu and not on_device:
             print("the script ran no kernel on the GPU, or CUPTI is not allowed to see it", file=sys.stderr)
     if trace is not None:

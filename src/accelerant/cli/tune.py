@@ -25,7 +25,7 @@ _EXAMPLES = """\
 accelerant tune
 accelerant tune --op softmax --op gelu --dtype bfloat16
 accelerant tune --list
-accelerant tune --table nvidia-h200.json --serves 'NVIDIA H100'"""
+accelerant tune --out nvidia-h200.json --serves 'NVIDIA H100'"""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,12 +35,17 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="LIST", help="float32, bfloat16, float16.")] = "bfloat16,float32",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="float32, bfloat16 or float16; may be repeated. Default: bfloat16 and float32."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     launches: Annotated[bool, typer.Option(help="Tune launch parameters, too: compiles every candidate.")] = True,
     listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the known results.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Number of processes that compile the implementations first.")] = 1,
-    table: Annotated[
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of processes that compile the implementations first.")
+    ] = 1,
+    out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
@@ -51,7 +56,7 @@ def tune(
     serves: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="Another device model that the table serves.")
     ] = None,
-    limit_s: Annotated[
+    max_seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Start no further call after this many seconds; results are kept.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -59,33 +64,31 @@ def tune(
     """Race the implementations of the ops and tune their launches on this device; the results are kept on disk."""
     import torch
 
+    from accelerant.bench.subjects import OPS
+    from accelerant.bench.suite import check_names, dtypes_named
     from accelerant.bench.tuning import count_calls, tune_ops
     from accelerant.runtime import registry
     from accelerant.runtime.dispatch.choices import choices
 
-    dtypes_by_name = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    names = [part.strip() for part in dtype.split(",") if part.strip()]
-    for name in names:
-        if name not in dtypes_by_name:
-            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {name!r}")
+    check_names("--op", "op", op or (), tuple(OPS))
+    dtypes = list(dtypes_named(dtype or ("bfloat16", "float32")).values())
     chosen = registry.choose(device, torch_tensors=True)
     if not chosen.torch_device:
         raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
-    if table is not None:
-        check_writable("--table", table)
+    if out is not None:
+        check_writable("--out", out)
     torch_device = torch.device(chosen.torch_device)
-    until = None if limit_s is None else time.monotonic() + limit_s
-    before = _entries_of(table) if table is not None and until is not None and table.exists() else {}
+    until = None if max_seconds is None else time.monotonic() + max_seconds
+    before = _entries_of(out) if out is not None and until is not None and out.exists() else {}
     show = ProgressLine()
     results: list[TuneResult] = []
     stopped = False
     if not listed:
-        dtypes = [dtypes_by_name[name] for name in names]
         for result in tune_ops(
-            chosen, names=op or (), dtypes=dtypes, launches=launches, jobs=jobs, until=until, progress=show
+            chosen, names=op or (), dtypes=dtypes, launches=launches, workers=workers, until=until, progress=show
         ):
-            if table is not None and results and results[-1].op != result.op:
-                _write(table, torch_device, serves or (), before)
+            if out is not None and results and results[-1].op != result.op:
+                _write(out, torch_device, serves or (), before)
             results.append(result)
             if not json_output:
                 show("")
@@ -94,7 +97,7 @@ def tune(
         missing = count_calls(op or (), dtypes) - len(results)
         if stopped := missing > 0:
             print(f"stopped by the time limit: {missing} of {missing + len(results)} calls not made", file=sys.stderr)
-    entries = choices().entries(torch_device)
+    entries = {key: one for key, one in choices().entries(torch_device).items() if not op or _op_of(key) in op}
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
@@ -107,18 +110,23 @@ def tune(
             print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
         for line in choices().ignored(torch_device):
             print(escaped(f"not used: {line}"), file=sys.stderr)
-    if table is not None:
-        count = _write(table, torch_device, serves or (), before if stopped else {})
-        print(f"{table}: {count} entries", file=sys.stderr)
+    if out is not None:
+        count = _write(out, torch_device, serves or (), before if stopped else {})
+        print(f"{out}: {count} entries", file=sys.stderr)
     if any(result.error for result in results):
         raise typer.Exit(1)
+
+
+def _op_of(key: str) -> str:
+    """Return the op of a result, whose key begins with that of a direction: "softmax_bwd float32 ..."."""
+    return key.split()[0].removesuffix("_fwd").removesuffix("_bwd")
 
 
 def _entries_of(table: Path) -> dict[str, Any]:
     try:
         return dict(decode_json(read_regular(table))["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"--table: {table} exists and is no table of choices: {error}") from None
+        raise FormatError(f"--out: {table} exists and is no table of choices: {error}") from None
 
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:

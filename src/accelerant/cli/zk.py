@@ -62,23 +62,21 @@ def prove(
     witness: _Witness,
     proof: _ProofOut = Path("proof.json"),
     public: _PublicOut = Path("public.json"),
-    self_verify: Annotated[
-        bool, typer.Option("--self-verify/--no-self-verify", help="Verify the proof before it is written.")
-    ] = True,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Verify the proof before it is written.")] = True,
     device: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="auto, cpu, cuda, cuda:1, opencl; cuda:0,cuda:1 share each sum. "
-            "auto takes a GPU for large circuits, if there is one."
+            help="auto, cpu, cuda, cuda:1, opencl; devices of a repeated option share each sum. Default: auto, which "
+            "takes a GPU for large circuits, if there is one."
         ),
-    ] = "auto",
+    ] = None,
     json_output: _Json = False,
 ) -> None:
     """Prove: a key and a witness in, a proof that snarkjs accepts out.
 
     Nothing is written if the proof does not verify. Both files are on the disk before either takes its name.
     """
-    prove_files(zkey, witness, proof, public, self_verify=self_verify, device=device, json_output=json_output)
+    prove_files(zkey, witness, proof, public, verify=verify, device=device or ["auto"], json_output=json_output)
 
 
 def prove_many(

@@ -28,8 +28,8 @@ _HEAD_BYTES = 1024
 """Bytes in which the first character of a JSON text is looked for."""
 
 _FLAGS = {
-    "--self-verify": ("self_verify", True),
-    "--no-self-verify": ("self_verify", False),
+    "--verify": ("verify", True),
+    "--no-verify": ("verify", False),
     "--json": ("json_output", True),
 }
 _DEFAULT_FILES = ("proof.json", "public.json")
@@ -43,14 +43,13 @@ def plain(arguments: Sequence[str]) -> Callable[[], None] | None:
     if not _MIN_FILES <= len(files) <= _MAX_FILES or "" in arguments or not all(flag in _FLAGS for flag in flags):
         return None
     zkey, witness, proof, public = [*files, *map(Path, _DEFAULT_FILES[len(files) - _MIN_FILES :])]
-    options = dict(map(_FLAGS.__getitem__, flags))
-    self_verify, json_output = options.get("self_verify", True), options.get("json_output", False)
-    return partial(prove_files, zkey, witness, proof, public, self_verify=self_verify, json_output=json_output)
+    options: dict[str, Any] = dict(map(_FLAGS.__getitem__, flags))
+    return partial(prove_files, zkey, witness, proof, public, **options)
 
 
 def prove_files(
-    zkey: Path, witness: Path, proof: Path, public: Path, *, self_verify: bool = True, json_output: bool = False,
-    device: str = "auto",
+    zkey: Path, witness: Path, proof: Path, public: Path, *, verify: bool = True, json_output: bool = False,
+    device: Sequence[str] = ("auto",),
 ) -> None:  # fmt: skip
     """Write a proof and its public inputs, and print a summary; see zk.prove."""
     targets = resolve_targets([proof, public], [zkey, witness])
@@ -59,12 +58,11 @@ def prove_files(
     from accelerant.zk.groth16 import Prover
     from accelerant.zk.groth16.precompile import precompile_kernels
 
-    names = [name.strip() for name in device.split(",")]
     with StageDisplay(quiet=json_output) as progress, watch_compilation(progress.compiling):
         with Zkey.open(zkey) as opened:
             precompile_kernels(opened.family, opened.domain_size)
-            prover = Prover(opened, device=names if len(names) > 1 else device, progress=progress)
-        result = prover.prove(witness, verified=self_verify)
+            prover = Prover(opened, device=list(device) if len(device) > 1 else device[0], progress=progress)
+        result = prover.prove(witness, verified=verify)
     write_all(dict(zip(targets, (result.to_json(), result.public_json()), strict=True)))
     facts: dict[str, Any] = {
         "proof": str(proof),
@@ -74,7 +72,7 @@ def prove_files(
         "signals": prover.n_vars,
         "domain": prover.domain_size,
         "device": prover.device,
-        "verified": self_verify,
+        "verified": verify,
         "forgeable": prover.verification_key.forgeable,
         "seconds": prover.timings,
         "device_seconds": prover.spans,
@@ -89,7 +87,7 @@ def prove_files(
         write(f"{stage:<24} {seconds * 1e3:9.1f} ms")
     for part, seconds in prover.spans.items():
         write(f"{f'  on {prover.device}, {part}':<24} {seconds * 1e3:9.1f} ms")
-    checked = "verified, " if self_verify else ""
+    checked = "verified, " if verify else ""
     write(f"{escaped(proof)} and {escaped(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
 
 

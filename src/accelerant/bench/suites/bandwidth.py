@@ -47,7 +47,7 @@ def parse_sizes(sizes: Sequence[str]) -> tuple[int, ...]:
     for text in sizes:
         match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
         if match is None or match[2].upper() not in _UNITS or not int(match[1]):
-            raise ConfigError(f"--sizes: wanted sizes like 64KiB,1MiB,1GiB; got {text!r}")
+            raise ConfigError(f"--size: wanted sizes like 64KiB, 1MiB or 1GiB; got {text!r}")
         parsed.add(int(match[1]) * _UNITS[match[2].upper()])
     return tuple(sorted(parsed))
 
@@ -65,41 +65,39 @@ class BandwidthSuite(Suite):
     """Measure copies to the device, back, and on it: by size, from pinned and from pageable memory."""
 
     name = "bandwidth"
-    examples = ("--sizes 1MiB,64MiB,1GiB",)
+    examples = ("--size 1MiB --size 64MiB --size 1GiB",)
 
-    sizes: tuple[str, ...] | None = option(
-        None, "Bytes of the copies, like 1MiB,64MiB,1GiB.", metavar="LIST", comma=True
-    )
+    size: tuple[str, ...] | None = option(None, "Bytes of a copy, like 64MiB; may be repeated.", metavar="SIZE")
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with sizes that fit the memory of host and device; ConfigError if given ones do not."""
         room = min(available_bytes(device), available_bytes("cpu"))
-        if self.sizes is None:
+        if self.size is None:
             gpu = device.torch_device.startswith("cuda")
-            return replace(self, sizes=tuple(f"{size}B" for size in default_sizes(gpu) if _BUFFERS * size <= room))
-        largest = max(parse_sizes(self.sizes), default=0)
+            return replace(self, size=tuple(f"{size}B" for size in default_sizes(gpu) if _BUFFERS * size <= room))
+        largest = max(parse_sizes(self.size), default=0)
         if _BUFFERS * largest > room:
-            raise ConfigError(f"--sizes: {size_name(largest)} needs {_BUFFERS} buffers of it; {room:,} bytes are free")
+            raise ConfigError(f"--size: {size_name(largest)} needs {_BUFFERS} buffers of it; {room:,} bytes are free")
         return self
 
     def prepare(self, run: SuiteRun) -> None:
         """Measure the ceilings of the device and of the link, the latter with the largest size."""
         run.require_ceiling("copy", self.budget_s)
         run.progress("ceiling: link")
-        largest = max(parse_sizes(self.sizes or ()), default=None)
+        largest = max(parse_sizes(self.size or ()), default=None)
         run.record.ceilings |= measure_link(run.torch_device, size=largest, budget_s=self.budget_s)
         if not run.gpu:
             run.record.notes.append("bandwidth: no pinned memory without a GPU; host and device are one memory here")
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each size."""
-        cases = {size: functools.partial(_measure, size, self.budget_s) for size in parse_sizes(self.sizes or ())}
+        cases = {size: functools.partial(_measure, size, self.budget_s) for size in parse_sizes(self.size or ())}
         return [SuiteCase(size_name(size), case, on_cpu=same_on_cpu(case)) for size, case in cases.items()]
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of one of the sizes."""
-        names = {size_name(size) for size in parse_sizes(self.sizes or ())}
+        names = {size_name(size) for size in parse_sizes(self.size or ())}
         return row.suite == self.name and " ".join(row.case.split()[:2]) in names
 
 

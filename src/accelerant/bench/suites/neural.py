@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -38,7 +38,16 @@ from accelerant.bench.record import (
     installed_version,
 )
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
+from accelerant.bench.suite import (
+    CaseFailedError,
+    Suite,
+    SuiteCase,
+    SuiteRun,
+    check_names,
+    dtypes_named,
+    measure_cases,
+    option,
+)
 from accelerant.bench.suites.neural_cases import (
     CaseWork,
     OpCase,
@@ -67,8 +76,6 @@ from accelerant.runtime.provider import ComputeDevice
 PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers that come with torch; the first alone by default on a CPU, where torch.compile takes 10 s a case."""
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _COMPILE_S = 90.0
 """Seconds that precompiling may take; the rest is compiled as it is measured."""
@@ -100,10 +107,10 @@ class NeuralSuite(Suite):
     name = "neural"
     examples: ClassVar[tuple[str, ...]] = (
         "",
-        "--op attention --against torch,cudnn,flash",
+        "--op attention --against torch --against cudnn --against flash",
         "--out now.json --compare before.json",
         "--device cpu",
-        "--dtypes bf16,fp16,fp32 --odd --sweep --out folder",
+        "--dtype bf16 --dtype fp16 --dtype fp32 --odd --sweep --out folder",
     )
     libraries: ClassVar[Libraries] = {}
     """Peers besides PEERS, for the comparisons outside the package."""
@@ -111,27 +118,23 @@ class NeuralSuite(Suite):
     op: tuple[str, ...] = option((), "Only this op; may be repeated.")
     size: tuple[str, ...] = option(
         (), "Only this size of the first argument, and of others if it has more numbers: 4096x4096, 2^20; 128..8192 "
-        "doubles. One number makes all dimensions of matrices. May be repeated, or a list with commas.",
-        flags=("--size", "--sizes"), metavar="SIZE",
+        "doubles. One number makes all dimensions of matrices. May be repeated.", metavar="SIZE",
     )  # fmt: skip
-    dtypes: tuple[str, ...] | None = option(
-        None, "bf16, fp16, fp32 (or bfloat16, ...), the first one more thoroughly; by default each case's.",
-        flags=("--dtype", "--dtypes"), metavar="LIST", comma=True, same=True,
+    dtype: tuple[str, ...] | None = option(
+        None, "bf16, fp16, fp32 (or bfloat16, ...); may be repeated, the first one more thoroughly. By default each "
+        "case's.", same=True,
     )  # fmt: skip
     against: tuple[str, ...] | None = option(
         None, "Peers, or none. By default those that come with torch (torch, compile, cudnn, flash, cublaslt); on a "
         "CPU torch; with --size torch and the baselines unfused, numpy and naive. One that is absent leaves a row that "
-        "says so.",
-        metavar="LIST", comma=True, same=True,
+        "says so. May be repeated.", same=True,
     )  # fmt: skip
     tables: bool = option(True, "The ops' tables; without them odd sizes or the sweep alone.")
-    odd: bool = option(False, "Odd sizes too, compared with torch.", flags=("--odd",))
-    sweep: bool = option(
-        False, "Ops of rows from 2^10 to 2^28 elements too, compared with torch and compile.", flags=("--sweep",)
-    )
+    odd: bool = option(False, "Odd sizes too, compared with torch.")
+    sweep: bool = option(False, "Ops of rows from 2^10 to 2^28 elements too, compared with torch and compile.")
     sweep_to: int = option(28, "The sweep's end, as a power of two.", min=10, max=30)
     budget_s: float = option(0.1, "Seconds of calls behind each figure.", min=0.0, same=True)
-    jobs: int | None = option(
+    workers: int | None = option(
         None,
         "Processes that compile everything first; by default all cores but two, at most 14, and 1 on a CPU.",
         min=1,
@@ -140,9 +143,8 @@ class NeuralSuite(Suite):
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with whole names of dtypes and the device's peers; ConfigError as Suite.resolve."""
         check_names("--op", "op", self.op, tuple(OPS))
-        size = tuple(part for text in self.size for part in text.split(",") if part.strip())
-        dtypes = None if self.dtypes is None else tuple(_SHORT.get(name, name) for name in self.dtypes)
-        check_names("--dtype", "dtype", dtypes or (), tuple(_DTYPES))
+        size = self.size
+        dtypes = None if self.dtype is None else dtypes_named(self.dtype)
         libraries = {name for makers in self.libraries.values() for name in makers}
         against = self.against
         if against is None and size:
@@ -158,16 +160,17 @@ class NeuralSuite(Suite):
             raise ConfigError("--size: the sizes of which op? add --op, or run `accelerant bench OP --size ...`")
         for op in self.op:
             for one in parse_sizes(size):
-                self._check_memory(op, one, dtypes or (), device)
+                self._check_memory(op, one, (dtypes or {}).values(), device)
         if not (self.tables or self.odd or self.sweep or size):
             raise ConfigError("--no-tables: nothing is left to measure; add --odd or --sweep")
-        return replace(self, dtypes=dtypes, against=against, size=size, tables=self.tables and not size)
+        dtype = None if dtypes is None else tuple(dtypes)
+        return replace(self, dtype=dtype, against=against, size=size, tables=self.tables and not size)
 
     @staticmethod
-    def _check_memory(op: str, size: Sequence[int], dtypes: Sequence[str], device: ComputeDevice) -> None:
+    def _check_memory(op: str, size: Sequence[int], dtypes: Iterable[torch.dtype], device: ComputeDevice) -> None:
         """Raise ConfigError for a size whose arguments alone, a few times over, do not fit into the device's memory."""
         numbers = sum(math.prod(shape) for shape in sized(op, size).sample.shapes if shape is not None)
-        least = _COPIES * numbers * max((_DTYPES[name].itemsize for name in dtypes), default=4)
+        least = _COPIES * numbers * max((dtype.itemsize for dtype in dtypes), default=4)
         room = available_bytes(device)
         if least > room:
             text = "x".join(map(str, size))
@@ -178,7 +181,7 @@ class NeuralSuite(Suite):
     def planned(self, gpu: bool) -> list[PlannedCase]:
         """Return the planned cases of a resolved suite."""
         return plan(
-            self.op, dtypes=[_DTYPES[name] for name in self.dtypes or ()], against=self.against or (),
+            self.op, dtypes=list(dtypes_named(self.dtype or ()).values()), against=self.against or (),
             budget_s=self.budget_s, gpu=gpu, tables=self.tables, odd=self.odd,
             sweep=sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
             libraries=self.libraries,
@@ -198,7 +201,7 @@ class NeuralSuite(Suite):
         if row.part == "size" and row.op in self.op:
             shapes = [sized(row.op, one).sample.shapes for one in parse_sizes(self.size)]
             parts |= {"size"} if any(row.case.startswith(f"{shapes_label(each)} ") for each in shapes) else set()
-        dtype = not self.dtypes or any(f" {name}" in row.case for name in self.dtypes)
+        dtype = not self.dtype or any(f" {name}" in row.case for name in self.dtype)
         return row.suite == self.name and row.part in parts and (not self.op or row.op in self.op) and dtype
 
     def measure(self, run: SuiteRun) -> None:
@@ -207,14 +210,14 @@ class NeuralSuite(Suite):
         cases = self.cases(run)
         cores = os.cpu_count() or 1
         several = run.gpu and "compile" in (self.against or ())
-        jobs = self.jobs or (max(1, min(14, cores - 2)) if several else 1)
-        if jobs > 1:
+        workers = self.workers or (max(1, min(14, cores - 2)) if several else 1)
+        if workers > 1:
             from accelerant.bench.suites.precompile import Task, compile_first, groups_of
 
             def groups(keys: set[str]) -> list[list[Task]]:
                 return groups_of([one for one in self.planned(run.gpu) if one.key in keys])
 
-            compile_first(groups, cases, run, jobs, limit_s=_COMPILE_S)
+            compile_first(groups, cases, run, workers, limit_s=_COMPILE_S)
         with compiling():
             measure_cases(self.name, cases, run)
 

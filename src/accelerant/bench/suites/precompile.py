@@ -48,7 +48,7 @@ _PRELOADED = ["accelerant.bench.suites.precompile", "torch._dynamo", "torch._ind
 
 
 def compile_first(
-    groups: Callable[[set[str]], Sequence[Sequence[Task]]], cases: Sequence[SuiteCase], run: SuiteRun, jobs: int, *,
+    groups: Callable[[set[str]], Sequence[Sequence[Task]]], cases: Sequence[SuiteCase], run: SuiteRun, workers: int, *,
     limit_s: float, share: float | None = None,
 ) -> None:  # fmt: skip
     """Compile what the cases that are left need, with a note in the record if `limit_s` seconds are too few.
@@ -65,12 +65,12 @@ def compile_first(
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the server process must not start the driver
     limit_s = limit_s if run.until is None else min(limit_s, (run.until - time.monotonic()) / 2)
-    note = precompile(groups(left), run.device, jobs, limit_s=limit_s, progress=run.progress, share=share)
+    note = precompile(groups(left), run.device, workers, limit_s=limit_s, progress=run.progress, share=share)
     run.record.notes += [note] if note else []
 
 
 def precompile(
-    groups: Sequence[Sequence[Task]], device: ComputeDevice, jobs: int, *, limit_s: float,
+    groups: Sequence[Sequence[Task]], device: ComputeDevice, workers: int, *, limit_s: float,
     progress: Callable[[str], None] = lambda _: None, share: float | None = None,
 ) -> str:  # fmt: skip
     """Run groups of tasks, each in one process, and return a note on what is left to the run after `limit_s` seconds.
@@ -78,10 +78,10 @@ def precompile(
     `share` is the most of the device's memory for one process, by default what all can have at the same time.
     """
     count, until = 0, time.monotonic() + limit_s
-    jobs = max(1, min(jobs, len(groups)))
-    share = share or min(_MEMORY_SHARE, _MEMORY_ALL / jobs)
+    workers = max(1, min(workers, len(groups)))
+    share = share or min(_MEMORY_SHARE, _MEMORY_ALL / workers)
     for method in _START_METHODS:
-        count = _compile_in(method, groups, device, jobs, share, until, progress)
+        count = _compile_in(method, groups, device, workers, share, until, progress)
         if count or time.monotonic() > until:
             break  # else each process ended at once, because its server process had initialized the driver
     missing = len(groups) - count
@@ -89,7 +89,7 @@ def precompile(
 
 
 def _compile_in(
-    method: str, groups: Sequence[Sequence[Task]], device: ComputeDevice, jobs: int, share: float, until: float,
+    method: str, groups: Sequence[Sequence[Task]], device: ComputeDevice, workers: int, share: float, until: float,
     progress: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Return how many groups the processes of a start method compiled in time."""
@@ -100,20 +100,20 @@ def _compile_in(
     done: Any = context.Queue()
     for group in groups:
         tasks.put(group)
-    workers = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
+    processes = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
     count = 0
-    while count < len(groups) and time.monotonic() < until and any(worker.is_alive() for worker in workers):
+    while count < len(groups) and time.monotonic() < until and any(one.is_alive() for one in processes):
         with contextlib.suppress(queue.Empty):
             done.get(timeout=_POLL_S)
             count += 1
         progress(f"precompiled: {count} of {len(groups)} groups of cases")
-    for worker in workers:
-        worker.join(_POLL_S if count == len(groups) else 0.0)
-        if worker.is_alive():
-            worker.kill()
-            worker.join()
+    for process in processes:
+        process.join(_POLL_S if count == len(groups) else 0.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
     for one in (tasks, done):
         one.cancel_join_thread()
         one.close()
