@@ -13,8 +13,8 @@ import sys
 import numpy as np
 
 import accelerant as acl
-from accelerant.runtime import registry
-from accelerant.runtime.compilation.inspect import inspect_cuda
+from accelerant.runtime import find_device
+from accelerant.runtime.compilation import inspect_cuda
 
 TEXT = """
 ACL_KERNEL void soft_threshold(ACL_GLOBAL const float *x, ACL_GLOBAL float *y, float k, i64 n) {
@@ -41,7 +41,7 @@ def main(backend: str = "auto") -> None:
     x = np.random.default_rng(0).normal(size=100_003).astype(np.float32)
     y = soft_threshold(backend, x, 0.5)
     expected = np.sign(x) * np.maximum(np.abs(x) - np.float32(0.5), 0)
-    print(f"{registry.choose(backend).name}: equal to NumPy: {np.array_equal(y, expected)}")
+    print(f"{find_device(backend).name}: equal to NumPy: {np.array_equal(y, expected)}")
     for target in ("sm_75", "sm_90", "sm_120"):  # Turing, Hopper, Blackwell; no GPU is needed
         resources = inspect_cuda(TEXT, target, name="soft_threshold").entries[0].resources
         print(f"{target}: {resources.registers} registers, {resources.spill_bytes} bytes spilled")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "ComputeBackend", "__version__", "algebra", "configure_math",
     "devices", "distributed", "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops",
-    "optimal_batch_size", "optimize", "predict_peak", "privacy", "to", "watch_devices", "zk",
+    "optimal_batch_size", "optimize", "predict_peak", "privacy", "runtime", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
 _NAMES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
@@ -13,21 +13,23 @@ __all__ = ["lazy"]
 
 
 def lazy(
-    package: str, names: Sequence[str], modules: Mapping[str, Sequence[str]]
+    package: str, names: Sequence[str], modules: Mapping[str, Sequence[str]] | Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__` (PEP 562).
+    """Return a package's `__getattr__` and `__dir__` (PEP 562). Its modules are attributes, too.
 
     Args:
         package: the package's `__name__`.
-        names: its `__all__`. Names that no module has are modules of the package.
-        modules: module of the package -> names that it defines.
+        names: its `__all__`.
+        modules: module of the package -> names that it defines; or the modules to search, in this order.
     """
-    module_of = {name: module for module, defined in modules.items() for name in defined}
 
     def get(name: str) -> Any:
-        if name in module_of:
-            return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
-        if name in names:
+        for module in modules if name in names else ():
+            if not isinstance(modules, dict) or name in modules[module]:
+                found = importlib.import_module(f"{package}.{module}")
+                if hasattr(found, name):
+                    return getattr(found, name)
+        if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

@@ -28,9 +28,8 @@ def registries(monkeypatch):
 
 
 PUBLIC = (
-    "", "accelerator", "runtime.compilation.inspect", "runtime.memory.batch_size", "runtime.memory.limits",
-    "runtime.monitoring.events", "runtime.monitoring.monitor", "runtime.streams.graphs",
-    "runtime.streams.stream", "runtime.streams.transfer", "runtime.time_limit",
+    "", "accelerator", "runtime", "runtime.compilation", "runtime.memory", "runtime.monitoring", "runtime.registry",
+    "runtime.streams", "runtime.time_limit",
 )  # fmt: skip
 """Modules whose every name is for users."""
 

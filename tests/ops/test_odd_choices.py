@@ -6,7 +6,7 @@ import torch
 from accelerant.ops import _launch
 from accelerant.ops.softmax import op as softmax
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch import Case, choices, operation, operations
+from accelerant.runtime.dispatch import Case, choice_store, operation, operations
 
 DEVICE = torch.device("cuda", 0)
 SOFTMAX = [f"{name}_{way}" for name in ("softmax", "log_softmax") for way in ("fwd", "bwd")]
@@ -19,8 +19,8 @@ def _h200(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(softmax, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("accelerant.runtime.compilation.triton._version", lambda: "3.6.0")
-    monkeypatch.setattr(choices, "model_of", lambda device: "NVIDIA H200")
-    store = choices.Choices(tmp_path)
+    monkeypatch.setattr(choice_store, "model_of", lambda device: "NVIDIA H200")
+    store = choice_store.Choices(tmp_path)
     monkeypatch.setattr(operation, "choices", lambda: store)
     cpu = registry.create("cpu")
     monkeypatch.setattr(registry, "provider_of", lambda device: cpu)

@@ -21,8 +21,8 @@ from accelerant.ops.rope import op as rope
 from accelerant.ops.softmax import op as softmax
 from accelerant.ops.swiglu import op as swiglu
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch import choices
-from accelerant.runtime.dispatch.choices import Measurement, key_of
+from accelerant.runtime.dispatch import choice_store
+from accelerant.runtime.dispatch.choice_store import CandidateTimes, key_of
 from accelerant.runtime.dispatch.tuning import Tuned
 
 CPU = torch.device("cpu")
@@ -315,7 +315,8 @@ def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sampl
     assert not list(folder.iterdir())
     dtype = torch.bfloat16 if name == "cross_entropy_fwd_wide" and sizes[-1] else torch.float32
     key = key_of(f"plan {name}", dtype, TUNED[name]._bucket(*sizes))
-    choices.choices().keep(CPU, key, Measurement({repr(usual): 1.0, repr(best): 0.5}, sources=TUNED[name]._sources()))
+    times = CandidateTimes({repr(usual): 1.0, repr(best): 0.5}, sources=TUNED[name]._sources())
+    choice_store.choices().keep(CPU, key, times)
     TUNED[name].forget()
     assert launched(None) == by_result
     assert by_result != by_rule
@@ -333,7 +334,7 @@ def test_tuning_times_every_plan(name, interpreted, folder):
     sizes, run = SAMPLES[name][-1]()
     with override(tune="first_use"):
         run(None)
-    (entry,) = choices.choices().entries(CPU).values()
+    (entry,) = choice_store.choices().entries(CPU).values()
     assert set(entry.ms) == set(plans_of(name, sizes)[1])
     assert not entry.failed
 

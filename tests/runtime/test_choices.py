@@ -13,9 +13,9 @@ import torch
 
 from accelerant.bench.subjects import OPS
 from accelerant.config import override
-from accelerant.runtime.dispatch import choices as module
+from accelerant.runtime.dispatch import choice_store as module
 from accelerant.runtime.dispatch import operations
-from accelerant.runtime.dispatch.choices import TABLES, Choices, Measurement, choices, key_of, model_of, rounded
+from accelerant.runtime.dispatch.choice_store import TABLES, CandidateTimes, Choices, choices, key_of, model_of, rounded
 
 CPU = torch.device("cpu")
 KEY = "probe float32 4 8"
@@ -44,9 +44,10 @@ def test_sizes_are_rounded_up_to_powers_of_two():
 
 def test_what_is_kept_is_found_again_by_another_process(tmp_path, model):
     model()
-    Choices(tmp_path).keep(CPU, KEY, Measurement({"triton": 0.06861234, "torch": 0.0786}, "4x8 float32", "2026-11-21"))
+    times = CandidateTimes({"triton": 0.06861234, "torch": 0.0786}, "4x8 float32", "2026-11-21")
+    Choices(tmp_path).keep(CPU, KEY, times)
     found = Choices(tmp_path).find(CPU, KEY)
-    assert found == Measurement({"triton": 0.06861, "torch": 0.0786}, "4x8 float32", "2026-11-21")
+    assert found == CandidateTimes({"triton": 0.06861, "torch": 0.0786}, "4x8 float32", "2026-11-21")
     assert Choices(tmp_path).find(CPU, "probe float32 4 16") is None
     assert [path.name for path in tmp_path.glob("*.json")] == ["NVIDIA H200.json"]
     assert not Choices(tmp_path).ignored(CPU)
@@ -55,7 +56,7 @@ def test_what_is_kept_is_found_again_by_another_process(tmp_path, model):
 def test_models_have_a_file_each_whatever_they_are_called(tmp_path, model):
     for name in ("NVIDIA H200", "AMD/Radeon: 7900\n", "..", ""):
         model(name)
-        Choices(tmp_path).keep(CPU, KEY, Measurement({name or "x": 1.0}))
+        Choices(tmp_path).keep(CPU, KEY, CandidateTimes({name or "x": 1.0}))
     for name in ("NVIDIA H200", "AMD/Radeon: 7900\n", "..", ""):
         model(name)
         assert Choices(tmp_path).find(CPU, KEY).ms == {name or "x": 1.0}
@@ -66,20 +67,20 @@ def test_models_have_a_file_each_whatever_they_are_called(tmp_path, model):
 def test_other_names_in_the_bucket_stay_and_what_failed_goes(tmp_path, model):
     model()
     store = Choices(tmp_path)
-    store.keep(CPU, KEY, Measurement({"a": 1.0, "b": 2.0}, failed={"c": "no"}))
-    store.keep(CPU, KEY, Measurement({"c": 3.0}, failed={"b": "broke"}))
+    store.keep(CPU, KEY, CandidateTimes({"a": 1.0, "b": 2.0}, failed={"c": "no"}))
+    store.keep(CPU, KEY, CandidateTimes({"c": 3.0}, failed={"b": "broke"}))
     for each in (store, Choices(tmp_path)):
         assert (each.find(CPU, KEY).ms, each.find(CPU, KEY).failed) == ({"a": 1.0, "c": 3.0}, {"b": "broke"})
 
 
 def test_entries_of_other_versions_are_ignored_with_the_reason_and_kept(tmp_path, model):
     model(driver="550.2")
-    Choices(tmp_path).keep(CPU, KEY, Measurement({"a": 1.0}))
+    Choices(tmp_path).keep(CPU, KEY, CandidateTimes({"a": 1.0}))
     model(driver="580.1")
     new = Choices(tmp_path)
     assert new.find(CPU, KEY) is None
     assert new.ignored(CPU) == ("1 entries of driver 550.2: other versions are here now",)
-    new.keep(CPU, KEY, Measurement({"b": 1.0}))
+    new.keep(CPU, KEY, CandidateTimes({"b": 1.0}))
     assert Choices(tmp_path).find(CPU, KEY).ms == {"b": 1.0}
     model(driver="550.2")
     assert Choices(tmp_path).find(CPU, KEY).ms == {"a": 1.0}
@@ -88,7 +89,7 @@ def test_entries_of_other_versions_are_ignored_with_the_reason_and_kept(tmp_path
 def test_old_versions_go_in_the_end(tmp_path, model):
     for i in range(7):
         model(driver=str(i))
-        Choices(tmp_path).keep(CPU, KEY, Measurement({"a": 1.0}))
+        Choices(tmp_path).keep(CPU, KEY, CandidateTimes({"a": 1.0}))
     (path,) = tmp_path.glob("*.json")
     drivers = [stamp["versions"]["driver"] for stamp in json.loads(path.read_text())["stamps"].values()]
     assert drivers == ["3", "4", "5", "6"]
@@ -121,7 +122,7 @@ def test_a_torn_file_costs_a_warning_and_is_replaced(tmp_path, model, caplog, te
         assert store.find(CPU, KEY) is None
     assert "cannot be read" in caplog.text
     assert "cannot be read" in store.ignored(CPU)[0]
-    store.keep(CPU, KEY, Measurement({"a": 1.0}))
+    store.keep(CPU, KEY, CandidateTimes({"a": 1.0}))
     assert Choices(tmp_path).find(CPU, KEY).ms == {"a": 1.0}
 
 
@@ -136,8 +137,8 @@ def test_another_format_is_ignored_with_the_reason(tmp_path, model):
 def test_a_damaged_entry_is_as_good_as_none(tmp_path, model, body):
     model()
     store = Choices(tmp_path)
-    store.keep(CPU, KEY, Measurement({"a": 1.0}))
-    store.keep(CPU, "sound", Measurement({"a": 1.0}))
+    store.keep(CPU, KEY, CandidateTimes({"a": 1.0}))
+    store.keep(CPU, "sound", CandidateTimes({"a": 1.0}))
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())
     (stamp,) = content["stamps"].values()
@@ -152,7 +153,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, model, caplog
     (tmp_path / "file").write_text("")
     store = Choices(tmp_path / "file" / "choices")
     with caplog.at_level(logging.WARNING, "accelerant.choices"):
-        store.keep(CPU, KEY, Measurement({"a": 1.0}))
+        store.keep(CPU, KEY, CandidateTimes({"a": 1.0}))
     assert "cannot be kept" in caplog.text
     assert store.find(CPU, KEY).ms == {"a": 1.0}  # this process knows it all the same
 
@@ -160,7 +161,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, model, caplog
 def _keep(root, i):
     module._described = lambda device: ("NVIDIA H200", "580.1")
     for j in range(5):
-        Choices(Path(root)).keep(CPU, f"probe {i} {j}", Measurement({"a": 1.0}))
+        Choices(Path(root)).keep(CPU, f"probe {i} {j}", CandidateTimes({"a": 1.0}))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere files are not locked, and a result may be lost")
@@ -228,7 +229,7 @@ def test_the_table_of_the_model_itself_goes_before_others(tmp_path, tables, mode
 def test_local_results_come_before_shipped_ones(tmp_path, tables, model):
     model()
     store = Choices(tmp_path / "local", tables)
-    store.keep(CPU, KEY, Measurement({"torch": 1.0}))
+    store.keep(CPU, KEY, CandidateTimes({"torch": 1.0}))
     assert store.find(CPU, KEY).table == ""
     assert store.find(CPU, KEY).ms == {"torch": 1.0}
 
@@ -236,7 +237,7 @@ def test_local_results_come_before_shipped_ones(tmp_path, tables, model):
 def test_a_table_is_made_of_local_results(tmp_path, tables, model):
     model()
     store = Choices(tmp_path / "local", tables)
-    store.keep(CPU, "probe float32 16", Measurement({"torch": 1.0}, "9"))
+    store.keep(CPU, "probe float32 16", CandidateTimes({"torch": 1.0}, "9"))
     body = store.table(CPU, serves=["NVIDIA H100"])
     assert (body["device"], body["serves"]) == ("NVIDIA H200", ["NVIDIA H200", "NVIDIA H100"])
     assert list(body["entries"]) == ["probe float32 16"]
@@ -250,7 +251,7 @@ def test_the_tables_of_the_package_can_be_read(path):
     assert body["format"] == 1
     assert body["device"] in body["serves"]
     for key, entry in body["entries"].items():
-        assert Measurement.read(entry).ms, key
+        assert CandidateTimes.read(entry).ms, key
 
 
 def test_the_store_follows_the_cache_folder(tmp_path):
@@ -314,10 +315,10 @@ def test_a_docstring_or_another_op_does_not_change_the_digest_and_an_import_does
 def test_a_measurement_of_other_sources_is_not_used_and_is_replaced(tmp_path, model):
     model()
     store = Choices(tmp_path)
-    store.keep(CPU, KEY, Measurement({"a": 1.0}, sources="old"))
+    store.keep(CPU, KEY, CandidateTimes({"a": 1.0}, sources="old"))
     assert Choices(tmp_path).find(CPU, KEY, lambda: "old").ms == {"a": 1.0}
     assert Choices(tmp_path).find(CPU, KEY, lambda: "new") is None
-    store.keep(CPU, KEY, Measurement({"b": 1.0}, sources="new"))
+    store.keep(CPU, KEY, CandidateTimes({"b": 1.0}, sources="new"))
     assert Choices(tmp_path).find(CPU, KEY, lambda: "new").ms == {"b": 1.0}
 
 

@@ -21,7 +21,7 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
+    from accelerant.runtime.monitoring import ProcessMemory, Sample
     from accelerant.runtime.provider import ComputeDevice
 
 _EXAMPLES = """\

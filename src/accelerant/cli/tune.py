@@ -68,7 +68,7 @@ def tune(
     from accelerant.bench.suite import check_names, dtypes_named
     from accelerant.bench.tuning import count_calls, tune_ops
     from accelerant.runtime import registry
-    from accelerant.runtime.dispatch.choices import choices
+    from accelerant.runtime.dispatch.choice_store import choices
 
     check_names("--op", "op", op or (), tuple(OPS))
     dtypes = list(dtypes_named(dtype or ("bfloat16", "float32")).values())
@@ -131,7 +131,7 @@ def _entries_of(table: Path) -> dict[str, Any]:
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
     """Write the known results of a device, and `before` where there is no newer one; return the number of entries."""
-    from accelerant.runtime.dispatch.choices import choices
+    from accelerant.runtime.dispatch.choice_store import choices
 
     body = choices().table(device, serves=serves)
     body["entries"] = dict(sorted({**before, **body["entries"]}.items()))

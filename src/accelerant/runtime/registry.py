@@ -30,6 +30,11 @@ from accelerant.runtime.provider import ComputeBackend, ComputeDevice, ComputePr
 if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
+__all__ = [
+    "BACKENDS", "DeviceLike", "Devices", "backends", "create", "devices", "find_device", "find_devices",
+    "reason_absent", "register", "unregister",
+]  # fmt: skip
+
 BACKENDS = tuple(backend.value for backend in ComputeBackend)
 """Every backend of the design, the preferred first; `backends()` adds those of other packages."""
 

@@ -22,7 +22,7 @@ from accelerant.ops._launch import (
     whole_rows,
 )
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
 from accelerant.runtime.memory.live_set import ordinary_tensors

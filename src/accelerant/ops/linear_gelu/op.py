@@ -28,7 +28,7 @@ from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
-from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 from accelerant.runtime.files import clipped
 

@@ -24,7 +24,7 @@ from accelerant.ops._launch import (
 )
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.case import torch_wants_determinism
-from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 from accelerant.runtime.memory.live_set import predictions
 

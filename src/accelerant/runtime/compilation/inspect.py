@@ -30,11 +30,6 @@ from accelerant.runtime.compilation.kernel import Resources, first_line, portabl
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
-__all__ = [
-    "DEFAULT_BLOCK", "LIMITS", "CompilerMessage", "EntryPoint", "Inspection", "MultiprocessorLimits", "Occupancy",
-    "amd_compiler", "inspect_amd", "inspect_cuda", "known_targets", "nvrtc_version", "occupancy", "read_messages",
-]  # fmt: skip
-
 DEFAULT_BLOCK = 256
 """Threads a block that occupancy is computed for, where neither the kernel nor the caller says."""
 

@@ -1,10 +1,12 @@
 """Choice among the implementations of an op, with reasons: cases, plans, races, tuned launches, explanations."""
 
 from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, saved_by
+from accelerant.runtime.dispatch.choice_store import choices
 from accelerant.runtime.dispatch.operation import Operation, force, operations
 from accelerant.runtime.dispatch.plan import Decision, DispatchPlan, Explanation, explain, explain_quietly
+from accelerant.runtime.dispatch.tuning import tune
 
 __all__ = [
-    "Case", "Cost", "Decision", "DispatchPlan", "Explanation", "Implementation", "Operation", "case_of", "explain",
-    "explain_quietly", "force", "operations", "saved_by",
+    "Case", "Cost", "Decision", "DispatchPlan", "Explanation", "Implementation", "Operation", "case_of", "choices",
+    "explain", "explain_quietly", "force", "operations", "saved_by", "tune",
 ]  # fmt: skip

@@ -55,7 +55,7 @@ from accelerant.runtime.dispatch.case import (
     rules,
     torch_wants_determinism,
 )
-from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
 from accelerant.runtime.dispatch.plan import DispatchPlan, checked, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
@@ -345,7 +345,7 @@ class Operation:
 
     def _measured(
         self, case: Case, serving: Sequence[Implementation], args: tuple[Any, ...]
-    ) -> tuple[Measurement | None, bool]:
+    ) -> tuple[CandidateTimes | None, bool]:
         """Return the times to choose by, raced now if the rules ask for it, and whether the choice is to be kept."""
         global _race_s
         current = rules()
@@ -364,7 +364,7 @@ class Operation:
         if outcome is None or not outcome.ms:  # another thread is racing; or all failed, and the call raises the error
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
-        measured = Measurement(outcome.ms, str(case), failed=failed, sources=self._sources())
+        measured = CandidateTimes(outcome.ms, str(case), failed=failed, sources=self._sources())
         lasting = not any(map(_is_transient, outcome.failed.values()))
         if lasting:
             choices().keep(case.device, key, measured)
@@ -509,7 +509,7 @@ def _require_declared(forced: tuple[tuple[str, str], ...], where: str = "") -> N
 
 
 def _by_times(
-    measured: Measurement | None, serving: Sequence[Implementation], case: str
+    measured: CandidateTimes | None, serving: Sequence[Implementation], case: str
 ) -> tuple[Implementation, str, tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]:
     """Return the fastest implementation, or the first; the reason, the times, and what failed in the race."""
     name = fastest(measured.ms, [candidate.name for candidate in serving]) if measured is not None else None

@@ -18,7 +18,7 @@ import torch
 from accelerant.config import choice_overrides, override
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.case import PlanCache, rules, torch_wants_determinism
-from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
 from accelerant.runtime.dispatch.plan import Explanation, explain_quietly
 from accelerant.runtime.dispatch.race import RACED_DEVICES, fastest, obstacle, race, reason_of
 
@@ -81,7 +81,7 @@ class Tuned(Generic[P]):
                 if outcome is not None and outcome.ms:
                     failed = {name: reason_of(error) for name, error in outcome.failed.items()}
                     case = "x".join(map(str, sizes))
-                    measured = Measurement(outcome.ms, case, failed=failed, sources=self._sources())
+                    measured = CandidateTimes(outcome.ms, case, failed=failed, sources=self._sources())
                     choices().keep(device, key, measured)
                     self.forget()
             name = fastest(measured.ms, candidates) if measured is not None else None

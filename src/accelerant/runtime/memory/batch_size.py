@@ -33,8 +33,6 @@ from accelerant.runtime.memory.peak import (
     with_batch,
 )
 
-__all__ = ["BatchSizeSearch", "optimal_batch_size"]
-
 _SHARE = {"cuda": 0.9, "cpu": 0.5}
 """Default budget as a fraction of the available memory; the CPU's is shared with everything else."""
 

@@ -43,12 +43,6 @@ from accelerant.runtime.provider import (
 )
 from accelerant.runtime.registry import DeviceLike, find_device
 
-__all__ = [
-    "MemoryOwner", "MemoryStatistics", "PeakRecord", "allocate", "apply_limit", "available_bytes", "bytes_asked_by",
-    "describe_out_of_memory", "is_out_of_memory", "largest_owners", "limit", "peak_recorded", "size_text", "statistics",
-    "trim",
-]  # fmt: skip
-
 _CUDA_ROUNDING = 22 << 20
 """The CUDA allocator takes memory from the device in segments of 2 and 20 MiB, so up to this much beyond a request."""
 

@@ -1,1 +1,36 @@
 """State of the devices: load, memory, power, temperature, peers."""
+
+from accelerant._lazy import lazy
+
+TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
+if TYPE_CHECKING:
+    from accelerant.runtime.monitoring.events import (
+        DeviceEvent,
+        EventKind,
+        event_counts,
+        events_between,
+        publish,
+        subscribe,
+        watch_devices,
+    )
+    from accelerant.runtime.monitoring.monitor import (
+        KernelTime,
+        Measurement,
+        OpEnergy,
+        Sample,
+        free_memory,
+        measure,
+        peer_access,
+        sample,
+        to_prometheus,
+    )
+    from accelerant.runtime.monitoring.readers import ProcessMemory
+
+__all__ = [
+    "DeviceEvent", "EventKind", "KernelTime", "Measurement", "OpEnergy", "ProcessMemory", "Sample", "event_counts",
+    "events_between", "free_memory", "measure", "peer_access", "publish", "sample", "subscribe", "to_prometheus",
+    "watch_devices",
+]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, __all__, ("events", "monitor"))

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from accelerant.runtime.monitoring.monitor import Sample
     from accelerant.runtime.registry import DeviceLike
 
-__all__ = ["DeviceEvent", "EventKind", "event_counts", "events_between", "publish", "subscribe", "watch_devices"]
-
 EventKind = Literal["slow_down", "ecc_corrected", "ecc_uncorrected", "lost"]
 
 

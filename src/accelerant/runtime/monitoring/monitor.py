@@ -32,11 +32,6 @@ from accelerant.runtime.monitoring.readers import FIGURES, ProcessMemory, Reader
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.registry import DeviceLike
 
-__all__ = [
-    "KernelTime", "Measurement", "OpEnergy", "ProcessMemory", "Sample", "free_memory", "measure", "peer_access",
-    "sample", "to_prometheus",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Sample(JsonRecord):

@@ -23,8 +23,6 @@ from accelerant.runtime.dispatch.plan import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["Graph", "ahead_of_capture", "captures_ahead", "counting"]
-
 _ahead = 0
 _autograd_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -44,8 +44,6 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_launch import cuda_error
 from accelerant.runtime.registry import DeviceLike, find_device, is_automatic
 
-__all__ = ["WITH_STREAMS", "Event", "Future", "Stream", "capturing", "cuda_event", "submit"]
-
 WITH_STREAMS = ("cuda", "cpu")
 """Backends with streams; the others work through the one queue of their provider."""
 

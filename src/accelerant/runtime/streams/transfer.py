@@ -38,8 +38,6 @@ from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.runtime.streams.stream import WITH_STREAMS, Event, Future, Stream
 
-__all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "stream_chunks"]
-
 HostArray = npt.NDArray[Any] | Tensor
 """An array in host memory: NumPy's, memory-mapped files included, or torch's on the CPU."""
 

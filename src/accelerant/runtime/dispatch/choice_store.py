@@ -45,7 +45,7 @@ _log = logging.getLogger("accelerant.choices")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class CandidateTimes:
     """Times of the candidates for one bucket.
 
     Attributes:
@@ -72,7 +72,7 @@ class Measurement:
         return body | ({"sources": self.sources} if self.sources else {})
 
     @classmethod
-    def read(cls, body: Any, table: str = "") -> Measurement:
+    def read(cls, body: Any, table: str = "") -> CandidateTimes:
         """Read a measurement from JSON; raise ValueError, TypeError, KeyError or AttributeError for anything else."""
         ms = {str(name): float(value) for name, value in body["ms"].items()}
         if not all(value > 0 for value in ms.values()):
@@ -219,11 +219,11 @@ class Choices:
         self.root = root if root is not None else settings().cache_dir / "choices"
         self._tables = tables
         self._lock = fork_safe(threading.RLock())
-        self._local: dict[str, dict[str, Measurement]] = {}
-        self._shipped: dict[str, dict[str, Measurement]] = {}
+        self._local: dict[str, dict[str, CandidateTimes]] = {}
+        self._shipped: dict[str, dict[str, CandidateTimes]] = {}
         self._ignored: dict[str, tuple[str, ...]] = {}
 
-    def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> Measurement | None:
+    def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> CandidateTimes | None:
         """Return the local measurement of a key whose digest is that of `sources`, or the shipped one, or None."""
         with self._lock:
             self._load(device)
@@ -239,7 +239,7 @@ class Choices:
             self._load(device)
             return bool(self._shipped[model_of(device)])
 
-    def nearest(self, key: str) -> Measurement | None:
+    def nearest(self, key: str) -> CandidateTimes | None:
         """Return the shipped measurement of the same op, dtype and options with the most similar sizes, or None."""
         words, found = key.split(), []
         with self._lock:
@@ -250,7 +250,7 @@ class Choices:
                 found.append((sum(abs(math.log2(max(int(a), 1) / max(int(b), 1))) for a, b in pairs), other, measured))
         return min(found)[2] if found else None
 
-    def keep(self, device: torch.device, key: str, measured: Measurement) -> None:
+    def keep(self, device: torch.device, key: str, measured: CandidateTimes) -> None:
         """Store a measurement, also on disk; other candidates' times of the same sources stay."""
         with self._lock:
             self._load(device)
@@ -273,7 +273,7 @@ class Choices:
                 self._write(model, {**recent, _stamp(current): own})
             self._local[model] = _measurements(own["entries"])
 
-    def entries(self, device: torch.device) -> dict[str, Measurement]:
+    def entries(self, device: torch.device) -> dict[str, CandidateTimes]:
         """Return every measurement of a device's model: the shipped ones, with the local ones over them."""
         with self._lock:
             self._load(device)
@@ -342,7 +342,7 @@ class Choices:
         except OSError as error:  # a full or read-only disk costs the next process a race, not this one
             _log.warning("choices cannot be kept in %s: %s", path, error)
 
-    def _read_tables(self, model: str | None = None) -> dict[str, Measurement]:
+    def _read_tables(self, model: str | None = None) -> dict[str, CandidateTimes]:
         """Return the measurements of the shipped tables that serve a model, by default of all tables.
 
         Those of the device with the most similar name go before others. A slice of a device is another device.
@@ -369,12 +369,12 @@ def _stamp(of: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _measurements(body: Mapping[str, Any], table: str = "") -> dict[str, Measurement]:
+def _measurements(body: Mapping[str, Any], table: str = "") -> dict[str, CandidateTimes]:
     """Return the measurements that can be read; a damaged one counts as absent."""
     readable = {}
     for key, entry in body.items():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            readable[key] = Measurement.read(entry, table)
+            readable[key] = CandidateTimes.read(entry, table)
     return readable
 
 
