@@ -1,6 +1,6 @@
 import pytest
 
-from accelerant.tensors.device import TENSOR_DEVICES
+from accelerant.tensors.tensor import TENSOR_DEVICES
 from requirements import require_backend
 
 

@@ -11,7 +11,7 @@ import torch
 import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import UnsupportedDtype
-from accelerant.tensors.device import tensor_device
+from accelerant.tensors.tensor import tensor_device
 from accelerant.tensors.webgpu import matmul_source
 from requirements import require_backend
 

@@ -9,8 +9,8 @@ import torch
 
 import accelerant as acl
 from accelerant.runtime import registry
-from accelerant.tensors.device import tensor_device
 from accelerant.tensors.opencl import OpenclTensors
+from accelerant.tensors.tensor import tensor_device
 from requirements import require_backend
 
 

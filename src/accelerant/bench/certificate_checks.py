@@ -29,8 +29,7 @@ from accelerant.ops._cases import SampleInput, Tolerance, draw
 from accelerant.ops._registry import PublicOp, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.tensors.device import tensor_device
-from accelerant.tensors.tensor import to
+from accelerant.tensors.tensor import tensor_device, to
 
 EXACT = Tolerance(0.0, 0.0)
 

@@ -472,7 +472,7 @@ def choose_device(
 
     from accelerant.runtime import registry
     from accelerant.runtime.files import clipped
-    from accelerant.tensors.device import TENSOR_DEVICES, named
+    from accelerant.tensors.tensor import TENSOR_DEVICES, named
 
     if backend is None or backend == "auto":
         backend = settings().backend

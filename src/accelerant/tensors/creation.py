@@ -9,19 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.tensors.device import TensorDevice
-from accelerant.tensors.table import (
-    TABLE,
-    aten,
-    dim_of,
-    elementwise,
-    expression,
-    operand,
-    register,
-    representable,
-    strided,
-)
-from accelerant.tensors.tensor import DeviceTensor
+from accelerant.tensors.dispatch import TABLE, aten, register
+from accelerant.tensors.table import dim_of, elementwise, expression, operand, representable, strided
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 
 def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:

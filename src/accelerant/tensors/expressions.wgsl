@@ -1,4 +1,4 @@
-// Functions of expressions (tensors/device.py: FUNCTIONS) for values of type T, f32 or i32, under the prefix acl_.
+// Functions of expressions (tensors/tensor.py: FUNCTIONS) for values of type T, f32 or i32, under the prefix acl_.
 // WGSL lets a compiler assume that there is no NaN and no infinity, so both are told by their bits.
 
 var<private> nan_bits: u32 = 0x7fc00000u;

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.tensors.device import SEVERAL, TensorDevice
-from accelerant.tensors.table import aten, dim_of, elementwise, fits, operand, register, strided
-from accelerant.tensors.tensor import DeviceTensor
+from accelerant.tensors.dispatch import aten, register
+from accelerant.tensors.table import dim_of, elementwise, fits, operand, strided
+from accelerant.tensors.tensor import SEVERAL, DeviceTensor, TensorDevice
 
 _INDICES = (torch.int32, torch.int64)
 

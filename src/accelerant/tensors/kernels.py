@@ -18,8 +18,8 @@ import torch
 
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.provider import Buffer, ComputeProvider
-from accelerant.tensors.device import TensorDevice, expanded, merged
-from accelerant.tensors.tensor import DeviceTensor
+from accelerant.tensors import creation, indexing, neural  # noqa: F401  with table.py, the table's operations
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, expanded, merged
 
 LANES = 64
 """Threads that share a long reduction."""

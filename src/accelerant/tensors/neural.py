@@ -15,21 +15,19 @@ from torch._decomp import decomposition_table
 
 from accelerant.config import settings
 from accelerant.runtime.dispatch.operation import recoverable
-from accelerant.tensors.device import TensorDevice
+from accelerant.tensors.dispatch import aten, note_fallback, register
 from accelerant.tensors.table import (
-    aten,
     dim_of,
     elementwise,
     expression,
     operand,
     reduced,
     reduction,
-    register,
     spreads,
     strided,
     wide,
 )
-from accelerant.tensors.tensor import DeviceTensor, note_fallback
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 # --- matrix products -------------------------------------------------------------------------------------------------
 

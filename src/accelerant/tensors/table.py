@@ -1,8 +1,4 @@
-"""The table of aten operations on TensorDevices, with those on elements and the reductions.
-
-`TABLE` maps an aten operation to a function of a TensorDevice and the operation's arguments. A function returns
-NotImplemented for a call that the kernels do not serve, which then runs on the host. `creation.py`, `indexing.py`
-and `neural.py` add their operations.
+"""Aten operations on elements and the reductions, for the table of TensorDevices.
 
 Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are tensors or numbers.
 """
@@ -19,40 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.tensors.device import TensorDevice
-from accelerant.tensors.tensor import DeviceTensor
-
-TABLE: dict[Any, Callable[..., Any]] = {}
-"""Aten operation -> func(device, *args, **kwargs)."""
-
-aten = torch.ops.aten
-
-
-def register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function as the table's entry of aten operations, by name: "mm", all overloads; "sum.dim_IntList".
-
-    With a function that takes `out`, "name_" is served in place.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            base, _, overload = name.partition(".")
-            packet = getattr(aten, base)
-            for each in [overload] if overload else packet.overloads():
-                op = getattr(packet, each)
-                if not any(argument.is_out for argument in op._schema.arguments):  # those copy another's result
-                    TABLE[op] = _in_place(function) if base.endswith("_") else function
-        return function
-
-    return decorate
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(place: TensorDevice, target: DeviceTensor, *args: Any, **kwargs: Any) -> Any:
-        return function(place, target, *args, out=target, **kwargs)
-
-    return run
-
+from accelerant.tensors.dispatch import TABLE, aten, register
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 # --- operands --------------------------------------------------------------------------------------------------------
 
@@ -656,6 +620,3 @@ def _vector_norm(
         return NotImplemented
     kind, pre, post = kinds[order]
     return reduction(place, kind, (x,), dims, wanted, pre=pre, post=post, keepdim=keepdim)
-
-
-from accelerant.tensors import creation, indexing, neural  # noqa: E402, F401  they add their operations

@@ -1,42 +1,280 @@
-"""Torch tensors on devices that torch has no tensors for: a subclass whose aten operations run on a TensorDevice.
+"""Torch tensors on devices that torch has no tensors for: a subclass, and the devices in whose memory they are.
 
 Autograd, modules and optimizers work as usual, since the subclass is below autograd: torch's formulas call aten
-operations, which `__torch_dispatch__` looks up in the table. Views share the buffer of their base, with offset and
-strides. An operation that the table lacks runs on the host, is counted with its bytes, and raises under the policy
-"forbid"; so does one that would have to return a view of host memory.
+operations, which `dispatch.py` runs. Views share the buffer of their base, with offset and strides.
 
 Torch knows no device type for such a tensor and reports "cpu". Tensors of the host that meet one in an operation are
 copied to its device, so code that makes tensors on `x.device` works.
+
+A device gives the table of aten operations memory and five kernels. `map`, `reduce`, `matmul`, `gather` and `scatter`
+are templates. Their operands are DeviceTensors with any strides, so that views and broadcasting cost no copy.
+Expressions are in the language that C and WGSL share: infix operators, the operands `x0`, `x1`, ..., floating scalars
+`s0`, ..., integers `n0`, ..., the linear index `i` of the result, and the functions of `FUNCTIONS`. A backend evaluates
+them in the requested dtype, and defines the functions.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, TypeVar
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, ClassVar, TypeVar
 from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accelerant.config import settings
-from accelerant.errors import FallbackWarning, UnsupportedCase, UnsupportedDtype
-from accelerant.ops._library import composed, composite_of
+from accelerant.errors import UnsupportedCase, UnsupportedDtype
+from accelerant.ops._library import composed
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.operation import recoverable
-from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
-from accelerant.runtime.provider import Buffer
-from accelerant.runtime.recorded_launch import RecordedLaunch
-from accelerant.tensors.device import TensorDevice, tensor_device
+from accelerant.runtime.host import fork_safe
+from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
-_ledger = ledger()
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+FUNCTIONS = (
+    "exp", "log", "exp2", "log2",
+    "sqrt", "tanh", "sin", "cos", "floor", "ceil", "trunc", "rint", "pow", "erf",  # of floating values
+    "min", "max", "abs",  # of values of any dtype; a NaN is returned where there is one
+    "select",  # select(b, a, condition): a where the condition holds, else b; as in WGSL
+    "is_nan", "is_inf",
+    "div_floor", "rem_floor", "div_trunc",  # Python's // and %, and the division of C; integers by 0 give 0
+    "uniform", "normal",  # uniform(i, n0, n1): a value of Philox for this index and this seed; in [0, 1), or N(0, 1)
+)  # fmt: skip
+"""Functions of expressions."""
+
+TENSOR_DEVICES: dict[str, tuple[str, str]] = {
+    "opencl": ("accelerant.tensors.opencl", "OpenclTensors"),
+    "webgpu": ("accelerant.tensors.webgpu", "WebgpuTensors"),
+}
+"""Backend -> module and class of its TensorDevice."""
+
+SEVERAL = -(2**31)
+"""The index in `TensorDevice.fault` for several that are flattened to one."""
+
+_TORCH_TYPES = {"webgpu": "vulkan"}
+"""Backend -> the type of torch.device that names it, where torch does not know its name; the registry knows both."""
+
+
+class TensorDevice(ABC):
+    """A device whose tensors are DeviceTensors.
+
+    Attributes:
+        dtypes: dtypes that tensors may have; others stay on the host.
+        overrides: aten operation -> function that replaces the table's, called as func(device, *args, **kwargs).
+    """
+
+    dtypes: ClassVar[frozenset[torch.dtype]]
+    overrides: ClassVar[dict[Any, Callable[..., Any]]] = {}
+
+    def __init__(self, provider: ComputeProvider, index: int) -> None:
+        self.provider, self.index = provider, index
+        self.label = f"{provider.name}:{index}"
+        self._fault: DeviceTensor | None = None
+        self._indexed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label})"
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> DeviceTensor:
+        """Return a contiguous tensor with undefined content."""
+        if dtype not in self.dtypes:
+            raise UnsupportedDtype(f"{self.label} has no tensors of {dtype}; it has {', '.join(map(str, self.dtypes))}")
+        count, strides = 1, []
+        for length in reversed(size):
+            strides.append(count)
+            count *= max(length, 1)
+        numel = 0 if 0 in size else count
+        return DeviceTensor(
+            self, self.allocate(numel * dtype.itemsize), tuple(size), tuple(reversed(strides)), 0, dtype
+        )
+
+    def allocate(self, size_bytes: int) -> Buffer:
+        """Return a buffer."""
+        return self.provider.allocate(max(size_bytes, 4), self.index)
+
+    def upload(self, x: torch.Tensor) -> DeviceTensor:
+        """Return a copy of a host tensor."""
+        if x.layout != torch.strided:
+            raise UnsupportedCase(f"{self.label} has dense tensors alone, not of {x.layout}; pass x.to_dense()")
+        out = self.empty(x.shape, x.dtype)
+        if x.numel():
+            dense = x.detach().contiguous().resolve_neg()  # whose strides of dimensions of one element may be any
+            flat = dense.as_strided((x.numel(),), (1,)).view(torch.uint8)
+            self.provider.copy_to_device(flat.numpy(), self.index, out=out.buffer)
+        return out
+
+    def download(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a host copy of a tensor; waits for it."""
+        if not x.numel():
+            return torch.empty(x.shape, dtype=x.dtype)
+        whole: Any = x if x.is_contiguous() and not x.storage_offset() else self.contiguous(x)
+        content = self.provider.copy_to_host(whole.buffer, "uint8", (x.numel() * x.dtype.itemsize,))
+        if self._indexed:
+            self._check_indices()
+        return torch.from_numpy(content).view(x.dtype).reshape(x.shape)
+
+    def fault(self) -> DeviceTensor:
+        """Return two int32 for a kernel that reads indices: one of these out of range, behind its dimension's size + 1.
+
+        They are 0 until then, and read at the next copy to the host.
+        """
+        if self._fault is None:
+            self._fault = self.upload(torch.zeros(2, dtype=torch.int32))
+        self._indexed = True
+        return self._fault
+
+    def _check_indices(self) -> None:
+        """Raise IndexError if an index was out of range since the last copy to the host."""
+        fault: Any = self._fault
+        self._indexed = False
+        size, index = self.provider.copy_to_host(fault.buffer, "int32", (2,)).tolist()
+        if size:
+            self._fault = None
+            found = f"index {index}" if index != SEVERAL else "an index of several dimensions"
+            raise IndexError(
+                f"{found} is out of bounds for a dimension of size {size - 1}, in an operation on {self.label} since "
+                "the last copy to the host"
+            )
+
+    def contiguous(self, x: torch.Tensor) -> DeviceTensor:
+        """Return a contiguous copy."""
+        out = self.empty(x.shape, x.dtype)
+        self.copy(out, x)
+        return out
+
+    def converted(self, x: torch.Tensor, dtype: torch.dtype) -> DeviceTensor:
+        """Return a contiguous copy in a dtype."""
+        out = self.empty(x.shape, dtype)
+        self.copy(out, x)
+        return out
+
+    def copy(self, out: DeviceTensor, x: Any) -> None:
+        """Copy x, of any dtype and of a shape that broadcasts, to `out`."""
+        same = x.dtype if x.dtype == out.dtype else torch.promote_types(x.dtype, out.dtype)
+        if out.numel():
+            self.map(out, "x0", (x,), compute=same)
+
+    # --- the kernels -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def map(
+        self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
+        integers: Sequence[int] = (), *, compute: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Write an expression of each element to `out`; the inputs broadcast to its shape, and may be `out` itself.
+
+        Values are converted to `compute`, by default the dtype of `out`, and the result to the dtype of `out`.
+        Comparisons give truth values, which a bool `out` takes. Scalars are of `compute`.
+        """
+
+    @abstractmethod
+    def reduce(
+        self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
+        post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Reduce the expression `pre` of the inputs over `dims`, and write the expression `post` of the result `a`.
+
+        Kinds: sum, prod, max, min, and argmax, argmin, which write the first index along the only one of `dims`. The
+        inputs broadcast to one shape; `out` has that shape with sizes of 1 at `dims`. Nothing is reduced to the
+        kind's neutral element. `compute` is by default the dtype of the first input.
+        """
+
+    @abstractmethod
+    def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
+        """Write the products of (B, M, K) by (B, K, N) to (B, M, N), all of one dtype."""
+
+    @abstractmethod
+    def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
+        """Write x at `index` along `dim`, as torch.gather; `index` broadcasts to the shape of `out`.
+
+        An index out of range gives NaN, of integers the nearest element, and is written to `fault`.
+        """
+
+    @abstractmethod
+    def scatter(
+        self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
+        check: bool = True,
+    ) -> None:  # fmt: skip
+        """Write or add `source` to `out` at `index` along `dim`, as Tensor.scatter_; the index broadcasts to `source`.
+
+        Sums are in the order of the source, the same in each run. An index out of range is left out, and written to
+        `fault` with `check`.
+        """
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8192)
+def merged(size: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[list[int]]]:
+    """Merge dimensions that lie together in each operand; return sizes, and strides by operand."""
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for at, n in enumerate(size):
+        if n == 1:
+            continue
+        if sizes and all(mine[-1] == each[at] * n for mine, each in zip(steps, strides, strict=True)):
+            sizes[-1] *= n
+            for mine, each in zip(steps, strides, strict=True):
+                mine[-1] = each[at]
+        else:
+            sizes.append(n)
+            for mine, each in zip(steps, strides, strict=True):
+                mine.append(each[at])
+    return sizes, steps
+
+
+@lru_cache(maxsize=8192)
+def expanded(size: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor that broadcasts to a shape."""
+    if size == to:
+        return stride
+    lead = len(to) - len(size)
+    return (0,) * lead + tuple(0 if n == 1 and m != 1 else s for n, s, m in zip(size, stride, to[lead:], strict=True))
+
+
+# --- the devices of this process -------------------------------------------------------------------------------------
+
+_opened: dict[str, TensorDevice] = {}
+
+
+def named(device: ComputeDevice) -> torch.device:
+    """Return a device of TENSOR_DEVICES as a torch.device, which names it but has no tensors."""
+    return torch.device(_TORCH_TYPES.get(device.backend, device.backend), device.index)
+
+
+def serves(name: str) -> bool:
+    """Return whether a device's name ("opencl:0") is of a backend in TENSOR_DEVICES."""
+    return name.partition(":")[0].lower() in {*TENSOR_DEVICES, *_TORCH_TYPES.values()}
+
+
+_lock = fork_safe(threading.RLock())
+
+
+def tensor_device(device: registry.DeviceLike) -> TensorDevice | None:
+    """Return the TensorDevice of a device; None where torch has tensors of its own."""
+    found: ComputeDevice = registry.find_device(device)
+    if found.backend not in TENSOR_DEVICES:
+        return None
+    with _lock:
+        opened = _opened.get(found.label)
+        provider = registry.create(found.backend)
+        if opened is None or opened.provider is not provider:
+            module, name = TENSOR_DEVICES[found.backend]
+            opened = _opened[found.label] = getattr(importlib.import_module(module), name)(provider, found.index)
+        return opened
+
+
+# --- the tensors -----------------------------------------------------------------------------------------------------
+
+_CPU = torch.device("cpu")
 _T = TypeVar("_T")
 _torch_data: Any = torch._C.TensorBase.data  # the property
 _left = WeakTensorKeyDictionary()
@@ -44,7 +282,7 @@ _left = WeakTensorKeyDictionary()
 
 
 class DeviceTensor(Tensor):
-    """A tensor in the memory of a TensorDevice; `acl.to` makes one.
+    """A tensor in the memory of a TensorDevice; `acl.to` makes one. dispatch.py gives it `__torch_dispatch__`.
 
     Attributes:
         place: its device.
@@ -68,13 +306,6 @@ class DeviceTensor(Tensor):
         made.place, made.buffer = place, buffer
         torch._C._set_throw_on_mutable_data_ptr(made)  # or code in C++ would write to address 0
         return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the function that disables it
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an aten operation, some of whose arguments are DeviceTensors."""
-        return _run(func, args, kwargs or {})
 
     # --- to the host -------------------------------------------------------------------------------------------------
 
@@ -120,7 +351,7 @@ class DeviceTensor(Tensor):
     def untyped_storage(self) -> Any:
         """Raise UnsupportedCase: the memory is the device's."""
         if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":  # torch.export: its size alone
-            return torch.UntypedStorage(super().untyped_storage().nbytes(), device=_META)
+            return torch.UntypedStorage(super().untyped_storage().nbytes(), device="meta")
         raise self._no_address("storage")
 
     def storage(self) -> Any:
@@ -304,304 +535,3 @@ def _move_module(module: nn.Module, device: registry.DeviceLike) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = _moved(buffer, device)
-
-
-# --- operations ------------------------------------------------------------------------------------------------------
-
-_Handler = Callable[..., Any]
-_handlers: dict[tuple[Any, type], _Handler | None] = {}
-"""Operation and class of the device -> the function that runs it; None for one that the table lacks."""
-
-_records: dict[tuple[Any, TensorDevice], OpRecord] = {}
-
-
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    place = _place(args) or _place(kwargs.values())
-    if place is None:  # a list of lists: rare
-        place = next(x.place for x in tree_flatten((args, kwargs))[0] if isinstance(x, DeviceTensor))
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
-        return _elsewhere(func, args, kwargs, torch.device(device))
-    try:
-        handler = _handlers[func, type(place)]
-    except KeyError:
-        handler = _handlers[func, type(place)] = _handler(func, place)
-    if handler is None:
-        return _on_host(func, place, args, kwargs)
-    if (written := _written(func)) and _writes_host(written, args, kwargs):
-        return _on_host(func, place, args, kwargs, reason="it writes a tensor of the host")
-    if handler is _view or handler is _reshape:
-        return handler(func, place, args, kwargs)
-    record = _records.get((func, place))
-    if record is None:
-        record = _records[func, place] = _new_record(func, place)
-    try:
-        with RecordedLaunch(record, place.provider, place.index):
-            result = handler(place, *args, **kwargs)
-    except Exception as error:
-        if not recoverable(error) or settings().fallback == "forbid" or not _can_repeat(func):
-            raise
-        return _on_host(func, place, args, kwargs, failure=f"{type(error).__name__}: {error}")
-    if result is NotImplemented:
-        _ledger.discount(record)
-        return _on_host(func, place, args, kwargs)
-    return result
-
-
-def _place(args: Any) -> TensorDevice | None:
-    for arg in args:
-        if isinstance(arg, DeviceTensor):
-            return arg.place
-        if isinstance(arg, (list, tuple)):
-            for each in arg:
-                if isinstance(each, DeviceTensor):
-                    return each.place
-    return None
-
-
-def _handler(func: Any, place: TensorDevice) -> _Handler | None:
-    from accelerant.tensors.table import TABLE
-
-    if func.namespace == "accelerant":
-        _nested.add(func)
-        composite = composite_of[func._schema.name.partition("::")[2]]
-        return lambda _, *args: composite(*args)
-    known = place.overrides.get(func) or TABLE.get(func)
-    if known is not None:
-        return known
-    if "c10d" in func.namespace:  # its operations write arguments that their schemas do not mark, and some later
-        raise UnsupportedCase(f"{func}: torch.distributed moves no tensors of {place.label}; pass x.cpu()")
-    if (functional := _without_out(func)) is not None:
-        _nested.add(func)
-        return partial(_into, func, functional)
-    if func._schema.name.startswith("aten::_foreach_"):
-        _nested.add(func)
-        return partial(_each, func)
-    if func._can_decompose():  # before views: reshape is one or a copy
-        _nested.add(func)
-        return lambda _, *args, **kwargs: func.decompose(*args, **kwargs)
-    if func is torch.ops.aten._unsafe_view.default:
-        return _view
-    if torch.Tag.inplace_view in func.tags and not func._schema.name.startswith(("aten::resize", "aten::set_")):
-        return _reshape
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    return _view if any(alias is not None and not alias.is_write for alias in aliases) else None
-
-
-def _without_out(func: Any) -> Any:
-    """Return the overload that returns new tensors, of one that writes those of out=; None for other operations."""
-    given = [(each.name, str(each.type)) for each in func._schema.arguments if not each.is_out]
-    if len(given) == len(func._schema.arguments):
-        return None
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        arguments = other._schema.arguments
-        if [(each.name, str(each.type)) for each in arguments] == given and not other._schema.is_mutable:
-            return other
-    return None
-
-
-def _into(func: Any, functional: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation of new tensors, and copy them to those of out=."""
-    names = [each.name for each in func._schema.arguments if each.is_out]
-    targets = [kwargs.pop(name) for name in names]
-    results = functional(*args, **kwargs)
-    whole = [results] if isinstance(results, Tensor) else results
-    for target, result in zip(targets, whole, strict=True):
-        if not torch.can_cast(result.dtype, target.dtype):
-            raise UnsupportedCase(f"{func}: the result is {result.dtype}, which out= of {target.dtype} cannot hold")
-        if target.shape != result.shape:
-            raise UnsupportedCase(
-                f"{func}: out= has shape {tuple(target.shape)}, the result {tuple(result.shape)}; a tensor on "
-                f"{target.place.label} is not resized: pass one of that shape"
-            )
-    for target, result in zip(targets, whole, strict=True):
-        target.copy_(result)
-    return targets[0] if isinstance(results, Tensor) else tuple(targets)
-
-
-def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation of lists of tensors as one operation for each of their places."""
-    name = func._schema.name.removeprefix("aten::_foreach_")
-    single = torch.linalg.vector_norm if name == "norm" else getattr(torch.ops.aten, name)
-    count = next(len(arg) for arg in args if isinstance(arg, (list, tuple)))
-    rows = [arg if isinstance(arg, (list, tuple)) else [arg] * count for arg in args]
-    if name.startswith(("addcmul", "addcdiv")) and len(rows) == 4:  # the single one takes its fourth argument by name
-        results = [single(*row, value=value) for *row, value in zip(*rows, strict=True)]
-    else:
-        results = [single(*row, **kwargs) for row in zip(*rows, strict=True)]
-    return results if func._schema.returns else None
-
-
-def _new_record(func: Any, place: TensorDevice) -> OpRecord:
-    kind = "composite" if func.namespace == "accelerant" else "aten table"
-    key = (str(func), kind, place.provider.name, place.label, "")
-    return _ledger.record(OpRecord(*key, True, reason=f"the table of {place.provider.name}"))
-
-
-_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default)
-
-
-def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation that returns views, on shapes alone; the results share the buffer."""
-    base = args[0]
-    if not isinstance(base, DeviceTensor):
-        raise UnsupportedCase(f"{func}: wanted a view of a tensor on {place.label}, got {type(base).__name__}")
-    shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=_META)
-    if base.storage_offset():
-        shape = shape.as_strided(base.shape, base.stride(), base.storage_offset())
-    results = func(shape, *args[1:], **kwargs)
-    whole = (results,) if isinstance(results, Tensor) else results
-    for result in whole:
-        if result.dtype != base.dtype or result.is_conj() or result.is_neg():
-            raise UnsupportedCase(
-                f"{func}: {place.label} has no view of {base.dtype} as {result.dtype}; make a copy, or use .cpu()"
-            )
-    if func in _STRIDED:
-        end = int(results.storage_offset()) + sum(
-            (n - 1) * s for n, s in zip(results.shape, results.stride(), strict=True)
-        )
-        if results.numel() and not 0 <= (end + 1) * base.dtype.itemsize <= base.buffer.size_bytes:
-            raise RuntimeError(
-                f"as_strided: sizes {tuple(results.shape)}, strides {results.stride()} and offset "
-                f"{results.storage_offset()} end behind the memory, which has {base.buffer.size_bytes} bytes"
-            )
-    made = [DeviceTensor(place, base.buffer, x.shape, x.stride(), int(x.storage_offset()), x.dtype) for x in whole]
-    return made[0] if isinstance(results, Tensor) else made
-
-
-def _reshape(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation that changes the shape of a tensor in place: torch changes sizes and strides alone."""
-    _view(func, place, args, kwargs)  # its checks
-    with no_dispatch():
-        func(*args, **kwargs)
-    return args[0]
-
-
-def _elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
-    """Run an operation whose result belongs to another of torch's devices, from copies there."""
-
-    def moved(x: Any) -> Any:
-        if not isinstance(x, DeviceTensor):
-            return x
-        if device.type == "meta":
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        return x.place.download(x)
-
-    return func(*tree_map(moved, args), **tree_map(moved, dict(kwargs)))
-
-
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operation writes."""
-    return tuple(
-        (at, each.name)
-        for at, each in enumerate(func._schema.arguments)
-        if each.alias_info is not None and each.alias_info.is_write
-    )
-
-
-def _writes_host(written: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    for at, name in written:
-        given = args[at] if at < len(args) else kwargs.get(name)
-        for each in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(each, Tensor) and not isinstance(each, DeviceTensor):
-                return True
-    return False
-
-
-_nested: set[Any] = set()
-"""Operations that run as others, each of which falls back by itself."""
-
-
-@cache
-def _can_repeat(func: Any) -> bool:
-    """Return whether an operation that failed left its arguments as they were.
-
-    The table's operations write an argument in their last launch, and a launch that raises has not run. One that writes
-    several may have written the first.
-    """
-    written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    one = len(written) == 1 and isinstance(written[0].type, torch.TensorType)
-    return func not in _nested and (not written or one)
-
-
-def _on_host(
-    func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str = "",
-    failure: str = "",
-) -> Any:  # fmt: skip
-    """Run an operation on host copies, count it with its bytes, and write changed arguments back.
-
-    A `reason` says why the host is its place; without one it is a fallback, after a `failure` or for want of a kernel.
-    """
-    lacking = "" if reason else failure or f"{place.label} has no kernel for this call"
-    if lacking and settings().fallback == "forbid":
-        raise UnsupportedCase(f"{func}: {lacking}, and the setting fallback='forbid' refuses the host")
-    leaves, spec = tree_flatten((args, dict(kwargs)))
-    moved = [place.download(x) if isinstance(x, DeviceTensor) else x for x in leaves]
-    size = sum(x.numel() * x.dtype.itemsize for x in leaves if isinstance(x, DeviceTensor))
-    host_args, host_kwargs = tree_unflatten(moved, spec)
-    results = func(*host_args, **host_kwargs)
-    sources = {id(host): x for host, x in zip(moved, leaves, strict=True) if isinstance(x, DeviceTensor)}
-    size += _write_back(func, args, kwargs, host_args, host_kwargs)
-
-    def uploaded(x: Any) -> Any:
-        nonlocal size
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) in sources:  # an argument that was changed in place
-            return sources[id(x)]
-        if any(x is own for own in leaves):
-            return x
-        if x.dtype not in place.dtypes:
-            raise UnsupportedDtype(
-                f"{func}: the result is {x.dtype}, and {place.label} has no tensors of it; compute it from x.cpu()"
-            )
-        size += x.numel() * x.dtype.itemsize
-        return place.upload(x)
-
-    results = tree_map(uploaded, results)
-    _count_host(func, place, leaves, size, reason or lacking, fallback=not reason)
-    return results
-
-
-def _write_back(func: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: Any) -> int:
-    """Copy arguments that the operation changed to the device; return their bytes."""
-    written = 0
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        pair = (
-            (args[at], host_args[at]) if at < len(args) else (kwargs.get(argument.name), host_kwargs.get(argument.name))
-        )
-        targets, hosts = ([each] if isinstance(each, Tensor) else each or [] for each in pair)
-        for target, host in zip(targets, hosts, strict=True):
-            if isinstance(target, DeviceTensor):
-                if target.shape != host.shape:
-                    raise UnsupportedCase(f"{func}: the host's result has another shape, {tuple(host.shape)}")
-                target.place.copy(target, target.place.upload(host))
-                written += host.numel() * host.dtype.itemsize
-    return written
-
-
-def note_fallback(func: Any, place: TensorDevice, ran: str, reason: str, text: str) -> None:
-    """Count a fallback of an operation in the ledger, and warn at the first one, or by the setting at each."""
-    entry = FallbackRecord(str(func), place.label, "aten table", ran, reason)
-    if _ledger.fallback(entry) or settings().fallback == "warn":
-        warnings.warn(text, FallbackWarning, stacklevel=3)
-
-
-def _count_host(
-    func: Any, place: TensorDevice, leaves: Sequence[Any], size_bytes: int, reason: str, *, fallback: bool
-) -> None:
-    shapes = " ".join(str(tuple(x.shape)).replace(" ", "") for x in leaves if isinstance(x, Tensor))
-    key = (str(func), "host", place.provider.name, place.label, shapes)
-    record = _ledger.record(OpRecord(*key, False, (("aten table", reason),), size_bytes, reason=reason))
-    with _ledger.lock:
-        record.calls += 1
-    if fallback:
-        text = f"{func} ({shapes}): {reason}; torch runs it on the host, with {size_bytes:,} bytes copied"
-        note_fallback(func, place, "torch on the host", reason, text)
-    for observer in list(observers):
-        names = (str(func), shapes, place.label, "host")
-        observer(Decision(*names, own=False, refused=(("aten table", reason),), reason=reason))

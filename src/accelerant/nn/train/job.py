@@ -58,7 +58,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.host import host_memory
 from accelerant.runtime.processes import Processes, attempt, launch_id
-from accelerant.tensors.device import serves
+from accelerant.tensors.tensor import serves
 
 _GPT2_WIDTH = 768
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)

@@ -78,7 +78,7 @@ from accelerant.runtime.memory.peak import predict_peak
 from accelerant.runtime.processes import Processes, Watch
 from accelerant.runtime.time_limit import check_time, time_limit
 from accelerant.tensors import TensorDevice, tensor_device, to
-from accelerant.tensors.device import serves
+from accelerant.tensors.tensor import serves
 
 _SHARED_BYTES = 1 << 20
 """A step on the CPU whose tensors take less runs on one thread: its operations are too short for two."""

@@ -57,7 +57,7 @@ from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 from accelerant.tensors import DeviceTensor
-from accelerant.tensors.device import serves
+from accelerant.tensors.tensor import serves
 
 __all__ = [
     "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "refresh", "split",
