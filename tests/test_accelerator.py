@@ -155,6 +155,9 @@ def test_numbers_and_lists_take_the_dtype_of_the_arrays_beside_them(acc):
     assert acc.cross_entropy([[2.0, 0.0]], [0]) == pytest.approx(0.126928, rel=1e-5)
     np.testing.assert_array_equal(acc.relu([-1, 2]), [0, 2])
     np.testing.assert_array_equal(acc.softmax(x, axis=0), acc.softmax(x, 0))
+    np.testing.assert_array_equal(acc.softmax(input=x, dim=0), acc.softmax(x, 0))
+    q = np.ones((1, 2, 3, 4), np.float32)
+    np.testing.assert_array_equal(acc.attention(query=q, key=q, value=q, is_causal=True), acc.attention(q, q, q, True))
     np.testing.assert_array_equal(acc.layer_norm(x, None, x[0], 0.5), acc.layer_norm(x, bias=x[0], eps=0.5))
 
 
@@ -163,6 +166,8 @@ def test_arguments_that_an_op_does_not_take_are_named(acc):
         acc.embedding([0.5], np.zeros((2, 2), np.float32))
     with pytest.raises(TypeError, match="relu: got an unexpected keyword argument 'inplace'"):
         acc.relu([1.0], inplace=True)
+    with pytest.raises(TypeError, match=r"softmax\(\) got x= also by torch's name"):
+        acc.softmax(x=np.zeros((2, 2)), input=np.zeros((2, 2)))
     with pytest.raises(TypeError, match="conv2d: missing a required argument: 'weight'"):
         acc.conv2d(np.zeros((1, 1, 2, 2), np.float32))
     with pytest.raises(ConfigError, match="axis is another name of dim; got dim=0 and axis=1"):

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
+from torch.nn import functional
 
 from accelerant import ops
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.errors import AccelerantError, ConfigError, ShapeError
 from accelerant.ops._registry import public_ops
 
 OPS = {name: op for name, op in public_ops().items() if op.package.startswith("accelerant.")}
@@ -84,3 +85,198 @@ def test_an_argument_at_anothers_position_is_refused(call, words):
     for _ in range(6):
         with pytest.raises((TypeError, ConfigError), match=words):
             call(x)
+
+
+# --- torch's names ---------------------------------------------------------------------------------------------------
+
+
+def torch_parameters(op):
+    """Return torch's parameters of an op by name, with their defaults in the words of Python; None if it has none.
+
+    Functions in C have their signature in the first line of the docstring alone.
+    """
+    name = {"attention": "scaled_dot_product_attention"}.get(op, op)
+    function = {"max_pool2d": functional.max_pool2d_with_indices}.get(op)
+    function = function or getattr(functional, name, None) or getattr(torch, name, None)
+    if function is None:
+        return None
+    try:
+        signature = inspect.signature(function).parameters.values()
+        found = {each.name: None if each.default is each.empty else repr(each.default) for each in signature}
+        if found.keys() - {"input"}:
+            return found
+    except ValueError:
+        pass
+    head = re.search(r"\(([^()]*)\)", function.__doc__.replace("\n", " "))[1]
+    parts = [each.partition("=") for each in head.replace("*,", "").split(",")]
+    return {name.strip(): default.strip() or None for name, _, default in parts}
+
+
+TORCHS = {op: names for op in OPS if (names := torch_parameters(op)) is not None}
+
+
+def test_all_of_torchs_functions_were_found():
+    own = {"add_layer_norm", "add_rms_norm", "attention_decode", "attention_varlen", "linear_gelu", "linear_int8"}
+    assert OPS.keys() - TORCHS.keys() == own | {"quantize_int8", "rope", "swiglu"}
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("op", TORCHS)
+def test_arguments_by_torchs_names(op, compiles):
+    """Every tensor and option of the sample, and torch's defaults of what only torch has."""
+    tensors, options = sample_of(op)
+    function, parameters = OPS[op].function, inspect.signature(OPS[op].function).parameters
+    theirs = [name for name in TORCHS[op] if name != "normalized_shape"]
+    if op == "attention":  # whose mask is a keyword
+        tensors = tensors[:3]
+    named = dict(zip(theirs, tensors, strict=False))
+    if "normalized_shape" in TORCHS[op]:
+        named["normalized_shape"] = list(tensors[0].shape[-1:])
+    plain = {"None": None, "False": False, "True": True, "1": 1, "2.0": 2.0, "3": 3}
+    for name, default in TORCHS[op].items():
+        if name not in {**parameters, **named} and default in plain:
+            named[name] = plain[default]
+    options = {"seed": 3, **options} if op == "dropout" else options
+    torch.compiler.reset()
+    call = torch.compile(function, backend="eager", fullgraph=True) if compiles else function
+    expected = function(*tensors, **options)
+    for _ in range(2 if compiles else 6):
+        torch.testing.assert_close(call(**named, **options), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", TORCHS)
+def test_an_argument_by_both_names_is_refused(op):
+    tensors, options = sample_of(op)
+    own = list(inspect.signature(OPS[op].function).parameters)[: len(tensors)]
+    for mine, theirs, x in zip(own, (name for name in TORCHS[op] if name != "normalized_shape"), tensors, strict=False):
+        if x is not None and mine != theirs:
+            given = {**dict(zip(own, tensors, strict=True)), **options}
+            words = rf"{op}\(\) got {mine}= also by torch's name"
+            for order in ({**given, theirs: x}, {theirs: x, **given}):
+                with pytest.raises(TypeError, match=words):
+                    OPS[op].function(**order)
+            with pytest.raises(TypeError, match=r"multiple values|positional"):
+                OPS[op].function(*tensors, **{theirs: x}, **options)
+
+
+def test_options_by_torchs_names():
+    q, mask = torch.randn(1, 2, 5, 8), torch.rand(5, 5) > 0.5
+    for _ in range(6):
+        same = torch.equal(ops.attention(q, q, q, is_causal=True), ops.attention(q, q, q, causal=True))
+        assert same
+        assert torch.equal(ops.attention(q, q, q, attn_mask=mask, enable_gqa=True), ops.attention(q, q, q, mask=mask))
+        with pytest.raises(TypeError, match=r"attention\(\) got causal= also by torch's name"):
+            ops.attention(q, q, q, causal=True, is_causal=True)
+        with pytest.raises(TypeError, match=r"attention\(\) got mask= also by torch's name"):
+            ops.attention(q, q, q, mask=mask, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x: ops.relu(x, inplace=True),
+            "relu: got an unexpected keyword argument 'inplace': torch's .* must be False",
+        ),
+        (
+            lambda x: ops.softmax(x, 1, dtype=torch.float64),
+            "argument 'dtype': torch's function has it, here it must be None",
+        ),
+        (
+            lambda x: ops.cross_entropy(x, x.argmax(1), weight=x[0]),
+            "cross_entropy: got an unexpected keyword argument 'weight'",
+        ),
+        (lambda x: ops.add(x, x, alpha=2), "argument 'alpha': .* must be 1"),
+    ],
+)
+def test_what_only_torchs_function_has_is_refused(call, words):
+    with pytest.raises(TypeError, match=words):
+        call(torch.randn(3, 4))
+
+
+def test_normalized_shape_is_the_last_dimension():
+    x = torch.randn(2, 3, 4)
+    for shape in (4, [4], (4,), x.shape[-1:]):
+        assert torch.equal(ops.rms_norm(x, normalized_shape=shape), ops.rms_norm(x))
+        assert torch.equal(ops.rms_norm(normalized_shape=shape, input=x), ops.rms_norm(x))
+    for shape in (3, (3, 4), ()):
+        with pytest.raises(ShapeError, match=r"normalized_shape must be \(4,\), got"):
+            ops.layer_norm(x, normalized_shape=shape)
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["plain", "autocast"])
+@pytest.mark.parametrize(
+    "shapes", [((3, 4), (5, 4)), ((2, 3, 4), (5, 4)), ((4,), (5, 4)), ((3, 4), (4,)), ((0, 4), (5, 4))]
+)
+def test_linear_is_torchs(shapes, low):
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    bias = torch.randn(weight.shape[:-1], requires_grad=True)
+    for given in ((x, weight), (x, weight, bias))[: weight.dim()]:
+        with torch.autocast("cpu", low, enabled=low is not None):
+            y, expected = ops.linear(*given), functional.linear(*given)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected)
+        dy = torch.randn_like(y)
+        torch.testing.assert_close(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy))
+    by_name = {"input": x, "weight": weight, "bias": bias if weight.dim() == 2 else None}
+    torch.testing.assert_close(ops.linear(**by_name), functional.linear(**by_name))
+    compiled = torch.compile(ops.linear, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**by_name), functional.linear(**by_name))
+
+
+def test_linear_refuses():
+    x = torch.randn(3, 4)
+    with pytest.raises(ShapeError, match=r"linear takes input \(\.\.\., K\) and weight .* got \(3, 4\) and \(4, 3\)"):
+        ops.linear(x, x.T)
+    with pytest.raises(ShapeError, match=r"bias must be \(N,\) .* got \(4,\) for \(3, 4\)"):
+        ops.linear(x, x, x[0])
+    with pytest.raises(TypeError, match="linear takes torch tensors; weight is a list"):
+        ops.linear(x, x.tolist())
+
+
+HEADS = [
+    ((2, 4, 5, 8), (2, 4, 5, 8)),
+    ((2, 4, 5, 8), (2, 2, 7, 8)),
+    ((4, 7, 8), (4, 5, 8)),
+    ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8)),
+    ((2, 4, 5, 8), (1, 4, 5, 8)),
+    ((5, 8), (6, 8)),
+]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "float"])
+@pytest.mark.parametrize(("q", "kv"), HEADS)
+def test_scaled_dot_product_attention_is_torchs(q, kv, mask, scale):
+    if len(q) == 2 and mask == "causal":
+        pytest.skip("torch has no kernel for it")
+    tensors = [torch.randn(shape, requires_grad=True) for shape in (q, kv, kv)]
+    options = {"scale": scale, "enable_gqa": len(q) > 2 and q[-3] != kv[-3]}
+    if mask == "causal":
+        options["is_causal"] = True
+    elif mask is not None:
+        seen = torch.rand(*q[:-1], kv[-2]) > 0.3
+        seen[..., 0] = True
+        options["attn_mask"] = seen if mask == "bool" else torch.randn(seen.shape)
+    o = ops.scaled_dot_product_attention(*tensors, **options)
+    expected = functional.scaled_dot_product_attention(*tensors, **options)
+    torch.testing.assert_close(o, expected)
+    do = torch.randn_like(o)
+    torch.testing.assert_close(torch.autograd.grad(o, tensors, do), torch.autograd.grad(expected, tensors, do))
+
+
+def test_scaled_dot_product_attention_has_torchs_order_and_dropout():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8)
+    mask = torch.rand(5, 6) > 0.3
+    ours, theirs = ops.scaled_dot_product_attention, functional.scaled_dot_product_attention
+    torch.testing.assert_close(ours(q, k, k, mask, 0.0, False), theirs(q, k, k, mask, 0.0, False))
+    wide = torch.randn(2, 4, 6, 16)
+    torch.testing.assert_close(ours(q, k, wide), theirs(q, k, wide))
+    torch.manual_seed(0)
+    dropped = ours(q, k, k, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(dropped, theirs(q, k, k, dropout_p=0.5))
+    with pytest.raises(ConfigError, match="attn_mask or is_causal, not both"):
+        ours(q, k, k, mask, is_causal=True)
+    with pytest.raises(ShapeError, match="query has 4 heads, key 2: pass enable_gqa=True"):
+        ours(q, k[:, :2], k[:, :2])

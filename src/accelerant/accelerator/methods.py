@@ -28,6 +28,7 @@ from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
 from accelerant.ops._cases import Fractions, Indices, SampleInput, Stated
+from accelerant.ops._torch_names import own_keywords
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
@@ -444,6 +445,9 @@ def _op_method(name: str) -> Callable[..., Any]:
             or given.keys() != names
             or not options.keys().isdisjoint(positional[: len(args)])
         ):
+            own_names = own_keywords(name, args, options)
+            if own_names.keys() != options.keys():
+                return method(self, *args, **own_names)
             try:
                 signature.bind(*args, **options)  # slow, and has the words for what is wrong
             except TypeError as error:

@@ -3,12 +3,17 @@
 Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap and their combinations) torch's own
 functions run in an op's place; the ledger does not count them.
 
+Keywords may be those of torch's function of the same name: `gelu(input=x)`, `cross_entropy(input=logits, target=y)`,
+`attention(query=q, key=k, value=v, is_causal=True)`. `linear` and `scaled_dot_product_attention` are torch's signatures
+of matmul and attention.
+
 Importing this starts no driver and no compiler: a kernel is compiled, or read from the disk cache, when it first runs.
 """
 
 from __future__ import annotations
 
 from accelerant.ops.attention import attention, attention_varlen
+from accelerant.ops.attention.op import scaled_dot_product_attention as scaled_dot_product_attention
 from accelerant.ops.conv2d import conv2d
 from accelerant.ops.cross_entropy import cross_entropy
 from accelerant.ops.decode import attention_decode
@@ -21,6 +26,7 @@ from accelerant.ops.linear_gelu import linear_gelu
 from accelerant.ops.linear_int8 import linear_int8
 from accelerant.ops.losses import binary_cross_entropy, binary_cross_entropy_with_logits, l1_loss, mse_loss
 from accelerant.ops.matmul import matmul
+from accelerant.ops.matmul.op import linear as linear
 from accelerant.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from accelerant.ops.pool2d import avg_pool2d, max_pool2d
 from accelerant.ops.quantize_int8 import quantize_int8

@@ -49,6 +49,7 @@ from accelerant.ops._library import (
     ordinary_keys,
     transforming,
 )
+from accelerant.ops._torch_names import own_keywords, torch_keywords
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import FEW_ELEMENTS, torch_wants_determinism
 from accelerant.runtime.dispatch.plan import observers
@@ -226,9 +227,12 @@ class CpuFastPath:
         """Decorate the op's public function."""
         function, known = self._function, self._known
         any_way, on_gpu = self._pure or self._any_layout, self._serves_few is not None
+        name, torchs = public.__name__, torch_keywords(public.__name__)
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> R:
+            if options and not torchs.isdisjoint(options):
+                return call(*args, **own_keywords(name, args, options))
             if recorders and not is_compiling():
                 return recorders[-1](call, args, options)
             if is_dynamo_compiling():

@@ -207,14 +207,23 @@ def _why_torch(case: Case) -> str:
     """Return the ledger's reason for a call that the caller gives to torch."""
     if "dropout" in case.options:
         return "does not drop attention weights"
+    if "broadcast" in case.options:
+        return "takes equal batches, and values as wide as the keys"
     return "not chosen for a layer: torch's autograd costs less here"
+
+
+def _torch_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None = None,
+    shared: bool = False,
+) -> Tensor:  # fmt: skip
+    return functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=shared)
 
 
 sdpa_fwd = Operation(
     "sdpa_fwd",
     (
         Implementation("triton", launch_forward, refuses=_why_torch, own=True),
-        Implementation("torch", functional.scaled_dot_product_attention, differentiable=True),
+        Implementation("torch", _torch_sdpa, differentiable=True),
     ),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
@@ -246,7 +255,7 @@ def attend_by_torch(
         case = _case(q, k, v, causal, 0.0, -1)
         mixed = sdpa_fwd(case._replace(options=(*case.options, *words)), *args)
     else:
-        mixed = functional.scaled_dot_product_attention(*args)
+        mixed = _torch_sdpa(*args)
     return mixed if blind is None else mixed.masked_fill(blind, 0.0)
 
 
@@ -349,6 +358,62 @@ def attention(
         learned = mask.requires_grad and torch.is_grad_enabled()
         o, lse = (_learned_mask if learned else _masked)(q, k, v, mask, causal, scale, window)
     return (o, lse) if return_lse else o
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute attention by the signature and the meaning of torch's function.
+
+    Args:
+        query: (..., Hq, S, D) or (..., S, D).
+        key, value: (..., Hkv, Skv, D), dtype of query; with enable_gqa Hkv divides Hq, else they are equal.
+        attn_mask: as the mask of `attention`; not together with is_causal.
+        dropout_p: probability of dropping an attention weight, which torch's kernels do.
+        is_causal: hide the keys after a query's, the first query aligned with the first key. (`attention` aligns the
+            last ones; the two agree for S = Skv.)
+        scale: factor of the scores; None for 1 / sqrt(D).
+        enable_gqa: neighbouring heads of query may share one of key and value.
+
+    Returns:
+        shape and dtype of query, as of `attention`. Shapes that it lacks (broadcast batches, values of another width)
+        and dropout are served by torch's function.
+
+    Raises:
+        ShapeError: heads that differ without enable_gqa.
+        ConfigError: is_causal together with attn_mask.
+        ShapeError, UnsupportedDtype, TypeError: as `attention`.
+    """
+    if is_causal and attn_mask is not None:
+        raise ConfigError("scaled_dot_product_attention takes attn_mask or is_causal, not both, as torch's function")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dtype("scaled_dot_product_attention", x, name)
+    shapes = query.shape, key.shape, value.shape
+    if min(map(len, shapes)) < 3:  # torch's words for what it does not take either
+        return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    Hq, Hkv = query.shape[-3], key.shape[-3]
+    if Hq != Hkv and not enable_gqa and 1 not in (Hq, Hkv):
+        raise ShapeError(f"query has {Hq} heads, key {Hkv}: pass enable_gqa=True to share those of key")
+    alike = key.shape == value.shape and query.shape[:-3] == key.shape[:-3] and (Hq == Hkv or enable_gqa)
+    if dropout_p or not alike:
+        args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        if is_compiling() or not is_plain(query):
+            return _torch_sdpa(*args)
+        sizes = (math.prod(query.shape[:-3]), Hq, Hkv, query.shape[-2], key.shape[-2], query.shape[-1])
+        options = (*options_of(is_causal, -1), "dropout" if dropout_p else "broadcast")
+        mixed: Tensor = sdpa_fwd(Case(query.device, query.dtype, sizes, options), *args)
+        return mixed
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    S, Skv = q.shape[2], k.shape[2]
+    if attn_mask is not None and query.dim() > 4:
+        attn_mask = attn_mask.expand(*query.shape[:-1], Skv).reshape(-1, *query.shape[-3:-1], Skv)
+    if is_causal and Skv > S:
+        k, v = k[:, :, :S], v[:, :, :S]
+    elif is_causal and Skv < S:
+        attn_mask = torch.ones(S, Skv, dtype=torch.bool, device=q.device).tril_()
+    o = attention(q, k, v, is_causal and attn_mask is None, scale, mask=attn_mask)
+    return o.reshape(query.shape)  # type: ignore[union-attr]  # one tensor without return_lse
 
 
 def _checked_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:

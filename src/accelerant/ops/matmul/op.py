@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
@@ -45,6 +46,7 @@ def _cost(case: Case) -> Cost:
 
 
 matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, differentiable=True),), cost=_cost)
+linear_op = Operation("linear", (Implementation("torch", functional.linear, differentiable=True),), cost=_cost)
 
 
 def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
@@ -115,6 +117,42 @@ def _check(a: Tensor, b: Tensor) -> None:
             torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except RuntimeError:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply the last dimension of a tensor by a transposed matrix, and add a bias, as torch's function does.
+
+    y[..., n] = sum over k of input[..., k] weight[n, k] + bias[n]
+
+    Args:
+        input: (..., K); float16, bfloat16, float32 or float64.
+        weight: (N, K), or (K,) for one output without its dimension; dtype and device of input.
+        bias: (N,), dtype and device of input, for a weight of two dimensions; None for zeros.
+
+    Returns:
+        (..., N), dtype of input, or the autocast dtype. Differentiable any number of times.
+
+    Raises:
+        ShapeError: shapes that do not go together, or several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+        TypeError: an argument is not a tensor.
+    """
+    check_dtype("linear", input, "input")
+    low = autocast_dtype(input.device.type)
+    if low is not None:
+        input, weight = cast_for_autocast(input, low), cast_for_autocast(weight, low)
+        bias = None if bias is None else cast_for_autocast(bias, low)
+    check_matches("linear", input, "input", weight=weight, bias=bias)
+    if weight.dim() not in (1, 2) or not input.dim() or input.shape[-1] != weight.shape[-1]:
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        raise ShapeError(f"linear takes input (..., K) and weight (N, K) or (K,), got {shapes}")
+    if bias is not None and (weight.dim() == 1 or bias.shape != weight.shape[:1]):
+        raise ShapeError(f"bias must be (N,) for weight (N, K), got {tuple(bias.shape)} for {tuple(weight.shape)}")
+    if torch.compiler.is_compiling() or not all(is_plain(x) for x in (input, weight, bias) if x is not None):
+        return functional.linear(input, weight, bias)
+    shape = (input.shape[:-1].numel(), weight.shape[:-1].numel(), weight.shape[-1])
+    y: Tensor = linear_op(Case(input.device, input.dtype, shape), input, weight, bias)
+    return y
 
 
 class Matmul(torch.autograd.Function):
