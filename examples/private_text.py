@@ -55,7 +55,7 @@ def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[
         microbatch=PART,
     ) as private:
         step = PrivateStep(private, model.loss)
-        for batch in private.draws(learn_from):
+        for batch in private.batches(learn_from):
             done = private.optimizer.steps / steps
             step(batch, config.learning_rate * min(1.0, 20 * done + 0.05) * (0.51 + 0.49 * math.cos(math.pi * done)))
     return model, private

@@ -1,14 +1,175 @@
 """What users learn once holds in all of privacy: names, keyword arguments, ledgers, values, representations."""
 
-import pytest
+import gc
+import inspect
+from pathlib import Path
 
-from accelerant.privacy import dp, he
+import pytest
+import torch
+from torch import nn
+
+from accelerant.errors import ConfigError
+from accelerant.privacy import dp, federated, he, mpc
+from accelerant.privacy.mpc.secagg.aggregate import run_round
+from accelerant.privacy.mpc.secagg.setup import make_identities
+
+EVENT = dp.PrivacyEvent("gaussian", 1.0)
 
 
 def test_names_that_changed_say_the_new_one():
     assert dp.Ledger is dp.PrivacyLedger
     for module, old, new in ((dp, "Event", "PrivacyEvent"), (dp, "Statement", "PrivacyStatement"),
+                             (dp, "GradientPrivatizer", "Privatizer"),
                              (he.bfv, "Parameters", "EncryptionParameters")):  # fmt: skip
         with pytest.raises(AttributeError, match=f"{old} is {new} now"):
             getattr(module, old)
         assert getattr(module, new).__name__ == new
+
+
+def public():
+    """Public functions, classes and their methods: (name, callable)."""
+    modules = (dp, mpc, federated, he.paillier, he.bfv, mpc.shamir, mpc.beaver)
+    for name, value in [(name, getattr(module, name)) for module in modules for name in module.__all__]:
+        if callable(value):
+            yield name, value
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            yield from ((f"{name}.{key}", getattr(value, key)) for key in vars(value) if key[0] != "_")
+
+
+def test_floats_that_could_be_exchanged_are_keywords():
+    """LocalLaplace checks that its bounds ascend, and an event has text between its two."""
+    for name, value in public():
+        if callable(value) and name not in ("LocalLaplace", "PrivacyEvent"):
+            kinds = [x for x in inspect.signature(value).parameters.values() if x.kind is not x.KEYWORD_ONLY]
+            assert sum(str(x.annotation).startswith("float") for x in kinds) < 2, name
+
+
+@pytest.mark.parametrize("call", [
+    lambda: dp.calibrate(8.0, 1e-5, 0.01, 100), lambda: dp.Privatizer(8.0, 1e-5, 1.0, 10, 0.1, expected_batch_size=4),
+    lambda: dp.Budget(3.0, 1e-5), lambda: dp.LocalGaussian(1.0, 3, 1.0, 1e-5), lambda: dp.LocalLaplace(0.0, 1.0, 1.0),
+    lambda: dp.AdaptiveClipping(0.5, 0.2), lambda: dp.PrivacyLedger().remaining(1.0, 1e-5, EVENT),
+    lambda: mpc.SecureAggregation(3, 2, 4, 8.0), lambda: dp.PrivacyEvent("gaussian", 1.0, "poisson", 0.1, 1, 1e-9),
+])  # fmt: skip
+def test_numbers_without_a_name_are_refused(call):
+    with pytest.raises(TypeError, match="positional argument"):
+        call()
+
+
+UPDATES = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0])]
+NOISY = {"max_norm": 1.0, "noise_multiplier": 4.0}
+LEDGERS = {  # what takes a ledger, and the unit of a file that it creates
+    "gaussian_noise_": (lambda book: dp.gaussian_noise_(torch.zeros(3), 9.0, sensitivity=1.0, ledger=book), "example"),
+    "laplace_noise_": (lambda book: dp.laplace_noise_(torch.zeros(3), 9.0, sensitivity=1.0, ledger=book), "example"),
+    "release": (lambda book: dp.release(3, mechanism="laplace", sensitivity=1, epsilon=0.1, ledger=book), "example"),
+    "RandomizedResponse": (
+        lambda book: dp.RandomizedResponse(2, epsilon=1.0).randomize(torch.tensor([1]), ledger=book), "example"),
+    "LocalLaplace": (
+        lambda book: dp.LocalLaplace(0.0, 1.0, epsilon=1.0).randomize(torch.ones(1), ledger=book), "example"),
+    "LocalGaussian": (lambda book: dp.LocalGaussian(max_norm=1.0, dimensions=1, epsilon=1.0, delta=1e-5).randomize(
+        torch.ones(1, 1), ledger=book), "example"),
+    "Privatizer": (lambda book: dp.Privatizer(noise_multiplier=9.0, max_grad_norm=1.0, expected_batch_size=1.0,
+        ledger=book).step(torch.ones(1, 2)), "example"),
+    "make_private": (lambda book: train(book), "example"),
+    "secure_aggregate": (lambda book: mpc.secure_aggregate(UPDATES, 2, ledger=book, **NOISY), "client"),
+    "simulate": (lambda book: federated.simulate(
+        nn.Linear(2, 2), (torch.randn(6, 2), torch.tensor([0, 1] * 3)), clients=3, rounds=1, ledger=book, **NOISY),
+        "client"),
+    "a client's own": (lambda book: aggregate_with(book), "client"),
+}  # fmt: skip
+
+
+def train(book):
+    model = nn.Linear(2, 2)
+    with dp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=9.0, delta=1e-5,
+                         max_grad_norm=1.0, sample_rate=0.5, ledger=book) as private:  # fmt: skip
+        for batch in private.batches((torch.randn(8, 2), torch.arange(8) % 2), steps=1):
+            nn.functional.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
+            private.step()
+    if isinstance(private.ledger, dp.PrivacyLedger) and private.ledger is not book:
+        private.ledger.close()
+
+
+def aggregate_with(book):
+    setup = mpc.SecureAggregation(clients=3, threshold=2, size=2, **NOISY)
+    signing, keys = make_identities(3)
+    clients = [setup.client(i, key, keys, ledger=book if i == 0 else None) for i, key in enumerate(signing)]
+    run_round(setup.server(0, keys), clients, lambda i: (UPDATES[i], 1), 0, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("name", LEDGERS)
+def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name, kind):
+    """Twice: the second call adds to the file that the first has created and closed."""
+    release, unit = LEDGERS[name]
+    path = tmp_path / "spent.jsonl"
+    for count in (1, 2):
+        release(kind(path))
+        gc.collect()  # a Privatizer that nobody uses any more releases its file
+        with dp.PrivacyLedger(path, unit=unit, neighbouring=dp.PrivacyLedger.read(path).neighbouring) as ledger:
+            assert sum(event.count for event in ledger.events) == count
+    with pytest.raises(ConfigError, match="ledger must be a PrivacyLedger, a path or None, got int"):
+        release(3)
+
+
+def test_a_ledgers_file_keeps_its_unit(tmp_path):
+    path = tmp_path / "spent.jsonl"
+    dp.PrivacyLedger(path, unit="patient").close()
+    dp.release(3, mechanism="laplace", sensitivity=1, epsilon=0.1, ledger=path)
+    assert dp.PrivacyLedger.read(path).unit == "patient"
+    dp.PrivacyLedger(tmp_path / "examples.jsonl").close()
+    with pytest.raises(ConfigError, match="the ledger's unit is an example"):
+        mpc.secure_aggregate(UPDATES, 2, ledger=tmp_path / "examples.jsonl", **NOISY)
+    with pytest.raises(ConfigError, match="local privacy is for replaced records"):
+        dp.LocalLaplace(0.0, 1.0, epsilon=1.0).randomize(torch.ones(1), ledger=tmp_path / "examples.jsonl")
+
+
+@pytest.mark.parametrize("call", [
+    lambda: dp.gaussian_noise_(torch.zeros(1), 1.0, secure=False),
+    lambda: dp.laplace_noise_(torch.zeros(1), 1.0, secure=True),
+    lambda: dp.release(1, mechanism="laplace", sensitivity=1, epsilon=1.0, secure=False),
+    lambda: dp.LocalLaplace(0.0, 1.0, epsilon=1.0, secure=False),
+    lambda: dp.LocalGaussian(max_norm=1.0, dimensions=1, epsilon=1.0, delta=1e-5, secure=False),
+    lambda: dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0, secure=False),
+])  # fmt: skip
+def test_what_weakens_noise_is_called_insecure(call):
+    with pytest.raises(TypeError, match="no argument secure= any more: it is the opposite, insecure= now"):
+        call()
+
+
+def test_make_private_takes_insecure_and_its_opposite():
+    def source(**options):
+        model = nn.Linear(2, 2)
+        with dp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, delta=1e-5,
+                             max_grad_norm=1.0, sample_rate=0.5, **options) as private:  # fmt: skip
+            return private.optimizer._release.source.secure
+
+    assert [source(), source(secure=True), source(insecure=False)] == [True] * 3
+    assert [source(secure=False), source(insecure=True), source(insecure=False, secure=False)] == [False] * 3
+    with pytest.raises(ConfigError, match="give either insecure or secure, its opposite; got True and True"):
+        source(insecure=True, secure=True)
+
+
+def test_a_bound_of_elements_is_called_max_abs():
+    assert mpc.secure_aggregate(UPDATES, 2, max_abs=0.5).total.tolist() == [1.0, 0.5]
+    for call in (
+        lambda: mpc.SecureAggregation(clients=3, threshold=2, size=4, clip=8.0),
+        lambda: mpc.secure_aggregate(UPDATES, 2, clip=1.0),
+        lambda: federated.simulate(nn.Linear(2, 2), (torch.zeros(3, 2), torch.zeros(3)), clients=3, clip=1.0),
+    ):
+        with pytest.raises(TypeError, match="no argument clip= any more: it is max_abs= now"):
+            call()
+
+
+def test_one_name_of_draws():
+    model = nn.Linear(2, 2)
+    with dp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, delta=1e-5,
+                         max_grad_norm=1.0, sample_rate=0.5) as private:  # fmt: skip
+        with pytest.raises(AttributeError, match=r"PrivateTraining\.draws is PrivateTraining\.batches now"):
+            private.draws((torch.zeros(4, 2),))
+        step, count = dp.PrivateStep(private, lambda x, y: nn.functional.cross_entropy(model(x), y)), 0
+        for batch in private.batches((torch.randn(64, 2), torch.arange(64) % 2), microbatch=8, steps=3):
+            result = step(batch, 0.1)
+            assert (result is not None) == batch.last
+            count += batch.last
+        assert private.optimizer.steps == count == 3

@@ -81,7 +81,7 @@ def calibrate(
     _check_run(sample_rate, steps, delta, method)
     from accelerant.privacy.dp.ledger.accounting import calibrate as least_noise
 
-    sigma = least_noise(target_epsilon, delta, sample_rate, steps, method)
+    sigma = least_noise(target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, method=method)
     costs = {way: cost.epsilon for way, cost in _costs(sigma, sample_rate, steps, delta).items()}
     if json_output:
         facts = {"noise_multiplier": sigma, "target_epsilon": target_epsilon, "epsilon": costs[method]}

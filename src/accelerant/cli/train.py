@@ -276,12 +276,10 @@ class TrainCommand:
                 raise ConfigError(f"--ledger {self.ledger} must be a file, in a folder that exists")
             if path.is_file() and path.stat().st_size:
                 PrivacyLedger.read(path)
-        values = {
-            name: given[name] for name in _OF_PRIVATE if name in given and name not in ("ledger", "insecure_noise")
-        }
+        values = {name: given[name] for name in _OF_PRIVATE if name in given and name != "ledger"}
         # a link in a run's folder is not written through
         path = path.absolute() if self.ledger is None else path.resolve()
-        return PrivateRun(PrivateSettings(str(path), secure=not self.insecure_noise, **values))
+        return PrivateRun(PrivateSettings(str(path), **values))
 
     def _train(self, out: Path, run: RunConfig | None, extension: Extension | None) -> None:
         """Start a run, or continue the one in `out` if `run` is None; then print the outcome. Rank 0 alone prints.

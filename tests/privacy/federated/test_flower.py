@@ -26,7 +26,7 @@ from accelerant.privacy.federated.flower import secure_round
 
 HERE = Path(__file__).parent
 CLIENTS = 3
-SETUP = {"clients": CLIENTS, "threshold": 2, "size": 8, "clip": 16.0, "step": 2.0**-10}
+SETUP = {"clients": CLIENTS, "threshold": 2, "size": 8, "max_abs": 16.0, "step": 2.0**-10}
 
 
 class Nodes:

@@ -61,14 +61,14 @@ def test_private_rounds_are_charged():
     assert report.epsilon == ledger.epsilon(1e-3) == ledger.statement().epsilon < 2
     assert (report.delta, ledger.statement().units) == (1e-3, 4)
     assert sum(event.count for event in ledger.events) == 2
-    tight = PrivacyLedger(unit="client", budget=Budget(0.1, 1e-3))
+    tight = PrivacyLedger(unit="client", budget=Budget(epsilon=0.1, delta=1e-3))
     with pytest.raises(BudgetExceeded):
         federated.simulate(model(), DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=tight)
 
 
 @pytest.mark.parametrize(("delta", "chosen"), [(None, 1e-7), (1e-6, 1e-6)])
 def test_delta_is_the_ledgers_unless_it_is_given(delta, chosen):
-    ledger = PrivacyLedger(unit="client", budget=Budget(20.0, 1e-7, "rdp"))
+    ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=20.0, delta=1e-7, method="rdp"))
     _, report = federated.simulate(
         model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=delta
     )
@@ -132,7 +132,7 @@ def test_the_command_trains_ten_clients_on_digits(capsys):
 
 def test_a_suspended_round_is_taken_once(tmp_path):
     """Between messages a client of Flower waits in a file, which two processes never both get."""
-    setup = mpc.SecureAggregation(3, 2, 2, clip=1.0)
+    setup = mpc.SecureAggregation(3, 2, 2, max_abs=1.0)
     signing, keys = make_identities(3)
 
     def party(i):

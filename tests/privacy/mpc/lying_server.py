@@ -27,7 +27,7 @@ class LyingServer:
 
     def __init__(self, clients, threshold, colluders=0, neighbours=None, earlier=True):
         self.setup = mpc.SecureAggregation(
-            clients, threshold, SIZE, clip=4.0, step=1.0, colluders=colluders, neighbours=neighbours
+            clients, threshold, SIZE, max_abs=4.0, step=1.0, colluders=colluders, neighbours=neighbours
         )
         self.everyone = range(clients)
         self.honest, self.colluders = self.everyone[: clients - colluders], self.everyone[clients - colluders :]

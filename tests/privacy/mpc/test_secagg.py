@@ -49,7 +49,7 @@ class Party:
     """A setup with its clients and their updates, on a grid so that sums are exact."""
 
     def __init__(self, clients=CLIENTS, threshold=4, size=SIZE, **settings):
-        self.setup = mpc.SecureAggregation(clients, threshold, size, **{"clip": 8.0, "step": 0.125, **settings})
+        self.setup = mpc.SecureAggregation(clients, threshold, size, **{"max_abs": 8.0, "step": 0.125, **settings})
         self.signing, self.keys = make_identities(clients)
         self.clients = [self.setup.client(i, key, self.keys) for i, key in enumerate(self.signing)]
         draw = np.random.default_rng(1)
@@ -208,7 +208,7 @@ def test_a_models_parameters_are_aggregated_as_they_are():
         module.state_dict(),
     ]
     for form in forms:
-        total = mpc.secure_aggregate([form] * 3, threshold=2, clip=4.0).total
+        total = mpc.secure_aggregate([form] * 3, threshold=2, max_abs=4.0).total
         leaves, wanted = map(tree_flatten, (total, form))
         assert (total.keys() if isinstance(form, dict) else type(total)) == (
             form.keys() if isinstance(form, dict) else type(form)
@@ -250,17 +250,17 @@ def test_a_models_parameters_are_aggregated_as_they_are():
     ],
 )
 def test_what_is_no_real_number_is_refused(update, error, message):
-    """Before a round begins, whatever the clip; by a client before it sends anything; inside of a model by its name."""
+    """Before a round begins, whatever max_abs; by a client before it sends anything; inside of a model by its name."""
     update = update() if callable(update) else update
     for updates, options in (
         ([update] * 3, {}),
-        ([update] * 3, {"clip": 1.0}),
+        ([update] * 3, {"max_abs": 1.0}),
         ([{"w": update}] * 3, {"max_norm": 1.0}),
     ):
         with pytest.raises(error, match=message):
             mpc.secure_aggregate(updates, 2, **options)
     with pytest.raises(error, match=message):
-        mpc.SecureAggregation(2, 2, 1, clip=1.0).encoding.encode(update, 1, torch.device("cpu"))
+        mpc.SecureAggregation(2, 2, 1, max_abs=1.0).encoding.encode(update, 1, torch.device("cpu"))
 
 
 def test_updates_that_differ_are_refused():
@@ -289,7 +289,7 @@ def test_updates_that_differ_are_refused():
 
 def test_clipping_bounds_what_a_client_contributes():
     """Sensitivity end to end: a client of any size changes the sum by at most max_norm and the rounding."""
-    setup = {"clip": None, "max_norm": 1.0, "step": 2.0**-10}
+    setup = {"max_abs": None, "max_norm": 1.0, "step": 2.0**-10}
     with_huge, without = Party(**setup), Party(**setup)
     bound = 1.0 + 2.0**-10 * math.sqrt(SIZE) / 2
     for huge in (torch.full((SIZE,), 1e30), torch.arange(SIZE) * 1e3, torch.eye(SIZE)[3] * -9, torch.randn(SIZE)):
@@ -297,7 +297,7 @@ def test_clipping_bounds_what_a_client_contributes():
         number = with_huge.clients[0].last_round + 1
         a, b = with_huge.run(number), without.run(number, leaving={"mask": [4]})
         assert float((a.sum - b.sum).norm()) <= bound
-    clipped = Party(clip=1.0)
+    clipped = Party(max_abs=1.0)
     clipped.updates[0] = torch.full((SIZE,), 100.0)
     assert torch.equal(clipped.run().sum, torch.ones(SIZE) + sum(x.clamp(-1, 1) for x in clipped.updates[1:]))
 
@@ -314,7 +314,7 @@ def test_an_update_is_scaled_below_the_norm_exactly():
 
 def test_noise_and_its_charge():
     size = 1000
-    party = Party(size=size, threshold=5, colluders=1, clip=None, step=None, max_norm=1.0, noise_multiplier=2.0)
+    party = Party(size=size, threshold=5, colluders=1, max_abs=None, step=None, max_norm=1.0, noise_multiplier=2.0)
     party.updates = [torch.zeros(size)] * CLIENTS
     ledger = PrivacyLedger(unit="client")
     encoding = party.setup.encoding
@@ -349,14 +349,14 @@ def test_noise_is_that_of_its_formula(clients, threshold, colluders, step, neigh
 
 
 def test_sums_that_just_fit():
-    """The largest sum is n (clip / step + 1), below 2^31; noise adds 12 of its deviations, of at least 4 steps."""
+    """The largest sum is n (max_abs / step + 1), below 2^31; noise adds 12 of its deviations, of at least 4 steps."""
     most = 2**31 // 3 - 1
-    assert mpc.SecureAggregation(3, 2, 1, clip=float(most), step=1.0).encoding.clip == most
-    total = mpc.secure_aggregate([torch.tensor([most], dtype=torch.int64)] * 3, 2, clip=float(most)).total
+    assert mpc.SecureAggregation(3, 2, 1, max_abs=float(most), step=1.0).encoding.max_abs == most
+    total = mpc.secure_aggregate([torch.tensor([most], dtype=torch.int64)] * 3, 2, max_abs=float(most)).total
     assert total.tolist() == [3 * most]
-    for clip in (most + 1, most + 2):
+    for beyond in (most + 1, most + 2):
         with pytest.raises(ConfigError, match="do not fit 32 bits"):
-            mpc.SecureAggregation(3, 2, 1, clip=float(clip), step=1.0)
+            mpc.SecureAggregation(3, 2, 1, max_abs=float(beyond), step=1.0)
     assert (encoding._TAIL, encoding._LEAST_STEPS, encoding.SMOOTH, encoding._HALF) == (12, 4, 1.58, 2**31)
     noisy = {"clients": 3, "threshold": 3, "size": 1, "max_norm": 2.0**10, "step": 1.0}
     least = 4 * math.sqrt(3) / (2.0**10 + 0.5)
@@ -373,7 +373,7 @@ def test_a_sparse_graph_charges_its_probability_to_fail():
 
 
 def test_a_budget_ends_the_round_before_anything_is_unmasked():
-    party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=1.0)
+    party = Party(max_abs=None, step=None, max_norm=1.0, noise_multiplier=1.0)
     ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))
     with pytest.raises(BudgetExceeded):
         party.run(ledger=ledger)
@@ -384,7 +384,7 @@ def test_a_budget_ends_the_round_before_anything_is_unmasked():
 
 def test_a_client_counts_for_itself():
     """A server that records nothing gets updates until the client's own budget is spent."""
-    party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=4.0)
+    party = Party(max_abs=None, step=None, max_norm=1.0, noise_multiplier=4.0)
     ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=1.3, delta=1e-5))
     party.clients[2] = party.setup.client(2, party.signing[2], party.keys, ledger=ledger)
     party.run(0)
@@ -411,21 +411,21 @@ def test_a_client_counts_for_itself():
         ({"threshold": 4, "colluders": 3}, "/ 2 = 4, got 4"),
         ({"threshold": 6}, "threshold must be 1 to 5, got 6"),
         ({"size": 0}, "size"),
-        ({"clip": 0.0}, "clip"),
-        ({"clip": None}, "give clip"),
+        ({"max_abs": 0.0}, "max_abs"),
+        ({"max_abs": None}, "give max_abs"),
         ({"step": 0.3}, "power of two"),
-        ({"clip": 2.0**40, "step": 1.0}, "do not fit 32 bits.*larger step"),
+        ({"max_abs": 2.0**40, "step": 1.0}, "do not fit 32 bits.*larger step"),
         ({"step": 2.0**-40}, "do not fit 32 bits"),
         ({"noise_multiplier": 1.0}, "max_norm"),
         ({"noise_multiplier": 1.0, "max_norm": 1.0, "max_weight": 2}, "without weights"),
         ({"noise_multiplier": 1e-3, "max_norm": 1.0, "step": 0.5}, "too narrow"),
-        ({"max_weight": 2**29, "clip": 8.0}, "max_weight must be"),
+        ({"max_weight": 2**29, "max_abs": 8.0}, "max_weight must be"),
         ({"neighbours": 3, "clients": 50, "threshold": 30}, "neighbours must be at least .* got 3"),
     ],
 )
 def test_unsafe_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        mpc.SecureAggregation(**{"clients": 5, "threshold": 4, "size": 8, "clip": 1.0, **settings})
+        mpc.SecureAggregation(**{"clients": 5, "threshold": 4, "size": 8, "max_abs": 1.0, **settings})
 
 
 @pytest.mark.parametrize("total", [7, 12])
@@ -484,15 +484,15 @@ def test_strengths(monkeypatch):
 
 
 def test_the_context_has_every_setting():
-    setup = mpc.SecureAggregation(5, 4, 8, clip=1.0)
+    setup = mpc.SecureAggregation(5, 4, 8, max_abs=1.0)
     keys = make_identities(5)[1]
     others = [
-        {"threshold": 5}, {"size": 9}, {"clip": 2.0}, {"max_norm": 1.0}, {"step": 0.5}, {"max_weight": 2},
+        {"threshold": 5}, {"size": 9}, {"max_abs": 2.0}, {"max_norm": 1.0}, {"step": 0.5}, {"max_weight": 2},
         {"colluders": 1}, {"neighbours": 4}, {"max_norm": 1.0, "noise_multiplier": 1.0},
     ]  # fmt: skip
     contexts = [replace(setup, **change).context(3, keys) for change in others]
     contexts += [setup.context(3, keys), setup.context(4, keys), setup.context(3, keys[::-1])]
-    contexts += [setup.context(3, keys, b"model"), mpc.SecureAggregation(4, 4, 8, clip=1.0).context(3, keys[:4])]
+    contexts += [setup.context(3, keys, b"model"), mpc.SecureAggregation(4, 4, 8, max_abs=1.0).context(3, keys[:4])]
     assert len(set(contexts)) == len(contexts)
     assert {len(each) for each in contexts} == {32}
     for number in (-1, 1.0, True):
@@ -504,10 +504,10 @@ def test_the_context_has_every_setting():
 def test_the_bound_of_failures_is_exact():
     """2^-40 of the docstring: graphs, and members of a round, on both sides of it; complete graphs at 2 t = n + c."""
     assert -40.1 < failure_log2(20, 20, 16, 0, 9) <= -40 < failure_log2(24, 24, 18, 0, 11) < -39.5
-    assert mpc.SecureAggregation(20, 16, 1, clip=1.0, neighbours=9).neighbours == 9
+    assert mpc.SecureAggregation(20, 16, 1, max_abs=1.0, neighbours=9).neighbours == 9
     with pytest.raises(ConfigError, match=r"got 11: the server may isolate clients with probability 2\^-40"):
-        mpc.SecureAggregation(24, 18, 1, clip=1.0, neighbours=11)
-    setup = mpc.SecureAggregation(26, 19, 1, clip=1.0, neighbours="auto")
+        mpc.SecureAggregation(24, 18, 1, max_abs=1.0, neighbours=11)
+    setup = mpc.SecureAggregation(26, 19, 1, max_abs=1.0, neighbours="auto")
     assert setup.neighbours == 9
     assert -40 < failure_log2(26, 22, 19, 0, 9) < -39
     assert [members for members in range(19, 27) if not setup.is_safe(members)] == [22, 24]
@@ -519,7 +519,7 @@ def test_sparse_graphs_of_many_clients_have_few_neighbours():
     k = least_neighbours(1000, 800, 100)
     assert 15 < k < 60
     assert failure_log2(1000, 1000, 800, 100, k) <= -40
-    assert mpc.SecureAggregation(1000, 800, 10, clip=1.0, colluders=100, neighbours="auto").neighbours == k
+    assert mpc.SecureAggregation(1000, 800, 10, max_abs=1.0, colluders=100, neighbours="auto").neighbours == k
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -698,7 +698,7 @@ def test_a_changed_share_of_a_key_is_seen():
 
 
 def test_clients_of_other_settings_or_keys_are_refused(party):
-    other = Party(clip=4.0)
+    other = Party(max_abs=4.0)
     server = party.server()
     with pytest.raises(ProtocolError, match="other settings or keys"):
         server.receive(other.clients[0].advertise(0))

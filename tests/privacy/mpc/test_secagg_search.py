@@ -25,7 +25,7 @@ class Network:
         self.rng, n = rng, rng.choice((4, 5, 7))
         colluders = rng.choice((0, 0, 1, 2 if n == 7 else 1))
         least = (n + colluders) // 2 + 1
-        self.setup = mpc.SecureAggregation(n, rng.randint(least, n), 3, clip=4.0, step=1.0, colluders=colluders)
+        self.setup = mpc.SecureAggregation(n, rng.randint(least, n), 3, max_abs=4.0, step=1.0, colluders=colluders)
         self.signing, self.keys = make_identities(n)
         self.colluders = set(rng.sample(range(n), colluders))
         self.clients = [self.setup.client(i, key, self.keys) for i, key in enumerate(self.signing)]
@@ -141,7 +141,7 @@ def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
     """
     n, revealed = 24, 0
     for attempt in range(3):
-        setup, (signing, keys) = mpc.SecureAggregation(n, 16, 2, clip=1.0, neighbours="auto"), make_identities(n)
+        setup, (signing, keys) = mpc.SecureAggregation(n, 16, 2, max_abs=1.0, neighbours="auto"), make_identities(n)
         clients = [setup.client(i, key, keys) for i, key in enumerate(signing)]
         context, server, answers = setup.context(0, keys), setup.server(0, keys), dict.fromkeys(range(n), b"")
         for step in ("advertise", "share_keys"):
@@ -215,7 +215,7 @@ def stripped_views(swapped, words, pair_mask):
     They know the honest clients' seeds, revealed at the end, and the masks with colluders. Left is x + the pair's mask;
     without it (pair_mask=False) the distinguisher must succeed.
     """
-    setup = mpc.SecureAggregation(5, 5, words, clip=2.0**20, step=1.0, colluders=3)
+    setup = mpc.SecureAggregation(5, 5, words, max_abs=2.0**20, step=1.0, colluders=3)
     signing, keys = make_identities(5)
     clients = [setup.client(i, key, keys) for i, key in enumerate(signing)]
     low, high = torch.full((words,), -3.0), torch.full((words,), 70_000.0)

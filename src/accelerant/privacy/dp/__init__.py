@@ -24,6 +24,7 @@ from accelerant._renamed import renamed_names
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
     from accelerant.privacy.dp.ledger import Budget, Ledger, PrivacyEvent, PrivacyLedger, PrivacyStatement
+    from accelerant.privacy.dp.ledger.accounting import calibrate
     from accelerant.privacy.dp.noise.mechanisms import (
         LocalGaussian,
         LocalLaplace,
@@ -33,32 +34,35 @@ if TYPE_CHECKING:
         release,
     )
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
-    from accelerant.privacy.dp.training.gradients import GradientPrivatizer, Privatizer
+    from accelerant.privacy.dp.training.gradients import Privatizer
     from accelerant.privacy.dp.training.optimizer import AdaptiveClipping
     from accelerant.privacy.dp.training.private import PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
 __all__ = [
-    "AdaptiveClipping", "Budget", "DrawnBatch", "GradientPrivatizer", "GroupedSampler", "Ledger", "LocalGaussian",
+    "AdaptiveClipping", "Budget", "DrawnBatch", "GroupedSampler", "Ledger", "LocalGaussian",
     "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivacyEvent", "PrivacyLedger",
-    "PrivacyStatement", "PrivateStep", "PrivateTraining", "Privatizer", "RandomizedResponse", "gaussian_noise_",
-    "laplace_noise_", "make_private", "release",
+    "PrivacyStatement", "PrivateStep", "PrivateTraining", "Privatizer", "RandomizedResponse", "calibrate",
+    "gaussian_noise_", "laplace_noise_", "make_private", "release",
 ]  # fmt: skip
 
 _NAMES = {
     "clipping": ("PerExampleClipper",),
     "ledger": ("Budget", "Ledger", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"),
+    "ledger.accounting": ("calibrate",),
     "noise.mechanisms": (
         "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_", "release",
     ),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
-    "training.gradients": ("GradientPrivatizer", "Privatizer"),
+    "training.gradients": ("Privatizer",),
     "training.optimizer": ("AdaptiveClipping",),
     "training.private": ("PrivateTraining", "make_private"),
     "training.step": ("PrivateStep",),
 }  # fmt: skip
 """The public names that each module of this package defines."""
 
+_RENAMED = {"Event": "PrivacyEvent", "GradientPrivatizer": "Privatizer", "Statement": "PrivacyStatement"}
+
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _get, __dir__ = lazy(__name__, __all__, _NAMES)
-    __getattr__ = renamed_names(__name__, {"Event": "PrivacyEvent", "Statement": "PrivacyStatement"}, _get)
+    __getattr__ = renamed_names(__name__, _RENAMED, _get)

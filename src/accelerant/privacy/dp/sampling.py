@@ -233,7 +233,7 @@ def _columns_reader(data: Any) -> tuple[_Rows, int | None]:
 
 
 def sampling_of(loader: Any) -> Sampling:
-    """Return how a sampler, a loader or batches draw, as an `PrivacyEvent` names it; "unknown" unless it is known."""
+    """Return how a sampler, a loader or batches draw, as a `PrivacyEvent` names it; "unknown" unless it is known."""
     if getattr(loader, "sampling", None) == "poisson":
         return "poisson"
     inner = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
@@ -303,12 +303,12 @@ class DrawTracker:
         if batch.draw is not None and batch.draw.stepped:
             raise ConfigError(
                 "this draw has made a step already: amplification by sampling requires a new draw for each step. "
-                "Iterate batches(data) or draws(data) again, and keep no list of them"
+                "Iterate batches(data) again, and keep no list of them"
             )
         if batch.draw is not None and batch.draw.tracker is not None and batch.draw.tracker() is not self:
             raise ConfigError(
                 "another private training has used this draw: amplification by sampling requires a new draw for each "
-                "step of each training. Take batches from this one's batches(data) or draws(data)"
+                "step of each training. Take batches from this one's batches(data)"
             )
         if self.awaited and origin is not None and origin is self._origin:
             raise ConfigError(

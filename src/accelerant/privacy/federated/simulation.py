@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, DivergenceError, MissingDependency, ShapeError
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import LedgerLike
+from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
 from accelerant.privacy.mpc.secagg.server import Aggregate, StageReport
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
@@ -74,12 +77,13 @@ class Simulation(NamedTuple):
     report: FederatedReport
 
 
+@renamed_arguments(clip="max_abs")
 def simulate(
     model: nn.Module, data: Data, *, clients: int = 100, rounds: int = 3, threshold: int | None = None,
     test: Data | None = None, local_epochs: int = 1, batch_size: int = 32, learning_rate: float = 0.1,
-    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy, clip: float = 1.0, max_norm: float | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy, max_abs: float = 1.0, max_norm: float | None = None,
     noise_multiplier: float = 0.0, colluders: int = 0, neighbours: Any = None,
-    leaving: Mapping[int, Leaving] | None = None, ledger: PrivacyLedger | None = None, delta: float | None = None,
+    leaving: Mapping[int, Leaving] | None = None, ledger: LedgerLike = None, delta: float | None = None,
     seed: int = 0, progress: Callable[[int, FederatedReport], None] | None = None,
 ) -> Simulation:  # fmt: skip
     """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
@@ -92,9 +96,10 @@ def simulate(
         test: for losses and accuracies; by default the training data, which epsilon then does not cover in the report.
         local_epochs, batch_size, learning_rate: of plain SGD at each client.
         loss: of outputs and targets.
-        clip, max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation, of a client's update.
+        max_abs, max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation, of a client's update.
         leaving: by round, from 0, the clients that leave from a stage on: {1: {"consistency": [3]}}.
-        ledger: of the data; by default a new one. The unit of privacy is a client with all its rows.
+        ledger: a PrivacyLedger of the data, or its file; by default a new one. The unit of privacy is a client with
+            all its rows.
         delta: of epsilon in the report; by default the ledger's, or 1e-5.
         seed: of shuffles. Keys and noise are the system's randomness.
         progress: called after each round.
@@ -120,13 +125,9 @@ def simulate(
     if not vector.is_floating_point():
         raise ConfigError("a model without floating-point parameters cannot be averaged")
     setup = SecureAggregation(
-        clients=clients, threshold=threshold, size=vector.numel(), clip=clip, max_norm=max_norm, colluders=colluders,
-        noise_multiplier=noise_multiplier, neighbours=neighbours,
+        clients=clients, threshold=threshold, size=vector.numel(), max_abs=max_abs, max_norm=max_norm,
+        colluders=colluders, noise_multiplier=noise_multiplier, neighbours=neighbours,
     )  # fmt: skip
-    ledger = PrivacyLedger(unit="client") if ledger is None and noise_multiplier else ledger
-    if ledger is not None:
-        ledger.describe(delta=delta, units=clients)
-    report.delta = delta or (None if ledger is None else ledger.delta) or DEFAULT_DELTA
     signing, keys = make_identities(clients)
     parties = [setup.client(i, key, keys, device=vector.device) for i, key in enumerate(signing)]
     generator = torch.Generator().manual_seed(seed)
@@ -143,16 +144,20 @@ def simulate(
                 optimizer.step()
         return parameters_to_vector(local.parameters()).detach() - vector, 1
 
-    for number in range(rounds):
-        server = setup.server(number, keys, ledger=ledger, device=vector.device)
-        result = run_round(server, parties, update_of, number, (leaving or {}).get(number, {}))
-        vector += result.mean.to(vector)
-        vector_to_parameters(vector.clone(), model.parameters())
-        report.add(result, model.eval(), tested, loss)
-        if noise_multiplier and ledger is not None:
-            report.epsilon = ledger.epsilon(report.delta)
-        if progress is not None:
-            progress(number, report)
+    with client_ledger(PrivacyLedger(unit="client") if ledger is None and noise_multiplier else ledger) as book:
+        if book is not None:
+            book.describe(delta=delta, units=clients)
+        report.delta = delta or (None if book is None else book.delta) or DEFAULT_DELTA
+        for number in range(rounds):
+            server = setup.server(number, keys, ledger=book, device=vector.device)
+            result = run_round(server, parties, update_of, number, (leaving or {}).get(number, {}))
+            vector += result.mean.to(vector)
+            vector_to_parameters(vector.clone(), model.parameters())
+            report.add(result, model.eval(), tested, loss)
+            if noise_multiplier and book is not None:
+                report.epsilon = book.epsilon(report.delta)
+            if progress is not None:
+                progress(number, report)
     return Simulation(model, report)
 
 

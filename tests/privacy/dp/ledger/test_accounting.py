@@ -291,7 +291,7 @@ def test_no_count_takes_long(step):
 def test_remaining_is_the_last_that_fits(method):
     step = PrivacyEvent("gaussian", 2.0, "poisson", 0.02)
     done = [step.times(50), PrivacyEvent("gaussian", 20.0)]
-    count = remaining(done, step, 1.0, DELTA, method=method)
+    count = remaining(done, step, epsilon=1.0, delta=DELTA, method=method)
     assert epsilon(*done, step.times(count), method=method) <= 1.0
     assert epsilon(*done, step.times(count + 1), method=method) > 1.0
 
@@ -299,7 +299,7 @@ def test_remaining_is_the_last_that_fits(method):
 @pytest.mark.slow
 def test_remaining_without_a_limit_or_room():
     assert remaining([], PrivacyEvent("gaussian", 0.0), 1.0, DELTA) == 0
-    assert remaining([PrivacyEvent("gaussian", 0.5)], STEP, 1.0, DELTA) == 0
+    assert remaining([PrivacyEvent("gaussian", 0.5)], STEP, epsilon=1.0, delta=DELTA) == 0
     assert remaining([], PrivacyEvent("gaussian", 1e6, "poisson", 1e-9), 1.0, DELTA, method="rdp") == 10**9
 
 
@@ -336,7 +336,7 @@ def test_values_without_meaning(options, message):
 
 def test_remaining_wants_an_epsilon():
     with pytest.raises(ConfigError, match="epsilon must be a number, above 0"):
-        remaining([], STEP, 0.0, DELTA)
+        remaining([], STEP, epsilon=0.0, delta=DELTA)
 
 
 def test_without_dp_accounting(monkeypatch):

@@ -19,7 +19,7 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
     ],
 )
 def test_it_is_the_least_noise(target, delta, rate, steps, method):
-    noise = calibrate(target, delta, rate, steps, method)
+    noise = calibrate(target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, method=method)
 
     def cost(noise):
         return spent([PrivacyEvent("gaussian", noise, "poisson", rate, steps)], delta, method=method).epsilon
@@ -29,11 +29,14 @@ def test_it_is_the_least_noise(target, delta, rate, steps, method):
 
 
 def test_the_analytic_gaussian():
-    assert 4.0 <= calibrate(0.9263415, 1e-5, 1.0, 1) <= 4.004
+    assert 4.0 <= calibrate(target_epsilon=0.9263415, delta=1e-5, sample_rate=1.0, steps=1) <= 4.004
 
 
 def test_charged_deltas_need_more_noise():
-    plain, charged = calibrate(1.0, 1e-5, 1.0, 100), calibrate(1.0, 1e-5, 1.0, 100, charged=5e-8)
+    plain, charged = (
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=100),
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=100, charged=5e-8),
+    )
     assert charged > 1.005 * plain
     events = [PrivacyEvent("gaussian", charged, count=100, delta=5e-8)]
     assert spent(events, 1e-5).epsilon <= 1.0
@@ -42,33 +45,37 @@ def test_charged_deltas_need_more_noise():
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_what_was_done_before_counts(method):
     before = [PrivacyEvent("gaussian", 10.0, count=2)]
-    noise = calibrate(1.0, 1e-5, 1.0, 3, method, before=before)
+    noise = calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=3, method=method, before=before)
     assert spent([*before, PrivacyEvent("gaussian", noise, count=3)], 1e-5, method=method).epsilon <= 1.0
     assert spent([*before, PrivacyEvent("gaussian", noise / 1.001, count=3)], 1e-5, method=method).epsilon > 1.0
     with pytest.raises(UnsupportedCase, match=r"already has epsilon 4\.37718"):
-        calibrate(1.0, 1e-5, 1.0, 1, before=[PrivacyEvent("gaussian", 1.0)])
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=1, before=[PrivacyEvent("gaussian", 1.0)])
 
 
 def test_a_tiny_epsilon():
-    noise = calibrate(1e-4, 1e-6, 1.0, 1)
+    noise = calibrate(target_epsilon=1e-4, delta=1e-6, sample_rate=1.0, steps=1)
     assert spent([PrivacyEvent("gaussian", noise)], 1e-6).epsilon <= 1e-4
 
 
 @pytest.mark.slow
 def test_without_amplification_sampling_does_not_help():
-    assert calibrate(2.0, 1e-5, 0.01, 3, sampling="shuffled") == calibrate(2.0, 1e-5, 1.0, 3)
+    assert calibrate(target_epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=3, sampling="shuffled") == calibrate(
+        target_epsilon=2.0, delta=1e-5, sample_rate=1.0, steps=3
+    )
 
 
 @pytest.mark.parametrize("mechanism", ["laplace", "discrete_laplace"])
 def test_laplace(mechanism):
-    assert calibrate(1.0, 1e-12, 1.0, 1, mechanism=mechanism) == pytest.approx(1.0, rel=2e-3)
+    assert calibrate(target_epsilon=1.0, delta=1e-12, sample_rate=1.0, steps=1, mechanism=mechanism) == pytest.approx(
+        1.0, rel=2e-3
+    )
 
 
 def test_what_cannot_be_reached():
     with pytest.raises(UnsupportedCase, match="no noise multiplier up to 1e\\+06 reaches"):
-        calibrate(1.0, 1e-5, 0.1, 1000, charged=1e-7)
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=1000, charged=1e-7)
     with pytest.raises(UnsupportedCase, match="it is no limit"):
-        calibrate(1e9, 1e-5, 1.0, 1)
+        calibrate(target_epsilon=1e9, delta=1e-5, sample_rate=1.0, steps=1)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +90,4 @@ def test_what_cannot_be_reached():
 )
 def test_values_without_meaning(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate(*arguments)
+        calibrate(**dict(zip(("target_epsilon", "delta", "sample_rate", "steps", "method"), arguments, strict=False)))

@@ -42,11 +42,11 @@ events = st.builds(
     st.sampled_from(["poisson", "shuffled", "unknown"]),
     st.floats(0, 1, exclude_min=True),
     st.just(1),
-    st.floats(0, 0.5),
-    st.text(max_size=5),
-    st.text(max_size=5),
-    st.sampled_from([True, False, None]),
-    st.booleans(),
+    delta=st.floats(0, 0.5),
+    note=st.text(max_size=5),
+    source=st.text(max_size=5),
+    secure=st.sampled_from([True, False, None]),
+    idealised=st.booleans(),
 )
 
 

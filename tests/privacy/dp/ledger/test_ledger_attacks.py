@@ -364,7 +364,7 @@ def test_equal_events_of_a_record_add_up(tmp_path):
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 STEP = PrivacyEvent("discrete_laplace", 10.0)  # epsilon 0.1
-TIGHT, LOOSE = Budget(0.5, DELTA, "rdp"), Budget(1.0, DELTA, "rdp")
+TIGHT, LOOSE = Budget(epsilon=0.5, delta=DELTA, method="rdp"), Budget(epsilon=1.0, delta=DELTA, method="rdp")
 
 
 def spend(ledger):
@@ -397,7 +397,7 @@ def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
 
 def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    PrivacyLedger(path, budget=Budget(0.9, DELTA, "rdp")).close()
+    PrivacyLedger(path, budget=Budget(epsilon=0.9, delta=DELTA, method="rdp")).close()
     PrivacyLedger(path, budget=TIGHT).close()  # which implies the first
     size = path.stat().st_size
     with pytest.raises(ConfigError, match=r"has the budget epsilon 0\.5 at delta 1e-05, and epsilon 1 at .* is looser"):
@@ -415,11 +415,11 @@ def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):
 
 def test_budgets_that_do_not_compare_hold_together(tmp_path):
     path = tmp_path / "privacy.jsonl"
-    PrivacyLedger(path, budget=Budget(5.0, 1e-9, "rdp")).close()
+    PrivacyLedger(path, budget=Budget(epsilon=5.0, delta=1e-9, method="rdp")).close()
     with PrivacyLedger(path, budget=TIGHT) as ledger:
         assert ledger.budget == TIGHT
         assert spend(ledger) < 50
-    with PrivacyLedger(path, budget=Budget(0.6, 1e-6, "rdp")) as ledger:  # at another delta
+    with PrivacyLedger(path, budget=Budget(epsilon=0.6, delta=1e-6, method="rdp")) as ledger:  # at another delta
         assert spend(ledger) == 0
 
 
@@ -535,7 +535,7 @@ def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(tmp_path, method, even
     cost = spent([event.times(5)], DELTA, method=method).epsilon
     for limit, fit in ((cost, 5), (math.nextafter(cost, 0.0), 4)):
         for counts in ([1] * fit, [fit]):
-            with PrivacyLedger(budget=Budget(limit, DELTA, method)) as ledger:
+            with PrivacyLedger(budget=Budget(epsilon=limit, delta=DELTA, method=method)) as ledger:
                 for count in counts:
                     ledger.record(event.times(count))
                 with pytest.raises(BudgetExceeded):

@@ -52,7 +52,7 @@ def test_in_memory():
         assert ledger.events == (STEP.times(3), OTHER.times(2))
         assert ledger.epsilon(1e-5) == spent([STEP.times(3), OTHER.times(2)], 1e-5).epsilon
         assert ledger.epsilon(1e-5, method="rdp") == spent([STEP.times(3), OTHER.times(2)], 1e-5, method="rdp").epsilon
-        more = ledger.remaining(1.0, 1e-5, STEP, "rdp")
+        more = ledger.remaining(STEP, epsilon=1.0, delta=1e-5, method="rdp")
         assert more > 100
     assert spent([STEP.times(3 + more), OTHER.times(2)], 1e-5, method="rdp").epsilon <= 1.0
 
@@ -136,7 +136,7 @@ def test_many_like_events_become_few_that_cost_no_less(path):
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_written(path, method):
     budget = Budget(epsilon=0.5, delta=1e-5, method=method)
-    fits = PrivacyLedger().remaining(0.5, 1e-5, CHEAP, method)
+    fits = PrivacyLedger().remaining(CHEAP, epsilon=0.5, delta=1e-5, method=method)
     with PrivacyLedger(path, budget=budget) as ledger:
         for _ in range(fits):
             ledger.require(CHEAP)
@@ -153,7 +153,7 @@ def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_writt
 
 
 def test_a_budget_over_two_kinds_that_alternate():
-    budget = Budget(0.5, 1e-5, "rdp")
+    budget = Budget(epsilon=0.5, delta=1e-5, method="rdp")
     ledger = PrivacyLedger(budget=budget)
     kinds = (PrivacyEvent("laplace", 60.0), CHEAP, CHEAP)
     with pytest.raises(BudgetExceeded):
@@ -172,15 +172,15 @@ def test_a_budget_asks_the_accountant_seldom(monkeypatch):
 
     asked = []
     monkeypatch.setattr(module, "spent", lambda *a, **k: asked.append(1) or spent(*a, **k))
-    ledger = PrivacyLedger(budget=Budget(1.0, 1e-5))
+    ledger = PrivacyLedger(budget=Budget(epsilon=1.0, delta=1e-5))
     for _ in range(1000):
         ledger.record(STEP)
     assert len(asked) < 60
 
 
 def test_what_is_reserved_does_not_pass_the_budget_either(path):
-    fits = PrivacyLedger().remaining(0.5, 1e-5, CHEAP, "rdp")
-    ledger = PrivacyLedger(path, budget=Budget(0.5, 1e-5, "rdp"))
+    fits = PrivacyLedger().remaining(CHEAP, epsilon=0.5, delta=1e-5, method="rdp")
+    ledger = PrivacyLedger(path, budget=Budget(epsilon=0.5, delta=1e-5, method="rdp"))
     for _ in range(fits - 1):
         ledger.record(CHEAP)
     assert counts(PrivacyLedger.read(path))[CHEAP] <= fits
@@ -188,13 +188,13 @@ def test_what_is_reserved_does_not_pass_the_budget_either(path):
 
 def test_no_noise_passes_every_budget():
     with pytest.raises(BudgetExceeded, match="would make it inf"):
-        PrivacyLedger(budget=Budget(100, 1e-5)).record(PrivacyEvent("gaussian", 0.0))
+        PrivacyLedger(budget=Budget(epsilon=100, delta=1e-5)).record(PrivacyEvent("gaussian", 0.0))
 
 
 @pytest.mark.parametrize("values", [(0.0, 1e-5), (math.inf, 1e-5), (1.0, 0.0), (1.0, 1e-5, "clt")])
 def test_budgets_without_meaning(values):
     with pytest.raises(ConfigError):
-        Budget(*values)
+        Budget(**dict(zip(("epsilon", "delta", "method"), values, strict=False)))
 
 
 # --- what does not add up --------------------------------------------------------------------------------------------

@@ -13,7 +13,16 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.ledger.statement import _meaning
 
 STEP = PrivacyEvent(
-    "discrete_gaussian", 4.0, "poisson", 0.01, 50, 1e-12, "warm-up", source="chacha20", secure=True, idealised=True
+    "discrete_gaussian",
+    4.0,
+    "poisson",
+    0.01,
+    50,
+    delta=1e-12,
+    note="warm-up",
+    source="chacha20",
+    secure=True,
+    idealised=True,
 )
 INSECURE = PrivacyEvent("gaussian", 8.0, "shuffled", 0.01, 2, source="philox gaussian", secure=False)
 
@@ -23,7 +32,7 @@ def ledger(tmp_path):
     path = tmp_path / "privacy.jsonl"
     with PrivacyLedger(path, unit="patient", dataset="ward 7") as first:
         first.record(STEP)
-    with PrivacyLedger(path, unit="patient", budget=Budget(3.0, 1e-6, "rdp")) as found:
+    with PrivacyLedger(path, unit="patient", budget=Budget(epsilon=3.0, delta=1e-6, method="rdp")) as found:
         found.record(INSECURE)
         yield found
 
@@ -43,7 +52,7 @@ def test_without_a_delta_the_last_chosen_one_is_stated_and_all_are_listed(tmp_pa
     """Chosen by a budget or by `describe`; the file keeps both."""
     path = tmp_path / "privacy.jsonl"
     event = PrivacyEvent("gaussian", 20.0)
-    with PrivacyLedger(path, budget=Budget(2.0, 1e-6)) as ledger:
+    with PrivacyLedger(path, budget=Budget(epsilon=2.0, delta=1e-6)) as ledger:
         ledger.record(event)
         assert (ledger.delta, ledger.statement().delta, ledger.statement().others) == (1e-6, 1e-6, ())
         ledger.describe(delta=1e-7, units=12345)
@@ -125,7 +134,7 @@ def test_a_delta_not_below_one_over_the_units_is_said():
 def test_numbers_are_not_rounded_to_others():
     """A delta or a sampling rate rounded down, or noise rounded up, would be of a mechanism that costs more."""
     delta, rate, noise = 1.23456749e-7, 0.012345674, 1.23456751
-    ledger = PrivacyLedger(budget=Budget(1.2345675, delta))
+    ledger = PrivacyLedger(budget=Budget(epsilon=1.2345675, delta=delta))
     ledger.record(PrivacyEvent("gaussian", 1000 * noise, "poisson", rate))
     text = str(ledger.statement())
     for said in (f"at delta {delta!r}", f"probability {rate!r}", f"multiplier {1000 * noise!r}", "epsilon 1.2345675 "):

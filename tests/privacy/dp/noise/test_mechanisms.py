@@ -13,20 +13,20 @@ from accelerant.privacy import dp
 from accelerant.privacy.dp.noise.mechanisms import NoisySum
 
 
-@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.usefixtures("fixed_entropy")
-def test_gaussian_noise_in_place(secure):
+def test_gaussian_noise_in_place(insecure):
     x = torch.full((2000,), 5.0)
-    assert dp.gaussian_noise_(x, 2.0, secure=secure) is x
+    assert dp.gaussian_noise_(x, 2.0, insecure=insecure) is x
     assert float(x.mean()) == pytest.approx(5.0, abs=5 * 2.0 / 2000**0.5)
     assert float(x.std()) == pytest.approx(2.0, rel=0.08)
 
 
-@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.usefixtures("fixed_entropy")
-def test_laplace_noise_in_place(secure):
+def test_laplace_noise_in_place(insecure):
     x = torch.zeros(4000)
-    dp.laplace_noise_(x, 1.5, secure=secure)
+    dp.laplace_noise_(x, 1.5, insecure=insecure)
     assert float(x.abs().mean()) == pytest.approx(1.5, rel=0.08)  # E|x| = b, deviation b
     assert float(x.mean()) == pytest.approx(0.0, abs=5 * 1.5 * (2 / 4000) ** 0.5)
 
@@ -39,10 +39,12 @@ DEFAULTS = {
     "release of whole numbers": lambda book: dp.release(
         1, mechanism="laplace", sensitivity=1, epsilon=1.0, ledger=book
     ),
-    "GradientPrivatizer": lambda book: dp.GradientPrivatizer(
+    "Privatizer with noise": lambda book: dp.Privatizer(
         noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0, ledger=book
     )(ROWS),
-    "Privatizer": lambda book: dp.Privatizer(2.0, 1e-5, 1.0, 1, 1.0, expected_batch_size=1.0, ledger=book).step(ROWS),
+    "Privatizer": lambda book: dp.Privatizer(
+        epsilon=2.0, delta=1e-5, max_grad_norm=1.0, steps=1, sample_rate=1.0, expected_batch_size=1.0, ledger=book
+    ).step(ROWS),
 }  # make_private's are in training/
 
 
@@ -53,7 +55,7 @@ def test_noise_is_secure_and_draws_are_unknown_unless_a_caller_says_otherwise(na
     (event,) = ledger.events
     assert event.secure is True
     assert event.mechanism.startswith("discrete_")
-    assert event.sampling == {"GradientPrivatizer": "unknown", "Privatizer": "poisson"}.get(name, "none")
+    assert event.sampling == {"Privatizer with noise": "unknown", "Privatizer": "poisson"}.get(name, "none")
 
 
 @pytest.mark.usefixtures("fixed_entropy")
@@ -237,7 +239,7 @@ def analytic_delta(multiplier, epsilon):
 
 
 def test_a_release_past_the_budget_draws_nothing():
-    ledger = dp.PrivacyLedger(budget=dp.Budget(1.0, 1e-6))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=1.0, delta=1e-6))
     dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
     with pytest.raises(BudgetExceeded):
         dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
@@ -351,7 +353,7 @@ def test_numbers_between_bounds():
 
 @pytest.mark.usefixtures("fixed_entropy")
 def test_vectors_in_a_ball():
-    local = dp.LocalGaussian(2.0, 3, epsilon=1.0, delta=1e-5)
+    local = dp.LocalGaussian(max_norm=2.0, dimensions=3, epsilon=1.0, delta=1e-5)
     reports = local.randomize(torch.tensor([[30.0, 0.0, 40.0]]).expand(3000, 3))
     wanted = torch.tensor([1.2, 0.0, 1.6], dtype=torch.float64)
     assert float((local.mean(reports) - wanted).abs().max()) < 5 * local.standard_error(3000)
@@ -372,12 +374,12 @@ def test_ledgers_are_of_replaced_records():
     [
         (lambda: dp.RandomizedResponse(1, 1.0), "choices must be .*1"),
         (lambda: dp.RandomizedResponse(2, 0.0), "epsilon must be .*0"),
-        (lambda: dp.LocalLaplace(1.0, 1.0, 1.0), "high must be .*1"),
-        (lambda: dp.LocalGaussian(1.0, 0, 1.0, 1e-5), "dimensions must be .*0"),
-        (lambda: dp.LocalGaussian(1.0, 1, 1.0, 0.9), "delta must be .*0.9"),
+        (lambda: dp.LocalLaplace(1.0, 1.0, epsilon=1.0), "high must be .*1"),
+        (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=0, epsilon=1.0, delta=1e-5), "dimensions must be .*0"),
+        (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=1, epsilon=1.0, delta=0.9), "delta must be .*0.9"),
         (lambda: dp.RandomizedResponse(3, 1.0).randomize(torch.tensor([3])), "0 to 2"),
         (lambda: dp.RandomizedResponse(3, 1.0).estimate(torch.tensor([], dtype=torch.int64)), "at least one"),
-        (lambda: dp.LocalLaplace(0.0, 1.0, 1.0).randomize(torch.tensor([float("nan")])), "NaN"),
+        (lambda: dp.LocalLaplace(0.0, 1.0, epsilon=1.0).randomize(torch.tensor([float("nan")])), "NaN"),
     ],
 )
 def test_values_are_checked(make, message):
@@ -389,4 +391,4 @@ def test_kinds_are_checked():
     with pytest.raises(UnsupportedDtype, match="whole numbers"):
         dp.RandomizedResponse(3, 1.0).randomize(torch.zeros(3))
     with pytest.raises(ShapeError, match=r"\(n, 2\)"):
-        dp.LocalGaussian(1.0, 2, 1.0, 1e-5).randomize(torch.zeros(3))
+        dp.LocalGaussian(max_norm=1.0, dimensions=2, epsilon=1.0, delta=1e-5).randomize(torch.zeros(3))

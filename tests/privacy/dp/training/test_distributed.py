@@ -125,8 +125,8 @@ STARTS = [  # name, argument, values in rank 0 and 1, arguments of both
     ("sample_rate", "rate", 0.5, 0.25, {}),
     ("noise_multiplier", "noise_multiplier", 1.0, 2.0, {}),
     ("clipping", "clipping", "flat", "adaptive", {}),
-    ("the quantile", "clipping", dp.AdaptiveClipping(0.5), dp.AdaptiveClipping(0.9), {}),
-    ("secure", "secure", True, False, {}),
+    ("the quantile", "clipping", dp.AdaptiveClipping(quantile=0.5), dp.AdaptiveClipping(quantile=0.9), {}),
+    ("insecure noise", "insecure", True, False, {}),
     ("steps", "steps", 10, 11, {}),
     ("loss_reduction", "loss_reduction", "mean", "sum", {}),
     ("groups", "groups", None, torch.arange(40) // 4, {}),
@@ -163,7 +163,7 @@ DISAGREEMENTS = {
     "noise_multiplier": "noise_multiplier must be .*: 1.0 in rank 0, 2.0 in rank 1",
     "clipping": "clipping must be .*: flat in rank 0, AdaptiveClipping.*in rank 1",
     "the quantile": "clipping must be .*quantile=0.5.*in rank 0, .*quantile=0.9.* in rank 1",
-    "secure": "secure must be .*: True in rank 0, False in rank 1",
+    "insecure noise": "insecure must be .*: True in rank 0, False in rank 1",
     "steps": "steps must be .*: 10.0 in rank 0, 11.0 in rank 1",
     "loss_reduction": "loss_reduction must be .*: mean in rank 0, sum in rank 1",
     "groups": "groups must be those of all rows, the same in each process",
@@ -219,7 +219,7 @@ def disagree(rank, folder):
                 training.optimizer.expected_batch_size = 40.0
                 classify(training.model, *data).backward()
             else:
-                batch = next(iter(training.draws(data, steps=1)))
+                batch = next(iter(training._draws(data, steps=1)))
                 if precision is not None:
                     return make(batch, rates[rank]) and None
                 training.use(batch)
@@ -251,7 +251,7 @@ def disagree(rank, folder):
     def freeze(training):
         training.optimizer.zero_grad()
         training.model[0].bias.requires_grad_(False)
-        batch = next(iter(training.draws(data, steps=1)))
+        batch = next(iter(training._draws(data, steps=1)))
         training.use(batch)
         classify(training.model, *batch.tensors).backward()
 

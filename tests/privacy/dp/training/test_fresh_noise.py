@@ -86,7 +86,7 @@ def test_a_resumed_training_draws_other_noise():
 def test_privatizers_and_mechanisms_draw_anew():
     def one():
         torch.manual_seed(0)
-        make = dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0)
+        make = dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0)
         return [make(torch.zeros(1, 8)), dp.gaussian_noise_(torch.zeros(8), 1.0)]
 
     (a, b), (c, d) = one(), one()

@@ -1,4 +1,4 @@
-"""GradientPrivatizer: clip, sum on the grid, noise, divide."""
+"""Privatizer: clip, sum on the grid, noise, divide."""
 
 import itertools
 import math
@@ -14,9 +14,7 @@ from accelerant.privacy.dp.noise.mechanisms import NoisySum
 
 
 def make(**changes):
-    return dp.GradientPrivatizer(
-        **{"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": 4.0, **changes}
-    )
+    return dp.Privatizer(**{"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": 4.0, **changes})
 
 
 def gradients(count=7, dtype=torch.float32):
@@ -98,14 +96,14 @@ def test_gradients_that_are_not_finite_count_as_nothing():
 
 
 def test_events_and_the_budget():
-    ledger = dp.PrivacyLedger(budget=dp.Budget(1.5, 1e-5, "rdp"))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=1.5, delta=1e-5, method="rdp"))
     privatizer = make(noise_multiplier=4.0, sampling="poisson", sample_rate=0.5, ledger=ledger)
     with pytest.raises(BudgetExceeded):
         [privatizer(gradients()) for _ in range(200)]
     (event,) = ledger.events
     assert (event.noise_multiplier, event.sampling, event.sample_rate) == (4.0, "poisson", 0.5)
     assert ledger.epsilon(1e-5) <= 1.5
-    fast = make(noise_multiplier=1.0, secure=False)
+    fast = make(noise_multiplier=1.0, insecure=True)
     fast(gradients())
     assert fast.ledger.events[0].secure is False
     assert fast.ledger.events[0].idealised
@@ -158,7 +156,7 @@ def test_tensors_are_checked():
     ids=["none", "numbers", "whole", "objects", "masked"],
 )
 def test_gradients_are_tensors_or_arrays(gradients, message):
-    privatizer = dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
+    privatizer = dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
     for call in (privatizer, lambda given: privatizer.release_sum(given, sensitivity=1.0)):
         with pytest.raises(UnsupportedDtype, match=message):
             call(gradients)
@@ -263,7 +261,7 @@ def test_it_is_the_step_of_private_training():
     rows = (model(x) - y[:, None]).detach()
     privatizer = planned(steps=1, max_grad_norm=0.5, expected_batch_size=40.0)
     privatizer._multiplier, privatizer.ledger = 0.0, dp.PrivacyLedger()  # the budget of its own would refuse no noise
-    privatizer._require = lambda event: None
+    privatizer._allowance = None
     weight, bias = privatizer.step([rows[:, :, None] * x[:, None, :], rows])
     with private(model, 1.0) as training:
         before = parameters(model)

@@ -375,7 +375,7 @@ def test_class_weights_name_the_remedy(weight):
     y[32] = 0
     model = nn.Linear(4, 2)
     with private(model, 1.0, expected_batch_size=1) as training:
-        (batch,) = [training.use(each) or each for each in training.draws((x, y), steps=1)]
+        (batch,) = [training.use(each) or each for each in training._draws((x, y), steps=1)]
         value = loss(model(batch.tensors[0]), batch.tensors[1])
         with pytest.raises(UnsupportedCase, match=r"weight= of cross_entropy.*reduction='none'.*loss_reduction='sum'"):
             value.backward()

@@ -309,7 +309,7 @@ def test_no_noise_is_infinite_epsilon():
 @pytest.mark.slow
 def test_the_budget_ends_the_training_before_the_step():
     data, model = points(), mlp()
-    ledger = dp.PrivacyLedger(budget=dp.Budget(2.0, 1e-5, "rdp"))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=2.0, delta=1e-5, method="rdp"))
     with private(model, 0.5, noise_multiplier=2.0, ledger=ledger) as training:
         with pytest.raises(BudgetExceeded):
             drawn_steps(training, data, classify, steps=500)
@@ -677,7 +677,7 @@ def test_a_draw_makes_one_step():
     """A list of draws, gone through in each epoch, is no new sample each time."""
     data, model = points(), mlp()
     with private(model, 0.5, noise_multiplier=1.0) as training:
-        kept = list(training.draws(data, microbatch=8, steps=2))
+        kept = list(training._draws(data, microbatch=8, steps=2))
 
         def epoch():
             for batch in kept:
@@ -707,7 +707,7 @@ def test_a_target_holds_beside_other_releases_in_the_ledger():
 def test_parts_of_two_draws_do_not_meet_where_the_loop_says_what_it_uses():
     data, model = points(), mlp()
     with private(model, 1.0) as training:
-        first, second = (next(iter(training.draws(data, microbatch=16, steps=1))) for _ in range(2))
+        first, second = (next(iter(training._draws(data, microbatch=16, steps=1))) for _ in range(2))
         training.use(first)
         classify(model, *first.tensors).backward()
         with pytest.raises(ConfigError, match="one step belongs to each draw"):
@@ -783,7 +783,7 @@ def used(training, draws):
 def test_draws_that_were_left_out_are_warned_of(taken):
     data, model = points(), mlp()
     with private(model, 0.5, noise_multiplier=1.0) as training:
-        draws = list(training.draws(data, steps=4))
+        draws = list(training._draws(data, steps=4))
         with pytest.warns(UserWarning, match="a draw was left out"):
             used(training, draws[taken])
 
@@ -794,20 +794,20 @@ def test_draws_in_order_are_not_warned_of():
         warnings.simplefilter("error")
         for steps in (3, 1, 2):
             drawn_steps(training, data, classify, steps=steps, microbatch=8)
-            used(training, list(training.draws(data, steps=2, microbatch=8)))
+            used(training, list(training._draws(data, steps=2, microbatch=8)))
         assert training.optimizer.steps == 12
 
 
 def test_a_part_of_a_draw_is_refused_as_a_draw():
     data, model = points(), mlp()
     with private(model, 1.0, noise_multiplier=1.0) as training:
-        part = next(iter(training.draws(data, microbatch=16)))
+        part = next(iter(training._draws(data, microbatch=16)))
         training.use(dataclasses.replace(part, last=True))
         classify(model, *part.tensors).backward()
         with pytest.raises(ConfigError, match="16 of the draw's 40 rows were used"):
             training.step()
         training.optimizer.zero_grad()
-        whole = next(iter(training.draws(data)))
+        whole = next(iter(training._draws(data)))
         some = tuple(each[:10] for each in whole.tensors)
         training.use(dataclasses.replace(whole, tensors=some, examples=10, rows=10))
         classify(model, *some).backward()

@@ -106,12 +106,12 @@ def test_parameters_that_become_16_bits_wide_are_refused_before_the_next_draw(dt
     with private(model, 0.5, noise_multiplier=1.0) as training:
         train(training, (x, y), steps=1)
         batches = training.batches((x, y), sampler=(sampler := dp.PoissonSampler(len(x), 0.5)))
-        draws = training.draws((x, y))
+        draws = training._draws((x, y))
         batch = next(iter(draws))
         model[2].to(dtype)
         for refused in (
             lambda: next(batches),
-            lambda: training.draws((x, y)),
+            lambda: training._draws((x, y)),
             lambda: training.use(batch, draws),
             lambda: model(x),
         ):
@@ -147,7 +147,7 @@ def test_a_frozen_batch_norm_trains_until_it_is_put_to_train_mode():
         training.optimizer.zero_grad()
         model[1].eval().running_mean = model[1].running_var = None
         with pytest.raises(UnsupportedCase, match=r"1 \(BatchNorm1d\) has no running statistics"):
-            training.draws((x, y))
+            training._draws((x, y))
         assert sum(event.count for event in training.ledger.events) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_private_training_is_not_pickled_and_its_model_is():
 @pytest.mark.slow
 def test_a_ledger_of_others_keeps_the_training_to_its_own_target():
     data, model = points(), mlp()
-    ledger = dp.PrivacyLedger(budget=dp.Budget(50.0, 1e-5))
+    ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=50.0, delta=1e-5))
     with private(model, 1.0, target_epsilon=2.0, steps=3, ledger=ledger) as training:  # a rate of 1 is soon accounted
         for batch in training.batches(data):
             classify(model, *batch.tensors).backward()
@@ -217,7 +217,7 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
     options["target_epsilon"] = 3.5
     with pytest.raises(ConfigError, match=r"has the budget epsilon 3 at delta 1e-05, and epsilon 3.5 .* is looser"):
         private(mlp(), 1.0, **options)
-    dp.PrivacyLedger(options["ledger"], budget=dp.Budget(3.5, 1e-5), loosen_budget=True).close()
+    dp.PrivacyLedger(options["ledger"], budget=dp.Budget(epsilon=3.5, delta=1e-5), loosen_budget=True).close()
     with private(mlp(), 1.0, **options) as training:
         assert training.noise_multiplier > 1.05 * first
         train(training, data)
@@ -231,7 +231,7 @@ def test_one_delta_is_stated_everywhere(tmp_path, kind):
     """That of make_private: in epsilon(), the ledger and its file, the statement and its JSON."""
     path = None if kind == "memory" else tmp_path / "privacy.jsonl"
     if kind == "budget of another delta":
-        path = dp.PrivacyLedger(path, budget=dp.Budget(50.0, 1e-6, "rdp"))
+        path = dp.PrivacyLedger(path, budget=dp.Budget(epsilon=50.0, delta=1e-6, method="rdp"))
     elif path and "after" in kind:
         private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, ledger=path).close()
     with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-7, ledger=path) as training:
@@ -424,7 +424,7 @@ def test_of_groups_only_what_was_drawn_is_stepped(told):
         training = private(model, 0.5, noise_multiplier=1.0, groups=users, expected_batch_size=1)
     else:
         training = private(model, 0.5, noise_multiplier=1.0, ledger=dp.PrivacyLedger(unit="user"))
-        training.draws((x, y), sampler=dp.GroupedSampler(users, 0.5))
+        training._draws((x, y), sampler=dp.GroupedSampler(users, 0.5))
     with training:
         before = parameters(model)
         classify(model, x, y).backward()
@@ -449,7 +449,7 @@ def test_a_draw_of_another_sampler_is_looked_at_before_it_is_used(sampler, group
         batch = next(iter(dp.PoissonBatches(points(), sampler)))
         with pytest.raises(ConfigError, match=message):
             training.use(batch)
-        training.use(next(iter(training.draws(points()))))
+        training.use(next(iter(training._draws(points()))))
     with private(mlp(), 0.5) as training:
         training.use(next(iter(dp.PoissonBatches(points(), dp.PoissonSampler(40, 0.5)))))
 
@@ -520,14 +520,14 @@ def test_a_delta_that_is_not_below_one_over_the_units_is_said_once():
         with pytest.warns(
             UserWarning, match=r"not below one over the about 40 units \(example\).*one in 33 .*0\.001 or less"
         ):
-            training.draws(points())
+            training._draws(points())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            training.draws(points())
+            training._draws(points())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with private(mlp(), 0.5, delta=0.02) as training:
-            training.draws(points())
+            training._draws(points())
 
 
 def test_per_layer_clipping_has_the_sensitivity_of_all_layers():
@@ -623,7 +623,7 @@ def test_a_ledger_of_replaced_units_is_refused():
     with pytest.raises(ConfigError, match="add-or-remove-one"):
         private(mlp(), 1.0, noise_multiplier=1.0, ledger=ledger)
     with pytest.raises(ConfigError, match="add-or-remove-one"):
-        dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, ledger=ledger)
+        dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, ledger=ledger)
 
 
 def test_a_copy_of_the_model_is_an_ordinary_one():

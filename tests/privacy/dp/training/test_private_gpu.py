@@ -90,11 +90,11 @@ def test_adaptive_clipping_and_our_optimiser():
 
 @pytest.mark.usefixtures("fixed_entropy")
 def test_a_privatizer_on_the_device():
-    make = dp.GradientPrivatizer(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2.0)
+    make = dp.Privatizer(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2.0)
     grads = torch.randn(5, 7, device="cuda")
     wanted = sum(g * min(1.0, 1.0 / float(g.norm())) for g in grads) / 2
     torch.testing.assert_close(make(grads), wanted)
-    noisy = dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0)
+    noisy = dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0)
     assert float(noisy(torch.zeros(1, 40000, device="cuda")).std()) == pytest.approx(1.0, rel=0.04)
 
 
@@ -109,7 +109,7 @@ def test_replays_draw_anew(secure):
     training = private(model, 1.0, **options)
     step = PrivateStep(training, lambda x, y: model.loss(x, y) * 0.0)
     moved, before = [], torch.cat([p.detach().flatten() for p in model.parameters()])
-    for batch in training.draws((tokens[:, :-1], tokens[:, 1:]), microbatch=4, steps=12):
+    for batch in training._draws((tokens[:, :-1], tokens[:, 1:]), microbatch=4, steps=12):
         step(batch, 1.0)
         now = torch.cat([p.detach().flatten() for p in model.parameters()])
         moved.append(now - before)

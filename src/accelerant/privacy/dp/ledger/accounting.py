@@ -81,7 +81,7 @@ def spent(
 
 
 def remaining(
-    events: Sequence[PrivacyEvent], event: PrivacyEvent, epsilon: float, delta: float, *, method: str = "pld",
+    events: Sequence[PrivacyEvent], event: PrivacyEvent, *, epsilon: float, delta: float, method: str = "pld",
     neighbouring: str = "add-or-remove-one",
 ) -> int:  # fmt: skip
     """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9."""
@@ -179,14 +179,24 @@ _LEAST_NOISE: Final = 1e-3
 
 
 def calibrate(
-    target_epsilon: float, delta: float, sample_rate: float, steps: int, method: str = "pld", *,
+    *, target_epsilon: float, delta: float, sample_rate: float = 1.0, steps: int, method: str = "pld",
     mechanism: Mechanism = "gaussian", sampling: Sampling = "poisson", charged: float = 0.0,
     before: Sequence[PrivacyEvent] = (),
 ) -> float:  # fmt: skip
     """Return the least noise multiplier, to 1e-3 above, with which `steps` releases stay within target_epsilon.
 
-    Each step charges `charged` of delta, and the target includes the events `before`. Raises UnsupportedCase where
-    no multiplier up to 10^6 suffices, 10^-3 already does, or `before` exceeds the target.
+    Args:
+        target_epsilon, delta: of all releases together, and of the events `before`.
+        sample_rate: of each release; 1: all records.
+        method: "pld" or "rdp".
+        mechanism, sampling: of `PrivacyEvent`.
+        charged: delta that each release charges.
+        before: what was done to the data already.
+
+    Raises:
+        ConfigError: an invalid value.
+        UnsupportedCase: no multiplier up to 10^6 suffices, 10^-3 already does, or `before` exceeds the target.
+        MissingDependency: dp-accounting is not installed.
     """
     check_number("target_epsilon", target_epsilon)
     check_delta(delta)
@@ -194,7 +204,7 @@ def calibrate(
     check_whole("steps", steps, 1)
 
     def cost(noise: float) -> float:
-        event = PrivacyEvent(mechanism, noise, sampling, sample_rate, steps, charged)
+        event = PrivacyEvent(mechanism, noise, sampling, sample_rate, count=steps, delta=charged)
         return spent([*before, event], delta, method=way).epsilon
 
     spent_before = spent(before, delta, method=way)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, cast, get_args
 
 from accelerant.errors import ConfigError, FormatError
@@ -60,6 +60,7 @@ class PrivacyEvent:
     sampling: Sampling = "none"
     sample_rate: float = 1.0
     count: int = 1
+    _: KW_ONLY
     delta: float = 0.0
     note: str = ""
     source: str = ""

@@ -10,6 +10,7 @@ Opening the same file again adds to its events.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -17,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -48,7 +49,7 @@ from accelerant.privacy.dp.ledger.statement import PrivacyStatement, make_statem
 from accelerant.runtime.files import clipped, plain
 from accelerant.runtime.host import fork_safe
 
-__all__ = ["Allowance", "Budget", "PrivacyLedger"]
+__all__ = ["Allowance", "Budget", "LedgerLike", "PrivacyLedger", "opened_ledger"]
 
 _SHARE: Final = 32  # a block is 1/32 of what was done: a crash over-counts by at most so much
 _LARGEST_BLOCK: Final = 1024
@@ -60,7 +61,7 @@ _NAMELESS: Final = (
 _variant_key = attrgetter("mechanism", "sampling", "sample_rate", "source", "secure", "idealised", "note")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """A limit on the privacy loss: epsilon at delta, by the accountant "pld" or "rdp"."""
 
@@ -154,14 +155,15 @@ class PrivacyLedger:
     """
 
     def __init__(
-        self, path: str | Path | None = None, *, unit: str = "example", neighbouring: str = "add-or-remove-one",
-        budget: Budget | None = None, dataset: str = "", any_dataset: bool = False, loosen_budget: bool = False,
+        self, path: str | os.PathLike[str] | None = None, *, unit: str = "example",
+        neighbouring: str = "add-or-remove-one", budget: Budget | None = None, dataset: str = "",
+        any_dataset: bool = False, loosen_budget: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(unit, str) or not unit:
             raise ConfigError(f'unit must name whose privacy it is, "example" or "user"; got {unit!r}')
         if budget is not None and not isinstance(budget, Budget):
             raise ConfigError(f"budget must be a Budget, as Budget(epsilon=3.0, delta=1e-5); got {budget!r}")
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else ledger_path(path)
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset
         self.run_id, self._process = fresh_id(), os.getpid()
@@ -180,7 +182,7 @@ class PrivacyLedger:
         self._used: Counter[PrivacyEvent] = Counter() if self._writer is None else self._writer.used
 
     @classmethod
-    def read(cls, path: str | Path) -> PrivacyLedger:
+    def read(cls, path: str | os.PathLike[str]) -> PrivacyLedger:
         """Open a ledger's file for reading: `record` is refused. Another process may be writing it.
 
         Raises:
@@ -389,9 +391,11 @@ class PrivacyLedger:
         chosen = delta if delta is not None else self.delta or DEFAULT_DELTA
         return spent(self.events, chosen, method=method, neighbouring=self.neighbouring).epsilon
 
-    def remaining(self, epsilon: float, delta: float, event: PrivacyEvent, method: str = "pld") -> int:
+    def remaining(self, event: PrivacyEvent, *, epsilon: float, delta: float, method: str = "pld") -> int:
         """Return how many more of event (its count is ignored) stay within epsilon at delta; errors as of `epsilon`."""
-        return remaining(self.events, event, epsilon, delta, method=method, neighbouring=self.neighbouring)
+        return remaining(
+            self.events, event, epsilon=epsilon, delta=delta, method=method, neighbouring=self.neighbouring
+        )
 
     def statement(self, delta: float | None = None) -> PrivacyStatement:
         """Return the ledger's statement for a reviewer: epsilon at delta, events, sampling, noise, assumptions.
@@ -491,10 +495,40 @@ class PrivacyLedger:
         self.budget = given or (budgets[-1] if budgets else None)
 
 
+LedgerLike = PrivacyLedger | str | os.PathLike[str] | None
+"""A ledger, the path of its file, or none; a path is opened, and closed again, by the function that gets it."""
+
+
+@contextlib.contextmanager
+def opened_ledger(
+    ledger: LedgerLike, *, unit: str = "example", neighbouring: str = "add-or-remove-one"
+) -> Iterator[PrivacyLedger | None]:
+    """Enter a ledger. That of a path is closed at the end; it keeps its file's unit and relation where it has one.
+
+    Raises ConfigError if it is neither a ledger, a path nor None, and the errors of PrivacyLedger.
+    """
+    if ledger is None or isinstance(ledger, PrivacyLedger):
+        yield ledger
+        return
+    path = ledger_path(ledger)
+    if path.is_file() and path.stat().st_size:
+        known = PrivacyLedger.read(path)
+        unit, neighbouring = known.unit, known.neighbouring
+    with PrivacyLedger(path, unit=unit, neighbouring=neighbouring) as opened:
+        yield opened
+
+
+def ledger_path(ledger: object) -> Path:
+    """Return the path of a ledger's file; ConfigError if it is none."""
+    if not isinstance(ledger, str | os.PathLike):
+        raise ConfigError(f"ledger must be a PrivacyLedger, a path or None, got {type(ledger).__name__}")
+    return Path(ledger)
+
+
 def _budgets(history: LedgerHistory, path: Path) -> list[Budget]:
     """Return the budgets of a file that were not given up, in the order in which they were last given."""
     try:
-        return [Budget(*budget) for budget in history.budgets]
+        return [Budget(epsilon=epsilon, delta=delta, method=method) for epsilon, delta, method in history.budgets]
     except ConfigError as error:
         raise FormatError(f"{path}: a run's budget is not valid: {error}") from None
 

@@ -28,7 +28,7 @@ _SAMPLINGS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
     """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents.
 

@@ -28,8 +28,9 @@ Jordan and Wainwright 2013, local privacy.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -38,10 +39,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import Mechanism, PrivacyEvent, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import LedgerLike, opened_ledger
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import LEAST_STEPS, SMOOTH, Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.random import SecureStream
@@ -64,22 +67,28 @@ def require_clipped_unit(ledger: PrivacyLedger) -> PrivacyLedger:
     return ledger
 
 
-def require_client_unit(ledger: PrivacyLedger) -> PrivacyLedger:
-    """Return the ledger of sums over clients; ConfigError if its units are replaced, or examples.
+@contextlib.contextmanager
+def client_ledger(ledger: LedgerLike) -> Iterator[PrivacyLedger | None]:
+    """Enter the ledger of sums over clients; ConfigError if its units are replaced, or examples.
 
     An example more changes its client's update by up to twice the norm that bounds it.
     """
-    if ledger.unit == "example":
-        raise ConfigError(
-            "the sum is over clients, and the ledger's unit is an example, for which the noise is not enough: create "
-            'it by PrivacyLedger(path, unit="client")'
-        )
-    return require_clipped_unit(ledger)
+    with opened_ledger(ledger, unit="client") as book:
+        if book is not None and book.unit == "example":
+            raise ConfigError(
+                "the sum is over clients, and the ledger's unit is an example, for which the noise is not enough: "
+                'create it by PrivacyLedger(path, unit="client")'
+            )
+        yield None if book is None else require_clipped_unit(book)
 
 
-def make_source(secure: bool) -> NoiseSource:
+def make_source(*, insecure: bool) -> NoiseSource:
     """Return ChaCha20 on integers for privacy claims; Philox in floating point for research."""
-    return SecureSource() if secure else FastSource()
+    return FastSource() if insecure else SecureSource()
+
+
+INSECURE = renamed_arguments(secure="the opposite, insecure")
+"""Decorates what took `secure=`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +186,9 @@ _WIDEST_ON_WHOLE = 2.0**24
 _T = TypeVar("_T", Tensor, Sequence[Tensor])
 
 
+@INSECURE
 def gaussian_noise_(
-    x: _T, std: float, *, sensitivity: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None
+    x: _T, std: float, *, sensitivity: float | None = None, insecure: bool = False, ledger: LedgerLike = None
 ) -> _T:
     """Add Gaussian noise to tensors, in place.
 
@@ -186,8 +196,9 @@ def gaussian_noise_(
         x: a tensor or several, floating point, on one device.
         std: standard deviation, in the units of x.
         sensitivity: L2 norm by which one record changes all of x; required with a ledger.
-        secure: discrete Gaussian from ChaCha20, x rounded to the noise's grid; False: Philox in floating point.
-        ledger: records the event first: std over sensitivity and rounding.
+        insecure: Philox in floating point, for research, instead of a discrete Gaussian from ChaCha20 on a grid, to
+            which x is rounded.
+        ledger: a PrivacyLedger or its file; records the event first: std over sensitivity and rounding.
 
     Returns:
         x.
@@ -197,11 +208,12 @@ def gaussian_noise_(
         UnsupportedDtype: x is no floating-point tensor.
         BudgetExceeded: the ledger's budget does not allow it; x is unchanged.
     """
-    return _noise_(x, "gaussian", check_number("std", std), sensitivity, secure, ledger)
+    return _noise_(x, "gaussian", check_number("std", std), sensitivity, insecure, ledger)
 
 
+@INSECURE
 def laplace_noise_(
-    x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None
+    x: _T, scale: float, *, sensitivity: float | None = None, insecure: bool = False, ledger: LedgerLike = None
 ) -> _T:
     """Add Laplace noise to tensors, in place; like `gaussian_noise_`, with the scale b instead of the deviation.
 
@@ -209,12 +221,13 @@ def laplace_noise_(
         scale: b, in the units of x; the variance is 2 b^2.
         sensitivity: L1 norm by which one record changes all of x; epsilon is sensitivity (and rounding) over b.
     """
-    return _noise_(x, "laplace", check_number("scale", scale), sensitivity, secure, ledger)
+    return _noise_(x, "laplace", check_number("scale", scale), sensitivity, insecure, ledger)
 
 
+@INSECURE
 def release(
     value: Any, *, mechanism: Kind, sensitivity: float, epsilon: float | None = None, delta: float | None = None,
-    noise_multiplier: float | None = None, secure: bool = True, ledger: PrivacyLedger | None = None, note: str = "",
+    noise_multiplier: float | None = None, insecure: bool = False, ledger: LedgerLike = None, note: str = "",
 ) -> Any:  # fmt: skip
     """Return the answer to a query with noise; the value itself is not changed.
 
@@ -225,8 +238,9 @@ def release(
         sensitivity: how far one record moves the value: L1 norm for laplace, L2 for gaussian.
         epsilon: of this release. With gaussian, delta is required too; the least noise is found for the pair.
         noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, instead of epsilon.
-        secure: as for `gaussian_noise_`.
-        ledger: records the event before anything is drawn; its statement is at this delta if it has none yet.
+        insecure: as for `gaussian_noise_`.
+        ledger: a PrivacyLedger or its file; records the event before anything is drawn; its statement is at this delta
+            if it has none yet.
         note: for the ledger's reader, such as the query.
 
     Returns:
@@ -244,7 +258,7 @@ def release(
     whole = exact.dtype.kind != "f"
     if not whole and not np.isfinite(exact).all():
         raise ConfigError("value must be finite: clip it first")
-    source = make_source(secure)
+    source = make_source(insecure=insecure)
 
     def planned(multiplier: float) -> tuple[NoisySum, NoiseParameters]:
         noisy = NoisySum(source, multiplier, exact.size, mechanism)
@@ -256,10 +270,11 @@ def release(
         noisy, plan = planned(1.0 / check_number("epsilon", epsilon))
     else:
         noisy, plan = _calibrated(planned, check_number("epsilon", epsilon), check_number("delta", delta, most=0.5))
-    if ledger is not None:
-        ledger.record(noisy.event(plan, "none", 1.0, note=note))
-        if delta is not None and ledger.delta is None:
-            ledger.describe(delta=delta)
+    with opened_ledger(ledger) as book:
+        if book is not None:
+            book.record(noisy.event(plan, "none", 1.0, note=note))
+            if delta is not None and book.delta is None:
+                book.describe(delta=delta)
     noised = (_whole_with_noise if whole else _with_noise)(exact.reshape(-1), noisy, plan)
     return _like(value, noised, exact.shape)
 
@@ -324,9 +339,7 @@ def _like(value: Any, noised: NDArray[Any], shape: tuple[int, ...]) -> Any:
     return found if isinstance(value, np.ndarray) else found[()]
 
 
-def _noise_(
-    x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: PrivacyLedger | None
-) -> _T:
+def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, insecure: bool, ledger: LedgerLike) -> _T:
     tensors = [x] if isinstance(x, Tensor) else list(x)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -342,12 +355,14 @@ def _noise_(
     bound = scale if sensitivity is None else check_number("sensitivity", sensitivity)
     if not dimensions:
         return x
-    source = make_source(secure)
-    grid = grid_of(kind, scale, bound, dimensions) if secure else 0.0
+    source = make_source(insecure=insecure)
+    grid = 0.0 if insecure else grid_of(kind, scale, bound, dimensions)
     if ledger is not None:
         charge = charge_of(kind, scale, grid, dimensions)
         named = NoisySum(source, charge.std / (bound + charge.sensitivity), dimensions, kind)
-        ledger.record(named.event(NoiseParameters(scale, grid, charge.delta), "none", 1.0))
+        with opened_ledger(ledger) as book:
+            if book is not None:
+                book.record(named.event(NoiseParameters(scale, grid, charge.delta), "none", 1.0))
     with torch.no_grad():
         NoisySum(source, 1.0, dimensions, kind).add_(tensors, NoiseParameters(scale, grid, 0.0), 1.0)
     return x
@@ -374,7 +389,7 @@ def _calibrated(
     _, plan = planned(1.0)
     while True:
         charged = plan.delta
-        noisy, plan = planned(calibrate(epsilon, delta, 1.0, 1, sampling="none", charged=charged))
+        noisy, plan = planned(calibrate(target_epsilon=epsilon, delta=delta, steps=1, sampling="none", charged=charged))
         if plan.delta <= charged:
             return noisy, plan
 
@@ -414,12 +429,12 @@ class RandomizedResponse:
         self._lie = (1.0 - self.truth) / (choices - 1)  # the probability of each other answer
         self._stream = SecureStream()
 
-    def randomize(self, answers: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
+    def randomize(self, answers: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each answer.
 
         Args:
             answers: whole numbers, 0 to k - 1, any shape; each element is a record.
-            ledger: with neighbouring="replace-one"; records one event for each call.
+            ledger: a PrivacyLedger with neighbouring="replace-one", or its file; records one event for each call.
 
         Returns:
             int64, the shape of answers, on the CPU.
@@ -432,7 +447,7 @@ class RandomizedResponse:
         flat = answers.detach().to("cpu", torch.int64).reshape(-1)
         if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.choices):
             raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(flat.min())} to {int(flat.max())}")
-        _record(ledger, PrivacyEvent("randomized_response", 1.0 / self.epsilon))
+        _record_report(ledger, PrivacyEvent("randomized_response", 1.0 / self.epsilon))
         keep = self._stream.uniform(flat.numel()) < self.truth
         other = (self._stream.uniform(flat.numel()) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
         return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
@@ -451,28 +466,29 @@ class RandomizedResponse:
         return math.sqrt(self._lie * (1.0 - self._lie) / reports) / (self.truth - self._lie)
 
 
+@INSECURE
 class LocalLaplace:
     """Laplace noise on numbers between two bounds, drawn for each number.
 
     Args:
         low, high: values outside are clamped; the sensitivity is high - low.
         epsilon: of each report.
-        secure: as for `gaussian_noise_`.
+        insecure: as for `gaussian_noise_`.
     """
 
-    def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
+    def __init__(self, low: float, high: float, *, epsilon: float, insecure: bool = False) -> None:
         self.low = check_number("low", low, least=-math.inf)
         self.high = check_number("high", high, least=self.low)
         self.epsilon = check_number("epsilon", epsilon)
-        self._noisy = NoisySum(make_source(secure), 1.0 / self.epsilon, 1, "laplace")
+        self._noisy = NoisySum(make_source(insecure=insecure), 1.0 / self.epsilon, 1, "laplace")
         self._plan = self._noisy.plan(self.high - self.low)
 
-    def randomize(self, values: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
+    def randomize(self, values: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
 
         Args:
             values: any shape; each element is a record.
-            ledger: with neighbouring="replace-one".
+            ledger: a PrivacyLedger with neighbouring="replace-one", or its file.
         """
         wide = values.detach().to(torch.float64).clamp(self.low, self.high)
         if bool(wide.isnan().any()):
@@ -488,6 +504,7 @@ class LocalLaplace:
         return math.sqrt(2.0 / reports) * self._plan.scale
 
 
+@INSECURE
 class LocalGaussian:
     """Gaussian noise on vectors within a ball, drawn for each vector.
 
@@ -496,25 +513,27 @@ class LocalGaussian:
             any other.
         dimensions: of a vector.
         epsilon, delta: of each report.
-        secure: as for `gaussian_noise_`.
+        insecure: as for `gaussian_noise_`.
     """
 
-    def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
+    def __init__(
+        self, *, max_norm: float, dimensions: int, epsilon: float, delta: float, insecure: bool = False
+    ) -> None:
         self.max_norm = check_number("max_norm", max_norm)
         self.dimensions = check_whole("dimensions", dimensions, 1)
         self.epsilon, self.delta = check_number("epsilon", epsilon), check_number("delta", delta, most=0.5)
-        source = make_source(secure)
+        source = make_source(insecure=insecure)
         charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
-        multiplier = calibrate(self.epsilon, self.delta, 1.0, 1, sampling="none", charged=charged)
+        multiplier = calibrate(target_epsilon=self.epsilon, delta=self.delta, steps=1, sampling="none", charged=charged)
         self._noisy = NoisySum(source, multiplier, dimensions)
         self._plan = self._noisy.plan(2 * self.max_norm)
 
-    def randomize(self, vectors: Tensor, *, ledger: PrivacyLedger | None = None) -> Tensor:
+    def randomize(self, vectors: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each vector: (n, dimensions), float64.
 
         Args:
             vectors: (n, dimensions), finite; each row is a record.
-            ledger: with neighbouring="replace-one".
+            ledger: a PrivacyLedger with neighbouring="replace-one", or its file.
         """
         if vectors.dim() != 2 or vectors.shape[1] != self.dimensions:
             raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(vectors.shape)}")
@@ -535,20 +554,21 @@ class LocalGaussian:
         return self._plan.scale / math.sqrt(reports)
 
 
-def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoiseParameters, ledger: PrivacyLedger | None) -> Tensor:
-    _record(ledger, noisy.event(plan, "none", 1.0))
+def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoiseParameters, ledger: LedgerLike) -> Tensor:
+    _record_report(ledger, noisy.event(plan, "none", 1.0))
     if values.numel():
         noisy.add_([values], plan, 1.0)
     return values
 
 
-def _record(ledger: PrivacyLedger | None, event: PrivacyEvent) -> None:
+def _record_report(ledger: LedgerLike, event: PrivacyEvent) -> None:
     """Record one report of each record."""
-    if ledger is None:
-        return
-    if ledger.neighbouring != "replace-one":
-        raise ConfigError(
-            f'local privacy is for replaced records: make the ledger with neighbouring="replace-one", got '
-            f"{ledger.neighbouring!r}"
-        )
-    ledger.record(event)
+    with opened_ledger(ledger, neighbouring="replace-one") as book:
+        if book is None:
+            return
+        if book.neighbouring != "replace-one":
+            raise ConfigError(
+                f'local privacy is for replaced records: make the ledger with neighbouring="replace-one", got '
+                f"{book.neighbouring!r}"
+            )
+        book.record(event)

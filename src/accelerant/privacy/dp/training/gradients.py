@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,15 @@ from torch import Tensor
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import PrivacyEvent, Sampling, check_number, check_whole
-from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
-from accelerant.privacy.dp.noise.mechanisms import NoiseParameters, NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, PrivacyEvent, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import Allowance, Budget, LedgerLike
+from accelerant.privacy.dp.noise.mechanisms import (
+    INSECURE,
+    NoiseParameters,
+    NoisySum,
+    make_source,
+    require_clipped_unit,
+)
 from accelerant.runtime.files import plain
 from accelerant.runtime.host import refuse_masked
 
@@ -37,53 +42,97 @@ _USUAL_NUMBERS = 1 << 20
 """The noise is found for releases of so many numbers; the first release finds it again if it is of more."""
 
 
-class GradientPrivatizer:
-    """Turns per-example gradients into a private mean.
+@INSECURE
+class Privatizer:
+    """The mechanism of DP-SGD for per-example gradients of any program, with a target epsilon or a noise multiplier.
 
-        privatizer = GradientPrivatizer(noise_multiplier=1.1, max_grad_norm=1.0, expected_batch_size=256,
-                                        sampling="poisson", sample_rate=256 / 60000, ledger="spent.jsonl")
-        mean = privatizer({"weight": weight_grads, "bias": bias_grads})     # (B, ...) each in, (...) each out
+        privatizer = Privatizer(epsilon=8, delta=1e-5, max_grad_norm=1.0, steps=2000, sample_rate=256 / 60000,
+                                expected_batch_size=256)
+        weights -= 0.5 * privatizer.step(per_example_gradients)         # (B, ...) in, (...) out
+
+    With a target, batches must be drawn by Poisson sampling at the rate (`dp.PoissonSampler` does): each example is in
+    each batch with that probability, independently. This is not checked here. At a rate of 1 each batch is all data.
 
     Args:
-        noise_multiplier: standard deviation of the noise over the sensitivity; 0: no noise, no privacy.
         max_grad_norm: L2 norm to which an example's gradient, over all tensors together, is clipped; or one for each
             tensor by name ("0", "1", ... in a list), and then the sensitivity is the root of the sum of their squares.
         expected_batch_size: divisor of the sum, also for batches of other sizes.
+        epsilon, delta: of all steps, with what the ledger holds already; the least noise is found for them.
+        noise_multiplier: instead of epsilon: standard deviation of the noise over the sensitivity; 0: no noise, no
+            privacy.
+        steps: planned releases: calls of `step` and `release_sum` together; needed with epsilon.
         sampling: how the examples of a call were chosen: "poisson" with sample_rate, "none" (all data, each time),
-            "shuffled", "unknown". Only "poisson" is amplified.
-        sample_rate: of Poisson sampling.
-        secure: ChaCha20 on an integer grid; False: Philox in floating point, which the ledger records.
+            "shuffled", "unknown". Only "poisson" is amplified. None: "poisson" with epsilon, else "unknown".
+        sample_rate: probability of each example to be in a batch of Poisson sampling, in (0, 1].
+        insecure: Philox in floating point, which the ledger records, instead of ChaCha20 on an integer grid.
         ledger: a PrivacyLedger or its file; None: in memory.
 
     Attributes:
+        steps, made: planned releases, None without a plan, and those that were made.
         ledger: what was spent.
         clipped: share of the last call's examples that were clipped; not private.
         dropped: examples of the last call whose gradient was not finite and counted as 0; not private.
 
     Raises:
         ConfigError: an invalid value.
+        BudgetExceeded: the ledger holds epsilon already.
+        UnsupportedCase: no noise suffices for epsilon, or hardly any is needed.
     """
 
     def __init__(
-        self, *, noise_multiplier: float, max_grad_norm: float | Mapping[str, float], expected_batch_size: float,
-        sampling: Sampling = "unknown", sample_rate: float | None = None, secure: bool = True,
-        ledger: PrivacyLedger | str | Path | None = None,
+        self, *, max_grad_norm: float | Mapping[str, float], expected_batch_size: float, epsilon: float | None = None,
+        delta: float | None = None, noise_multiplier: float | None = None, steps: int | None = None,
+        sampling: Sampling | None = None, sample_rate: float | None = None, insecure: bool = False,
+        ledger: LedgerLike = None,
     ) -> None:  # fmt: skip
-        self._multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
+        if (epsilon is None) == (noise_multiplier is None):
+            raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {noise_multiplier!r}")
+        planned = epsilon is not None
+        if planned or delta is not None:
+            delta = check_number("delta", delta, most=0.5)
+        if planned or steps is not None:
+            steps = check_whole("steps", steps, 1)
+        self._delta, self.steps, self.made = delta, steps, 0
+        self._multiplier = check_number("noise_multiplier", 1.0 if planned else noise_multiplier, open_below=False)
+        self._target = None if delta is None or epsilon is None else Budget(epsilon=epsilon, delta=delta)
         norms = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"": max_grad_norm}
         self._norms = {name: check_number(f"max_grad_norm {name}".strip(), norm) for name, norm in norms.items()}
         if not self._norms:
             raise ConfigError("max_grad_norm names no tensor")
         self._expected = check_number("expected_batch_size", expected_batch_size)
-        if sampling not in ("poisson", "none", "shuffled", "unknown"):
+        self._sampling: Sampling = sampling or ("poisson" if planned else "unknown")
+        if self._sampling not in ("poisson", "none", "shuffled", "unknown"):
             raise ConfigError(f"sampling must be poisson, none, shuffled or unknown, got {sampling!r}")
-        if (sampling == "poisson") != (sample_rate is not None):
-            raise ConfigError(f"sample_rate goes with sampling='poisson'; got {sample_rate!r} with {sampling!r}")
-        self._sampling: Sampling = sampling
+        if planned and self._sampling != "poisson":
+            raise ConfigError(f"the noise for an epsilon is that of sampling='poisson', got {sampling!r}")
+        if (self._sampling == "poisson") != (sample_rate is not None):
+            raise ConfigError(f"sample_rate goes with sampling='poisson'; got {sample_rate!r} with {self._sampling!r}")
         self._rate = 1.0 if sample_rate is None else check_number("sample_rate", sample_rate, most=1.0)
-        self._source = make_source(secure)
-        self.ledger = require_clipped_unit(ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger))
+        self._source = make_source(insecure=insecure)
         self.clipped, self.dropped = 0.0, 0
+        self.ledger = ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, budget=self._target)
+        try:
+            require_clipped_unit(self.ledger)
+            if self._target is not None:
+                self._calibrate(self._target, _USUAL_NUMBERS)
+            self.ledger.describe(delta=delta)
+        except BaseException:
+            if self.ledger is not ledger:
+                self.ledger.close()
+            raise
+        self._allowance = None if self._target is None else Allowance(self._target, self.ledger.neighbouring)
+
+    def __repr__(self) -> str:
+        plan = "" if self.steps is None else f" of {self.steps}"
+        return (
+            f"Privatizer(noise_multiplier={self._multiplier:.6g}, sensitivity={self.sensitivity:g}, "
+            f"sampling={self._sampling!r}, sample_rate={self._rate:.6g}, steps made {self.made}{plan})"
+        )
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the sensitivity."""
+        return self._multiplier
 
     @property
     def sensitivity(self) -> float:
@@ -91,6 +140,10 @@ class GradientPrivatizer:
         return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
     def __call__(self, gradients: Gradients) -> Any:
+        """Return the private mean of a batch, as `step` does."""
+        return self.step(gradients)
+
+    def step(self, gradients: Gradients) -> Any:
         """Return the private mean of a batch.
 
         An example whose gradient is not finite counts as 0, and in `dropped`.
@@ -104,7 +157,7 @@ class GradientPrivatizer:
 
         Raises:
             ShapeError, UnsupportedDtype, ConfigError: no tensors, or they do not match one another or max_grad_norm.
-            BudgetExceeded: the budget does not allow it; nothing was computed.
+            BudgetExceeded: all planned steps were made, or the budget does not allow it; nothing was computed.
         """
         named = _tensors(gradients)
         examples = self._check(named)
@@ -124,7 +177,7 @@ class GradientPrivatizer:
         """Return a sum that the caller has clipped and added up, with noise; it is not divided.
 
         Args:
-            total: a tensor or an array, or several by name or in a list, as `__call__` takes them, without B.
+            total: a tensor or an array, or several by name or in a list, as `step` takes them, without B.
             sensitivity: the L2 norm by which one example that is added or removed changes all of total. The caller
                 guarantees it: it cannot be seen here. The ledger records that the sum was made in floating point.
 
@@ -133,7 +186,7 @@ class GradientPrivatizer:
 
         Raises:
             ConfigError: total is not finite, or an invalid sensitivity.
-            UnsupportedDtype, BudgetExceeded: as `__call__`.
+            UnsupportedDtype, BudgetExceeded: as `step`.
         """
         named = _tensors(total)
         sensitivity = check_number("sensitivity", sensitivity)
@@ -148,15 +201,35 @@ class GradientPrivatizer:
         self, dimensions: int, sensitivity: float, *, idealised: bool = False
     ) -> tuple[NoisySum, NoiseParameters]:
         """Plan a release and record it."""
+        if self.steps is not None and self.made >= self.steps:
+            chosen = self._delta or self.ledger.delta or DEFAULT_DELTA
+            raise BudgetExceeded(
+                f"all {self.steps} planned steps were made: epsilon {plain(self.epsilon(), 6, up=True)} at delta "
+                f"{chosen:g}. The noise was found for so many; plan more steps from the start"
+            )
+        if self._target is not None and not self.made and dimensions > _USUAL_NUMBERS:
+            self._calibrate(self._target, dimensions)
         release = NoisySum(self._source, self._multiplier, dimensions)
         plan = release.plan(sensitivity)
         event = release.event(plan, self._sampling, self._rate, idealised=idealised or not plan.grid)
-        self._require(event)
+        if self._allowance is not None:  # the ledger checks its own budgets
+            counts: Counter[PrivacyEvent] = Counter()
+            for past in self.ledger.events:
+                counts[past.times(1)] += past.count
+            self._allowance.require(counts, event)
         self.ledger.record(event)
+        self.made += 1
         return release, plan
 
-    def _require(self, event: PrivacyEvent) -> None:
-        """Raise BudgetExceeded if an event does not fit; the ledger checks its own budgets."""
+    def _calibrate(self, target: Budget, dimensions: int) -> None:
+        """Find the noise of the target; the tails of the discrete noise charge a delta for each number released."""
+        charged = 2 * NoisySum(self._source, 1.0, dimensions).plan(self.sensitivity).delta
+        assert self.steps is not None  # for the type checker: a target has steps
+        self._multiplier = least_noise(target, self._rate, self.steps, self.ledger, charged)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Return the epsilon of all that the ledger holds, at the target's delta or another."""
+        return self.ledger.epsilon(self._delta if delta is None else delta)
 
     def _check(self, named: Mapping[str, Tensor]) -> int:
         """Return the number of examples; errors as of `__call__`."""
@@ -191,100 +264,6 @@ class GradientPrivatizer:
         self.dropped += int((~finite).sum())
 
 
-class Privatizer(GradientPrivatizer):
-    """The mechanism of DP-SGD for per-example gradients of any program, which ends at a target epsilon.
-
-        privatizer = Privatizer(epsilon=8, delta=1e-5, max_grad_norm=1.0, steps=2000, sample_rate=256 / 60000,
-                                expected_batch_size=256)
-        weights -= 0.5 * privatizer.step(per_example_gradients)         # (B, ...) in, (...) out
-
-    Batches must be drawn by Poisson sampling at the rate (`dp.PoissonSampler` does): each example is in each batch
-    with that probability, independently. This is not checked here. At a rate of 1 each batch is all data.
-
-    Args:
-        epsilon, delta: of all steps, with what the ledger holds already; the least noise is found for them.
-        max_grad_norm, expected_batch_size, secure: as for `GradientPrivatizer`.
-        steps: planned releases: calls of `step` and `release_sum` together.
-        sample_rate: probability of each example to be in a batch, in (0, 1].
-        ledger: a PrivacyLedger or its file; None: in memory.
-
-    Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity.
-        steps, made: planned releases, and those that were made.
-        ledger, clipped, dropped: as of `GradientPrivatizer`.
-
-    Raises:
-        ConfigError: an invalid value.
-        BudgetExceeded: the ledger holds epsilon already.
-        UnsupportedCase: no noise suffices, or hardly any is needed.
-    """
-
-    def __init__(
-        self, epsilon: float, delta: float, max_grad_norm: float | Mapping[str, float], steps: int, sample_rate: float,
-        *, expected_batch_size: float, secure: bool = True, ledger: PrivacyLedger | str | Path | None = None,
-    ) -> None:  # fmt: skip
-        check_number("epsilon", epsilon)
-        self._target = Budget(epsilon, check_number("delta", delta, most=0.5))
-        self.steps, self.made = check_whole("steps", steps, 1), 0
-        check_number("sample_rate", sample_rate, most=1.0)
-        book = ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, budget=self._target)
-        try:
-            super().__init__(
-                noise_multiplier=1.0, max_grad_norm=max_grad_norm, expected_batch_size=expected_batch_size,
-                sampling="poisson", sample_rate=sample_rate, secure=secure, ledger=book,
-            )  # fmt: skip
-            self._calibrate(_USUAL_NUMBERS)
-            book.describe(delta=self._target.delta)
-        except BaseException:
-            if book is not ledger:
-                book.close()
-            raise
-        self._allowance = Allowance(self._target, book.neighbouring)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the sensitivity."""
-        return self._multiplier
-
-    def step(self, gradients: Gradients) -> Any:
-        """Return the private mean of a batch, as `GradientPrivatizer` does: (B, ...) in, (...) out.
-
-        Raises:
-            ShapeError, UnsupportedDtype, ConfigError: the gradients do not match one another or max_grad_norm.
-            BudgetExceeded: all planned steps were made, or others have spent the ledger's budget; nothing was computed.
-        """
-        return self(gradients)
-
-    def epsilon(self, delta: float | None = None) -> float:
-        """Return the epsilon of all that the ledger holds, at the target's delta or another."""
-        return self.ledger.epsilon(self._target.delta if delta is None else delta)
-
-    def _begin(
-        self, dimensions: int, sensitivity: float, *, idealised: bool = False
-    ) -> tuple[NoisySum, NoiseParameters]:
-        if self.made >= self.steps:
-            raise BudgetExceeded(
-                f"all {self.steps} planned steps were made: epsilon {plain(self.epsilon(), 6, up=True)} at delta "
-                f"{self._target.delta:g}. The noise was found for so many; plan more steps from the start"
-            )
-        if not self.made and dimensions > _USUAL_NUMBERS:
-            self._calibrate(dimensions)
-        found = super()._begin(dimensions, sensitivity, idealised=idealised)
-        self.made += 1
-        return found
-
-    def _require(self, event: PrivacyEvent) -> None:
-        counts: Counter[PrivacyEvent] = Counter()
-        for past in self.ledger.events:
-            counts[past.times(1)] += past.count
-        self._allowance.require(counts, event)
-
-    def _calibrate(self, dimensions: int) -> None:
-        """Find the noise of the target; the tails of the discrete noise charge a delta for each number released."""
-        charged = 2 * NoisySum(self._source, 1.0, dimensions).plan(self.sensitivity).delta
-        self._multiplier = least_noise(self._target, self._rate, self.steps, self.ledger, charged)
-
-
 def least_noise(target: Budget, sample_rate: float, steps: int, ledger: PrivacyLedger, charged: float) -> float:
     """Return the least noise multiplier with which `steps` more events of a ledger end within a target."""
     if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
@@ -292,7 +271,10 @@ def least_noise(target: Budget, sample_rate: float, steps: int, ledger: PrivacyL
             f"the ledger holds epsilon {plain(before, up=True)} at delta {target.delta:g} already: {steps} more steps "
             f"cannot end at {target.epsilon:g}"
         )
-    return calibrate(target.epsilon, target.delta, sample_rate, steps, charged=charged, before=ledger.events)
+    return calibrate(
+        target_epsilon=target.epsilon, delta=target.delta, sample_rate=sample_rate, steps=steps, charged=charged,
+        before=ledger.events,
+    )  # fmt: skip
 
 
 def _tensors(gradients: Gradients) -> dict[str, Tensor]:

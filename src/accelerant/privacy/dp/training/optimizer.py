@@ -57,7 +57,7 @@ _LARGEST_CHANGE = 2.0
 """Limit of a step's change, in natural logarithms: with few expected examples the count is noise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveClipping:
     """Settings of a clipping norm that follows the norms of the gradients.
 

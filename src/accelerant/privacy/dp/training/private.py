@@ -30,7 +30,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -43,6 +42,7 @@ from accelerant.privacy.dp.clipping.clipper import require_norm
 from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import LedgerLike, ledger_path
 from accelerant.privacy.dp.noise.mechanisms import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import (
     DrawnBatch,
@@ -96,6 +96,7 @@ class PrivateTraining:
         self._warned_of_delta = False
         self._derived: float | None = None  # expected batch size from the number of units, kept out of states
         self._samplers: weakref.WeakSet[PoissonSampler] = weakref.WeakSet()
+        self._returned: DrawnBatch | None = None  # by `batches`, and not declared again since
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
 
@@ -151,13 +152,18 @@ class PrivateTraining:
             ConfigError: an invalid value; later, when a draw was not stepped.
             ShapeError: groups are of other data.
         """
-        return self._used(self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler))
+        return self._used(self._draws(data, microbatch=microbatch, steps=steps, sampler=sampler))
 
-    def draws(
+    @property
+    def draws(self) -> NoReturn:
+        """Refuse the name of earlier versions."""
+        raise AttributeError("PrivateTraining.draws is PrivateTraining.batches now")
+
+    def _draws(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
         sampler: PoissonSampler | None = None,
     ) -> PoissonBatches:  # fmt: skip
-        """Draw as `batches` does, for a loop that calls `use` itself before the forward pass of each part."""
+        """Draw as `batches` does; `use` is to be called before the forward pass of each part."""
         if not self._attached:
             raise ConfigError("this private training was detached: call make_private again")
         self.optimizer.require_as_attached()
@@ -179,12 +185,14 @@ class PrivateTraining:
         return PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
-        """Return a warning if delta is too large for `count` units, else ""; `draws` does not warn of it again."""
+        """Return a warning if delta is too large for `count` units, else ""; `batches` does not warn of it again."""
         self._warned_of_delta = True
         return delta_remark(self.delta, count, self.ledger.unit)
 
     def use(self, batch: DrawnBatch, origin: object = None) -> None:
         """Declare that the next forward and backward pass is of this part of a draw; `batches` does it for its parts.
+
+        Of the part that `batches` returned last a first call changes nothing.
 
         Args:
             origin: the same object for all parts of a draw, where draws may be left unfinished.
@@ -195,6 +203,9 @@ class PrivateTraining:
             UnsupportedCase: the model is no longer as it was attached (16-bit parameters, BatchNorm in train mode).
         """
         self.optimizer.require_as_attached()
+        returned, self._returned = self._returned, None
+        if returned is batch and origin is None:
+            return
         if batch.sampler is not None and batch.sampler not in self._samplers:
             self._require_sampler(batch.sampler)
         self._tracker.begin(batch, origin)
@@ -212,8 +223,10 @@ class PrivateTraining:
                     return
                 self.optimizer.require_clear()
                 self.use(batch, batches)
+                self._returned = batch
                 yield batch
         finally:
+            self._returned = None
             self.optimizer.losses.end()
             if not self._tracker.awaited:  # next(batches(...)) ends this before the batch is used: it stays masked
                 self.clipper.mask = None
@@ -337,10 +350,11 @@ def make_private(
     expected_batch_size: float | None = None,
     loss_reduction: Literal["mean", "sum"] = "mean",
     clipping: Clipping | AdaptiveClipping = "flat",
-    secure: bool = True,
+    insecure: bool = False,
     microbatch: int | None = None,
-    ledger: PrivacyLedger | str | Path | None = None,
+    ledger: LedgerLike = None,
     groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None,
+    secure: bool | None = None,
 ) -> PrivateTraining:
     """Make the training of a model differentially private.
 
@@ -370,7 +384,7 @@ def make_private(
             them.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
-        secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger
+        insecure: noise from Philox in floating point, for research, instead of ChaCha20 on an integer grid; the ledger
             records it.
         microbatch: rows of a part of a draw (virtual steps); None: as given to `batches`, else a draw is one part.
         ledger: a PrivacyLedger or its file, which may hold earlier trainings on the same data; None: in memory.
@@ -378,6 +392,7 @@ def make_private(
             processes. Epsilon is then that of a user with all rows: users are drawn, and of each one row, at random;
             batches from elsewhere are refused. A ledger that is created here calls the unit "user", one that is given
             must not call it "example". None: each row is its own unit.
+        secure: the opposite of insecure; give one of the two.
 
     Raises:
         ConfigError: an invalid value; parameters and optimizer do not match.
@@ -388,9 +403,11 @@ def make_private(
     """
     processes, settings = Processes(), dict[str, object]()
     with processes.agreed(settings, _HIDDEN):
+        if secure is not None and insecure:
+            raise ConfigError(f"give either insecure or secure, its opposite; got {insecure!r} and {secure!r}")
         arguments = _TrainingArguments(
             noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch,
-            loss_reduction, clipping, secure, ledger, groups,
+            loss_reduction, clipping, insecure or secure is False, ledger, groups,
         )  # fmt: skip
         dimensions = _require_match(model, optimizer)
         if processes.size > 1:
@@ -432,7 +449,7 @@ def _attached(
         held, own = book.budget, arguments.budget
         if own is not None and held is not None and held.delta == own.delta and held.epsilon <= own.epsilon:
             own = None  # the ledger's is as tight
-        source, adaptive = make_source(arguments.secure), arguments.adaptive
+        source, adaptive = make_source(insecure=arguments.insecure), arguments.adaptive
         private = PrivateOptimizer(
             optimizer, clipper, NoisySum(source, noise, dimensions), book,
             processes=processes, budget=own, grouped=units.groups is not None,
@@ -466,8 +483,8 @@ class _TrainingArguments:
     microbatch: int | None
     loss_reduction: Literal["mean", "sum"]
     clipping: Clipping | AdaptiveClipping
-    secure: bool
-    ledger: PrivacyLedger | str | Path | None
+    insecure: bool
+    ledger: LedgerLike
     groups: dataclasses.InitVar[Any]
     sensitivity: float = dataclasses.field(init=False)
     budget: Budget | None = dataclasses.field(init=False)
@@ -499,7 +516,7 @@ class _TrainingArguments:
             self.noise_multiplier = check_number("noise_multiplier", noise, open_below=False)
         self.sample_rate = check_number("sample_rate", self.sample_rate, most=1.0)
         self.sensitivity = math.hypot(*bounds)
-        self.budget = None if target is None else Budget(target, self.delta)
+        self.budget = None if target is None else Budget(epsilon=target, delta=self.delta)
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction must be mean or sum, got {self.loss_reduction!r}")
         chosen = AdaptiveClipping() if self.clipping == "adaptive" else self.clipping
@@ -512,14 +529,14 @@ class _TrainingArguments:
         if isinstance(self.ledger, PrivacyLedger):
             self.units.require_ledger(self.ledger)
             require_clipped_unit(self.ledger)
-        elif self.ledger is not None and not isinstance(self.ledger, str | Path):
-            raise ConfigError(f"ledger must be a PrivacyLedger, a path or None, got {type(self.ledger).__name__}")
+        elif self.ledger is not None:
+            ledger_path(self.ledger)
 
     def agreed(self) -> dict[str, object]:
         """Return what all processes must be given: ledger and microbatch may differ."""
         found: dict[str, object] = {name: _number(getattr(self, name)) for name in _AGREED}
         found |= {"clipping": self.adaptive or self.clipping, "loss_reduction": self.loss_reduction}
-        return found | {"secure": self.secure, "groups": self.units.digest}
+        return found | {"insecure": self.insecure, "groups": self.units.digest}
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -591,7 +608,7 @@ def _agreed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obj
     }
 
 
-def _opened(ledger: PrivacyLedger | str | Path | None, unit: str, budget: Budget | None) -> PrivacyLedger:
+def _opened(ledger: LedgerLike, unit: str, budget: Budget | None) -> PrivacyLedger:
     return ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, unit=unit, budget=budget)
 
 
@@ -600,7 +617,7 @@ def _calibrated(arguments: _TrainingArguments, ledger: PrivacyLedger, dimensions
     steps = arguments.steps
     assert arguments.budget is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
-    charged = 2 * NoisySum(make_source(arguments.secure), 1.0, dimensions).plan(arguments.sensitivity).delta
+    charged = 2 * NoisySum(make_source(insecure=arguments.insecure), 1.0, dimensions).plan(arguments.sensitivity).delta
     return least_noise(arguments.budget, arguments.sample_rate, steps, ledger, charged)
 
 

@@ -65,7 +65,7 @@ class PrivateSettings:
     noise_multiplier: float | None = None
     delta: float = 1e-5
     max_grad_norm: float = 1.0
-    secure: bool = True
+    insecure_noise: bool = False
 
     def __post_init__(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
@@ -174,7 +174,7 @@ class PrivateRun(Extension):
         noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
-                trainer.model, trainer.optimizer, ledger=ledger, secure=settings.secure, loss_reduction="sum",
+                trainer.model, trainer.optimizer, ledger=ledger, insecure=settings.insecure_noise, loss_reduction="sum",
                 noise_multiplier=noise, target_epsilon=settings.target_epsilon if noise is None else None,
                 steps=config.steps, delta=settings.delta, max_grad_norm=settings.max_grad_norm,
                 sample_rate=source.rate, expected_batch_size=float(config.batch_size),
@@ -208,7 +208,7 @@ class PrivateRun(Extension):
             words += ["--noise-multiplier", str(requested.noise_multiplier)]
         if not self._is_own_ledger(folder):
             words += ["--ledger", requested.ledger]
-        return words if requested.secure else [*words, "--insecure-noise"]
+        return [*words, "--insecure-noise"] if requested.insecure_noise else words
 
     def _is_own_ledger(self, folder: Path) -> bool:
         """Return whether the ledger is the one that is created, or moved, with the run's folder."""
@@ -219,7 +219,9 @@ class PrivateRun(Extension):
 
     def _open_ledger(self) -> PrivacyLedger:
         settings = self.settings
-        budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
+        budget = (
+            None if settings.target_epsilon is None else Budget(epsilon=settings.target_epsilon, delta=settings.delta)
+        )
         return PrivacyLedger(settings.ledger, unit=self._unit, budget=budget)
 
     def _check_ledger(self) -> None:
@@ -290,7 +292,7 @@ class PrivateRun(Extension):
             "sample_rate": private.sample_rate,
             "unit": private.ledger.unit,
             "windows": 0 if self._source is None else about(self._source.windows),
-            "secure": settings.secure,
+            "secure": not settings.insecure_noise,
             "ledger": settings.ledger,
             "statement": str(path),
         }
@@ -310,7 +312,7 @@ class PrivateRun(Extension):
     def remarks(self) -> Sequence[str]:
         """Return sentences on what is private, and what is not."""
         settings, ledger = self.settings, self._training.ledger
-        noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
+        noise = "noise that is NOT secure (Philox): for research alone" if settings.insecure_noise else "secure noise"
         epsilon = plain(ledger.epsilon(settings.delta), up=True)
         first = (
             f"Private training: epsilon {epsilon} at delta {exact(settings.delta)} for each "
@@ -427,7 +429,7 @@ class WindowSource(TokenSource):
         """Iterate the parts of each step. Draws are never repeated, not even after a resumption."""
         assert self.private is not None  # for the type checker: set when it was attached
         self.drawn = []
-        for part in self.private.draws(self._data, steps=len(steps), microbatch=self._rows if pin else None):
+        for part in self.private._draws(self._data, steps=len(steps), microbatch=self._rows if pin else None):
             self.drawn += [part] if pin else split_draw(part, self._rows)
             if part.last:
                 yield [tuple(x.pin_memory() if pin else x for x in batch.tensors) for batch in self.drawn]

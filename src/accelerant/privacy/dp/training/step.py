@@ -1,7 +1,7 @@
 """PrivateStep: a private step as one call for each part of a draw; on a GPU as two CUDA graphs.
 
     step = PrivateStep(private, private.model.loss, precision=torch.bfloat16)
-    for batch in private.draws(data, microbatch=64):
+    for batch in private.batches(data, microbatch=64):
         result = step(batch, learning_rate)      # None until the draw's last part
 
 A draw has any number of parts, so a part is one graph (forward, backward, the clipped sum) and the update
@@ -56,7 +56,7 @@ class PrivateStep(GraphedStep):
         loss: from the tensors of a batch to a scalar, reduced over the examples as given to `make_private`.
         precision: bfloat16 for autocast, with each matrix cast once a part; None for the parameters' own dtype.
         graph: True captures; False never does; None does on a CUDA device. Where capture is impossible, steps run
-            eagerly and the ledger of ops has the reason. Batches must be parts of one shape (`draws(...,
+            eagerly and the ledger of ops has the reason. Batches must be parts of one shape (`batches(...,
             microbatch=)`); one of another shape runs eagerly.
 
     Raises:
@@ -97,7 +97,7 @@ class PrivateStep(GraphedStep):
         """Process a part of a draw; with its last one, make the step. The host does not wait for the device.
 
         Args:
-            batch: of `PrivateTraining.draws`, a tuple of tensors.
+            batch: of `PrivateTraining.batches`, a tuple of tensors.
             learning_rate: of this step, for all groups.
 
         Returns:

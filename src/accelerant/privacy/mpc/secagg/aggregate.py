@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, DivergenceError, ShapeError
 from accelerant.privacy.mpc.secagg.client import AggregationClient
 from accelerant.privacy.mpc.secagg.encoding import real_tensor
@@ -22,7 +23,7 @@ from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identiti
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import PrivacyLedger
+    from accelerant.privacy.dp.ledger.ledger import LedgerLike
 
 Leaving = Mapping[str, Collection[int]]
 """Clients that send nothing from a stage of STAGES on."""
@@ -35,10 +36,11 @@ class AggregationResult(NamedTuple):
     report: Aggregate
 
 
+@renamed_arguments(clip="max_abs")
 def secure_aggregate(
-    client_updates: Sequence[Any], threshold: int, *, clip: float | None = None, weights: Sequence[int] | None = None,
-    max_norm: float | None = None, noise_multiplier: float = 0.0, colluders: int = 0,
-    neighbours: Any = None, ledger: PrivacyLedger | None = None, leaving: Leaving | None = None,
+    client_updates: Sequence[Any], threshold: int, *, max_abs: float | None = None,
+    weights: Sequence[int] | None = None, max_norm: float | None = None, noise_multiplier: float = 0.0,
+    colluders: int = 0, neighbours: Any = None, ledger: LedgerLike = None, leaving: Leaving | None = None,
     device: torch.device | str = "cpu",
 ) -> AggregationResult:  # fmt: skip
     """Return the sum of updates by the whole protocol, with fresh keys, one client for each update.
@@ -48,13 +50,13 @@ def secure_aggregate(
     Args:
         client_updates: an update for each client: a tensor, array or list of numbers; or a model's parameters as a
             module, or as a dict, list or tuple of these. All have the same names and shapes. Integers and booleans are
-            summed exactly; floats in steps that follow from `clip`, one for all tensors.
+            summed exactly; floats in steps that follow from `max_abs`, one for all tensors.
         threshold: t, more than half of the clients and colluders together.
-        clip: as for SecureAggregation; by default the largest magnitude of all updates, which clients that do not trust
-            each other would have to agree on.
+        max_abs: as for SecureAggregation; by default the largest magnitude of all updates, which clients that do
+            not trust each other would have to agree on.
         weights: whole numbers from 1; the sum is then that of weight times update.
         max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation.
-        ledger: records the release.
+        ledger: a PrivacyLedger, whose unit is a client, or its file: records the release.
         leaving: clients that send nothing from a stage on, by its name ("advertise", "share", "mask", "consistency",
             "unmask"): {"mask": [3]}.
         device: of masks and sum.
@@ -92,19 +94,19 @@ def secure_aggregate(
     for i, update in enumerate(updates):
         if not bool(update.isfinite().all()):
             raise DivergenceError(f"update {i} has elements that are NaN or infinite")
-    if clip is None and max_norm is None:
-        clip = max(float(update.abs().max()) if update.numel() else 1.0 for update in updates) or 1.0
+    if max_abs is None and max_norm is None:
+        max_abs = max(float(update.abs().max()) if update.numel() else 1.0 for update in updates) or 1.0
     whole = {path: not part.is_floating_point() and not noise_multiplier for path, part in first.items()}
     step = 1.0 if all(whole.values()) else None
     setup = SecureAggregation(
-        clients=len(updates), threshold=threshold, size=updates[0].numel(), clip=clip, max_norm=max_norm,
+        clients=len(updates), threshold=threshold, size=updates[0].numel(), max_abs=max_abs, max_norm=max_norm,
         noise_multiplier=noise_multiplier, step=step, colluders=colluders, neighbours=neighbours,
         max_weight=1 if weights is None else max(2, *given),
     )  # fmt: skip
     if any(whole.values()) and setup.encoding.step > 1:
         raise ConfigError(
-            f"integers among floats are not summed exactly in steps of {setup.encoding.step:g}, which clip {clip} "
-            "needs: aggregate them in a call of their own, or as floats"
+            f"integers among floats are not summed exactly in steps of {setup.encoding.step:g}, which max_abs "
+            f"{max_abs} needs: aggregate them in a call of their own, or as floats"
         )
     check_leaving(leaving or {}, setup.clients)
     signing, keys = make_identities(setup.clients)

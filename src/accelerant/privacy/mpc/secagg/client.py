@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from accelerant.errors import ConfigError, ProtocolError
-from accelerant.privacy.dp.noise.mechanisms import require_client_unit
+from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
@@ -28,7 +28,7 @@ from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import PrivacyLedger
+    from accelerant.privacy.dp.ledger.ledger import LedgerLike
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
@@ -103,7 +103,7 @@ class AggregationClient:
 
     def __init__(
         self, setup: SecureAggregation, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: LedgerLike = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         setup.context(0, verification_keys)
         if not 0 <= identity < setup.clients:
@@ -118,7 +118,9 @@ class AggregationClient:
         self.setup, self.identity, self.device = setup, identity, torch.device(device)
         self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
         self._path = None if state_path is None else Path(state_path)
-        self._ledger = None if ledger is None else require_client_unit(ledger)
+        self._ledger = ledger
+        with client_ledger(ledger):
+            pass
         self._round: _Round | None = None
         self.last_round = -1
         if self._path is not None and self._path.exists():
@@ -230,8 +232,9 @@ class AggregationClient:
         ]
         encoding = self.setup.encoding
         value = encoding.encode(update, weight, self.device)
-        if self._ledger is not None:
-            self._ledger.record(encoding.event())
+        with client_ledger(self._ledger) as book:
+            if book is not None:
+                book.record(encoding.event())
         mask = mask_sums([[(state.seed, 1), *seeds]], encoding.words, self.device)[0]
         masked = wrapped(value.to(torch.int64) + mask).cpu().numpy().astype("<i4", copy=False)
         stated = b""

@@ -1,10 +1,10 @@
 """Updates as masked integers modulo 2^32: clipping, rounding, noise, its cost, and the sums of masks.
 
-    q = w * round(clip(x) / step) + Z            x scaled to max_norm first, then clamped to +-clip
+    q = w * round(clamp(x) / step) + Z           x scaled to max_norm first, then clamped to +-max_abs
     sum of q mod 2^32, read as -2^31 to 2^31 - 1, times step
 
 With weights above 1 allowed, one more element is the sum of the weights. The settings guarantee that the sum of all
-clients fits: n (W clip / step + 1) and 12 deviations of the noise are below 2^31. Where noise exceeds that, the sum
+clients fits: n (W max_abs / step + 1) and 12 deviations of the noise are below 2^31. Where noise exceeds that, the sum
 wraps, which costs accuracy and no privacy.
 
 Noise (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, "The distributed discrete Gaussian mechanism for federated
@@ -170,7 +170,7 @@ class Encoding:
     """
 
     size: int
-    clip: float
+    max_abs: float
     max_norm: float | None
     step: float
     std: float
@@ -206,7 +206,7 @@ class Encoding:
             raise DivergenceError("the update has elements that are NaN or infinite: it is not sent")
         if self.max_norm is not None:
             x = scaled_down(x, self.max_norm)
-        q = (x.clamp(-self.clip, self.clip) / self.step).round_().to(torch.int64) * weight
+        q = (x.clamp(-self.max_abs, self.max_abs) / self.step).round_().to(torch.int64) * weight
         if self.max_weight > 1:
             q = torch.cat((q, torch.tensor([weight], device=device)))
         if self.std:
@@ -265,7 +265,7 @@ def wrapped(x: Tensor) -> Tensor:
 
 
 def make_encoding(
-    clients: int, least: int, fails: float, size: int, clip: float | None, max_norm: float | None,
+    clients: int, least: int, fails: float, size: int, max_abs: float | None, max_norm: float | None,
     noise_multiplier: float, step: float | None, max_weight: int,
 ) -> Encoding:  # fmt: skip
     """Return the encoding of SecureAggregation's settings; ConfigError where a sum may not fit.
@@ -273,9 +273,9 @@ def make_encoding(
     `fails` bounds the probability that a sum with the noise of fewer than `least` clients is unmasked: part of
     delta.
     """
-    bound = max_norm if clip is None else clip if max_norm is None else min(clip, max_norm)
-    if bound is None:
-        raise ConfigError("give clip, the largest magnitude of an element, or max_norm, the L2 norm of an update")
+    if max_abs is None and max_norm is None:
+        raise ConfigError("give max_abs, the largest magnitude of an element, or max_norm, the L2 norm of an update")
+    bound = min(each for each in (max_abs, max_norm) if each is not None)
     if noise_multiplier and max_norm is None:
         raise ConfigError("noise needs max_norm, the L2 norm to which updates are scaled down")
     if noise_multiplier and max_weight > 1:
@@ -300,12 +300,14 @@ def make_encoding(
     std = std_of(step) if noise_multiplier else 0.0
     if room(step) >= _HALF or step > bound:
         raise ConfigError(
-            f"sums of {clients} clients do not fit 32 bits: clip {bound:g} in steps of {step:g}, weights up to "
+            f"sums of {clients} clients do not fit 32 bits: max_abs {bound:g} in steps of {step:g}, weights up to "
             f"{max_weight} and noise of deviation {std:g} each need {2 * room(step):.3g} of 2^32 values: take a "
-            f"{'larger step' if given else 'smaller clip, weight or noise'}"
+            f"{'larger step' if given else 'smaller max_abs, weight or noise'}"
         )
     if noise_multiplier and std < _LEAST_STEPS * step:
-        raise ConfigError(f"noise of {std / step:.3g} steps for each client is too narrow: take a smaller step or clip")
+        raise ConfigError(
+            f"noise of {std / step:.3g} steps for each client is too narrow: take a smaller step or max_abs"
+        )
     delta = 0.0
     if std:
         delta = fails + clients * charge(std, step, size).delta

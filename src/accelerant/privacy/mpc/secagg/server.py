@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import AccelerantError, ProtocolError
-from accelerant.privacy.dp.noise.mechanisms import require_client_unit
+from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import (
     SEALED_BYTES,
@@ -27,7 +27,7 @@ from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrappe
 from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, crypto
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import PrivacyLedger
+    from accelerant.privacy.dp.ledger.ledger import LedgerLike
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 
@@ -79,10 +79,12 @@ class AggregationServer:
 
     def __init__(
         self, setup: SecureAggregation, round_number: int, verification_keys: Sequence[bytes], *,
-        ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
+        ledger: LedgerLike = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.setup, self.device = setup, torch.device(device)
-        self._ledger = None if ledger is None else require_client_unit(ledger)
+        self._ledger = ledger
+        with client_ledger(ledger):
+            pass
         self._number, self._keys = round_number, tuple(map(bytes, verification_keys))
         self._context = setup.context(round_number, self._keys)
         self._stage = messages.ADVERTISE
@@ -146,9 +148,11 @@ class AggregationServer:
             raise ProtocolError(
                 f"{len(arrived)} clients sent their message of stage {name}, the threshold is {self.setup.threshold}"
             )
-        if self._stage == messages.CONSISTENCY and self._ledger is not None:
+        if self._stage == messages.CONSISTENCY:
             try:
-                self._ledger.record(self.setup.encoding.event())
+                with client_ledger(self._ledger) as book:
+                    if book is not None:
+                        book.record(self.setup.encoding.event())
             except BaseException:
                 self._failed = True
                 raise

@@ -33,7 +33,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -41,13 +41,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.mpc.secagg.encoding import Encoding, make_encoding
 from accelerant.privacy.mpc.secagg.messages import crypto
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import PrivacyLedger
+    from accelerant.privacy.dp.ledger.ledger import LedgerLike
     from accelerant.privacy.mpc.secagg.client import AggregationClient
     from accelerant.privacy.mpc.secagg.server import AggregationServer
 
@@ -56,11 +57,12 @@ _MOST_CLIENTS = 65_535
 _MOST_SIZE = 1 << 31
 
 
+@renamed_arguments(clip="max_abs")
 @dataclass(frozen=True)
 class SecureAggregation:
     """The settings that all parties of secure aggregation share, and the constructor of each party.
 
-        setup = mpc.SecureAggregation(clients=10, threshold=7, size=len(update), clip=1.0)
+        setup = mpc.SecureAggregation(clients=10, threshold=7, size=len(update), max_abs=1.0)
         client = setup.client(3, signing_key, verification_keys)         # in each client's process
         server = setup.server(round_number, verification_keys)           # once per round
 
@@ -72,7 +74,7 @@ class SecureAggregation:
         clients: n, at most 65,535.
         threshold: t, the least number of clients that must stay to the end.
         size: elements of an update.
-        clip: largest magnitude of an element; larger ones are clipped to it. Given max_norm, that norm by default.
+        max_abs: largest magnitude of an element; larger ones are clipped to it. Given max_norm, that norm by default.
         max_norm: L2 norm to which an update is scaled down; required with noise.
         noise_multiplier: standard deviation of the noise in the sum over its sensitivity, where only the fewest honest
             clients stay that the settings allow (Encoding.least); more add more. 0: none.
@@ -98,7 +100,8 @@ class SecureAggregation:
     clients: int
     threshold: int
     size: int
-    clip: float | None = None
+    _: KW_ONLY
+    max_abs: float | None = None
     max_norm: float | None = None
     noise_multiplier: float = 0.0
     step: float | None = None
@@ -129,7 +132,7 @@ class SecureAggregation:
                     f"{self.clients} clients, threshold {self.threshold} and {self.colluders} colluders, got {k}: the "
                     f"server may isolate clients with probability 2^{failure:.0f}"
                 )
-        for name in ("clip", "max_norm", "step"):
+        for name in ("max_abs", "max_norm", "step"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_number(name, getattr(self, name)))
         check_number("noise_multiplier", self.noise_multiplier, open_below=False)
@@ -141,7 +144,7 @@ class SecureAggregation:
         honest = self.threshold - self.colluders
         fails = 0.0 if self.neighbours is None else 2.0**SECURITY
         return make_encoding(
-            self.clients, honest // 2 + 1 if fails else honest, fails, self.size, self.clip, self.max_norm,
+            self.clients, honest // 2 + 1 if fails else honest, fails, self.size, self.max_abs, self.max_norm,
             self.noise_multiplier, self.step, self.max_weight,
         )  # fmt: skip
 
@@ -160,7 +163,7 @@ class SecureAggregation:
 
     def client(
         self, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: PrivacyLedger | None = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: LedgerLike = None, device: torch.device | str = "cpu",
     ) -> AggregationClient:  # fmt: skip
         """Return a client, which takes part in one round after another.
 
@@ -169,8 +172,9 @@ class SecureAggregation:
             signing_key: Ed25519PrivateKey of the package cryptography.
             verification_keys: of all clients by number, 32 bytes each; authentic.
             state_path: file that keeps the last round's number, so that no round is repeated after a restart.
-            ledger: of this client's own data: records each round before the masked update is sent, so that its budget
-                ends the rounds whatever a server does. Those that fail later count as well.
+            ledger: a PrivacyLedger, or its file, of this client's own data: records each round before the masked
+                update is sent, so that its budget ends the rounds whatever a server does. Those that fail later
+                count as well.
             device: of the masks.
         """
         from accelerant.privacy.mpc.secagg.client import AggregationClient
@@ -180,7 +184,7 @@ class SecureAggregation:
         )
 
     def server(
-        self, round_number: int, verification_keys: Sequence[bytes], *, ledger: PrivacyLedger | None = None,
+        self, round_number: int, verification_keys: Sequence[bytes], *, ledger: LedgerLike = None,
         device: torch.device | str = "cpu",
     ) -> AggregationServer:  # fmt: skip
         """Return the server of one round.
@@ -188,7 +192,8 @@ class SecureAggregation:
         Args:
             round_number: above those of all earlier rounds, below 2^63.
             verification_keys: as for `client`.
-            ledger: records the release before clients unmask it; its unit is what one client contributes.
+            ledger: a PrivacyLedger or its file: records the release before clients unmask it; its unit is what one
+                client contributes.
             device: of the sum.
         """
         from accelerant.privacy.mpc.secagg.server import AggregationServer
