@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 from accelerant._version import __version__
-from accelerant.bench.record import DEVICE, Record, Row
+from accelerant.bench.record import DEVICE, BenchmarkRecord, Row
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import plain, write_atomic
 
@@ -243,7 +243,7 @@ def _badge(name: str, value: str) -> str:
     )
 
 
-def slower_cases(record: Record) -> list[Row]:
+def slower_cases(record: BenchmarkRecord) -> list[Row]:
     """Return the rows slower than the fastest peer by more than 5% and than the samples' spread, the slowest first."""
     rows = [
         row for row in record.rows if row.runner == "accelerant" and (row.speedup or 1.0) < _SLOWER and not row.level
@@ -259,11 +259,11 @@ def main() -> None:
         print(path.relative_to(ROOT))
 
 
-def _record(name: str) -> Record:
-    return Record.load(RESULTS / f"{name}.json")
+def _record(name: str) -> BenchmarkRecord:
+    return BenchmarkRecord.load(RESULTS / f"{name}.json")
 
 
-def _row(record: Record, op: str, case: str, runner: str) -> Row:
+def _row(record: BenchmarkRecord, op: str, case: str, runner: str) -> Row:
     (row,) = [row for row in record.rows if (row.op, row.case, row.runner) == (op, case, runner)]
     return row
 
@@ -314,7 +314,7 @@ def _figures_section(shown: Sequence[Panel]) -> str:
 _USER_PEERS = ("torch", "torch.compile", "liger")
 
 
-def _user_section(record: Record) -> str:
+def _user_section(record: BenchmarkRecord) -> str:
     """Return the table of what plain calls cost: what is not reached first, then in the order of the record."""
     by_case: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
@@ -347,7 +347,7 @@ def _scale_section(paths: Sequence[Path]) -> str:
     """Return for each record of several devices the table of its cases, and its costs and predictions."""
     parts = []
     for path in paths:
-        record = Record.load(path)
+        record = BenchmarkRecord.load(path)
         by_case: dict[str, list[Row]] = {}
         for row in record.rows:
             by_case.setdefault(row.case, []).append(row)
@@ -379,7 +379,7 @@ def _slower_section() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         if path.stem.startswith("curve"):
             continue  # losses
-        record = Record.load(path)
+        record = BenchmarkRecord.load(path)
         compared = sum(row.runner == "accelerant" and row.speedup is not None for row in record.rows)
         if not compared:
             continue

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from accelerant import nn as own_nn
 from accelerant import ops
-from accelerant.bench.record import COMPILED, EAGER, OURS, STEP, Environment, Record, Row, failure_note
+from accelerant.bench.record import COMPILED, EAGER, OURS, STEP, BenchmarkRecord, Environment, Row, failure_note
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
 from accelerant.bench.suites import algebra
@@ -155,7 +155,7 @@ def _measure(suite: UserSuite, op: str, measure: Callable[[_UserRun], None], run
 
 def _warm(suite: UserSuite, key: str, device: ComputeDevice) -> None:
     """Measure a case and forget it: what it compiled stays in the disk caches."""
-    run = SuiteRun(device, Record(Environment.of(device)))
+    run = SuiteRun(device, BenchmarkRecord(Environment.of(device)))
     next(case for case in suite.cases(run) if case.key == key).measure(run)
 
 

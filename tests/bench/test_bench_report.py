@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from accelerant.bench import Environment, Record, Row, compare
+from accelerant.bench import BenchmarkRecord, Environment, Row, compare
 from accelerant.bench.report import build_report, write_report
 from accelerant.runtime import registry
 from accelerant.runtime.html_page import Bar, bars
@@ -27,7 +27,7 @@ COPY = [
 
 
 def record(*rows):
-    found = Record(Environment.of(registry.choose("cpu")), {"copy GB/s": 10.0}, list(rows))
+    found = BenchmarkRecord(Environment.of(registry.choose("cpu")), {"copy GB/s": 10.0}, list(rows))
     found.environment = replace(found.environment, device="<Abacus> & Sons")
     found.conclude()
     return found

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelerant.bench import Environment, Record, Row, compare
+from accelerant.bench import BenchmarkRecord, Environment, Row, compare
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -12,7 +12,7 @@ ROW = Row("neural", "gelu", "4x4 float32 forward", "accelerant", "triton (own)",
 
 
 def record(*rows):
-    return Record(Environment.of(registry.choose("cpu")), {}, list(rows))
+    return BenchmarkRecord(Environment.of(registry.choose("cpu")), {}, list(rows))
 
 
 def at(p50, spread=0.01, **changes):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.bench.floors import Floor, check_floors, floors_text, read_floors
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.cli.app import main
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
@@ -20,7 +20,7 @@ TORCH = replace(OURS, runner="torch", p20=2.3, p50=2.4, p80=2.5)
 
 
 def record(*rows):
-    return Record(replace(Environment.of(registry.choose("cpu")), device="Abacus 9000"), {}, list(rows))
+    return BenchmarkRecord(replace(Environment.of(registry.choose("cpu")), device="Abacus 9000"), {}, list(rows))
 
 
 def floors_file(tmp_path, text):
@@ -111,7 +111,7 @@ def test_written_floors_are_reached_by_their_records_and_not_by_slower_ones(tmp_
 
 def test_the_shipped_floors_are_those_of_the_committed_records():
     names = ("neural", "training", "zk", "dp", "decode")
-    records = [Record.load(ROOT / "benchmarks" / "results" / f"{name}-h200.json") for name in names]
+    records = [BenchmarkRecord.load(ROOT / "benchmarks" / "results" / f"{name}-h200.json") for name in names]
     assert floors_text(records, 0.9) == (ROOT / "benchmarks" / "floors.toml").read_text()
     check = check_floors(read_floors(ROOT / "benchmarks" / "floors.toml"), records)
     assert check.held > 300

@@ -10,7 +10,7 @@ import torch
 import accelerant.ops
 from accelerant.bench import baselines, subjects
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, Environment, Record, Row
+from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord, Environment, Row
 from accelerant.bench.report import build_report, roofline
 from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
@@ -219,7 +219,7 @@ def test_large_weights_are_not_made_into_lists():
 def test_a_size_is_measured_whole_with_labelled_baselines():
     device = registry.choose("cpu")
     suite = NeuralSuite(op=("softmax",), size=("5000x4",), budget_s=0.0).resolve(device)
-    record = Record(Environment.of(device), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(device), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
     suite.measure(SuiteRun(device, record))
     ours, *others = [row for row in record.rows if row.case == "5000x4 float32 dim -1 forward"]
     assert [row.runner for row in others] == ["torch", UNFUSED, NUMPY, NAIVE]
@@ -237,7 +237,7 @@ def test_a_size_is_measured_whole_with_labelled_baselines():
 def test_scores_in_memory_take_more_of_it_than_fused_attention():
     gpu = registry.choose("cuda")
     suite = NeuralSuite(op=("attention",), size=("1x4x1024x64",), budget_s=0.01, cpu=True).resolve(gpu)
-    record = Record(Environment.of(gpu), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(gpu), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
     suite.measure(SuiteRun(gpu, record))
     rows = {row.runner: row for row in record.rows if row.case.endswith(" forward")}
     assert set(rows) >= {"accelerant", "torch", UNFUSED, NUMPY}
@@ -396,7 +396,7 @@ def measure(record, cases, **options):
 
 
 def measured(*cases, journal=None, **options):
-    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     measure(record, cases, journal=journal, **options)
     return record
 
@@ -415,7 +415,7 @@ def test_ours_that_is_wrong_ends_the_run_after_the_other_cases(monkeypatch):
 
     wrong.__module__ = accelerant.ops.relu.__module__
     monkeypatch.setattr(accelerant.ops, "relu", wrong)
-    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
         measure(record, cases)
@@ -428,14 +428,14 @@ def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monk
         return torch.sigmoid(x)
 
     path, cases = tmp_path / "rows.jsonl", [small("relu", (4, 32)), small("tanh", (4, 32))]
-    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     wrong.__module__ = accelerant.ops.relu.__module__
     journal = Journal(path, record, resume=False)
     with monkeypatch.context() as patched:
         patched.setattr(accelerant.ops, "relu", wrong)
         with pytest.raises(AccelerantError, match="wrong: relative error"):
             measure(record, cases[:1], journal=journal)
-    again = Record(environment())
+    again = BenchmarkRecord(environment())
     journal = Journal(path, again, resume=True)
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
         measure(again, cases, journal=journal)
@@ -461,7 +461,7 @@ def test_ours_without_memory_is_a_loss_and_no_failure(monkeypatch, tmp_path):
 
     lacking.__module__ = accelerant.ops.relu.__module__
     monkeypatch.setattr(accelerant.ops, "relu", lacking)
-    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     journal = Journal(tmp_path / "rows.jsonl", record, resume=False)
     cases = [small("tanh", (4, 32)), small("relu", (4, 32))]
     measure(record, cases, journal=journal)
@@ -470,7 +470,7 @@ def test_ours_without_memory_is_a_loss_and_no_failure(monkeypatch, tmp_path):
     assert {row.runner for row in rows} == {"accelerant", "torch"}
     assert all(row.lacked_memory for row in rows)  # what says how much work it is calls ours first
     assert record.ordered()[0].op == "relu"
-    Journal(tmp_path / "rows.jsonl", again := Record(environment()), resume=True)
+    Journal(tmp_path / "rows.jsonl", again := BenchmarkRecord(environment()), resume=True)
     measure(again, [])  # a lack of memory is a result, no failure
 
 
@@ -486,7 +486,7 @@ def test_a_size_of_the_sweep_and_of_a_table_are_two_cases():
     table = [Row("neural", "gelu", "16384x4096 bfloat16 forward", "accelerant", "own", p50=1.0, p20=1.0, p80=1.0)]
     table.append(replace(table[0], runner="torch", p50=2.0))
     sweep = [replace(row, part="sweep", p50=3.0) for row in table]
-    record = Record(environment(), {}, [*table, replace(sweep[1], p50=1.5), sweep[0]])
+    record = BenchmarkRecord(environment(), {}, [*table, replace(sweep[1], p50=1.5), sweep[0]])
     record.conclude()
     assert [row.speedup for row in record.rows if row.runner == "accelerant"] == [2.0, 0.5]
     assert record.ordered()[0].part == "sweep"
@@ -514,7 +514,7 @@ def test_a_rotated_case_says_so():
     each = small("relu", (4, 32), rotated=True)
     case = OpCase.of("relu", each.benchmark, registry.choose("cpu"), torch.float32)
     bench, row = (
-        neural._CaseRun(each, case, Oracle(case), SuiteRun(registry.choose("cpu"), Record(environment()))),
+        neural._CaseRun(each, case, Oracle(case), SuiteRun(registry.choose("cpu"), BenchmarkRecord(environment()))),
         Row("neural", "relu", "x", "torch", ""),
     )
     for direction, how in (("forward", "64 copies in turn"), ("backward", "")):
@@ -534,13 +534,13 @@ def test_the_time_of_one_of_several_calls():
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     path = tmp_path / "rows.jsonl"
     cases = [small("relu", (4, 32)), small("tanh", (4, 32)), small("silu", (4, 32))]
-    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     measure(record, cases[:2], journal=Journal(path, record, resume=False))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
     with pytest.raises(ConfigError, match="--resume goes on with it"):
         Journal(path, record, resume=False)
-    again = Record(environment())
+    again = BenchmarkRecord(environment())
     journal = Journal(path, again, resume=True)
     assert journal.done == {cases[0].key}
     assert again.ceilings == {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0}
@@ -549,18 +549,18 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     assert again.rows[: len(kept)] == kept
     assert [row.op for row in again.rows[::4]] == ["relu", "tanh", "silu"]
     assert any("continued" in note for note in again.notes)
-    assert Journal(path, Record(environment()), resume=True).done == {case.key for case in cases}
+    assert Journal(path, BenchmarkRecord(environment()), resume=True).done == {case.key for case in cases}
 
 
 def test_another_devices_journal_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
-    record = Record(replace(environment(), device="abacus"))
+    record = BenchmarkRecord(replace(environment(), device="abacus"))
     Journal(path, record, resume=False).begin(record)
     with pytest.raises(FormatError, match="of a run with device 'abacus'"):
-        Journal(path, Record(environment()), resume=True)
+        Journal(path, BenchmarkRecord(environment()), resume=True)
     path.write_text("[]\n")
     with pytest.raises(FormatError, match="is no journal"):
-        Journal(path, Record(environment()), resume=True)
+        Journal(path, BenchmarkRecord(environment()), resume=True)
 
 
 def test_a_limit_begins_no_further_case():
@@ -597,7 +597,7 @@ def rows():
 
 
 def test_speed_is_aimed_at_beside_the_fastest_peer():
-    record = Record(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, rows())
+    record = BenchmarkRecord(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, rows())
     record.conclude()
     ours, own, _ = record.rows
     assert (ours.speedup, own.speedup) == (1.5, 0.75)
@@ -614,7 +614,7 @@ def test_slower_by_less_than_the_spread_is_level(ours, level):
     """The peer takes 1.9, 2.0, 2.4."""
     row = Row("neural", "gelu", "x", "accelerant", "own", p20=ours[0], p50=ours[1], p80=ours[2])
     peers_ = [replace(row, runner="torch", p20=1.9, p50=2.0, p80=2.4), replace(row, runner="slow", p50=9.0, p80=9.0)]
-    record = Record(environment(), {}, [row, *peers_])
+    record = BenchmarkRecord(environment(), {}, [row, *peers_])
     record.conclude()
     assert record.rows[0].level is level
     slower = ours[1] > 2.0
@@ -628,7 +628,7 @@ def test_slower_by_less_than_the_spread_is_level(ours, level):
 
 def test_naive_python_integers_are_no_peer():
     row = Row("zk", "ntt", "x", "accelerant", "own", p20=1.0, p50=1.0, p80=1.0)
-    record = Record(environment(), {}, [row, replace(row, runner=NAIVE, p20=800.0, p50=800.0, p80=800.0)])
+    record = BenchmarkRecord(environment(), {}, [row, replace(row, runner=NAIVE, p20=800.0, p50=800.0, p80=800.0)])
     record.conclude()
     assert record.rows[0].speedup is None
     assert record.verdict() == ""
@@ -636,7 +636,7 @@ def test_naive_python_integers_are_no_peer():
 
 
 def test_csv_has_every_row_without_samples(tmp_path):
-    record = Record(environment(), {}, rows())
+    record = BenchmarkRecord(environment(), {}, rows())
     record.save_csv(tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
@@ -646,26 +646,26 @@ def test_csv_has_every_row_without_samples(tmp_path):
 
 
 def test_samples_survive_the_file(tmp_path):
-    record = Record(environment(), {}, rows())
+    record = BenchmarkRecord(environment(), {}, rows())
     record.save(tmp_path / "rows.json")
-    assert Record.load(tmp_path / "rows.json").rows[0].samples == (2.0, 2.5)
+    assert BenchmarkRecord.load(tmp_path / "rows.json").rows[0].samples == (2.0, 2.5)
 
 
 def test_roofline_draws_each_row_once():
-    record = Record(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, rows())
+    record = BenchmarkRecord(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, rows())
     drawn = roofline(record)
     assert drawn.count("<circle") == 3
     assert drawn.count('class="peer-dot"') == 1
-    assert roofline(Record(environment(), {}, rows())) == ""
+    assert roofline(BenchmarkRecord(environment(), {}, rows())) == ""
 
 
 def test_a_record_of_many_rows_is_small_and_reads_back(tmp_path):
     ours, *_ = rows()
     many = [replace(ours, case=f"{i}x8 forward", samples=tuple([0.1234] * 20), error=1e-4) for i in range(1000)]
-    record = Record(environment(), {}, many)
+    record = BenchmarkRecord(environment(), {}, many)
     record.save(tmp_path / "rows.json")
     assert (tmp_path / "rows.json").stat().st_size < 500_000
-    assert Record.load(tmp_path / "rows.json").rows == many
+    assert BenchmarkRecord.load(tmp_path / "rows.json").rows == many
 
 
 def test_memory_is_something_to_reach():
@@ -683,7 +683,7 @@ def test_the_sweep_stands_apart_in_the_page():
         for i in range(4)
         for runner, p50 in (("accelerant", 2.0 + i), ("torch", 3.0))
     ]
-    record = Record(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, [*rows(), *swept])
+    record = BenchmarkRecord(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, [*rows(), *swept])
     record.conclude()
     page = build_report(record)
     assert page.index("Lost in the sweep") < page.index("Neural: compared with the peers")

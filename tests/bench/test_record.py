@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
+from accelerant.bench import BenchmarkRecord, Environment, Row, host_time_us, time_ms, wall_ms
 from accelerant.bench.record import _commit
 from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, covers, host_times_us
 from accelerant.errors import FormatError
@@ -19,14 +19,14 @@ ROW = Row("neural", "gelu", "4x4 float32 forward", "accelerant", "triton (own)",
 
 
 def record(*rows):
-    return Record(Environment.of(registry.choose("cpu")), {"copy GB/s": 10.0}, list(rows))
+    return BenchmarkRecord(Environment.of(registry.choose("cpu")), {"copy GB/s": 10.0}, list(rows))
 
 
 def test_a_record_survives_the_disk_and_is_written_whole(tmp_path):
     path = tmp_path / "deep" / "record.json"
     record(ROW).save(path)
     assert [entry.name for entry in path.parent.iterdir()] == ["record.json"]
-    loaded = Record.load(path)
+    loaded = BenchmarkRecord.load(path)
     assert loaded.rows == [ROW]
     assert loaded.environment.packages["torch"] == torch.__version__
     assert json.loads(path.read_text())["environment"]["device"]
@@ -118,7 +118,7 @@ def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, val
     table["rows"][0][name] = value
     path.write_text(json.dumps(table))
     with pytest.raises(FormatError, match=name):
-        Record.load(path)
+        BenchmarkRecord.load(path)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_is_no_record_is_refused(tmp_path, text, why):
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(FormatError, match=rf"x\.json is not a benchmark record: .*{why}"):
-        Record.load(path)
+        BenchmarkRecord.load(path)
 
 
 def test_a_slow_host_is_hidden_by_more_flushes():

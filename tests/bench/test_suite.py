@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.bench.suite import Clock, SuiteCase, SuiteRun, collect, measure_cases
 from accelerant.errors import AccelerantError, DeviceLost, FormatError
 from accelerant.runtime import registry
 
 
 def new_record():
-    return Record(Environment.of(registry.choose("cpu")))
+    return BenchmarkRecord(Environment.of(registry.choose("cpu")))
 
 
 def run_cases(record, cases, **options):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench import Environment, Record, Row, ceilings
+from accelerant.bench import BenchmarkRecord, Environment, Row, ceilings
 from accelerant.bench.ceilings import cpu_time_ms
 from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite, same_on_cpu
 from accelerant.bench.suites import algebra, bandwidth, neural, runtime
@@ -134,7 +134,7 @@ def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkey
 
 
 def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
-    record = Record(Environment.of(cpu))
+    record = BenchmarkRecord(Environment.of(cpu))
     rows = runtime._streaming(SuiteRun(cpu, record), 0.0)
     assert {"host to device GB/s", "device to host GB/s"} <= set(record.ceilings)
     assert [(row.op, row.runner, row.unit, row.better) for row in rows] == [
@@ -155,7 +155,7 @@ def test_a_stream_that_computes_something_else_is_an_error(cpu, monkeypatch):
 
     monkeypatch.setattr(runtime, "stream_chunks", wrong)
     with pytest.raises(AccelerantError, match="stream_chunks: relative error"):
-        runtime._streaming(SuiteRun(cpu, Record(Environment.of(cpu))), 0.0)
+        runtime._streaming(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))), 0.0)
 
 
 class SmallAccelerator:
@@ -190,7 +190,7 @@ class SmallAccelerator:
 
 def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch, cpu):
     monkeypatch.setattr(runtime, "_BATCH_CALLS", 32)
-    run = SuiteRun(cpu, Record(Environment.of(cpu)), accelerator=SmallAccelerator)
+    run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)), accelerator=SmallAccelerator)
     rows = {(row.op, row.runner): row for row in runtime._batches(run, 0.0)}
     merged, single, gain = rows["batch", "accelerant"], rows["batch", "one by one"], rows["batch gain", "accelerant"]
     assert single.p50 > 3.2  # 32 calls of at least 0.1 ms
@@ -205,7 +205,7 @@ def test_a_batch_that_differs_is_an_error(cpu):
         scale = 2.0
 
     with pytest.raises(AccelerantError, match=r"batch\(\) gave something else than single calls"):
-        runtime._batches(SuiteRun(cpu, Record(Environment.of(cpu)), accelerator=Wrong), 0.0)
+        runtime._batches(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)), accelerator=Wrong), 0.0)
 
 
 # --- the CPU column --------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
     def broken(run):
         raise RuntimeError("no memory")
 
-    run = SuiteRun(abacus, Record(Environment.of(abacus)))
+    run = SuiteRun(abacus, BenchmarkRecord(Environment.of(abacus)))
     cases = [SuiteCase("a", measured, on_cpu=same_on_cpu(measured)), SuiteCase("b", measured, on_cpu=broken)]
     monkeypatch.setattr(registry, "provider_of", lambda device: registry.create("cpu"))
     measure_cases("x", cases, run, cpu=True)
@@ -269,20 +269,20 @@ def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
 def test_a_gpus_copies_and_launches_have_a_cpu_column():
     gpu = registry.choose("cuda")
     for suite in (BandwidthSuite(size=("4MiB",), budget_s=0.01, cpu=True), RuntimeSuite(budget_s=0.01, cpu=True)):
-        run = SuiteRun(gpu, Record(Environment.of(gpu)))
+        run = SuiteRun(gpu, BenchmarkRecord(Environment.of(gpu)))
         suite.resolve(gpu).measure(run)
         assert any(row.cpu_ms for row in run.record.rows if row.runner == "accelerant"), suite.name
         assert all(row.wall_ms for row in run.record.rows if row.unit != "x"), suite.name
 
 
 def test_a_case_without_a_cpu_column_is_named(cpu):
-    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)))
     measure_cases("x", [SuiteCase("llama", lambda run: None)], run, cpu=True)
     assert run.record.notes == ["no CPU column: llama"]
 
 
 def test_the_cpu_column_of_runtime_and_bandwidth_is_measured(cpu):
-    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)))
     columns = {
         case.key: case.on_cpu for case in (*RuntimeSuite().cases(run), *BandwidthSuite(size=("4KiB",)).cases(run))
     }

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -35,7 +35,7 @@ def test_both_dtypes_are_measured_and_right():
 @pytest.mark.slow
 def test_the_longest_measurement_fits_the_models_context():
     device = registry.choose("cpu")
-    record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(device), ceilings={"copy GB/s": 1.0})
     DecodeSuite(("bfloat16",), ("torch",), budget_s=600.0).measure(SuiteRun(device, record))  # 40 samples end it
     assert [len(row.samples) for row in record.rows] == [40, 40]
 
@@ -97,7 +97,7 @@ def test_the_command(tmp_path, capsys):
         run_command(DecodeSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert [row["runner"] for row in printed["rows"]] == ["accelerant"]
-    assert Record.load(out).rows[0].op == "Llama, tiny"
+    assert BenchmarkRecord.load(out).rows[0].op == "Llama, tiny"
     with pytest.raises(SystemExit, match="2"):
         run_command(DecodeSuite, ["--dtype", "int4", "--device", "cpu"])
     assert "--dtype: no dtype 'int4'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun
 from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
@@ -33,7 +33,7 @@ def cpu():
 
 def measured(device, **options):
     options = {"layers": 2, "width": 16, "vocab": 50, "budget_s": 0.0, **options}
-    record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0, "matmul TFLOP/s": 1.0})
+    record = BenchmarkRecord(Environment.of(device), ceilings={"copy GB/s": 1.0, "matmul TFLOP/s": 1.0})
     DpSuite(**options).resolve(device).measure(SuiteRun(device, record))
     record.conclude()
     return record
@@ -41,7 +41,9 @@ def measured(device, **options):
 
 def h200_run(cpu):
     """A run that seems to be on an H200."""
-    return SuiteRun(replace(cpu, name="NVIDIA H200", backend="cuda", torch_type="cuda"), Record(Environment.of(cpu)))
+    return SuiteRun(
+        replace(cpu, name="NVIDIA H200", backend="cuda", torch_type="cuda"), BenchmarkRecord(Environment.of(cpu))
+    )
 
 
 @pytest.mark.slow
@@ -317,7 +319,7 @@ def test_the_command(tmp_path, capsys):
     assert {row["case"] for row in printed["rows"]} == {
         f"2x8 1 layers of 16, untied, float32, {how}" for how in ("not private", "secure", "Philox")
     }
-    assert Record.load(tmp_path / "run" / "record.json").rows
+    assert BenchmarkRecord.load(tmp_path / "run" / "record.json").rows
     with pytest.raises(SystemExit, match="0"):  # nothing is left to do
         run_command(DpSuite, [*arguments, "--resume"])
     assert "continued" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -200,7 +200,7 @@ def test_a_wrong_proof_stops_the_case(small, monkeypatch):
     monkeypatch.setattr(suite, "verify", lambda *_: False)
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)
     device = registry.choose("cpu")
-    record = Record(Environment.of(device))
+    record = BenchmarkRecord(Environment.of(device))
     with pytest.raises(AccelerantError, match="3 constraints: a proof does not verify"):
         Groth16Suite((3,), runs=2).measure(SuiteRun(device, record))
     assert [(row.op, row.case) for row in record.rows] == [("3 constraints", "failed")]
@@ -214,7 +214,7 @@ def test_another_peer_is_refused():
 @pytest.mark.slow
 def test_the_first_proof_compiles(monkeypatch, tmp_path):
     device = registry.choose("cpu")
-    record = Record(Environment.of(device))
+    record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, True, SuiteRun(device, record), tmp_path, 2, None)
     suite._write_files(case)
     assert suite._cpu_proof_ms(case) > 0  # of the CPU column, on the same files
@@ -239,7 +239,7 @@ def test_the_command_where_the_peer_is_not_here(small, tmp_path, capsys, monkeyp
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "record.json", "record.csv", "report.html", "rows.jsonl",
     }  # fmt: skip
-    rows = Record.load(tmp_path / "out" / "record.json").rows
+    rows = BenchmarkRecord.load(tmp_path / "out" / "record.json").rows
     theirs = [row for row in rows if row.runner == "snarkjs"]
     assert [(row.p50, row.note) for row in theirs] == [(None, "Node is not here")] * 4
     ours = [row for row in rows if row.runner == "accelerant"]
@@ -273,7 +273,7 @@ def test_proofs_of_the_memory_program(tmp_path):
 def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
     """A cache that cannot be written makes one, in the same output."""
     device = registry.choose("cpu")
-    record = Record(Environment.of(device))
+    record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
     case.folder.mkdir()
     case.zkey.write_bytes(bytes(2**20))
@@ -290,7 +290,7 @@ def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
 def test_proof_files_are_those_of_the_command(small, tmp_path):
     """What is judged is what the command wrote."""
     device = registry.choose("cpu")
-    record = Record(Environment.of(device))
+    record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
     suite._write_files(case, count=1)
     processes = suite._Processes(case)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.bench import Environment, Record
+from accelerant.bench import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -136,7 +136,7 @@ def test_more_draws_than_a_chunk_are_made_in_the_same_memory(cpu, monkeypatch):
     monkeypatch.setattr(noise, "noise_calls", lambda n, device: [
         noise.NoiseCall("noise", "fill", "device", "fill_", lambda x: sizes.append((x.numel(), x.data_ptr())), 4 * n)
     ])  # fmt: skip
-    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)))
     noise.measure_noise(10_000, 0.0, run, suite="noise")
     assert [size for size, _ in sizes] == [4096, 4096, 4096, 1808]
     assert len({address for _, address in sizes}) == 1
@@ -148,13 +148,13 @@ def test_more_draws_than_a_chunk_are_made_in_the_same_memory(cpu, monkeypatch):
 
 def test_kinds_of_noise_are_cases_and_are_checked(cpu, monkeypatch):
     suite = NoiseSuite(draws="2^12", budget_s=0.0).resolve(cpu)
-    record = Record(Environment.of(cpu), {"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))
     assert [(row.case, row.runner) for row in record.rows][:3] == [
         ("2^12 secure", "accelerant"), ("2^12 Philox", "accelerant"), ("2^12 Philox", "torch"),
     ]  # fmt: skip
     assert all(suite.covers(row) and row.wall_ms for row in record.rows)
-    column = suite.cases(SuiteRun(cpu, record))[0].on_cpu(SuiteRun(cpu, Record(Environment.of(cpu))))
+    column = suite.cases(SuiteRun(cpu, record))[0].on_cpu(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))))
     assert column["noise", "2^12 secure"][0] > 0
     monkeypatch.setattr(noise, "_STD", 0.5)
     monkeypatch.setattr(noise, "noise_calls", lambda n, device: [

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the suite measures models of transfo
 import torch
 
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
@@ -40,7 +40,8 @@ def case_keys(**options):
     """Return the keys of the cases that a run would measure."""
     device = registry.choose("cpu")
     return [
-        case.key for case in PatchSuite(("gpt2",), **options).cases(SuiteRun(device, Record(Environment.of(device))))
+        case.key
+        for case in PatchSuite(("gpt2",), **options).cases(SuiteRun(device, BenchmarkRecord(Environment.of(device))))
     ]
 
 
@@ -63,7 +64,7 @@ def test_models_of_another_depth(name, setting):
 @pytest.mark.slow
 def test_a_run_goes_on_after_the_models_that_it_has(tmp_path):
     path, device = tmp_path / "rows.jsonl", registry.choose("cpu")
-    first, second = (Record(Environment.of(device)) for _ in range(2))
+    first, second = (BenchmarkRecord(Environment.of(device)) for _ in range(2))
     PatchSuite(("gpt2",), (), budget_s=0.0).measure(SuiteRun(device, first, Journal(path, first, resume=False)))
     begun = []
     run = SuiteRun(device, second, Journal(path, second, resume=True), progress=begun.append)
@@ -128,7 +129,7 @@ def test_the_command_and_a_peer_that_says_why_it_did_not_run(tmp_path, capsys, m
         run_command(PatchSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {row["runner"] for row in printed["rows"]} == {"eager", "accelerant", "liger"}
-    (note,) = {row.note for row in Record.load(out).rows if row.runner == "liger"}
+    (note,) = {row.note for row in BenchmarkRecord.load(out).rows if row.runner == "liger"}
     assert "liger-kernel cannot be used here: ModuleNotFoundError" in note
     with pytest.raises(SystemExit, match="2"):
         run_command(PatchSuite, ["--model", "gpt5"])

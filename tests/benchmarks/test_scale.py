@@ -4,7 +4,7 @@ import pytest
 import torch
 from scale_process import measured
 
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.runtime import registry
@@ -134,7 +134,7 @@ WANTED = {
 
 def run_on_cpu():
     device = registry.choose("cpu")
-    return SuiteRun(device, Record(Environment.of(device)))
+    return SuiteRun(device, BenchmarkRecord(Environment.of(device)))
 
 
 @gloo
@@ -193,6 +193,6 @@ def test_a_case_that_takes_too_long_keeps_the_rows_of_others(tmp_path):
         run_command(ScaleSuite, ["--device", "cpu", "--case", "context", "--case", "msm", "--max-seconds-each", "1",
               "--log-points", "5", "--steps", "3", "--out", str(out)])  # fmt: skip
     assert ended.value.code != 0
-    rows = Record.load(out).rows
+    rows = BenchmarkRecord.load(out).rows
     assert any("did not end within 1 s" in row.note for row in rows)
     assert any(row.op == "msm" and row.p50 for row in rows)

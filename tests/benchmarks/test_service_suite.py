@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
@@ -19,7 +19,7 @@ def test_a_small_run():
         require_module(package)
     cpu = registry.choose("cpu")
     suite = ServiceSuite(requests=40, clients=8, minutes=0.05).resolve(cpu)
-    record = Record(Environment.of(cpu), {"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))
     rows = {(row.op, row.runner): row for row in record.rows}
     assert rows["field_mul", "accelerant"].note.endswith("cores")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
@@ -117,12 +117,12 @@ def test_the_cpu_columns_of_training_and_private_training_name_the_rows_of_a_gpu
     config = GPTConfig(256, 1024, 2, 4, 128, tied=False)
 
     def column(case):
-        return case.on_cpu(SuiteRun(device, Record(Environment.of(device))))
+        return case.on_cpu(SuiteRun(device, BenchmarkRecord(Environment.of(device))))
 
-    run = SuiteRun(device, Record(Environment.of(device)))
+    run = SuiteRun(device, BenchmarkRecord(Environment.of(device)))
     (training,) = TrainingSuite(batch=(4,), config=config).cases(run)
     assert list(column(training)) == [("gpt step", "4x1024 2 layers of 128 bf16 autocast")]
-    private = dp._on_cpu(PrivateCase(4, config), SuiteRun(device, Record(Environment.of(device))))
+    private = dp._on_cpu(PrivateCase(4, config), SuiteRun(device, BenchmarkRecord(Environment.of(device))))
     name = "4x1024 2 layers of 128, untied, bf16 autocast"
     assert list(private) == [
         ("gpt step", f"{name}, not private"), ("private gpt step", f"{name}, secure"),

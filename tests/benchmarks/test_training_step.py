@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
@@ -55,7 +55,7 @@ def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", failing)
     device = registry.choose("cpu")
-    record = Record(Environment.of(device))
+    record = BenchmarkRecord(Environment.of(device))
     TrainingSuite((2,), ("compile", "torch"), 0.0, TINY).measure(SuiteRun(device, record))
     assert [(row.runner, row.p50 is None) for row in record.rows] == [
         ("accelerant", False), ("compile", True), ("torch", False),

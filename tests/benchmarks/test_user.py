@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 
 import accelerant.ops
-from accelerant.bench import Environment, Record, Row
+from accelerant.bench import BenchmarkRecord, Environment, Row
 from accelerant.bench.record import COMPILED, EAGER, STEP
 from accelerant.bench.suite import SuiteRun, collect, run_suite
 from accelerant.bench.suites import algebra
@@ -112,7 +112,7 @@ def test_wrong_options_are_refused(suite, message, cpu):
 
 def test_texts_choose_cases_and_the_rows_of_a_baseline(cpu):
     suite = UserSuite(case=("BERT", "babybear")).resolve(cpu)
-    keys = [case.key for case in suite.cases(SuiteRun(cpu, Record(Environment.of(cpu))))]
+    keys = [case.key for case in suite.cases(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))))]
     assert keys == ["ntt babybear 2^10", "bert 2x16 bf16 autocast, AdamW, clipping"]
     assert suite.covers(Row("user", "ntt", "babybear 2^10, plain tensor", "accelerant", "accelerant"))
     assert not suite.covers(Row("user", "ntt", "goldilocks 2^10, plain tensor", "accelerant", "accelerant"))
@@ -123,7 +123,7 @@ def test_caches_are_filled_in_processes_and_what_is_left_is_noted(cpu, tiny, mon
     """Those of the calls before the first of them, those of the models after the calls; SIGTERM then keeps all rows."""
     from accelerant.bench.suites import precompile
 
-    record, groups, rows = Record(Environment.of(cpu)), [], []
+    record, groups, rows = BenchmarkRecord(Environment.of(cpu)), [], []
 
     def fill(tasks, device, jobs, **options):
         groups.extend(tasks)
@@ -179,7 +179,7 @@ def test_a_model_is_trained_by_each_runner_and_resumed(tmp_path, capsys, monkeyp
     assert rows["gpt2", "accelerant"] == runners["accelerant"]  # not measured again
     assert rows["ntt", "accelerant"]["wall_ms"] > 0
     assert any("continued" in note for note in second["notes"])
-    record = Record.load(tmp_path / "run" / "record.json")
+    record = BenchmarkRecord.load(tmp_path / "run" / "record.json")
     assert "wall ms" in record.table()
     assert "wall_ms" in (tmp_path / "run" / "record.csv").read_text().splitlines()[0]
     assert "wall ms" in (tmp_path / "run" / "report.html").read_text()

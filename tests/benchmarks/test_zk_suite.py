@@ -13,7 +13,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.plan import bit_reversed
-from accelerant.bench.record import Environment, Record
+from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
@@ -87,7 +87,7 @@ def test_every_case_is_measured_and_right(cpu, small):
 def test_a_wrong_answer_is_an_error(name, only, said, cpu, small, monkeypatch):
     zero = {"ntt": lambda x, **_: x - x, "msm": lambda s, p, *_, **__: np.zeros_like(p[0])}
     monkeypatch.setattr(suite, name, zero[name])
-    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match=re.escape(said)):
         ZkSuite((only,), budget_s=0.0).measure(SuiteRun(cpu, record))
     assert [(row.case, row.p50) for row in record.rows] == [("failed", None)]
@@ -103,14 +103,14 @@ def test_one_wrong_output_among_all_is_found(cpu, small, monkeypatch):
         words[-2] ^= np.uint64(1)
         return zk.FieldArray(y.field, y.space, words)
 
-    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match="an output is not the one of the closed form"):
         ZkSuite(("ntt gold",), budget_s=0.0).measure(SuiteRun(cpu, record))
 
 
 def test_a_product_that_is_wrong_is_found(cpu, small, monkeypatch):
     monkeypatch.setattr(zk.FieldArray, "__mul__", lambda x, y: x + y)
-    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match="field_mul bn254_fr 2\\^6: product 0 is"):
         ZkSuite(("field_mul",), budget_s=0.0).measure(SuiteRun(cpu, record))
 
@@ -130,7 +130,7 @@ def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, sma
 
 
 def test_products_of_arrays_beside_bare_launches(cpu):
-    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = BenchmarkRecord(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     suite._field_array(suite._ZkRun(ZkCase("field_array", "goldilocks", 4), SuiteRun(cpu, record), 0.0))
     array, bare = record.rows
     assert (array.case, bare.case) == ("goldilocks 2^4", "goldilocks 2^4, bare launches")
@@ -159,7 +159,7 @@ def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
 )
 def test_on_a_gpu_arithmetic_is_compared_with_the_multipliers_rate(case, device, multiplies, share, target):
     device = ComputeDevice("cuda", 0, device, architecture="sm_90", torch_type="cuda")
-    run = SuiteRun(device, Record(Environment.of(device), ceilings={zk_multiplier.CARRY: 8.0}))
+    run = SuiteRun(device, BenchmarkRecord(Environment.of(device), ceilings={zk_multiplier.CARRY: 8.0}))
     this = suite._ZkRun(case, run, 0.0)
     row = this.noted(this.row().timed(Timing(0.9, 1.0, 1.1, 3)), multiplies, 1)
     assert row.note == (f"{share}measured apart: {case.peers}" if case.peers else "")
@@ -190,7 +190,7 @@ def test_the_command(tmp_path, capsys, small):
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["pairing"]
     with pytest.raises(SystemExit, match="0"):
         run_command(ZkSuite, [*arguments, "--only", "ntt gold", "--resume"])
-    assert [row.op for row in Record.load(folder / "record.json").rows] == ["pairing", "ntt", "ntt"]
+    assert [row.op for row in BenchmarkRecord.load(folder / "record.json").rows] == ["pairing", "ntt", "ntt"]
     assert {each.name for each in folder.iterdir()} == {"record.json", "record.csv", "report.html", "rows.jsonl"}
     capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
@@ -369,9 +369,9 @@ def test_sizes_replace_those_of_the_chosen_cases(cpu):
 @pytest.mark.parametrize("case", [case for case in SMALL if case.op != "pairing"], ids=lambda case: case.op)
 def test_the_cpu_column_is_scaled_from_fewer_and_names_the_rows_of_the_device(case, cpu, monkeypatch):
     monkeypatch.setattr(suite, "_COLUMN_LOG_N", 5)
-    column = suite._on_cpu(case, SuiteRun(cpu, Record(Environment.of(cpu))))
+    column = suite._on_cpu(case, SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))))
     assert (case.op, case.name) in column
     assert all(ms > 0 and note.endswith(", scaled from 2^5") for ms, note in column.values())
-    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)))
     suite._MEASURES[case.op](suite._ZkRun(case, run, 0.0, column=True))
     assert all(row.runner == "accelerant" and row.operations > 0 and row.gop_s > 0 for row in run.record.rows)

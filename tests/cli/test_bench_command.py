@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerant.bench import Record
+from accelerant.bench import BenchmarkRecord
 from accelerant.bench.suites import algebra, bandwidth, runtime
 from accelerant.bench.suites.algebra import AlgebraSuite
 from accelerant.bench.suites.bandwidth import BandwidthSuite
@@ -50,7 +50,7 @@ def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, smal
     code = status("all", *QUICK, "--op", "gelu", "--against", "torch", "--out", str(out), "--report", str(page))
     said = capsys.readouterr()
     assert code == 0, said.err
-    rows = Record.load(out).rows
+    rows = BenchmarkRecord.load(out).rows
     assert {row.suite for row in rows} == {"neural", "algebra", "runtime", "bandwidth"}
     assert {"gelu", "field_add", "launch", "stream overlap", "batch gain", "device copy"} <= {row.op for row in rows}
     assert all(row.p50 for row in rows)
@@ -139,7 +139,7 @@ def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monke
     suites = ["--suite", "algebra", "--suite", "bandwidth"]
     assert status("all", *QUICK, *suites, "--out", str(out), "--report", str(page)) == 1
     assert "the algebra suite failed: RuntimeError: the abacus broke" in capsys.readouterr().err
-    record = Record.load(out)
+    record = BenchmarkRecord.load(out)
     assert any(row.suite == "bandwidth" and row.p50 for row in record.rows)
     assert next(row for row in record.rows if row.suite == "algebra").note == "RuntimeError: the abacus broke"
     assert "the abacus broke" in page.read_text()
@@ -155,7 +155,7 @@ def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, mon
     assert status("all", *QUICK, *suites, "--out", str(out)) == 130
     said = capsys.readouterr()
     assert "interrupted; what was measured is kept" in said.err
-    record = Record.load(out)
+    record = BenchmarkRecord.load(out)
     assert {row.suite for row in record.rows} == {"algebra"}
     assert record.notes == ["interrupted: these suites are not complete: bandwidth"]
 
@@ -171,12 +171,12 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     assert status(*arguments, "--out", str(folder), "--resume") == 0
     names = {"record.json", "record.csv", "report.html", "rows.jsonl"}
     assert {path.name for path in folder.iterdir()} == names
-    rows = Record.load(folder / "record.json").rows
+    rows = BenchmarkRecord.load(folder / "record.json").rows
     assert {row.part for row in rows} == {"", "sweep"}
     assert all(row.p50 and row.error < 1e-4 for row in rows)
     assert len((folder / "rows.jsonl").read_text().splitlines()) == 4
     assert status(*arguments, "--out", str(folder), "--resume") == 0
-    again = Record.load(folder / "record.json").rows  # nothing was measured anew
+    again = BenchmarkRecord.load(folder / "record.json").rows  # nothing was measured anew
     assert {row.key: row.samples for row in again} == {row.key: row.samples for row in rows}
 
 
@@ -358,7 +358,7 @@ RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.
 def test_committed_records_compare_with_themselves_and_with_a_slower_run(path, tmp_path, capsys):
     assert status("compare", str(path), str(path)) == 0
     assert "0 slower" not in capsys.readouterr().out
-    record = Record.load(path)
+    record = BenchmarkRecord.load(path)
     record.rows = [
         replace(row, p20=row.p20 * factor, p50=row.p50 * factor, p80=row.p80 * factor) if row.p50 and row.p20 else row
         for row in record.rows

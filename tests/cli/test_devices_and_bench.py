@@ -6,7 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from accelerant.bench import Record
+from accelerant.bench import BenchmarkRecord
 from accelerant.cli.app import build_app, main
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -85,7 +85,7 @@ def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
         str(path),
     )
     assert result.exit_code == 0, result.output
-    rows = Record.load(path).rows
+    rows = BenchmarkRecord.load(path).rows
     assert {(row.runner, row.case.split()[-1]) for row in rows} == {
         (runner, direction) for runner in ("accelerant", "torch") for direction in ("forward", "backward")
     }

@@ -111,7 +111,35 @@ def test_neural_operations_and_epsilon_are_the_librarys(client):
         lambda of: of.attention(*[x.reshape(1, 1, 2, 6)] * 3, causal=True),
     ):
         np.testing.assert_array_equal(call(client), call(accelerator))
-    assert 0 < client.privacy_epsilon(sigma=1.0, q=0.01, steps=10, delta=1e-5) < 2
+    epsilon = client.privacy_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=10, delta=1e-5)
+    assert 0 < epsilon < 2
+    assert client.privacy_epsilon(sigma=1.0, q=0.01, steps=10, delta=1e-5) == epsilon
+
+
+def test_other_names_of_arguments_are_understood_once(client):
+    x = np.random.default_rng(0).standard_normal((1, 1, 2, 6)).astype(np.float32)
+    found = client.attention(query=x, key=x, value=x, is_causal=True)
+    np.testing.assert_array_equal(found, client.attention(x, x, x, causal=True))
+    np.testing.assert_array_equal(client.softmax(input=x), client.softmax(x))
+    with pytest.raises(TypeError, match="causal is given twice, also as is_causal"):
+        client.attention(x, x, x, causal=True, is_causal=True)
+    for names in ({"is_causal": True}, {"causal": True}):  # of the operation, as other programs call it
+        np.testing.assert_array_equal(client.call("attention", {"q": x, "k": x, "v": x}, **names)["y"], found)
+    with pytest.raises(Refused, match="is_causal: Extra inputs are not permitted"):
+        client.call("attention", {"q": x, "k": x, "v": x}, causal=True, is_causal=True)
+
+
+def test_the_path_of_the_protocol_may_be_given_and_another_is_named(server):
+    with Client(f"{server.url}/v2/", trust_env=False) as client:
+        assert client.field_add([1], [2]).tolist() == [3]
+        assert repr(client) == f"Client({server.url!r})"
+    with Client(f"{server.url}/docs", trust_env=False) as client:
+        with pytest.raises(
+            Refused, match=r"/docs/v2/models is not there \(Not Found\): the service's URL is like http"
+        ):
+            client.operations()
+        with pytest.raises(Refused, match="without a page's path"):
+            client.field_add([1], [2])
 
 
 def test_sums_of_encrypted_numbers(client):
@@ -167,7 +195,7 @@ def test_errors_are_the_librarys_with_the_requests_id(client, call, error, messa
 def test_wrong_arguments_are_refused_before_anything_is_sent():
     for make, message in (
         (lambda: Client("localhost:8080"), "must begin with http"),
-        (lambda: Client(timeout_s=0), "above 0"),
+        (lambda: Client(timeout=0), "timeout must be above 0"),
         (lambda: Client().field_add([1], [2], field="nope"), "unknown field"),
         (lambda: Client().job(""), "'' is not the name"),
         (lambda: Client().job("../x"), "'../x' is not the name"),
@@ -176,6 +204,11 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
     ):
         with pytest.raises(errors.ConfigError, match=message):
             make()
+    for kind in (Client, AsyncClient):
+        with pytest.raises(
+            TypeError, match=rf"{kind.__name__}\(\) has no argument timeout_s= any more: it is timeout="
+        ):
+            kind(timeout_s=3)
 
 
 async def test_many_calls_at_once(server):
@@ -254,7 +287,7 @@ def test_an_answer_that_names_a_time_is_repeated(answering):
 )
 def test_others_are_not_repeated(answering, status, headers, kind, error):
     url, seen = answering((status, headers, refusal(kind)))
-    with Client(url, timeout_s=5, trust_env=False) as client, pytest.raises(error, match="not now") as caught:
+    with Client(url, timeout=5, trust_env=False) as client, pytest.raises(error, match="not now") as caught:
         client.devices()
     assert len(seen) == 1
     assert caught.value.__notes__ == [f"GET {url}/devices: {status}, request r1"]

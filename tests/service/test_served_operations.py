@@ -126,11 +126,13 @@ def test_encrypted_sums(http):
 
 
 def test_epsilon(http):
-    parameters = {"sigma": 1.1, "q": 0.01, "steps": 1000, "delta": 1e-5, "method": "rdp"}
+    parameters = {"noise_multiplier": 1.1, "sample_rate": 0.01, "steps": 1000, "delta": 1e-5, "method": "rdp"}
     epsilon = call(http, "privacy_epsilon", parameters=parameters)["epsilon"]
     assert 1 < epsilon[0] < 3
-    assert call(http, "privacy_epsilon", parameters=parameters | {"sigma": 0})["epsilon"].tolist() == [np.inf]
-    answer = http.post("/v2/models/privacy_epsilon/infer", json={"parameters": parameters | {"sigma": 0}})
+    assert call(http, "privacy_epsilon", parameters=parameters | {"noise_multiplier": 0})["epsilon"].tolist() == [
+        np.inf
+    ]
+    answer = http.post("/v2/models/privacy_epsilon/infer", json={"parameters": parameters | {"noise_multiplier": 0}})
     assert answer.json()["outputs"][0]["data"] == ["Infinity"]
 
 

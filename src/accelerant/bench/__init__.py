@@ -1,7 +1,20 @@
 """Benchmarks: timers, records, comparison with a baseline, suites and reports."""
 
+from accelerant._renamed import renamed_names
 from accelerant.bench.compare import Comparison, compare
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.bench.timer import Timing, host_time_us, time_ms, wall_ms
 
-__all__ = ["Comparison", "Environment", "Record", "Row", "Timing", "compare", "host_time_us", "time_ms", "wall_ms"]
+__all__ = [
+    "BenchmarkRecord",
+    "Comparison",
+    "Environment",
+    "Row",
+    "Timing",
+    "compare",
+    "host_time_us",
+    "time_ms",
+    "wall_ms",
+]
+
+__getattr__ = renamed_names(__name__, {"Record": "accelerant.bench.BenchmarkRecord"})

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from accelerant._version import __version__
-from accelerant.bench.certificate_checks import Check, checks, compare
+from accelerant.bench.certificate_checks import CertificateCheck, checks, compare
 from accelerant.bench.record import installed_version
 from accelerant.errors import (
     BackendUnavailable,
@@ -203,7 +203,7 @@ def _certified(device: ComputeDevice) -> CertifiedDevice:
     return CertifiedDevice(device.label, device.name, device.architecture, driver)
 
 
-def _row(check: Check, device: ComputeDevice) -> CertificateRow:
+def _row(check: CertificateCheck, device: ComputeDevice) -> CertificateRow:
     """Run a check's cases on a device until one is wrong."""
     worst, share, count, note = 0.0, 0.0, 0, ""
     verdict: Verdict = "exact" if check.exact else "within"

@@ -51,7 +51,7 @@ Case = Callable[[ComputeDevice], Iterable[Found]]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CertificateCheck:
     """A row of the certificate: an op in one dtype, or over one field or curve.
 
     Attributes:
@@ -72,7 +72,7 @@ class Check:
         return self.tolerance == EXACT
 
 
-def checks(*, quick: bool = False) -> list[Check]:
+def checks(*, quick: bool = False) -> list[CertificateCheck]:
     """Return every check; a quick certificate has a case of each op, in float32, and one field or curve of a shape."""
     return [*_tensor_checks(quick), *_integer_checks(quick)]
 
@@ -106,7 +106,7 @@ def compare(found: Found, tolerance: Tolerance) -> tuple[float, float]:
 # --- tensor ops ------------------------------------------------------------------------------------------------------
 
 
-def _tensor_checks(quick: bool) -> Iterator[Check]:
+def _tensor_checks(quick: bool) -> Iterator[CertificateCheck]:
     for op in public_ops().values():
         cases = op.cases
         library = getattr(cases, "TORCH_TOLERANCES", None) or cases.TOLERANCES
@@ -117,7 +117,7 @@ def _tensor_checks(quick: bool) -> Iterator[Check]:
                 sample.name: partial(_run_sample, op, sample, dtype, learns=not plain) for sample in samples
             }
             name = str(dtype).removeprefix("torch.")
-            yield Check(op.name, name, runs, tolerance, library[dtype], len(cases.SAMPLES) - len(samples))
+            yield CertificateCheck(op.name, name, runs, tolerance, library[dtype], len(cases.SAMPLES) - len(samples))
     yield from _optimizer_checks(quick)
 
 
@@ -178,14 +178,14 @@ def _tuple(y: Any) -> tuple[Tensor, ...]:
 _ADAMW: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 
 
-def _optimizer_checks(quick: bool) -> Iterator[Check]:
+def _optimizer_checks(quick: bool) -> Iterator[CertificateCheck]:
     from accelerant.ops.multi_tensor import cases
 
     samples = _quick(cases.SAMPLES) if quick else cases.SAMPLES
     for dtype, tolerance in _dtypes(cases.TOLERANCES, quick):
         runs: dict[str, Case] = {sample.name: partial(_run_adamw, sample, dtype) for sample in samples}
         name = str(dtype).removeprefix("torch.")
-        yield Check("adamw_step", name, runs, tolerance, tolerance, len(cases.SAMPLES) - len(samples))
+        yield CertificateCheck("adamw_step", name, runs, tolerance, tolerance, len(cases.SAMPLES) - len(samples))
 
 
 def _run_adamw(sample: SampleInput, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
@@ -224,26 +224,26 @@ _MODULUS = (1 << 1024) - 105
 """An odd modulus of 1,024 bits."""
 
 
-def _integer_checks(quick: bool) -> Iterator[Check]:
+def _integer_checks(quick: bool) -> Iterator[CertificateCheck]:
     fields = [field for name, field in FIELDS.items() if not quick or name in _ONE_OF_EACH]
     for field in fields:
         for name in _FIELD_OPS:
             runs: dict[str, Case] = {f"{n} elements": partial(_run_field, field, name, n) for n in (1, 300)}
-            yield Check(f"field_{name}", field.name, runs)
+            yield CertificateCheck(f"field_{name}", field.name, runs)
     for field in fields:
         if field.two_adicity >= 12 and not (quick and field.limbs == 1 and field.word_bits == 32):
             cases = dict(_transforms(field))
             kept = {name: cases[name] for name in ("2^12 inverse coset",)} if quick else cases
-            yield Check("ntt", field.name, kept, left_out=len(cases) - len(kept))
+            yield CertificateCheck("ntt", field.name, kept, left_out=len(cases) - len(kept))
     for name in CURVES:
         if not quick or name in _ONE_OF_EACH:
             for op in ("add", "neg", "mul", "is_on_curve"):
-                yield Check(f"curve_{op}", name, {"edges": partial(_run_curve, name, op)})
-            yield Check("msm", name, {f"{n} points": partial(_run_msm, name, n) for n in (1, 33)})
-    yield Check("bigint_mul", "1024 bits", {"8 numbers": partial(_run_residues, False)})
-    yield Check("bigint_pow", "1024 bits", {"8 numbers": partial(_run_residues, True)})
-    yield Check("chacha20", "uint32", {"3000 words": _run_keystream})
-    yield Check("shamir", "goldilocks", {"3 of 5": _run_shamir})
+                yield CertificateCheck(f"curve_{op}", name, {"edges": partial(_run_curve, name, op)})
+            yield CertificateCheck("msm", name, {f"{n} points": partial(_run_msm, name, n) for n in (1, 33)})
+    yield CertificateCheck("bigint_mul", "1024 bits", {"8 numbers": partial(_run_residues, False)})
+    yield CertificateCheck("bigint_pow", "1024 bits", {"8 numbers": partial(_run_residues, True)})
+    yield CertificateCheck("chacha20", "uint32", {"3000 words": _run_keystream})
+    yield CertificateCheck("shamir", "goldilocks", {"3 of 5": _run_shamir})
 
 
 def _edges(p: int) -> list[int]:

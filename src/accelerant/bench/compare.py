@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accelerant.bench.record import Record, Row
+from accelerant.bench.record import BenchmarkRecord, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain
 from accelerant.runtime.html_page import text_table
@@ -82,7 +82,7 @@ class Comparison:
         return "\n".join([*text_table(lines, width=1 << 20), summary])
 
 
-def check_comparable(old: Record, device: str) -> None:
+def check_comparable(old: BenchmarkRecord, device: str) -> None:
     """Raise FormatError for a baseline of another device, or one that has no row to compare with."""
     if old.environment.device != device:
         raise FormatError(f"the baseline is of {old.environment.device}, this run of {device}")
@@ -90,7 +90,7 @@ def check_comparable(old: Record, device: str) -> None:
         raise FormatError("the baseline has no measured row of ours: nothing to compare with")
 
 
-def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _: True) -> Comparison:
+def compare(old: BenchmarkRecord, new: BenchmarkRecord, *, asked: Callable[[Row], bool] = lambda _: True) -> Comparison:
     """Compare each row of a baseline with this run's; peers' times are not compared.
 
     `asked` returns whether this run was to measure a row of the baseline. FormatError as check_comparable.

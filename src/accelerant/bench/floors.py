@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerant.bench.record import OURS, Record, Row
+from accelerant.bench.record import OURS, BenchmarkRecord, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular
 from accelerant.runtime.html_page import text_table
@@ -45,7 +45,7 @@ class Floor:
     peer: str = "torch"
     ms: float | None = None
 
-    def rows(self, record: Record) -> list[Row]:
+    def rows(self, record: BenchmarkRecord) -> list[Row]:
         """Return the rows of ours that must reach the floor: of the case that it names, or with its words."""
         mine = [row for row in record.rows if _checked(row) and f"{self.key} ".startswith(f"{row.op} ")]
         exact = [row for row in mine if self.key == f"{row.op} {row.case}"]
@@ -112,7 +112,7 @@ def read_floors(path: Path) -> list[Floor]:
     return floors
 
 
-def check_floors(floors: Sequence[Floor], records: Sequence[Record]) -> FloorCheck:
+def check_floors(floors: Sequence[Floor], records: Sequence[BenchmarkRecord]) -> FloorCheck:
     """Check records against the floors of their devices; a floor without a row to compare is a miss.
 
     A case that the peer does not have is left out. One of ours that has no time is a miss with the reason.
@@ -139,12 +139,12 @@ def check_floors(floors: Sequence[Floor], records: Sequence[Record]) -> FloorChe
     return FloorCheck(held, tuple(misses))
 
 
-def _speed(row: Row, record: Record, peer: str) -> float | None:
+def _speed(row: Row, record: BenchmarkRecord, peer: str) -> float | None:
     times = [other.p50 for other in record.rows if other.case_key == row.case_key and other.runner == peer]
     return times[0] / row.p50 if times and times[0] and row.p50 else None
 
 
-def floors_text(records: Sequence[Record], margin: float) -> str:
+def floors_text(records: Sequence[BenchmarkRecord], margin: float) -> str:
     """Return the floors that records reach with a margin, as TOML.
 
     Cases that torch has too give the least speed over torch's of each op and direction, times the margin; others in

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, open_regular, read_regular, typed
 
@@ -40,7 +40,9 @@ class Journal:
         FormatError: it is not a journal, or one of another device, commit, version or other options.
     """
 
-    def __init__(self, path: Path, record: Record, *, resume: bool, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, record: BenchmarkRecord, *, resume: bool, options: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         self.options = dict(options or {})
         self.done: set[str] = set()
@@ -55,7 +57,7 @@ class Journal:
                 file.truncate(sum(map(len, whole)))
         self._begun = bool(whole)
 
-    def _read(self, lines: Sequence[bytes], record: Record) -> None:
+    def _read(self, lines: Sequence[bytes], record: BenchmarkRecord) -> None:
         try:
             head = decode_json(lines[0])
             if head["journal"] != _FORMAT:
@@ -82,7 +84,7 @@ class Journal:
         record.rows, record.notes = rows, [*notes, f"interrupted, and continued at {here.time}"]
         self.done = done
 
-    def begin(self, record: Record) -> None:
+    def begin(self, record: BenchmarkRecord) -> None:
         """Write the first line unless the file has it."""
         if not self._begun:
             self._begun = True

@@ -360,7 +360,7 @@ _DERIVED = ("p95", "p99", "rate_gb_s", "gflop_s", "gop_s")
 
 
 @dataclass(slots=True)
-class Record:
+class BenchmarkRecord:
     """The rows of a run, the ceilings measured in it, whose names end in their unit, and what a reader must know."""
 
     environment: Environment
@@ -449,7 +449,7 @@ class Record:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     @classmethod
-    def load(cls, path: Path) -> Record:
+    def load(cls, path: Path) -> BenchmarkRecord:
         """Read what `save` wrote; FormatError if it is not a record."""
         try:
             table = typed(dict[str, Any], decode_json(read_regular(path)), "it")

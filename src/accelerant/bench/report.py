@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from accelerant.bench.compare import Comparison
-from accelerant.bench.record import DETERMINISTIC, OURS, OWN, Record, Row
+from accelerant.bench.record import DETERMINISTIC, OURS, OWN, BenchmarkRecord, Row
 from accelerant.runtime.files import plain, write_atomic
 from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table
 
@@ -37,13 +37,13 @@ Cases = dict[tuple[str, ...], list[Row]]
 Points = list[tuple[float, float]]
 
 
-def write_report(path: Path, record: Record, comparison: Comparison | None = None) -> None:
+def write_report(path: Path, record: BenchmarkRecord, comparison: Comparison | None = None) -> None:
     """Write the page; whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, build_report(record, comparison).encode())
 
 
-def build_report(record: Record, comparison: Comparison | None = None) -> str:
+def build_report(record: BenchmarkRecord, comparison: Comparison | None = None) -> str:
     """Return the page of a concluded record as HTML."""
     env = record.environment
     # thousands of the sweep's sizes would bury the named cases; those that did not run come after these
@@ -102,7 +102,7 @@ def _remark(text: str) -> str:
 # --- figures and notes -----------------------------------------------------------------------------------------------
 
 
-def _facts(record: Record, cases: Cases) -> str:
+def _facts(record: BenchmarkRecord, cases: Cases) -> str:
     contested = [row for row in record.rows if row.speedup is not None and row.runner == OURS]
     items = []
     if contested:
@@ -121,7 +121,7 @@ def _facts(record: Record, cases: Cases) -> str:
     return facts(items)
 
 
-def _notes(record: Record) -> str:
+def _notes(record: BenchmarkRecord) -> str:
     absent = [row for row in record.rows if row.p50 is None]
     wrong = [f"{row.op} {row.case}: {row.runner} was {row.note}" for row in absent if row.wrong]
     reasons: dict[tuple[str, str, str], list[str]] = {}
@@ -188,7 +188,7 @@ def _wall(row: Row) -> str:
     return "" if row.wall_ms in (None, row.p50) else f", wall {plain(row.wall_ms)} ms"
 
 
-def _ceilings(record: Record) -> str:
+def _ceilings(record: BenchmarkRecord) -> str:
     rows = [row for row in record.rows if row.runner == OURS and row.percent_of_ceiling is not None]
     shown = [
         Bar(f"{row.op} {row.case}", min(percent, 150.0), f"{percent:.0f}% of {row.ceiling}", "ours")
@@ -198,7 +198,7 @@ def _ceilings(record: Record) -> str:
     return card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
 
 
-def _cpu(record: Record) -> str:
+def _cpu(record: BenchmarkRecord) -> str:
     rows = sorted((row.over_cpu, f"{row.op} {row.case}") for row in record.rows if row.over_cpu is not None)
     shown = [Bar(name, math.log10(max(over, 1.0)), f"{over:,.0f}x", "ours") for over, name in rows]
     text = _remark("Bars on a logarithmic scale; the table says how the CPU was measured.")
@@ -226,7 +226,7 @@ def _charts(rows: Iterable[tuple[str, str, float, float]], x_label: str) -> list
     return charts
 
 
-def _sweep_rates(record: Record) -> str:
+def _sweep_rates(record: BenchmarkRecord) -> str:
     """Return charts of GB/s by log2 of the elements, one for each op and direction; round numbers of elements only."""
     rows = []
     for row in record.rows:
@@ -240,7 +240,7 @@ def _sweep_rates(record: Record) -> str:
     return card("Rate by size", f'{text}<div class="row">{charts}</div>') if charts else ""
 
 
-def _sweep_losses(record: Record) -> str:
+def _sweep_losses(record: BenchmarkRecord) -> str:
     """Return a table of the sizes at which torch or torch.compile was faster."""
     lost = [
         (row, min((peer for peer in rows if peer.peer and peer.p50), key=lambda peer: peer.p50 or 0.0))
@@ -264,7 +264,7 @@ def _sweep_losses(record: Record) -> str:
     return card("Lost in the sweep", text + table(head, rows), "warn")
 
 
-def _links(record: Record) -> str:
+def _links(record: BenchmarkRecord) -> str:
     """Return charts of copy rates by size, one each for the link's directions and the device."""
     rows = []
     for row in record.rows:
@@ -283,7 +283,7 @@ _WIDTH, _HEIGHT = 1060, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 16, 44
 
 
-def roofline(record: Record) -> str:
+def roofline(record: BenchmarkRecord) -> str:
     """Return the roofline as SVG, a dot for each row; "" without ceilings or rows with operations."""
     copy, matrix = record.ceilings.get("copy GB/s"), record.ceilings.get("matmul TFLOP/s")
     rows = [row for row in record.rows if row.tflop_s and row.bytes]
@@ -339,7 +339,7 @@ def _met(row: Row, cases: Cases) -> bool:
     return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in cases[row.case_key])
 
 
-def _targets(record: Record) -> str:
+def _targets(record: BenchmarkRecord) -> str:
     cases = _cases(record.rows)
     aimed = [row for row in record.rows if row.aims and row.compared]
     if not aimed:
@@ -380,7 +380,7 @@ def _cell(name: str, text: str) -> tuple[str, str]:
     return ("number" if name in _NUMBERS else "word") + (" bad" if lost else ""), text
 
 
-def _environment(record: Record) -> str:
+def _environment(record: BenchmarkRecord) -> str:
     env = record.environment
     items: Iterable[tuple[str, str]] = (
         ("device", f"{env.device} ({env.backend}, {env.architecture})"),

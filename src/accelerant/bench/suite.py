@@ -33,7 +33,7 @@ import torch
 
 from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul, threads_text
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import OURS, Environment, Record, Row, failure_note
+from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Row, failure_note
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -202,7 +202,7 @@ class SuiteRun:
     """
 
     device: ComputeDevice
-    record: Record
+    record: BenchmarkRecord
     journal: Journal | None = None
     until: float | None = None
     progress: Progress = field(default=lambda _: None)
@@ -305,7 +305,7 @@ def _add_cpu_column(on_cpu: Callable[[SuiteRun], CpuColumn], key: str, run: Suit
     run.progress(f"{key}: on the CPU")
     device, found, failed = registry.choose("cpu"), dict[tuple[str, str], tuple[float, str]](), ""
     try:
-        found = dict(on_cpu(SuiteRun(device, Record(Environment.of(device)), progress=run.progress)))
+        found = dict(on_cpu(SuiteRun(device, BenchmarkRecord(Environment.of(device)), progress=run.progress)))
     except Exception as error:  # noqa: BLE001 - the column is an addition to rows that are measured
         failed = failure_note(error)
     for i, row in enumerate(run.record.rows[first:], first):
@@ -318,7 +318,7 @@ _NAMED = 12
 """Cases that a note about an incomplete run names."""
 
 
-def _note_missing(record: Record, reason: str, missing: Sequence[SuiteCase], total: int) -> None:
+def _note_missing(record: BenchmarkRecord, reason: str, missing: Sequence[SuiteCase], total: int) -> None:
     names = "; ".join(case.key for case in missing[:_NAMED])
     more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     record.notes.append(f"stopped by {reason}; {len(missing)} of {total} cases not measured: {names}{more}")
@@ -343,9 +343,9 @@ def _counted(progress: Progress, i: int, left: Sequence[SuiteCase], began: float
     return lambda text: progress(f"[{i + 1}/{len(left)}, about {pace * sum(estimates[i:]):.0f} s left] {text}")
 
 
-def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = lambda _: None) -> Record:
+def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = lambda _: None) -> BenchmarkRecord:
     """Resolve and measure a suite into a record of its own."""
-    run = SuiteRun(device, Record(Environment.of(device)), progress=progress)
+    run = SuiteRun(device, BenchmarkRecord(Environment.of(device)), progress=progress)
     suite.resolve(device).measure(run)
     run.record.conclude()
     return run.record

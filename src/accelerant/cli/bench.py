@@ -28,7 +28,7 @@ from accelerant.runtime.files import escaped, write_atomic
 
 if TYPE_CHECKING:
     from accelerant.bench.compare import Comparison
-    from accelerant.bench.record import Record
+    from accelerant.bench.record import BenchmarkRecord
     from accelerant.bench.suite import Suite
 
 _SUITES = {
@@ -200,7 +200,7 @@ class _RunOptions:
         from accelerant import Accelerator
         from accelerant.bench.compare import compare
         from accelerant.bench.journal import Journal
-        from accelerant.bench.record import Environment, Record
+        from accelerant.bench.record import BenchmarkRecord, Environment
         from accelerant.bench.suite import SuiteRun, collect
         from accelerant.runtime import registry
 
@@ -215,7 +215,9 @@ class _RunOptions:
         suites = [suite.resolve(device) for suite in suites]
         show = ProgressLine()
         accelerator = functools.partial(Accelerator, device.backend, device.index)
-        run = SuiteRun(device, Record(Environment.of(device)), until=until, progress=show, accelerator=accelerator)
+        run = SuiteRun(
+            device, BenchmarkRecord(Environment.of(device)), until=until, progress=show, accelerator=accelerator
+        )
         if self.listed:
             _show_cases([case for suite in suites for case in suite.cases(run)], self.json_output)
             return
@@ -270,13 +272,13 @@ class _RunOptions:
                 check_writable(name, path)
         return out, csv, report, journal
 
-    def _baseline(self, device: str) -> Record | None:
+    def _baseline(self, device: str) -> BenchmarkRecord | None:
         from accelerant.bench.compare import check_comparable
-        from accelerant.bench.record import Record
+        from accelerant.bench.record import BenchmarkRecord
 
         if self.compare is None:
             return None
-        baseline = Record.load(self.compare)
+        baseline = BenchmarkRecord.load(self.compare)
         try:
             check_comparable(baseline, device)
         except FormatError as error:
@@ -295,7 +297,7 @@ def _show_cases(cases: Sequence[Any], json_output: bool) -> None:
 
 
 def _save(
-    record: Record, comparison: Comparison | None, out: Path | None, csv: Path | None, report: Path | None
+    record: BenchmarkRecord, comparison: Comparison | None, out: Path | None, csv: Path | None, report: Path | None
 ) -> None:
     """Write the files; one that cannot be written keeps none of the others from being written."""
     from accelerant.bench.report import write_report
@@ -353,9 +355,9 @@ def compare_records(
 ) -> None:
     """Compare two records; exit 1 where a row of the second is slower or missing."""
     from accelerant.bench.compare import compare
-    from accelerant.bench.record import Record
+    from accelerant.bench.record import BenchmarkRecord
 
-    comparison = compare(Record.load(baseline), Record.load(record))
+    comparison = compare(BenchmarkRecord.load(baseline), BenchmarkRecord.load(record))
     print(_lines(comparison.table()))
     if comparison.regressions:
         raise typer.Exit(1)
@@ -383,12 +385,12 @@ def check(
 ) -> None:
     """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""
     from accelerant.bench.floors import check_floors, floors_text, read_floors
-    from accelerant.bench.record import Record
+    from accelerant.bench.record import BenchmarkRecord
     from accelerant.bench.subjects import OPS
     from accelerant.bench.suite import check_names
     from accelerant.runtime import registry
 
-    loaded = [Record.load(path) for path in records or ()]
+    loaded = [BenchmarkRecord.load(path) for path in records or ()]
     if write:
         if not loaded:
             raise ConfigError("--write: name the records to make floors from")
@@ -418,16 +420,18 @@ def check(
         raise typer.Exit(1)
 
 
-def _measured(ops: tuple[str, ...], device: str, budget_s: float, max_seconds: float | None) -> tuple[Record, bool]:
+def _measured(
+    ops: tuple[str, ...], device: str, budget_s: float, max_seconds: float | None
+) -> tuple[BenchmarkRecord, bool]:
     """Measure ops and torch's; return the record, and whether a case failed."""
-    from accelerant.bench.record import Environment, Record
+    from accelerant.bench.record import BenchmarkRecord, Environment
     from accelerant.bench.suite import SuiteRun, collect
     from accelerant.bench.suites.neural import NeuralSuite
     from accelerant.runtime import registry
 
     chosen, show = registry.choose(device, torch_tensors=True), ProgressLine()
     until = None if max_seconds is None else time.monotonic() + max_seconds
-    run = SuiteRun(chosen, Record(Environment.of(chosen)), until=until, progress=show)
+    run = SuiteRun(chosen, BenchmarkRecord(Environment.of(chosen)), until=until, progress=show)
     suites = [NeuralSuite(op=ops, against=("torch",), budget_s=budget_s).resolve(chosen)] if ops else []
     outcome = collect(suites, run)
     show("")

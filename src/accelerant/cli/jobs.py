@@ -89,7 +89,7 @@ def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
             raise ConfigError(f"--key-file {key_file} is not text") from None
         if not key:
             raise ConfigError(f"--key-file {key_file} is empty")
-    with Client(url, key=key, timeout_s=30.0) as client:
+    with Client(url, key=key, timeout=30.0) as client:
         yield client
 
 

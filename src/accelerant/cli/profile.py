@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProfileRow:
     """A kernel, a torch operation or an op of Accelerant.
 
     Resources are a thread's and a block's; occupancy is CUPTI's estimate for the grid. Bytes and operations are the
@@ -170,7 +170,7 @@ def _output_to_errors(active: bool) -> Iterator[None]:
 
 def _kernels(
     recorded: Any, trace: Path | None, ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]
-) -> list[Row]:
+) -> list[ProfileRow]:
     """Return the GPU's kernels and copies; write the trace, which alone has their resources."""
     with tempfile.TemporaryDirectory(prefix="accelerant-profile-") as folder:
         path = str(trace if trace is not None else Path(folder) / "trace.json")
@@ -193,11 +193,11 @@ def _kernels(
         rates = _rates(us / 1e3, sum(op["bytes"] for op in ours), sum(op["flops"] for op in ours), limits)
         names = ("registers per thread", "shared memory", "est. achieved occupancy %")
         registers, shared, occupancy = (last.get(each) for each in names)
-        rows.append(Row(name, len(group), us / 1e3, us / total_us, registers, shared, occupancy, *rates))
+        rows.append(ProfileRow(name, len(group), us / 1e3, us / total_us, registers, shared, occupancy, *rates))
     return sorted(rows, key=lambda row: -row.total_ms)
 
 
-def _operations(recorded: Any, limits: Mapping[str, float]) -> list[Row]:
+def _operations(recorded: Any, limits: Mapping[str, float]) -> list[ProfileRow]:
     """Return torch's operations on the CPU, by the time in each of them alone."""
     found = [each for each in recorded.key_averages() if each.self_cpu_time_total > 0]
     total_us = sum(each.self_cpu_time_total for each in found) or 1.0
@@ -205,12 +205,14 @@ def _operations(recorded: Any, limits: Mapping[str, float]) -> list[Row]:
     for each in found:
         ms = each.self_cpu_time_total / 1e3
         rows.append(
-            Row(each.key, each.count, ms, ms * 1e3 / total_us, None, None, None, *_rates(ms, 0, each.flops, limits))
+            ProfileRow(
+                each.key, each.count, ms, ms * 1e3 / total_us, None, None, None, *_rates(ms, 0, each.flops, limits)
+            )
         )
     return sorted(rows, key=lambda row: -row.total_ms)
 
 
-def _own_ops(ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[Row]:
+def _own_ops(ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[ProfileRow]:
     """Return the ops of the ledger, by implementation and device."""
     total = sum(op["ms_total"] or 0.0 for op in ops) or 1.0
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -220,7 +222,7 @@ def _own_ops(ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> l
     for name, group in groups.items():
         ms, *work = (sum(op[key] or 0 for op in group) for key in ("ms_total", "bytes", "flops"))
         calls = sum(op["calls"] for op in group)
-        rows.append(Row(name, calls, ms, ms / total, None, None, None, *_rates(ms, work[0], work[1], limits)))
+        rows.append(ProfileRow(name, calls, ms, ms / total, None, None, None, *_rates(ms, work[0], work[1], limits)))
     return sorted(rows, key=lambda row: -row.total_ms)
 
 
@@ -256,7 +258,12 @@ _TITLES = ("calls", "total ms", "%", "registers", "shared", "occupancy", "GB/s",
 
 
 def _print(
-    rows: Sequence[Row], own: Sequence[Row], limits: Mapping[str, float], limit: int, wall_s: float, what: str
+    rows: Sequence[ProfileRow],
+    own: Sequence[ProfileRow],
+    limits: Mapping[str, float],
+    limit: int,
+    wall_s: float,
+    what: str,
 ) -> None:
     for title, table in ((what, rows), ("op of Accelerant", own)):
         if not table:
@@ -264,7 +271,7 @@ def _print(
         shown = [_cells(row) for row in table[:limit]]
         if rest := table[limit:]:
             ms, share = sum(row.total_ms for row in rest), sum(row.share for row in rest)
-            shown.append(_cells(Row(f"{len(rest)} others", sum(row.calls for row in rest), ms, share)))
+            shown.append(_cells(ProfileRow(f"{len(rest)} others", sum(row.calls for row in rest), ms, share)))
         used = [i for i in range(len(_TITLES)) if any(cells[i + 1] != "-" for cells in shown)]
         titles = [_TITLES[i] for i in used]
         print_table((title, *titles), [(cells[0], *(cells[i + 1] for i in used)) for cells in shown], right=titles)
@@ -273,7 +280,7 @@ def _print(
     print(f"{wall_s:.3f} s in all{known}")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ProfileRow) -> tuple[str, ...]:
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 

@@ -65,7 +65,7 @@ def runs(
         return
     place = Path(folders[0] if folders else "runs").expanduser()
     listed = not folders or (len(folders) == 1 and not (place / "config.json").exists() and place.is_dir())
-    shown = _found(place) if listed else [_Run.read(Path(name).expanduser()) for name in folders or ()]
+    shown = _found(place) if listed else [_ListedRun.read(Path(name).expanduser()) for name in folders or ()]
     if folders and not shown:
         raise FormatError(f"{escaped(place)} holds no run: there is no config.json")
     if not shown and not json_output:
@@ -95,7 +95,7 @@ def runs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ListedRun:
     """A run's settings, figures and records."""
 
     name: str
@@ -105,7 +105,7 @@ class _Run:
     records: Sequence[StepRecord]
 
     @classmethod
-    def read(cls, path: Path) -> _Run:
+    def read(cls, path: Path) -> _ListedRun:
         """Read a run's folder; raise FormatError if it is none."""
         from accelerant.nn.train.config import RunConfig
         from accelerant.nn.train.folder import RunFolder
@@ -145,25 +145,25 @@ def _shown(values: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _found(folder: Path) -> list[_Run]:
+def _found(folder: Path) -> list[_ListedRun]:
     """Return the runs in a folder of runs; those that cannot be read are named on the error stream."""
     found = []
     for path in sorted(folder.glob("*/config.json")):
         try:
-            found.append(_Run.read(path.parent))
+            found.append(_ListedRun.read(path.parent))
         except FormatError as error:
             print(f"accelerant: left out: {escaped(error)}", file=sys.stderr)
     return found
 
 
-def _differing(shown: Sequence[_Run]) -> dict[str, list[Any]]:
+def _differing(shown: Sequence[_ListedRun]) -> dict[str, list[Any]]:
     """Return the settings in which the runs differ, and each one's value; None where a run does not have it."""
     names = dict.fromkeys(name for run in shown for name in run.settings)
     values = {name: [run.settings.get(name) for run in shown] for name in names}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
 
 
-def _not_comparable(shown: Sequence[_Run]) -> str:
+def _not_comparable(shown: Sequence[_ListedRun]) -> str:
     """Return why losses do not compare, or an empty text."""
     texts = {(run.settings.get("corpus sha256"), run.settings["seed"], run.settings["context"]) for run in shown}
     notes = []
@@ -174,7 +174,7 @@ def _not_comparable(shown: Sequence[_Run]) -> str:
     return " ".join(notes)
 
 
-def _rows(shown: Sequence[_Run], differing: dict[str, list[Any]]) -> list[tuple[str, ...]]:
+def _rows(shown: Sequence[_ListedRun], differing: dict[str, list[Any]]) -> list[tuple[str, ...]]:
     """Return a table: a column for each run, a row for each setting that differs and each figure."""
     labels = {**_FIGURES, "epsilon": "epsilon", "delta": "delta"}
     figures = [name for name in labels if any(name in run.figures for run in shown)]
@@ -194,7 +194,7 @@ def _text(value: object, *, up: bool = False) -> str:
     return plain(value, up=up) if isinstance(value, float) else clipped(value).strip("'\"")
 
 
-def _page(shown: Sequence[_Run], differing: dict[str, list[Any]], note: str) -> str:
+def _page(shown: Sequence[_ListedRun], differing: dict[str, list[Any]], note: str) -> str:
     """Return the HTML page of a comparison."""
     training, held = [], []
     for number, run in enumerate(shown):

@@ -163,7 +163,7 @@ class SilentView(View):
     def note(self, text: str) -> None: ...
 
 
-class _Phase:
+class _PhaseText:
     """A phase of a run and its duration so far."""
 
     def __init__(self, text: str, inner: str = "", share: float = 0.0) -> None:
@@ -177,12 +177,12 @@ class _Phase:
         """True if it has lasted long enough to be shown."""
         return time.monotonic() - self._began > 1.0
 
-    def within(self, inner: str, share: float) -> _Phase:
+    def within(self, inner: str, share: float) -> _PhaseText:
         """Return the phase of an operation within this one: this one, or a new one if the operation begins."""
         if inner == self._inner and share >= self._share:
             self._share = share
             return self
-        return _Phase(inner or self.text, inner, share)
+        return _PhaseText(inner or self.text, inner, share)
 
     def line(self, share: float) -> str:
         """Return the phase, the share done, and the time left."""
@@ -201,7 +201,7 @@ class LineView(View):
         self._device = ""
         self._last = self._began = self._stepped = 0.0
         self._done = 0
-        self._phase = _Phase("")
+        self._phase = _PhaseText("")
         self._compiled = False
 
     def compiling(self, begins: bool) -> None:
@@ -210,7 +210,7 @@ class LineView(View):
             print(f"{COMPILING} ...", file=sys.stderr, flush=True)
 
     def phase(self, text: str) -> None:
-        self._phase, self._last = _Phase(text), time.monotonic()
+        self._phase, self._last = _PhaseText(text), time.monotonic()
         print(f"{text} ...", file=sys.stderr, flush=True)
 
     def advance(self, share: float, text: str = "") -> None:
@@ -244,11 +244,11 @@ class BarView(View):
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._status: Any = None
-        self._phase = _Phase("")
+        self._phase = _PhaseText("")
 
     def phase(self, text: str) -> None:
         self._stop_status()
-        self._phase = _Phase(text)
+        self._phase = _PhaseText(text)
         self._status = self._console.status(text)
         self._status.start()
 

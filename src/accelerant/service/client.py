@@ -31,6 +31,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from accelerant._renamed import renamed_arguments
 from accelerant._version import __version__
 from accelerant.algebra.curve.parameters import Curve, curve_of
 from accelerant.algebra.field.field import FieldArray
@@ -68,7 +69,16 @@ _AWAY_S = (1.0, 60.0)
 """Time for which a read is repeated while the service is out of reach: of one that never answered, and of others."""
 
 
-class _Call(Generic[_P, _T]):
+_ALIASES = {
+    "attention": {"query": "q", "key": "k", "value": "v", "is_causal": "causal"},
+    **{name: {"input": "x"} for name in ("gelu", "softmax", "layer_norm")},
+    "matmul": {"input": "a", "other": "b"},
+    "privacy_epsilon": {"sigma": "noise_multiplier", "q": "sample_rate"},
+}
+"""Method -> other names of its arguments: torch's, and short ones."""
+
+
+class _ClientMethod(Generic[_P, _T]):
     """A method of both clients: of Client it returns the result, of AsyncClient an awaitable."""
 
     def __init__(self, steps: Callable[Concatenate[Any, _P], Steps[_T]]) -> None:
@@ -80,24 +90,30 @@ class _Call(Generic[_P, _T]):
     @overload
     def __get__(self, client: AsyncClient, owner: type) -> Callable[_P, Coroutine[Any, Any, _T]]: ...
     @overload
-    def __get__(self, client: None, owner: type) -> _Call[_P, _T]: ...
+    def __get__(self, client: None, owner: type) -> _ClientMethod[_P, _T]: ...
     def __get__(self, client: Any, owner: type) -> Any:
         if client is None:
             return self
 
+        aliases = _ALIASES.get(self._steps.__name__, {})
+
         def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            for alias in aliases.keys() & kwargs.keys():
+                if (name := aliases[alias]) in kwargs:
+                    raise TypeError(f"{name} is given twice, also as {alias}")
+                kwargs[name] = kwargs.pop(alias)
             return client._run(self._steps(client, *args, **kwargs))
 
         return update_wrapper(call, self._steps)
 
 
-class _Calls:
+class _ClientMethods:
     """The calls of both clients.
 
     Args:
-        url: of the service; by default that of ACCELERANT_URL, or http://127.0.0.1:8080.
+        url: of the service; by default that of ACCELERANT_URL, or http://127.0.0.1:8080. It may end with /v2.
         key: API key; by default that of ACCELERANT_API_KEY. It is sent to this URL only.
-        timeout_s: longest time of a call, with its retries, and with the job where it becomes one.
+        timeout: longest seconds of a call, with its retries, and with the job where it becomes one.
         progress: called with the job whenever a call that waits for one has looked at it.
         options: of httpx's client, as `verify` for the certificates of TLS.
     """
@@ -105,10 +121,10 @@ class _Calls:
     _http: httpx.Client | httpx.AsyncClient
 
     def __init__(
-        self, url: str | None = None, *, key: str | None = None, timeout_s: float = 600.0,
+        self, url: str | None = None, *, key: str | None = None, timeout: float = 600.0,
         progress: Callable[[Job], object] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.url = (url or os.environ.get("ACCELERANT_URL") or DEFAULT_URL).rstrip("/")
+        self.url = (url or os.environ.get("ACCELERANT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v2")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"the service's URL must begin with http:// or https://, got {self.url!r}")
         try:
@@ -117,16 +133,16 @@ class _Calls:
             listening = False
         if not listening:
             raise ConfigError(f"the port of the service's URL must be 1 to 65535, got {self.url!r}")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
-        self.timeout_s, self.progress, self._was_there = timeout_s, progress, False
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be above 0 seconds, got {timeout}")
+        self.timeout, self.progress, self._was_there = timeout, progress, False
         headers = {"User-Agent": f"accelerant/{__version__}"}
         if key := (key or os.environ.get("ACCELERANT_API_KEY") or "").strip():
             if not (key.isascii() and key.isprintable()):
                 raise ConfigError("the API key must be one line of ASCII, as `accelerant keys create` printed it")
             headers["Authorization"] = f"Bearer {key}"
         kind = httpx.Client if isinstance(self, Client) else httpx.AsyncClient
-        given: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout_s, **options}
+        given: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout, **options}
         self._connect: Callable[[], Any] = partial(kind, follow_redirects=False, **given)
         self._http, self._process = self._connect(), os.getpid()
 
@@ -135,27 +151,27 @@ class _Calls:
 
     # --- fields, transforms, curves; arguments and results as those of accelerant.Accelerator -------------------------
 
-    @_Call
+    @_ClientMethod
     def field_add(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
         """Add field elements: canonical words, or Python integers."""
         return (yield from self._array("z", "field_add", _elements(field, x=x, y=y), {"field": field}))
 
-    @_Call
+    @_ClientMethod
     def field_sub(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
         """Subtract field elements."""
         return (yield from self._array("z", "field_sub", _elements(field, x=x, y=y), {"field": field}))
 
-    @_Call
+    @_ClientMethod
     def field_mul(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
         """Multiply field elements."""
         return (yield from self._array("z", "field_mul", _elements(field, x=x, y=y), {"field": field}))
 
-    @_Call
+    @_ClientMethod
     def field_inv(self, x: Any, *, field: str = "goldilocks") -> Steps[Array]:
         """Invert nonzero field elements."""
         return (yield from self._array("z", "field_inv", _elements(field, x=x), {"field": field}))
 
-    @_Call
+    @_ClientMethod
     def ntt(
         self, x: Any, *, field: str = "goldilocks", inverse: bool = False, coset: int | None = None,
         order: str = "natural",
@@ -164,7 +180,7 @@ class _Calls:
         options = {"field": field, "inverse": inverse, "coset": coset, "order": order}
         return (yield from self._array("y", "ntt", _elements(field, x=x), options))
 
-    @_Call
+    @_ClientMethod
     def msm(self, scalars: Any, points: Any, *, curve: str = "bn254_g1", check: str = "curve") -> Steps[Array]:
         """Sum scalars[i] points[i]; see accelerant.zk.msm."""
         parameters = curve_of(curve)
@@ -173,7 +189,7 @@ class _Calls:
 
     # --- proofs ------------------------------------------------------------------------------------------------------
 
-    @_Call
+    @_ClientMethod
     def prove(self, zkey: _File, witness: _File) -> Steps[Proof]:
         """Prove with a .zkey and a .wtns, paths or bytes; see accelerant.zk.groth16.prove."""
         from accelerant.zk.groth16 import Proof
@@ -181,7 +197,7 @@ class _Calls:
         found = yield from self._infer("groth16_prove", {"zkey": _bytes(zkey), "witness": _bytes(witness)}, {})
         return Proof.from_json(found["proof"], found["public"])
 
-    @_Call
+    @_ClientMethod
     def verify(self, verification_key: _File, public: Sequence[int], proof: Proof) -> Steps[bool]:
         """Return whether a proof verifies; the key is snarkjs's JSON, a path or bytes."""
         texts = {"public": json.dumps([str(value) for value in public]).encode(), "proof": proof.to_json().encode()}
@@ -190,35 +206,35 @@ class _Calls:
 
     # --- neural operations, as accelerant.ops has them; arrays of float16, float32 or float64 ------------------------
 
-    @_Call
+    @_ClientMethod
     def gelu(self, x: Any, *, approximate: str = "none") -> Steps[Array]:
         """Apply the Gaussian error linear unit."""
         return (yield from self._array("y", "gelu", _floats(x=x), {"approximate": approximate}))
 
-    @_Call
+    @_ClientMethod
     def softmax(self, x: Any, *, dim: int = -1) -> Steps[Array]:
         """Apply softmax along an axis."""
         return (yield from self._array("y", "softmax", _floats(x=x), {"dim": dim}))
 
-    @_Call
+    @_ClientMethod
     def layer_norm(self, x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Steps[Array]:
         """Normalize rows."""
         given = {"x": x, "weight": weight, "bias": bias}
         inputs = {name: value for name, value in given.items() if value is not None}
         return (yield from self._array("y", "layer_norm", _floats(**inputs), {"eps": eps}))
 
-    @_Call
+    @_ClientMethod
     def matmul(self, a: Any, b: Any) -> Steps[Array]:
         """Multiply matrices."""
         return (yield from self._array("y", "matmul", _floats(a=a, b=b), {}))
 
-    @_Call
+    @_ClientMethod
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Steps[Array]:
         """Attend with q (B, Hq, S, D), k and v (B, Hkv, T, D)."""
         inputs = _floats(q=q, k=k, v=v)
         return (yield from self._array("y", "attention", inputs, {"causal": causal, "scale": scale}))
 
-    @_Call
+    @_ClientMethod
     def generate(self, model: str, prompt: str = "", /, **options: Any) -> Steps[str]:
         """Continue a prompt by a model of the service; options: `tokens`, `temperature`, `top_k`, `top_p`, `seed`."""
         inputs = {"prompt": prompt.encode()} if prompt else {}
@@ -227,13 +243,16 @@ class _Calls:
 
     # --- privacy -----------------------------------------------------------------------------------------------------
 
-    @_Call
-    def privacy_epsilon(self, *, sigma: float, q: float, steps: int, delta: float, method: str = "pld") -> Steps[float]:
-        """Return the epsilon of steps of DP-SGD with noise multiplier sigma and sampling rate q."""
-        options = {"sigma": sigma, "q": q, "steps": steps, "delta": delta, "method": method}
+    @_ClientMethod
+    def privacy_epsilon(
+        self, *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, method: str = "pld"
+    ) -> Steps[float]:
+        """Return the epsilon of steps of DP-SGD; also with `sigma` and `q` for noise multiplier and sample rate."""
+        noise = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
+        options = {**noise, "steps": steps, "delta": delta, "method": method}
         return float((yield from self._array("epsilon", "privacy_epsilon", {}, options))[0])
 
-    @_Call
+    @_ClientMethod
     def paillier_encrypt(self, public: PublicKey, x: Any, /, **options: Any) -> Steps[EncryptedTensor]:
         """Encrypt numbers on the service, which sees them; options are those of PublicKey.encrypt."""
         from accelerant.privacy.he.paillier import EncryptedTensor
@@ -243,7 +262,7 @@ class _Calls:
             (yield from self._infer("paillier_encrypt", inputs, options))["ciphertext"], public
         )
 
-    @_Call
+    @_ClientMethod
     def paillier_add(self, a: EncryptedTensor, b: EncryptedTensor) -> Steps[EncryptedTensor]:
         """Add encrypted tensors of one key, without decrypting them."""
         from accelerant.privacy.he.paillier import EncryptedTensor
@@ -253,37 +272,37 @@ class _Calls:
 
     # --- any operation -----------------------------------------------------------------------------------------------
 
-    @_Call
+    @_ClientMethod
     def call(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Outputs]:
         """Run an operation of `operations` and return its outputs; inputs are arrays, and bytes for a text or a file.
 
         Raises:
             ServiceError: the service refused the call, or its job failed.
             AccelerantError: what the operation raised.
-            TimeLimitExceeded: there is no result within `timeout_s`.
+            TimeLimitExceeded: there is no result within `timeout`.
             ConnectionError: the service cannot be reached, or closed the connection.
         """
         return (yield from self._infer(operation, inputs, parameters))
 
-    @_Call
+    @_ClientMethod
     def operations(self) -> Steps[list[dict[str, Any]]]:
         """Return name, summary and scope of each operation of the service."""
         found: list[dict[str, Any]] = (yield from self._json("GET", "/v2/models", until=self._until()))["models"]
         return found
 
-    @_Call
+    @_ClientMethod
     def describe(self, operation: str) -> Steps[dict[str, Any]]:
         """Return an operation's inputs and outputs, and the JSON schema of its parameters."""
         found: dict[str, Any] = yield from self._json("GET", f"/v2/models/{_segment(operation)}", until=self._until())
         return found
 
-    @_Call
+    @_ClientMethod
     def ready(self) -> Steps[bool]:
         """Return whether the service takes calls."""
         answer = yield self._http.build_request("GET", "/v2/health/ready")
         return bool(answer.status_code == 200)
 
-    @_Call
+    @_ClientMethod
     def devices(self) -> Steps[list[dict[str, Any]]]:
         """Return the service's devices with their latest figures."""
         found: list[dict[str, Any]] = (yield from self._json("GET", "/devices", until=self._until()))["devices"]
@@ -291,30 +310,30 @@ class _Calls:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
-    @_Call
+    @_ClientMethod
     def submit(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Job]:
         """Start an operation as a job, which outlives this client."""
         answer = yield from self._post(operation, inputs, parameters, self._until(), Prefer="respond-async")
         return _job(_decoded(answer)["job"])
 
-    @_Call
+    @_ClientMethod
     def job(self, id: str) -> Steps[Job]:
         """Return a job."""
         return _job((yield from self._json("GET", f"/jobs/{_segment(id)}", until=self._until())))
 
-    @_Call
+    @_ClientMethod
     def jobs(self, *, state: str | None = None, limit: int = 100, before: str | None = None) -> Steps[list[Job]]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
         given = {"state": state, "limit": limit, "before": before}
         query = {name: value for name, value in given.items() if value is not None}
         return [_job(row) for row in (yield from self._json("GET", "/jobs", query, until=self._until()))["jobs"]]
 
-    @_Call
+    @_ClientMethod
     def cancel(self, id: str) -> Steps[Job]:
         """Cancel a job: at once if it waits, else between its parts; one that has ended stays as it is."""
         return _job((yield from self._json("DELETE", f"/jobs/{_segment(id)}", until=self._until())))
 
-    @_Call
+    @_ClientMethod
     def result(self, id: str) -> Steps[Outputs]:
         """Wait for a job and return its outputs; raises as `call`."""
         return (yield from self._wait(id, self._until()))
@@ -327,7 +346,7 @@ class _Calls:
             self._http, self._process = self._connect(), os.getpid()
 
     def _until(self) -> float:
-        return time.monotonic() + self.timeout_s
+        return time.monotonic() + self.timeout
 
     def _array(
         self, output: str, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
@@ -363,7 +382,7 @@ class _Calls:
             if job.state.final:
                 break
             if time.monotonic() + pause > until:
-                raise TimeLimitExceeded(f"job {id} is {job.state} ({job.progress:.0%}) after {self.timeout_s:g} s")
+                raise TimeLimitExceeded(f"job {id} is {job.state} ({job.progress:.0%}) after {self.timeout:g} s")
             yield pause
             pause = min(longest, 1.5 * pause)
         if job.state is JobState.CANCELLED:
@@ -418,11 +437,12 @@ class _Calls:
 
     def _unreachable(self, error: httpx.TransportError) -> Exception:
         if isinstance(error, httpx.TimeoutException):
-            return TimeLimitExceeded(f"{self.url} did not answer within {self.timeout_s:g} s")
+            return TimeLimitExceeded(f"{self.url} did not answer within {self.timeout:g} s")
         return ConnectionError(f"{self.url}: {error or type(error).__name__}; is `accelerant serve` running there?")
 
 
-class Client(_Calls):
+@renamed_arguments(timeout_s="timeout")
+class Client(_ClientMethods):
     """A client of the service. Its connections are kept; use it as a context manager, or `close` it."""
 
     _http: httpx.Client
@@ -459,7 +479,8 @@ class Client(_Calls):
         self.close()
 
 
-class AsyncClient(_Calls):
+@renamed_arguments(timeout_s="timeout")
+class AsyncClient(_ClientMethods):
     """The same calls for asyncio. Use it as an asynchronous context manager, or `close` it."""
 
     _http: httpx.AsyncClient
@@ -578,6 +599,10 @@ def _error(answer: httpx.Response) -> Exception:
         kind, message, request = str(body["type"]), str(body["error"]), str(body.get("request_id", ""))
     except (ValueError, KeyError, TypeError):
         kind, message, request = "", f"{answer.status_code} {answer.reason_phrase}".strip(), ""
+    if answer.status_code == 404 and kind in ("", "HttpError"):
+        message = (
+            f"{answer.url} is not there ({message}): the service's URL is like {DEFAULT_URL}, without a page's path"
+        )
     error = error_named(kind, message) or Refused(answer.status_code, kind, message, _retry_after_s(answer))
     error.add_note(f"{answer.request.method} {answer.url}: {answer.status_code}, request {request}")
     return error

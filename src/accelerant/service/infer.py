@@ -202,9 +202,9 @@ class Inference:
         else:
             raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
         given = {name: value for name, value in parameters.items() if name not in _ENVELOPE}
-        known = operation.parameters.model_fields
+        known = operation.parameters.names()
         if unknown := [name for name in given if name not in known]:
-            taken = ", ".join((*known, *_ENVELOPE))
+            taken = ", ".join((*dict.fromkeys(known.values()), *_ENVELOPE))
             reason = f"{operation.name} has no parameter {unknown[0][:80]!r}; it has {taken}"
             raise Refused(400, "ParameterError", reason)
         model = operation.parameters.model_validate(given)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import CURVES, curve_of
@@ -60,6 +60,16 @@ class Parameters(BaseModel):
     """Parameters of an operation; unknown ones are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    @functools.cache
+    def names(cls) -> dict[str, str]:
+        """Return the name of each parameter, by the names that are understood for it."""
+        found: dict[str, str] = {}
+        for name, declared in cls.model_fields.items():
+            alias = declared.validation_alias
+            found |= dict.fromkeys(map(str, alias.choices) if isinstance(alias, AliasChoices) else (name,), name)
+        return found
 
 
 def _sizes(inputs: Arrays, parameters: Any) -> int:
@@ -372,7 +382,7 @@ class NormParameters(Parameters):
 class AttentionParameters(Parameters):
     """Options of ops.attention."""
 
-    causal: bool = False
+    causal: Annotated[bool, Field(validation_alias=AliasChoices("causal", "is_causal"))] = False
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
@@ -476,8 +486,10 @@ class EncryptParameters(Parameters):
 class EpsilonParameters(Parameters):
     """Steps of DP-SGD with Poisson sampling, one record added or removed."""
 
-    sigma: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    q: Annotated[float, Field(gt=0, le=1)]
+    noise_multiplier: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, validation_alias=AliasChoices("noise_multiplier", "sigma"))
+    ]
+    sample_rate: Annotated[float, Field(gt=0, le=1, validation_alias=AliasChoices("sample_rate", "q"))]
     steps: Annotated[int, Field(ge=1, le=10**9)]
     delta: Annotated[float, Field(gt=0, lt=1)]
     method: Literal["pld", "rdp"] = "pld"
@@ -527,7 +539,7 @@ def privacy_epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Cont
     from accelerant.privacy.dp.ledger.accounting import spent
     from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
-    steps = PrivacyEvent("gaussian", parameters.sigma, "poisson", parameters.q, parameters.steps)
+    steps = PrivacyEvent("gaussian", parameters.noise_multiplier, "poisson", parameters.sample_rate, parameters.steps)
     return {"epsilon": np.array([spent([steps], parameters.delta, method=parameters.method).epsilon])}
 
 
@@ -538,7 +550,7 @@ class GenerateParameters(Parameters):
     """The model, by its name in the service's settings, and how tokens are drawn."""
 
     model: Annotated[str, Field(max_length=200)]
-    tokens: Annotated[int, Field(ge=1, le=1 << 16)] = 200
+    tokens: Annotated[int, Field(ge=1, le=1 << 16, validation_alias=AliasChoices("tokens", "max_tokens"))] = 200
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.8
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 50
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -561,7 +573,9 @@ class TrainParameters(Parameters):
     data: Annotated[str, Field(max_length=200)] | None = None
     steps: Annotated[int, Field(ge=1, le=10**7)] | None = None
     batch_size: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
+    learning_rate: Annotated[
+        Annotated[float, Field(gt=0, le=10)] | None, Field(validation_alias=AliasChoices("learning_rate", "lr"))
+    ] = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
