@@ -19,8 +19,7 @@ from torch import Tensor
 
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
-from accelerant.nn.train.config import preset
-from accelerant.nn.train.corpus import Document, load_corpus
+from accelerant.nn.train import Document, load_corpus, preset
 from accelerant.privacy import dp
 from accelerant.privacy.dp import PrivateStep
 

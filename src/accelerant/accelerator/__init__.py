@@ -12,5 +12,6 @@
 
 from accelerant.accelerator.batch import Batch, PendingCall
 from accelerant.accelerator.facade import Accelerator, AcceleratorConfig
+from accelerant.accelerator.split import devices_worth_using
 
-__all__ = ["Accelerator", "AcceleratorConfig", "Batch", "PendingCall"]
+__all__ = ["Accelerator", "AcceleratorConfig", "Batch", "PendingCall", "devices_worth_using"]

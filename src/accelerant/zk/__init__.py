@@ -14,14 +14,14 @@ from accelerant._lazy import lazy
 from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
 from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve, register_family
-from accelerant.zk.multi_scalar import msm
+from accelerant.zk.multi_scalar import FixedBase, msm
 from accelerant.zk.transform import ntt
 
 if TYPE_CHECKING:
     from accelerant.zk import formats, groth16
 
 __all__ = [
-    "EllipticCurve", "FieldArray", "PrimeField", "curve", "field", "formats", "groth16", "msm", "ntt",
+    "EllipticCurve", "FieldArray", "FixedBase", "PrimeField", "curve", "field", "formats", "groth16", "msm", "ntt",
     "pairing_product_is_one", "register_curve", "register_family", "register_field",
 ]  # fmt: skip
 

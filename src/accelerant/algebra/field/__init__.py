@@ -8,5 +8,6 @@ programs of the CPU, over packs of elements (llvm_packed.py)
 """
 
 from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field, register_field
+from accelerant.algebra.field.program import field_add_source
 
-__all__ = ["FieldArray", "PrimeField", "prime_field", "register_field"]
+__all__ = ["FieldArray", "PrimeField", "field_add_source", "prime_field", "register_field"]

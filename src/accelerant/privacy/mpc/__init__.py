@@ -15,11 +15,9 @@ from accelerant._lazy import lazy
 if TYPE_CHECKING:
     from accelerant.privacy.mpc import beaver, shamir
     from accelerant.privacy.mpc.secagg.aggregate import secure_aggregate
-    from accelerant.privacy.mpc.secagg.setup import SecureAggregation
+    from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
 
-__all__ = ["SecureAggregation", "beaver", "secure_aggregate", "shamir"]
+__all__ = ["SecureAggregation", "beaver", "make_identities", "secure_aggregate", "shamir"]
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(
-        __name__, __all__, {"secagg.setup": ("SecureAggregation",), "secagg.aggregate": ("secure_aggregate",)}
-    )
+    __getattr__, __dir__ = lazy(__name__, __all__, ("secagg.setup", "secagg.aggregate"))

@@ -37,6 +37,7 @@ Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038 (book-keeping); Abadi e
 from __future__ import annotations
 
 from accelerant.privacy.dp.clipping.clipper import PerExampleClipper
+from accelerant.privacy.dp.clipping.layers import scale_shift
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
-__all__ = ["LayerRule", "PerExampleClipper", "register"]
+__all__ = ["LayerRule", "PerExampleClipper", "register", "scale_shift"]
