@@ -230,7 +230,7 @@ class CpuFastPath:
         name, torchs = public.__name__, torch_keywords(public.__name__)
 
         @functools.wraps(public)
-        def call(*args: P.args, **options: P.kwargs) -> R:
+        def call(*args: P.args, **options: P.kwargs) -> Any:
             if options and not torchs.isdisjoint(options):
                 return call(*args, **own_keywords(name, args, options))
             if recorders and not is_compiling():

@@ -33,12 +33,14 @@ class PublicOp:
     @property
     def function(self) -> Callable[..., Any]:
         """The public function."""
-        return getattr(importlib.import_module(self.package), self.name)
+        function: Callable[..., Any] = getattr(importlib.import_module(self.package), self.name)
+        return function
 
     @property
     def reference(self) -> Callable[..., Any]:
         """The oracle of its tests, for any dtype."""
-        return getattr(importlib.import_module(f"{self.package}.op"), f"{self.name}_reference")
+        oracle: Callable[..., Any] = getattr(importlib.import_module(f"{self.package}.op"), f"{self.name}_reference")
+        return oracle
 
     @property
     def cases(self) -> Any:

@@ -176,7 +176,8 @@ def pack(
     program: HopperProgram, kinds: tuple[str, ...], grid: int, args: Sequence[Any], device: int, together: bool = False
 ) -> PackedLaunch:
     """Prepare a launch of `grid` blocks; `together` and errors as in LoadedKernel.pack."""
-    return load(program, kinds, device).handle.pack((grid, 1, 1), args, device, together)
+    launch: PackedLaunch = load(program, kinds, device).handle.pack((grid, 1, 1), args, device, together)
+    return launch
 
 
 # --- tensor maps -----------------------------------------------------------------------------------------------------

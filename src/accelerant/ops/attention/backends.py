@@ -29,7 +29,7 @@ from accelerant.runtime.memory.live_set import ordinary_tensors
 # --- torch's own functions -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-_unsafe_view = aten._unsafe_view.default
+_unsafe_view: Callable[..., Tensor] = aten._unsafe_view.default
 _forward, _backward = (
     getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default for end in ("", "_backward")
 )

@@ -501,7 +501,8 @@ def _backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     case = _case(q, k, v, causal, scale, window)
-    return attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
+    gradients: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
+    return gradients
 
 
 def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
@@ -574,7 +575,9 @@ attention_masked_fwd, attention_masked_bwd = (
 
 def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     o, lse, *settings, _ = rest
-    return attention_masked_bwd(_masked_case(q, k, v, mask, *settings), do, q, k, v, o, lse, mask, *settings)
+    case = _masked_case(q, k, v, mask, *settings)
+    gradients: tuple[Tensor, ...] = attention_masked_bwd(case, do, q, k, v, o, lse, mask, *settings)
+    return gradients
 
 
 def _masked_composite(
@@ -598,7 +601,7 @@ _masked = DifferentiableOp(
     keeps_layout=True,
 )
 
-attention_mask_gradient = Operation(
+attention_mask_gradient: Callable[..., tuple[Tensor, Tensor]] = Operation(
     "attention_mask_gradient",
     (
         Implementation("triton", launch_forward, refuses=lambda case: "gives a mask no gradient", own=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ attention_varlen_fwd = Operation(
     ),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
-attention_varlen_bwd = Operation(
+attention_varlen_bwd: Callable[..., tuple[Tensor, ...]] = Operation(
     "attention_varlen_bwd",
     (
         split_products(launch_varlen_backward),

@@ -7,7 +7,7 @@ convolutions with their bytes and operations, and other algorithms for some case
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -173,9 +173,10 @@ def _backward_of(
     dilation: list[int], groups: int, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
     bias_sizes = None if bias is None else [weight.shape[0]]
-    return torch.ops.aten.convolution_backward(
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
         dy, x, weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups, list(needs)
     )
+    return dx, dweight, dbias
 
 
 def _deterministic_backward_of(*args: Any) -> Gradients:
@@ -216,7 +217,7 @@ conv2d_fwd = Operation(
     ),
     cost=_cost,
 )
-conv2d_bwd = Operation(
+conv2d_bwd: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] = Operation(
     "conv2d_bwd",
     (
         Implementation("patches", patches_backward, refuses=refuses_patches),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -105,7 +106,7 @@ def _cost(case: Case) -> Cost:
     return Cost((2 * B * Hkv * T * D + 2 * B * Hq * Sq * D) * case.dtype.itemsize, 4 * B * Hq * Sq * T * D)
 
 
-attention_decode_fwd = triton_operation(
+attention_decode_fwd: Callable[..., Tensor] = triton_operation(
     "attention_decode_fwd", launch_forward, _torch_forward, cost=_cost, refuses=refuses_triton_kernels
 )
 

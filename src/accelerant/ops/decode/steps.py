@@ -7,6 +7,7 @@ models of accelerant.nn call the functions below.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -249,7 +250,7 @@ def _rope_cost(case: Case) -> Cost:
     return Cost(2 * B * (heads + 2 * kv_heads) * D * case.dtype.itemsize, 3 * B * (heads + kv_heads) * D)
 
 
-decode_linear = Operation(
+decode_linear: Callable[..., Tensor] = Operation(
     "decode_linear",
     (
         Implementation("triton-words", launch_words, refuses=_refuses_words, own=True),
@@ -258,7 +259,7 @@ decode_linear = Operation(
     ),
     cost=_linear_cost,
 )
-decode_rope = triton_operation(
+decode_rope: Callable[..., Tensor] = triton_operation(
     "decode_rope", launch_rope, _torch_rope, cost=_rope_cost, refuses=_refuses_rope, mutates=True
 )
 

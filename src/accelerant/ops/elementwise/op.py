@@ -302,12 +302,16 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
 _relu_cpu, _sigmoid_cpu, _tanh_cpu, _silu_cpu = (
     CpuFastPath(function, few=lambda _: True) for function in (torch.relu, torch.sigmoid, torch.tanh, F.silu)
 )
-_relu = _unary(
+_relu: Callable[..., Tensor] = _unary(
     "relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1), cpu=_relu_cpu
 )
-_sigmoid = _unary("sigmoid", torch.sigmoid, _aten.sigmoid_backward, saves="y", flops=(3, 3), cpu=_sigmoid_cpu)
-_tanh = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3), cpu=_tanh_cpu)
-_silu = _unary("silu", F.silu, _aten.silu_backward, saves="x", flops=(3, 8), cpu=_silu_cpu, again=_silu_backward)
+_sigmoid: Callable[..., Tensor] = _unary(
+    "sigmoid", torch.sigmoid, _aten.sigmoid_backward, saves="y", flops=(3, 3), cpu=_sigmoid_cpu
+)
+_tanh: Callable[..., Tensor] = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3), cpu=_tanh_cpu)
+_silu: Callable[..., Tensor] = _unary(
+    "silu", F.silu, _aten.silu_backward, saves="x", flops=(3, 8), cpu=_silu_cpu, again=_silu_backward
+)
 
 
 @_relu_cpu
@@ -541,19 +545,18 @@ def _call(
 
 def _mul_same(a: Tensor, b: Tensor) -> Tensor:
     """Multiply tensors of one shape, saving only what a gradient needs."""
-    y: Tensor
     if a.requires_grad and not b.requires_grad:
-        y = _mul_constant(a, b)
-    elif b.requires_grad and not a.requires_grad and a.stride() == b.stride():
-        y = _mul_constant(b, a)
-    else:
-        y = _mul(a, b)
+        return _mul_constant(a, b)
+    if b.requires_grad and not a.requires_grad and a.stride() == b.stride():
+        return _mul_constant(b, a)
+    y: Tensor = _mul(a, b)
     return y
 
 
 def _mul_with_row(a: Tensor, b: Tensor) -> Tensor:
     """Multiply by a row, saving a only if the gradient of the row needs it."""
-    return _mul_constant(a, b) if a.requires_grad and not b.requires_grad else _mul_row(a, b)
+    y: Tensor = _mul_constant(a, b) if a.requires_grad and not b.requires_grad else _mul_row(a, b)
+    return y
 
 
 def _case(a: Tensor, b: Tensor) -> Case:
@@ -611,7 +614,7 @@ _mul, _mul_row = (
     )
     for name in ("mul", "mul_row")
 )
-_mul_constant = _product(
+_mul_constant: Callable[..., Tensor] = _product(
     "mul_constant(Tensor a, Tensor b) -> (Tensor y)",
     case=_case,
     backward=lambda dy, b, needs: mul_constant_bwd(_case(dy, b), dy, None, b, needs)[:1],

@@ -339,7 +339,8 @@ def _cpu_case(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
 
 def _forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
     _check_range(indices, weight.shape[0])
-    return _fwd(_case(indices, weight), indices, weight, padding_idx)
+    y: Tensor = _fwd(_case(indices, weight), indices, weight, padding_idx)
+    return y
 
 
 _embedding = DifferentiableOp(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -32,7 +33,8 @@ def _torch_forward(x: Tensor, approximate: str) -> Tensor:
 
 
 def _torch_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
-    return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+    dx: Tensor = torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+    return dx
 
 
 # Operations counted per element: the polynomial, the exponential and the division, each as one.
@@ -85,7 +87,7 @@ def _case(x: Tensor, approximate: str) -> Case:
     return case_of((x.device, x.dtype, x.shape, (approximate,)))
 
 
-_gelu = DifferentiableOp(
+_gelu: Callable[..., Tensor] = DifferentiableOp(
     "gelu(Tensor x, str approximate) -> (Tensor y)",
     operation=gelu_fwd,
     case=_case,

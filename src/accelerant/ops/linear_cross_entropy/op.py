@@ -317,7 +317,7 @@ linear_cross_entropy_fwd = triton_operation(
     cost=_cost,
     differentiable=True,
 )
-linear_cross_entropy_bwd = triton_operation(
+linear_cross_entropy_bwd: Callable[..., Sequence[Tensor | None]] = triton_operation(
     "linear_cross_entropy_bwd",
     partial(_chunked_backward, own=True),
     partial(_chunked_backward, own=False),
@@ -439,7 +439,8 @@ def _cpu_case(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
 def _forward(hidden: Tensor, weight: Tensor, *args: Any, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     check_targets(args[0], weight.shape[0], args[1])
     case = _case(hidden, weight, args[4], args[-2:])
-    return linear_cross_entropy_fwd(case, hidden, weight, *args, False, narrow)
+    results: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(case, hidden, weight, *args, False, narrow)
+    return results
 
 
 def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:

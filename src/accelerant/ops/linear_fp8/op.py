@@ -300,11 +300,11 @@ def _product_cost(case: Case) -> Cost:
 
 
 _operation = partial(triton_operation, refuses=_refuses_kernels)
-_rows = _operation("fp8_rows", launch_rows, rows_reference, cost=_access_cost(1))
+_rows: Callable[..., tuple[Tensor, Tensor]] = _operation("fp8_rows", launch_rows, rows_reference, cost=_access_cost(1))
 _gelu = _operation("fp8_gelu", launch_gelu, gelu_reference, cost=_access_cost(1))
 _dgelu = _operation("fp8_dgelu", launch_dgelu, dgelu_reference, cost=_access_cost(4))
 _weight = _operation("fp8_weight", _fill, _fill_reference, cost=_access_cost(1), mutates=True)
-_product = Operation(
+_product: Callable[..., Tensor] = Operation(
     "linear_fp8",
     (
         Implementation("cublaslt", _scaled_mm, refuses=_refuses_scaled_mm),

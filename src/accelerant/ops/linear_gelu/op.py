@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,9 +274,8 @@ def _torch_forward(
 
 def _gelu(z: Tensor, approximate: str) -> Tensor:
     """Apply gelu, in place unless autograd keeps z: without a gradient a call needs no memory besides its result."""
-    if z.requires_grad:
-        return functional.gelu(z, approximate=approximate)
-    return torch.ops.aten.gelu_(z, approximate=approximate)
+    apply: Callable[..., Tensor] = functional.gelu if z.requires_grad else torch.ops.aten.gelu_
+    return apply(z, approximate=approximate)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -314,7 +313,9 @@ def _backward_cost(case: Case) -> Cost:
     return Cost((3 * M * N + inner) * case.dtype.itemsize, products * 2 * M * N * K + 25 * M * N)
 
 
-_matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), cost=product_cost)
+_matmul: Callable[..., Tensor] = Operation(
+    "linear_gelu_matmul", (Implementation("torch", torch.mm),), cost=product_cost
+)
 linear_gelu_fwd = Operation(
     "linear_gelu_fwd",
     (
@@ -325,7 +326,7 @@ linear_gelu_fwd = Operation(
     ),
     cost=_forward_cost,
 )
-linear_gelu_bwd = triton_operation(
+linear_gelu_bwd: Callable[..., Sequence[Tensor | None]] = triton_operation(
     "linear_gelu_bwd", _triton_backward, _torch_backward, cost=_backward_cost, refuses=_refuses_backward
 )
 
@@ -403,7 +404,8 @@ def _infer_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
 
 
 def _infer(*args: Any) -> Tensor:
-    return linear_gelu_fwd(_infer_case(*args), *args, False)[0]
+    y: Tensor = linear_gelu_fwd(_infer_case(*args), *args, False)[0]
+    return y
 
 
 def _backward(

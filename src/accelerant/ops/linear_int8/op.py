@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -463,7 +463,7 @@ _fwd = Operation(
     ),
     cost=_forward_cost,
 )
-_bwd = triton_operation(
+_bwd: Callable[..., Sequence[Tensor | None]] = triton_operation(
     "linear_int8_bwd", _triton_backward, _library_backward, cost=_backward_cost, refuses=_refuses_backward
 )
 

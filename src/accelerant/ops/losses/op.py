@@ -214,7 +214,7 @@ def _declared(name: str, cpu: CpuFastPath) -> DifferentiableOp:
         f"{name}_fwd", partial(_launch_forward, name), partial(_torch_forward, name), cost=partial(_cost, 2),
         differentiable=True,
     )  # fmt: skip
-    backward = triton_operation(
+    backward: Callable[..., _Gradients] = triton_operation(
         f"{name}_bwd", partial(_launch_backward, name), partial(_torch_backward, name), cost=partial(_cost, 3)
     )
 
@@ -247,7 +247,7 @@ def _serves(input: Tensor, target: Tensor, *_: object, **options: object) -> boo
 
 
 _cpu = {name: CpuFastPath(getattr(F, name), serves=_serves) for name in _LOSSES}
-_ops = {name: _declared(name, cpu) for name, cpu in _cpu.items()}
+_ops: dict[str, Callable[..., Tensor]] = {name: _declared(name, cpu) for name, cpu in _cpu.items()}
 
 
 # --- the public functions --------------------------------------------------------------------------------------------

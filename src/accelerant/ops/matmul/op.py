@@ -6,6 +6,7 @@ products with their bytes and operations, and a sample of the backward passes of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,7 +184,8 @@ def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return matmul_op(_case(a, b), a, b)
+    y: Tensor = matmul_op(_case(a, b), a, b)
+    return y
 
 
 def _case(a: Tensor, b: Tensor) -> Case:
@@ -197,7 +199,7 @@ def _case(a: Tensor, b: Tensor) -> Case:
     return Case(a.device, a.dtype, shape, options)
 
 
-_op = define(
+_op: Callable[..., Tensor] = define(
     "matmul(Tensor a, Tensor b) -> Tensor",
     kernel=_product,
     fake=torch.matmul,

@@ -244,7 +244,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
     _check("layer_norm", x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps)
+    y: Tensor = _layer_norm(x, weight, bias, eps)
+    return y
 
 
 @_rms_norm_cpu
@@ -268,7 +269,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
     _check("rms_norm", x, weight, None, eps)
-    return _rms_norm(x, weight, None, eps)
+    y: Tensor = _rms_norm(x, weight, None, eps)
+    return y
 
 
 @_add_layer_norm_cpu

@@ -258,6 +258,7 @@ def max_pool2d(
     output_sizes(images, *window, spread, ceil=ceil_mode)
     _refuse_empty_windows(images, *window[1:], spread)
     flat = return_indices or not _saves_bytes(images, window, spread)
+    y: Tensor
     y, indices = _max_pool2d(images, *window, spread, ceil_mode, flat)
     if x.dim() == 3:
         y = y.squeeze(0)
@@ -420,7 +421,8 @@ def _triton_max(
 def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     *window, ceil, positions = settings
     indices = _PoolWindows(x.shape[3], *window).to_indices(positions)
-    return _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
+    dx: Tensor = _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
+    return dx
 
 
 def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
@@ -477,7 +479,8 @@ def _max_case(
 def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
     """Compute without positions, returning None for them, unless the call returns indices."""
     settings = (*settings[:-1], settings[-1] or None)
-    return max_pool2d_fwd(_max_case(x, *settings), x, *settings)
+    y, indices = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
+    return y, indices
 
 
 def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
@@ -527,8 +530,10 @@ def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
 
 def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     """Return torch's gradient, on a GPU with the channels first: with them last torch 2.11's CUDA kernel was wrong."""
+    dx: Tensor
     if not x.is_cuda:
-        return _aten.avg_pool2d_backward(dy, x, *settings)
+        dx = _aten.avg_pool2d_backward(dy, x, *settings)
+        return dx
     dx = _aten.avg_pool2d_backward(dy.contiguous(), x.contiguous(), *settings)
     return dx.contiguous(memory_format=layout_of(x))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def _without(x: Tensor, dim: int) -> list[int]:
     return [size for i, size in enumerate(x.shape) if i != dim]
 
 
-_fwd = triton_operation(
+_fwd: Callable[..., tuple[Tensor, Tensor]] = triton_operation(
     "quantize_int8_fwd",
     launch,
     torch_quantize,

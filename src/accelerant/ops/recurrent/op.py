@@ -324,7 +324,12 @@ lstm_fwd, gru_fwd, rnn_fwd = (
     )
     for name in ("lstm_fwd", "gru_fwd", "rnn_fwd")
 )
-_OPERATIONS = {"lstm": lstm_fwd, "gru": gru_fwd, "tanh": rnn_fwd, "relu": rnn_fwd}
+_OPERATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "lstm": lstm_fwd,
+    "gru": gru_fwd,
+    "tanh": rnn_fwd,
+    "relu": rnn_fwd,
+}
 
 
 def recurrent(

@@ -162,7 +162,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     Source: Su et al. 2021, arXiv:2104.09864, equation 34.
     """
     _check(x, cos, sin)
-    return _rope(x, cos, sin, interleaved)
+    y: Tensor = _rope(x, cos, sin, interleaved)
+    return y
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:

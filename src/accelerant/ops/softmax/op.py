@@ -280,5 +280,7 @@ def _op(
     )
 
 
-_softmax = _op("softmax", False, torch.softmax, torch._softmax_backward_data, _softmax_cpu)
-_log_softmax = _op("log_softmax", True, torch.log_softmax, torch._log_softmax_backward_data, _log_softmax_cpu)
+_softmax: Callable[..., Tensor] = _op("softmax", False, torch.softmax, torch._softmax_backward_data, _softmax_cpu)
+_log_softmax: Callable[..., Tensor] = _op(
+    "log_softmax", True, torch.log_softmax, torch._log_softmax_backward_data, _log_softmax_cpu
+)

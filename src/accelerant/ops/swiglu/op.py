@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -209,7 +209,7 @@ def _composite_backward(
     return (torch.cat((dgate, dup), -1), None) if packed else (dgate, dup)
 
 
-_swiglu = DifferentiableOp(
+_swiglu: Callable[..., Tensor] = DifferentiableOp(
     "swiglu(Tensor gate, Tensor? up) -> (Tensor y)",
     operation=swiglu_fwd,
     case=_case,

@@ -7,7 +7,7 @@ are in py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -61,7 +61,7 @@ def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Te
     return dw.to(dtype) if out is None else out.copy_(dw)
 
 
-_linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=product_cost)
+_linear_dw: Callable[..., Tensor] = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=product_cost)
 
 
 def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
@@ -121,8 +121,10 @@ def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
     return x.view(examples, -1, x.shape[1]).sum(1, dtype=wide) if examples else x.new_zeros(0, x.shape[1], dtype=wide)
 
 
-_columns = triton_operation("column_sums", _launch_columns, _torch_columns, cost=accesses(1, 1))
-_columns_each = triton_operation("column_sums_each", _launch_columns_each, _torch_columns_each, cost=accesses(1, 1))
+_columns: Callable[..., Tensor] = triton_operation("column_sums", _launch_columns, _torch_columns, cost=accesses(1, 1))
+_columns_each: Callable[..., Tensor] = triton_operation(
+    "column_sums_each", _launch_columns_each, _torch_columns_each, cost=accesses(1, 1)
+)
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,7 +189,7 @@ def _attention_cost(case: Case) -> Cost:
     return Cost(8 * elements * case.dtype.itemsize + 4 * B * H * T, flops)
 
 
-_attend_backward = Operation(
+_attend_backward: Callable[..., Tensor] = Operation(
     "attention_packed_bwd",
     (Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True), Implementation("copied", _copied)),
     cost=_attention_cost,
@@ -213,7 +215,9 @@ def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | No
 
 
 _launch_dgelu = partial(linear_gelu.launch_dz, activation=True, join=None)
-_dgelu = triton_operation("dgelu", _launch_dgelu, _torch_dgelu, cost=accesses(4, 30))
+_dgelu: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = triton_operation(
+    "dgelu", _launch_dgelu, _torch_dgelu, cost=accesses(4, 30)
+)
 
 
 def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
@@ -261,7 +265,7 @@ def _separate_dz(
     return dz, a, column_sums_each(dz, examples)
 
 
-_linear_dz = Operation(
+_linear_dz: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = Operation(
     "linear_dz",
     (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
     cost=partial(product_cost, results=3, operations=30),
@@ -300,7 +304,9 @@ def _torch_norm(
     return dx, dweight, dbias, None if sums is None else _torch_columns(dx.reshape(-1, dx.shape[-1]), sums)
 
 
-_norm_bwd = triton_operation("block_norm_bwd", _triton_norm, _torch_norm, cost=accesses(4, 19))
+_norm_bwd: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = triton_operation(
+    "block_norm_bwd", _triton_norm, _torch_norm, cost=accesses(4, 19)
+)
 
 
 def norm_backward(
@@ -343,7 +349,7 @@ def _refuses_each(case: Case) -> str | None:
     return refuses_triton_kernel(case) if math.prod(case.shape) else "takes no empty tensor"
 
 
-_norm_bwd_each = triton_operation(
+_norm_bwd_each: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = triton_operation(
     "block_norm_bwd_each", _triton_norm_each, _torch_norm_each, cost=accesses(4, 19), refuses=_refuses_each
 )
 
@@ -415,7 +421,7 @@ def _embed_cost(case: Case) -> Cost:
     return Cost(elements * (8 + case.dtype.itemsize), elements)
 
 
-_embed_fwd = triton_operation("embed_fwd", _launch_embed, _torch_embed, cost=_embed_cost)
+_embed_fwd: Callable[..., Tensor] = triton_operation("embed_fwd", _launch_embed, _torch_embed, cost=_embed_cost)
 _embed_bwd = Operation(
     "embed_bwd",
     (
@@ -456,7 +462,7 @@ def _tied_loss(
     return loss, dhidden, dtable
 
 
-_tied_loss_fwd = triton_operation(
+_tied_loss_fwd: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = triton_operation(
     "tied_loss_fwd",
     partial(_tied_loss, own=True),
     partial(_tied_loss, own=False),
