@@ -34,7 +34,7 @@ from accelerant.errors import (
     UnsupportedCase,
     UnsupportedDtype,
 )
-from accelerant.ops._registry import public_ops
+from accelerant.ops.registry import public_ops
 from accelerant.runtime import registry, time_limit
 from accelerant.runtime.streams.transfer import copy_async
 from requirements import require_backend

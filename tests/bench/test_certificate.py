@@ -14,7 +14,7 @@ from accelerant.bench.certificate_checks import EXACT, Found, checks, compare
 from accelerant.cli import main
 from accelerant.errors import ConfigError, FormatError
 from accelerant.ops._cases import Tolerance
-from accelerant.ops._registry import public_ops
+from accelerant.ops.registry import public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import operations
 from accelerant.testing import FakeProvider, fake_provider

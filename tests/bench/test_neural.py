@@ -21,7 +21,7 @@ from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, SampleInput
-from accelerant.ops._registry import public_op
+from accelerant.ops.registry import public_op
 from accelerant.runtime import registry
 
 NOT_MEASURED_HERE: set[str] = set()
@@ -414,7 +414,7 @@ def test_ours_that_is_wrong_ends_the_run_after_the_other_cases(monkeypatch):
         return torch.sigmoid(x)
 
     wrong.__module__ = accelerant.ops.relu.__module__
-    monkeypatch.setattr(accelerant.ops, "relu", wrong)
+    monkeypatch.setattr(accelerant.ops.elementwise, "relu", wrong)
     record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
@@ -432,7 +432,7 @@ def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monk
     wrong.__module__ = accelerant.ops.relu.__module__
     journal = Journal(path, record, resume=False)
     with monkeypatch.context() as patched:
-        patched.setattr(accelerant.ops, "relu", wrong)
+        patched.setattr(accelerant.ops.elementwise, "relu", wrong)
         with pytest.raises(AccelerantError, match="wrong: relative error"):
             measure(record, cases[:1], journal=journal)
     again = BenchmarkRecord(environment())
@@ -460,7 +460,7 @@ def test_ours_without_memory_is_a_loss_and_no_failure(monkeypatch, tmp_path):
         return lacks_memory()
 
     lacking.__module__ = accelerant.ops.relu.__module__
-    monkeypatch.setattr(accelerant.ops, "relu", lacking)
+    monkeypatch.setattr(accelerant.ops.elementwise, "relu", lacking)
     record = BenchmarkRecord(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     journal = Journal(tmp_path / "rows.jsonl", record, resume=False)
     cases = [small("tanh", (4, 32)), small("relu", (4, 32))]

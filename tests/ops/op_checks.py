@@ -11,7 +11,7 @@ import torch
 
 import accelerant.ops
 from accelerant.ops._cases import draw
-from accelerant.ops._registry import public_op, register
+from accelerant.ops.registry import public_op, register
 
 FOLDER = Path(accelerant.ops.__file__).parent
 ADDED = "leaky_relu"

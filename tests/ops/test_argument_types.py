@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import AccelerantError, ConfigError, ShapeError
-from accelerant.ops._registry import public_ops
+from accelerant.ops.registry import public_ops
 
 OPS = {name: op for name, op in public_ops().items() if op.package.startswith("accelerant.")}
 

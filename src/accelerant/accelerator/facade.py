@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from accelerant import ops
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
 from accelerant.accelerator.methods import (
@@ -137,9 +136,9 @@ class _OperationRow:
 class OperationMetrics:
     """Calls, times and bytes of operations; may be used from several threads."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self) -> None:
         self._lock = fork_safe(threading.Lock())
-        self._rows = {name: _OperationRow() for name in names}
+        self._rows: defaultdict[str, _OperationRow] = defaultdict(_OperationRow)
 
     def add(self, name: str, **counts: int) -> None:
         """Add to an operation's calls, errors (calls that raised), fallbacks (to another device), bytes and flops."""
@@ -195,7 +194,7 @@ class Accelerator(Operations):
         self.config = config or AcceleratorConfig()
         chosen = fallback if self.config.fallback is None else self.config.fallback
         self._policy = settings().fallback if chosen is None or chosen is True else _policy(chosen)
-        self._metrics = OperationMetrics(METHODS)
+        self._metrics = OperationMetrics()
         self._closed = False
         self._submitted: set[Future[Any]] = set()
         self.device = self._choose(backend, device)
@@ -584,7 +583,7 @@ class Accelerator(Operations):
         if name in _WITHOUT_TENSORS and (name != "gelu" or "portable" in self._provider.dialects):
             arrays = (tensor.numpy() for tensor in tensors)
             return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
-        place = tensor_device(self.device) if hasattr(ops, name) else None
+        place = tensor_device(self.device) if METHODS[name].is_op else None
         if place is None:
             raise UnsupportedCase(f"{self.device.backend} has no {name}")
         results = self._in_batches(name, tuple(map(place.upload, tensors)), options, each)

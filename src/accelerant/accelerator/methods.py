@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
 from accelerant.ops._cases import Fractions, Indices, SampleInput, Stated
 from accelerant.ops._torch_names import own_keywords
+from accelerant.ops.registry import PublicOp, public_op, watch
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
@@ -281,7 +282,7 @@ def _op(
     `arguments` has an example's arguments for a number of rows, as in the op's samples, and `options` its options.
     `flops` may be the operations for each element of the first result.
     """
-    function = getattr(ops, name)
+    function = public_op(name).function
     declared = inspect.signature(function).parameters.values()
     arrays = [each for each in declared if str(each.annotation).startswith("Tensor")]
     by_name = [each.name for each in arrays if each.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -425,7 +426,7 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
 
 def _op_method(name: str) -> Callable[..., Any]:
     """Return the method of a public op, with the op's signature."""
-    function = getattr(ops, name)
+    function = public_op(name).function
     signature = inspect.signature(function)
     declared = list(signature.parameters.values())
     arrays = {each.name: each for each in declared if str(each.annotation).startswith("Tensor")}
@@ -487,12 +488,13 @@ class Operations(ABC):
     def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run or record a call; the options may be those of other calls, too, and are not changed."""
 
-    (
-        add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_varlen, avg_pool2d,
-        binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout, embedding, gelu,
-        l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int8, log_softmax, matmul, max_pool2d, mse_loss,
-        mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
-    ) = map(_op_method, ops.__all__)  # fmt: skip
+    if TYPE_CHECKING:  # `_add_op` makes them of every public op
+        (
+            add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_varlen, avg_pool2d,
+            binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout, embedding, gelu,
+            l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int8, log_softmax, matmul, max_pool2d,
+            mse_loss, mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
+        ) = map(_op_method, ops.__all__)  # fmt: skip
 
     def field_add(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""
@@ -532,6 +534,17 @@ class Operations(ABC):
     def msm(self, scalars: Any, points: Any, *, curve: str = DEFAULT_CURVE, check: bool | str = "curve") -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         return self._call("msm", (scalars, points), {"curve": curve, "check": check})
+
+
+def _add_op(op: PublicOp) -> None:
+    """Make an operation of a public op; one without an entry in METHODS is never merged with other calls."""
+    if op.name not in METHODS:
+        sample = op.cases.SAMPLES[0]
+        METHODS[op.name] = _op(op.name, 1, lambda n: sample.arguments, options=sample.options)
+    setattr(Operations, op.name, _op_method(op.name))
+
+
+watch(_add_op)
 
 
 def dtypes_of(name: str, arrays: tuple[Any, ...]) -> list[torch.dtype | None]:

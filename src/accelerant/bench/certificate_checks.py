@@ -26,7 +26,7 @@ from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._cases import SampleInput, Tolerance, draw
-from accelerant.ops._registry import PublicOp, public_ops
+from accelerant.ops.registry import PublicOp, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.tensors.tensor import tensor_device, to

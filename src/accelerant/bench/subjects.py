@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant import ops
 from accelerant.errors import UnsupportedCase
 from accelerant.ops._cases import SampleInput, Subject
-from accelerant.ops._registry import public_op
+from accelerant.ops.registry import public_op, watch
 
 __all__ = ["OPS", "Subject", "subject_of"]
 
@@ -196,5 +195,7 @@ def subject_of(name: str) -> Subject:
     return declared or _OWN.get(name) or Subject(_torch_function(name))
 
 
-OPS: dict[str, Subject] = {name: subject_of(name) for name in ops.__all__}
+OPS: dict[str, Subject] = {}
 """The subjects of the public ops."""
+
+watch(lambda op: OPS.update({op.name: subject_of(op.name)}))

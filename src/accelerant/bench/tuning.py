@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import check_names
 from accelerant.bench.suites import neural
@@ -21,6 +20,7 @@ from accelerant.bench.suites.neural_plan import plan
 from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.config import override
 from accelerant.errors import AccelerantError, DeviceLost
+from accelerant.ops.registry import public_op
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
@@ -87,7 +87,7 @@ def tune_ops(
 def _tuned(
     name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object], launches: bool
 ) -> TuneResult:
-    function = getattr(ops, name)
+    function = public_op(name).function
     args = leaves_of(name, inputs)
 
     def both() -> None:

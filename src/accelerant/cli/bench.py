@@ -97,9 +97,9 @@ class _SuiteGroup(HelpGroup):
 
 
 def _is_op(name: str) -> bool:
-    from accelerant import ops
+    from accelerant.ops.registry import public_ops
 
-    return name in ops.__all__
+    return name in public_ops()
 
 
 def _load(name: str) -> type[Suite]:

@@ -1,7 +1,10 @@
 """leaky_relu: validation, reference, launches, implementations, registration with torch."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import SHORT, STREAM, StreamKernel, accesses, launch_map, triton_operation
@@ -38,7 +41,7 @@ _cpu = CpuFastPath(lambda x, slope=0.01: F.leaky_relu(x, slope))
 
 
 @_cpu
-def leaky_relu(x, slope=0.01):
+def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
     """Scale negative elements by a slope.
 
     y = max(x, 0) + slope min(x, 0)

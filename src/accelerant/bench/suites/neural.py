@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from accelerant import ops
 from accelerant.bench import baselines
 from accelerant.bench.ceilings import cpu_time_ms, cpu_timing, threads_text
 from accelerant.bench.record import (
@@ -65,6 +64,7 @@ from accelerant.bench.timer import back_to_back_ms, first_ms, rotated_ms, time_i
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
+from accelerant.ops.registry import public_op
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
@@ -315,7 +315,7 @@ def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row
 
     def make(rows: int) -> Callable[[], Any]:
         case = OpCase(name, "", shrunk(name, tensors, rows), dict(benchmark.sample.options), benchmark, False)
-        return call_of(getattr(ops, name), case, direction)
+        return call_of(public_op(name).function, case, direction)
 
     first = tensors[0]
     taken, note = cpu_time_ms(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
@@ -362,7 +362,7 @@ class _Runner:
 def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
     """Return the makers of the runners' functions by runner, ours first."""
     subject = OPS[case.name]
-    makers: dict[str, Maker] = {OURS: lambda: getattr(ops, case.name)}
+    makers: dict[str, Maker] = {OURS: lambda: public_op(case.name).function}
     for peer in one.peers:
         if peer == "torch":
             makers["torch"] = lambda: subject.theirs
@@ -394,7 +394,7 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
     runners = runners_of(case, one)
 
     def plain(direction: str) -> Callable[[], Any]:
-        return call_of(getattr(ops, case.name), case, direction)
+        return call_of(public_op(case.name).function, case, direction)
 
     cold_ms = first_ms(plain("both" if case.together else "forward"), case.device)
     works = work_of(case)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant import ops
 from accelerant.bench.subjects import OPS, attention_flops, varlen_flops
 from accelerant.ops._cases import Benchmark
-from accelerant.ops._registry import public_op
+from accelerant.ops.registry import public_op
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 
@@ -176,7 +175,7 @@ class CaseWork:
 
 def work_of(case: OpCase) -> list[CaseWork]:
     """Return the directions of a case; runs it forward, for its sizes and to see whether it has a gradient."""
-    subject, fn = OPS[case.name], getattr(ops, case.name)
+    subject, fn = OPS[case.name], public_op(case.name).function
     with torch.no_grad():
         outs = as_tuple(fn(*case.inputs, **case.options))
     written = sum(y.nbytes for y in outs)

@@ -23,7 +23,7 @@ from accelerant.bench.subjects import OPS
 from accelerant.bench.suites.neural_cases import benchmarks_of, odd_benchmarks_of
 from accelerant.errors import ConfigError
 from accelerant.ops._cases import Benchmark, Fractions, Indices, SampleInput, Stated
-from accelerant.ops._registry import public_op
+from accelerant.ops.registry import public_op
 
 Maker = Callable[[], Callable[..., Any]]
 """Returns a peer's function; raises UnsupportedCase where its library is absent."""

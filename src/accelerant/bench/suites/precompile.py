@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-from accelerant import ops
 from accelerant.bench.suite import SuiteCase, SuiteRun
 from accelerant.bench.suites.neural import compiling, own_kernels, runners_of
 from accelerant.bench.suites.neural_cases import OpCase, call_of
 from accelerant.bench.suites.neural_plan import PlannedCase
 from accelerant.config import override
+from accelerant.ops.registry import public_op
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
@@ -171,7 +171,7 @@ def _compile(one: PlannedCase, device: ComputeDevice) -> None:
 
 
 def _compile_alternatives(case: OpCase, direction: str, one: PlannedCase) -> None:
-    fn = getattr(ops, case.name)
+    fn = public_op(case.name).function
     decisions = explain_quietly(call_of(fn, case, direction)).decisions
     settings: list[contextlib.AbstractContextManager[Any]] = []
     if one.part == "" and (forced := own_kernels(decisions)):

@@ -6,17 +6,19 @@ A package of one op is a folder of at most four files:
     op.py               the function, its Operations and its DifferentiableOp, and the reference <op>_reference
     triton_kernels.py   the kernels <op>_fwd and <op>_bwd
     cases.py            SAMPLES, LARGE, BENCHMARKS, TOLERANCES, KERNELS and SUBJECT; or FAMILY, with these for each op
+
+Other packages add ops by an entry point of the group "accelerant.ops" (`NAME = "package"`), or by `register`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import pkgutil
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from accelerant.errors import ConfigError
 from accelerant.runtime.dispatch import operations
 
 _LIBRARIES = {"cublaslt": "cuBLASLt", "cudnn": "cuDNN", "torch": "torch"}
@@ -59,30 +61,52 @@ class PublicOp:
         return f"| `{self.name}` | {summary} | {', '.join(kernels) or 'none'} | {', '.join(libraries)} |"
 
 
-_registered: list[str] = []
+_ENTRY_POINTS = "accelerant.ops"
+_ops: dict[str, PublicOp] = {}
+_watching: list[Callable[[PublicOp], None]] = []
 
 
 def register(package: str) -> None:
-    """Add a package of ops from outside accelerant.ops; the functions that it exports are its ops."""
-    if package not in _registered:
-        _registered.append(package)
-        public_ops.cache_clear()
+    """Add the ops of a package outside accelerant.ops, which are the functions that it exports.
+
+    Accelerators, the service, `accelerant bench` and the table of ops have them from then on. Raises ConfigError where
+    another op has the name of one.
+    """
+    known, names = public_ops(), importlib.import_module(package).__all__
+    found = [PublicOp(name, package) for name in names]
+    if taken := [op.name for op in found if known.get(op.name, op) != op]:
+        raise ConfigError(f"register: {package} exports {taken[0]}, which is an op of {known[taken[0]].package}")
+    _add([op for op in found if op.name not in known])
 
 
-@functools.cache
+def _add(added: list[PublicOp]) -> None:
+    _ops.update({op.name: op for op in added})
+    for watcher in _watching:
+        for op in added:
+            watcher(op)
+
+
+def watch(watcher: Callable[[PublicOp], None]) -> None:
+    """Call a function with every public op, and with those that are added later."""
+    for op in public_ops().values():
+        watcher(op)
+    _watching.append(watcher)
+
+
 def public_ops() -> dict[str, PublicOp]:
-    """Return every public op by name: those that the packages of accelerant.ops export, and the registered ones."""
-    root = importlib.import_module("accelerant.ops")
-    packages = [f"{root.__name__}.{each.name}" for each in pkgutil.iter_modules(root.__path__) if each.ispkg]
-    ops = {}
-    for package in (*packages, *_registered):
-        if package.rpartition(".")[2].startswith("_"):
-            continue
-        exported = importlib.import_module(package)
-        for name in getattr(exported, "__all__", ()):
-            if package in _registered or getattr(root, name, None) is getattr(exported, name):
-                ops[name] = PublicOp(name, package)
-    return dict(sorted(ops.items()))
+    """Return every public op by name: those of accelerant.ops, of installed packages, and the registered ones."""
+    if not _ops:
+        from importlib.metadata import entry_points  # 10 ms
+
+        root = importlib.import_module("accelerant.ops")
+        _add([PublicOp(name, ".".join(getattr(root, name).__module__.split(".")[:3])) for name in root.__all__])
+        for point in entry_points(group=_ENTRY_POINTS):
+            try:
+                register(point.value)
+            except Exception as error:  # noqa: BLE001 - whatever another package raises
+                text = "ops of the entry point %r (%s) are left out: %s: %s"
+                logging.getLogger("accelerant").warning(text, point.name, point.value, type(error).__name__, error)
+    return dict(sorted(_ops.items()))
 
 
 def public_op(name: str) -> PublicOp:
