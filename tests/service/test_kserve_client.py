@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tritonclient.http import InferenceServerClient, InferenceServerException, InferInput, InferRequestedOutput
 
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.service.bodies import (
     ARROW,
     BINARY,

@@ -23,7 +23,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import add, multiply, negate
-from accelerant.algebra.field import FieldArray
+from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.algebra.msm import cpu

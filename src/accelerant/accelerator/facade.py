@@ -35,7 +35,7 @@ from accelerant.accelerator.methods import (
     to_tensors,
 )
 from accelerant.accelerator.split import Split, devices_worth_using, run_on_devices, split_along_rows, work_s
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import (
     AccelerantError,

@@ -22,7 +22,7 @@ import torch
 import torch.utils.dlpack
 
 from accelerant import ops
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes

@@ -32,7 +32,7 @@ from accelerant.accelerator.methods import (
     joined_arguments,
     tensors_of,
 )
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.zk.elliptic_curve import curve as curve_named
 
 _PEER_BYTES_PER_S, _HOST_BYTES_PER_S = 2e11, 2.5e10

@@ -1,5 +1,1 @@
-"""Exact arithmetic that privacy and zero-knowledge share."""
-
-from accelerant.algebra import field
-
-__all__ = ["field"]
+"""Exact arithmetic that privacy and zero-knowledge share; `accelerant.zk` has its public names."""

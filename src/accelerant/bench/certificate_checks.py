@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelerant.algebra.curve import weierstrass as group_law
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.ntt.plan import ntt_reference

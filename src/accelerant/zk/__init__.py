@@ -11,9 +11,17 @@ on first use. The CPU needs NumPy and llvmlite only; torch is imported only for 
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy
-from accelerant.algebra.field import FieldArray, PrimeField, register_field
-from accelerant.algebra.field import prime_field as field
-from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve, register_family
+from accelerant.algebra.field.field import FieldArray, PrimeField, register_field
+from accelerant.algebra.field.field import prime_field as field
+from accelerant.zk.elliptic_curve import (
+    EllipticCurve,
+    PairingValue,
+    curve,
+    pairing,
+    pairing_product_is_one,
+    register_curve,
+    register_family,
+)
 from accelerant.zk.multi_scalar import FixedBase, msm
 from accelerant.zk.transform import ntt
 
@@ -21,8 +29,8 @@ if TYPE_CHECKING:
     from accelerant.zk import formats, groth16
 
 __all__ = [
-    "EllipticCurve", "FieldArray", "FixedBase", "PrimeField", "curve", "field", "formats", "groth16", "msm", "ntt",
-    "pairing_product_is_one", "register_curve", "register_family", "register_field",
+    "EllipticCurve", "FieldArray", "FixedBase", "PairingValue", "PrimeField", "curve", "field", "formats", "groth16",
+    "msm", "ntt", "pairing", "pairing_product_is_one", "register_curve", "register_family", "register_field",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none

@@ -18,7 +18,7 @@ import numpy as np
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
-from accelerant.algebra.field import FieldArray
+from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import (
     HOST,
@@ -29,33 +29,37 @@ from accelerant.algebra.field.memory_space import (
     is_tensor,
     space_at,
     space_of,
+    spaces_at,
     stacked,
 )
 from accelerant.algebra.msm.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.algebra.msm.cpu import scratch_bytes as host_scratch_bytes
 from accelerant.algebra.msm.device import DeviceBases, canonical, start_msm
 from accelerant.algebra.msm.device_plan import accumulate_source, device_plan
-from accelerant.errors import ConfigError, FormatError, ShapeError
-from accelerant.runtime.files import clipped
+from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
 from accelerant.zk.operands import field_operand, scalar_words, tailed_operand
 
 Words = Any
-Devices = Sequence[str | ComputeDevice] | None
+Devices = Sequence[DeviceLike] | None
 _Start = Callable[[Words], Any]
 """Computes a sum of scalars times points: the host's words of one point, Montgomery form, or `finish` returns them."""
 
 _Check = Callable[[], FormatError | None]
 
 
+@operands.either_order("scalars", "points", lambda _, __, curve="bn254_g1", **options: curve_of(curve))
 def msm(
-    scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str = "curve", devices: Devices = None
-) -> Any:
+    scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str = "curve", device: DeviceLike = None,
+    devices: Devices = None,
+) -> Any:  # fmt: skip
     """Return the sum of scalars[i] points[i], for each row of scalars.
+
+    Scalars and points may be in either order: they are told apart by what they are.
 
     Args:
         scalars: (n, 4) uint64, canonical, below the curve's order; or (b, n, 4), for b sums over the same points; or
@@ -70,13 +74,15 @@ def msm(
             times as long for fewer and on devices; nothing on BN254 G1, where every point of the curve is in the
             subgroup. Where points enter (from_bytes, keys, FixedBase), "subgroup" is the default. False: no check;
             sums with points off the curve are meaningless.
-        devices: several devices that share the sum, as for FixedBase; by default the one of the points.
+        device: device of the sum; by default that of the points.
+        devices: several devices that share the sum, as for FixedBase.
 
     Returns:
         One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
 
     Raises:
-        ConfigError: unknown curve or check; a FieldArray of another field.
+        ConfigError: unknown curve, check or devices; a FieldArray of another field; or either argument could be the
+            points, and neither is named.
         UnsupportedDtype: neither uint64 nor integers.
         ShapeError: other shapes, or different numbers of scalars and points.
         FormatError: a scalar is not below the order, a coordinate is not below the modulus, or a point fails check;
@@ -84,8 +90,8 @@ def msm(
 
     Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
     """
-    if devices is not None:
-        return FixedBase(curve, points, check=check, multiples=False, devices=devices).msm(scalars)
+    if device is not None or devices is not None:
+        return FixedBase(curve, points, device, check=check, multiples=False, devices=devices).msm(scalars)
     parameters, level = curve_of(curve), operands.check_of(check)
     # On curves of even order the kernels take points of the subgroup only
     curve_alone = parameters.cofactor == 1 or (level == "curve" and parameters.cofactor % 2 == 1)
@@ -118,7 +124,7 @@ class FixedBase:
         self,
         curve: str,
         points: Any,
-        device: str | ComputeDevice | None = None,
+        device: DeviceLike = None,
         *,
         check: bool | str = True,
         multiples: bool | None = None,
@@ -143,15 +149,8 @@ class FixedBase:
         """
         self._parameters, level = curve_of(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
-        if devices is not None and (device is not None or not isinstance(devices, tuple | list) or not devices):
-            raise ConfigError(
-                f"devices must be a list of devices, and device not be given; got {clipped(devices)}, {clipped(device)}"
-            )
-        if devices is None:
-            spaces = [operand.space if device is None else space_at(device)]
-        else:
-            spaces = [space_at(each) for each in devices]
-        self.curve, self.n, self.space = curve, _count(self._parameters, operand), spaces[0]
+        spaces = [operand.space] if device is devices is None else spaces_at(device, devices)
+        self.curve, self.n, self.space = self._parameters.name, _count(self._parameters, operand), spaces[0]
         bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
         self._parts = _in_threads(
             lambda space, first, last: _DevicePart.of(self._parameters, operand, space, level, multiples, first, last),
@@ -236,7 +235,7 @@ def _in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any
         return [task.result() for task in tasks]
 
 
-def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
+def scratch_bytes(curve: str, n: int, device: DeviceLike) -> int:
     """Return the memory that msm of n points takes on a device, besides its arguments and result."""
     parameters, space = curve_of(curve), space_at(device)
     if not n:

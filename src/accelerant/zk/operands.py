@@ -6,9 +6,11 @@ Scalars may be secret: no error shows one.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field import FieldArray
+from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.memory_space import (
     HOST,
     ArrayOperand,
@@ -156,6 +158,90 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
     device = None if tensor is None else tensor.device
     return in_kind(canonical.reshape((*leading, *curve.shape)), space, device)
+
+
+# --- points and scalars in either order ------------------------------------------------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def either_order(first: str, second: str, curve_of_call: Callable[..., Curve[Any]], own: int = 0) -> Callable[[F], F]:
+    """Decorate a function of `points` and `scalars`, named `first` and `second` after `own` others: take either order.
+
+    Positional arguments are told apart by what they are (see `swapped`); `curve_of_call` has all of a call's arguments.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*given: Any, **options: Any) -> Any:
+            if len(given) > own + 1:
+                pair = {first: given[own], second: given[own + 1]}
+                if swapped(curve_of_call(*given, **options), **pair, rows=not own):
+                    given = (*given[:own], given[own + 1], given[own], *given[own + 2 :])
+            elif len(given) > own and first in options:
+                given, options = given[:own], options | {second: given[own]}
+            return function(*given, **options)
+
+        return call  # type: ignore[return-value]  # its signature is the function's
+
+    return decorate
+
+
+def swapped(curve: Curve[Any], scalars: Any, points: Any, *, rows: bool = True) -> bool:
+    """Return whether `scalars` are the points and `points` the scalars: by types and shapes, else by the curve.
+
+    Points are (n, ...) with scalars (n, ...) or (b, n, ...), or unless `rows` both of any dimensions that broadcast.
+    ConfigError where either could be the points.
+    """
+    if (as_points := leading_dimensions(curve, scalars)[0]) is None:
+        return False
+    other_points, other_scalars = leading_dimensions(curve, points)
+    if not _fit(as_points, other_scalars, rows):
+        return False
+    if other_points is None:
+        return True
+    if not _may_be_points(curve, scalars):
+        return False
+    if _may_be_points(curve, points):
+        raise ConfigError("either argument could be the points: give both by name, scalars= and points=")
+    return True
+
+
+def leading_dimensions(curve: Curve[Any], x: Any) -> tuple[Shape | None, Shape | None]:
+    """Return the leading dimensions of x as points and as scalars; None for what it cannot be."""
+    outer, part = Shape(), int if curve.coordinates.degree == 1 else tuple
+    while isinstance(x, list | tuple) and x:
+        if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], part) and isinstance(x[1], part):
+            return outer, (*outer, 2, 2)[: len(outer) + curve.coordinates.degree]
+        outer, x = (*outer, len(x)), x[0]
+    if x is None:
+        return outer, None
+    if isinstance(x, int | np.integer):
+        return None, outer
+    if isinstance(x, FieldArray):
+        return None, x.shape
+    shape, tail = (*outer, *getattr(x, "shape", ())), len(curve.shape)
+    points = shape[:-tail] if shape[-tail:] == curve.shape else None
+    return points, shape[:-1] if shape[-1:] == (SCALAR_WORDS,) else None
+
+
+def _fit(points: Shape, scalars: Shape | None, rows: bool) -> bool:
+    if scalars is None:
+        return False
+    if rows:
+        return len(points) == 1 and len(scalars) in (1, 2) and scalars[-1] == points[0]
+    return all(i == j or 1 in (i, j) for i, j in zip(reversed(points), reversed(scalars), strict=False))
+
+
+def _may_be_points(curve: Curve[Any], x: Any) -> bool:
+    """Return whether x are points of the curve, not all of them infinity."""
+    try:
+        operand = point_operand(curve, x, "points")
+    except (FormatError, ShapeError, UnsupportedDtype):
+        return False
+    words = montgomery_points(curve, operand, operand.space)
+    finite = operand.space.store(words).any()
+    return bool(finite) and not launch.off(operand.space, curve, "off_curve", words).any()
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accelerant.algebra.field import FieldArray, PrimeField, prime_field
+from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
 from accelerant.algebra.field.memory_space import DeviceVerdict, MemorySpace, is_tensor, signed_view, space_at, stacked
 from accelerant.algebra.field.parameters import Field
@@ -71,7 +71,7 @@ def ntt(
         if not isinstance(flag, bool | np.bool_):
             raise ConfigError(f"{name} must be True or False, got {clipped(flag)}")
     if isinstance(x, FieldArray):  # the result stays in Montgomery form
-        if field is not None and field is not x.field and not (isinstance(field, str) and field == x.field.name):
+        if field is not None and (field if isinstance(field, PrimeField) else prime_field(field)) is not x.field:
             raise ConfigError(f"x is an array of {x.field.name}, not of {clipped(field)}")
         if out is not None:
             raise ConfigError("FieldArrays do not change: ntt takes no out= for one")

@@ -8,7 +8,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.errors import ConfigError, ProtocolError, ShapeError
 from accelerant.privacy.mpc import beaver, shamir
 from accelerant.privacy.mpc.secagg.encoding import mask_sums, mask_sums_source

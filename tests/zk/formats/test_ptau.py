@@ -71,7 +71,7 @@ def test_a_contributions_points_are_what_they_are_called(powers, family):
         left = zk.curve(f"{family.name}_g1").neg(of_group(family, "g1", first[sx]))
         p = np.concatenate([left, of_group(family, "g1", first[s])])
         q = np.concatenate([g2, of_group(family, "g2", first[power])])
-        assert zk.pairing_product_is_one(p, q, curve=family.name), power
+        assert zk.pairing_product_is_one(p, q, family=family.name), power
     last = powers.contributions[-1].points
     assert np.array_equal(last["tau_g2"], powers.powers("tau_g2")[1])
     assert np.array_equal(last["alpha_g1"], powers.powers("alpha_g1")[0])

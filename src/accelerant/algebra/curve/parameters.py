@@ -28,7 +28,7 @@ from accelerant.algebra.curve.weierstrass import (
     in_subgroup,
     multiply,
 )
-from accelerant.algebra.field.parameters import FIELDS, Field, field_of, register_field
+from accelerant.algebra.field.parameters import FIELDS, Field, field_of, known_name, register_field
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
@@ -205,16 +205,21 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
 
 def curve_of(name: str) -> Curve[Any]:
     """Return the curve of a name; ConfigError if there is none."""
-    if not isinstance(name, str) or name not in CURVES:
+    found = (CURVES.get(name) or CURVES.get(known_name(name))) if isinstance(name, str) else None
+    if found is None:
         raise ConfigError(f"unknown curve {clipped(name)}; known are {', '.join(CURVES)}")
-    return CURVES[name]()
+    return found()
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a name: bn254, bls12_381, or a registered one; ConfigError if there is none."""
-    if not isinstance(name, str) or name not in FAMILIES:
+    """Return the family of a name: bn254, bls12_381, what snarkjs calls them, or a registered one.
+
+    ConfigError if there is none.
+    """
+    found = (FAMILIES.get(name) or FAMILIES.get(known_name(name))) if isinstance(name, str) else None
+    if found is None:
         raise ConfigError(f"unknown pairing {clipped(name)}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    return found
 
 
 def register_curve(

@@ -6,7 +6,7 @@ a call runs: NumPy arrays on the CPU, CUDA tensors on their GPU; `device=` compu
 
 >>> fr = accelerant.zk.field("bn254_fr")
 >>> fr.add(fr.encode([1, 2]), fr.random(2))      # canonical words in and out
->>> x = fr.array(fr.random(1000))                # a FieldArray, in Montgomery form on its device
+>>> x = fr(fr.random(1000))                      # a FieldArray, in Montgomery form on its device
 >>> y = (x**5 + 3 * x - 1) / x                   # nothing leaves the device
 >>> y.canonical()                                # words as the field's functions take them
 """
@@ -37,9 +37,7 @@ from accelerant.algebra.field.memory_space import (
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import clipped
-from accelerant.runtime.provider import ComputeDevice
-
-Device = str | ComputeDevice | None
+from accelerant.runtime.registry import DeviceLike
 
 
 class PrimeField:
@@ -58,7 +56,7 @@ class PrimeField:
     Attributes:
         parameters: the field's parameters.
         name: the name that prime_field takes.
-        modulus: p, the number of elements.
+        modulus: p, the number of elements; also `order` and `characteristic`.
         limbs: words per element.
         generator: of the multiplicative group; its powers are all elements except 0.
         two_adicity: the largest k such that 2^k divides p - 1.
@@ -68,7 +66,7 @@ class PrimeField:
     def __init__(self, parameters: Field) -> None:
         self.parameters = parameters
         self.name = parameters.name
-        self.modulus = parameters.modulus
+        self.modulus = self.order = self.characteristic = parameters.modulus
         self.limbs = parameters.limbs
         self.generator = parameters.generator
         self.two_adicity = parameters.two_adicity
@@ -110,60 +108,84 @@ class PrimeField:
         """
         return host.random(self.parameters, host.sizes_of(shape))
 
-    def array(self, x: Any, *, device: Device = None, reduce: bool = False) -> FieldArray:
+    def __call__(self, x: Any, *, device: DeviceLike = None, reduce: bool = False) -> FieldArray:
         """Return canonical words, integers or another FieldArray of this field as a FieldArray.
 
-        It stays on its device, in Montgomery form, between calls.
+        It stays on its device, in Montgomery form, between calls. NumPy arrays of signed integers are integers.
         """
         if isinstance(x, FieldArray):
             if x.field is not self:
                 raise ConfigError(f"this is an array of {x.field.name}, not of {self.name}")
             return x.moved(x.space if device is None else space_at(device))
+        if isinstance(x, np.ndarray) and x.dtype.kind == "i":
+            x = self.encode(x, reduce=reduce)
         operand = self._operand(x, "x", reduce)
         space = operand.space if device is None else space_at(device)
         montgomery = launch.elementwise(space, self.parameters, "to_montgomery", "canonical", operand.moved(space))
         return FieldArray(self, space, montgomery, home=None if operand.tensor is None else operand.tensor.device)
 
-    def add(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    array = __call__
+
+    def zeros(self, shape: int | Sequence[int], *, device: DeviceLike = None) -> FieldArray:
+        """Return a FieldArray of zeros."""
+        words = np.zeros((*host.sizes_of(shape), *host.tail_of(self.parameters)), self.dtype)
+        return self(FieldArray(self, HOST, words), device=device)
+
+    def ones(self, shape: int | Sequence[int], *, device: DeviceLike = None) -> FieldArray:
+        """Return a FieldArray of ones."""
+        return self.zeros(shape, device=device) + 1
+
+    def uniform(self, shape: int | Sequence[int] = (), *, device: DeviceLike = None) -> FieldArray:
+        """Return a FieldArray of `random` elements."""
+        return self(self.random(shape), device=device)
+
+    Zeros, Ones, Random = zeros, ones, uniform  # as in galois
+
+    @property
+    def primitive_element(self) -> FieldArray:
+        """The generator of the multiplicative group, as a single element."""
+        return self(self.generator)
+
+    def add(self, x: Any, y: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return (x + y) mod p."""
         return self._map("add", (x, y), device, reduce)
 
-    def sub(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def sub(self, x: Any, y: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return (x - y) mod p."""
         return self._map("sub", (x, y), device, reduce)
 
-    def mul(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def mul(self, x: Any, y: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return x y mod p."""
         return self._map("mul", (x, y), device, reduce)
 
-    def square(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def square(self, x: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return x^2 mod p."""
         return self._map("square", (x,), device, reduce)
 
-    def neg(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def neg(self, x: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return -x mod p."""
         return self._map("neg", (x,), device, reduce)
 
-    def inv(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def inv(self, x: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return x^-1 mod p, many by one inversion; a 0 among them raises FormatError, which names its index."""
         return self._each(launch.inverse, (x,), device, reduce, "canonical", "x")
 
-    def pow(self, x: Any, exponent: int, *, device: Device = None, reduce: bool = False) -> Any:
+    def pow(self, x: Any, exponent: int, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return x^exponent mod p for one Python integer, which may be negative; x^0 = 1, also of 0.
 
         The exponent is public: the time depends on it.
         """
         return self._each(launch.power, (x,), device, reduce, _exponent(exponent), "canonical", "x")
 
-    def sum(self, x: Any, axis: int | None = None, *, device: Device = None, reduce: bool = False) -> Any:
+    def sum(self, x: Any, axis: int | None = None, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return the sum of all elements, or along an axis of the elements' shape; 0 of none."""
         return self._each(launch.summed, (x,), device, reduce, axis, "canonical")
 
-    def dot(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
+    def dot(self, x: Any, y: Any, *, device: DeviceLike = None, reduce: bool = False) -> Any:
         """Return the sum of the products along the last axis of the elements' shape."""
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
 
-    def _map(self, op: str, arrays: Sequence[Any], device: Device, reduce: bool) -> Any:
+    def _map(self, op: str, arrays: Sequence[Any], device: DeviceLike, reduce: bool) -> Any:
         if device is None and reduce is False:
             z = launch.checked_at_once(self.parameters, op, *arrays)
             if z is not None:
@@ -175,7 +197,9 @@ class PrimeField:
             reduce,
         )
 
-    def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:
+    def _each(
+        self, run: Callable[..., Any], arrays: Sequence[Any], device: DeviceLike, reduce: bool, *options: Any
+    ) -> Any:
         """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, ("x", "y"), strict=False)]
         fixed = [operand for operand in operands if not operand.free]
@@ -266,17 +290,33 @@ class FieldArray:
             raise TypeError("a single element has no length")
         return self.shape[0]
 
+    def __int__(self) -> int:
+        """Return the integer of a single element."""
+        if self.shape:
+            raise TypeError(f"int() takes a single element, got an array of shape {self.shape}: .tolist() makes a list")
+        return int(self.tolist())
+
+    def __bool__(self) -> bool:
+        """Return whether a single element is not 0; NumPy's ValueError for several."""
+        return bool(self != 0)
+
     def canonical(self) -> Any:
         """Return canonical words: a NumPy array, or a torch tensor if the array was made from one."""
         return in_kind(self.plain_words(), self.space, self.home)
 
-    def ints(self) -> Any:
+    def tolist(self) -> Any:
         """Return Python integers: one, or nested lists."""
         return host.decode(self.field.parameters, self.space.store(self.plain_words()))
+
+    ints = tolist
 
     def plain_words(self) -> Any:
         """Return canonical words in the array's memory space."""
         return launch.elementwise(self.space, self.field.parameters, "from_montgomery", "montgomery", self.words)
+
+    def copy(self) -> FieldArray:
+        """Return the elements in memory of their own."""
+        return self + 0
 
     def moved(self, space: MemorySpace) -> FieldArray:
         """Return the elements in another memory space."""
@@ -308,6 +348,19 @@ class FieldArray:
             wanted = ", ".join(map(clipped, sizes))
             raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to ({wanted})")
         return self._of(self.words.reshape((*sizes, *host.tail_of(self.field.parameters))))
+
+    def transpose(self) -> FieldArray:
+        """Return the array with its axes in reverse order."""
+        words = self.words
+        for axis in reversed(range(self.ndim - 1)):
+            words = self.space.move_axis(words, axis, len(host.tail_of(self.field.parameters)))
+        return self._of(words)
+
+    T = property(transpose)
+
+    def flatten(self) -> FieldArray:
+        """Return the elements along one axis."""
+        return self.reshape(-1)
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
 
@@ -367,6 +420,22 @@ class FieldArray:
         """Return the sum of the products along the last axis."""
         x, y = self._together(self, other)
         return self._of(launch.dotted(self.space, self.field.parameters, x, y, "montgomery"))
+
+    def __matmul__(self, other: Any) -> FieldArray:
+        """Return the product of vectors or matrices; leading axes broadcast, as in np.matmul."""
+        y = self._like(other, "y")
+        if not self.ndim or not y.ndim or self.shape[-1] != y.shape[-2:][0]:
+            raise ShapeError(f"@ takes (..., n, k) and (..., k, m), or vectors of k; got {self.shape} and {y.shape}")
+        if y.ndim == 1:
+            return self.dot(y)
+        columns = y._of(self.space.move_axis(y.words, y.ndim - 2, len(host.tail_of(self.field.parameters))))
+        if self.ndim == 1:
+            return self.dot(columns)
+        rows = self.reshape(*self.shape[:-1], 1, self.shape[-1])
+        return rows.dot(columns.reshape(*columns.shape[:-2], 1, *columns.shape[-2:]))
+
+    def __rmatmul__(self, other: Any) -> FieldArray:
+        return self._like(other, "x") @ self
 
     def __eq__(self, other: object) -> Any:
         """Compare element by element; return booleans of NumPy, or of torch on its device."""
@@ -468,7 +537,7 @@ def register_field(name: str, modulus: int, generator: int) -> PrimeField:
     Raises:
         ConfigError: another field has the name, or a parameter violates these limits.
     """
-    return PrimeField(parameters.register_field(name, modulus, generator))
+    return prime_field(parameters.register_field(name, modulus, generator).name)
 
 
 def _exponent(exponent: object) -> int:
@@ -481,6 +550,7 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
+    "matmul": operator.matmul,
     "divide": operator.truediv,
     "power": operator.pow,
     "negative": operator.neg,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +22,8 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
-from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
+from accelerant.runtime.provider import Buffer, ComputeProvider, Pointer, out_of_memory
+from accelerant.runtime.registry import DeviceLike
 
 Shape = tuple[int, ...]
 _ALIGNMENT = 16
@@ -337,10 +339,6 @@ def _space_on(device: Any) -> MemorySpace:
     return _TensorSpace(device.type, device.index or 0)
 
 
-_DEVICE_DIGITS = 9
-"""Most digits of a device's number."""
-
-
 def stacked(x: Any, name: str) -> Any:
     """Return nested lists of arrays or tensors as one array, other arguments unchanged.
 
@@ -399,27 +397,23 @@ def array_operand(field: Field, x: Any, name: str, others: str) -> ArrayOperand:
     return ArrayOperand(HOST.contiguous(x), HOST)
 
 
-def space_at(device: str | ComputeDevice) -> MemorySpace:
-    """Return the memory space of a device: "cpu", "cuda", "cuda:1", "opencl", or what accelerant.devices() lists.
-
-    ConfigError for no such backend or device, BackendUnavailable with the reason if the backend is not available.
-    """
-    given: object = device
-    if isinstance(device, ComputeDevice):
-        backend, index = device.backend, device.index
-    else:
-        if isinstance(given, int | float | complex | bytes | tuple | list | dict | np.ndarray):
-            raise ConfigError(f"device must be a name as 'cpu' or 'cuda:1', got {clipped(device)}")
-        backend, _, number = str(device).partition(":")
-        if number and not (number.isascii() and number.isdecimal() and len(number) <= _DEVICE_DIGITS):
-            raise ConfigError(
-                f"device {clipped(device)}: wanted a backend's name, or a name and a number as in 'cuda:1'"
-            )
-        index = int(number or 0)
-    chosen = registry.choose(backend, index)
+def space_at(device: DeviceLike) -> MemorySpace:
+    """Return the memory space of a device; arguments and errors as find_device."""
+    chosen = registry.find_device(device)
     if chosen.backend == "cpu":
         return HOST
     return (_TensorSpace if chosen.backend in _WITH_TENSORS else _BufferSpace)(chosen.backend, chosen.index)
+
+
+def spaces_at(device: DeviceLike, devices: Sequence[DeviceLike] | None) -> list[MemorySpace]:
+    """Return the memory spaces of `devices`, or of one `device`; ConfigError for both, or for no sequence of them."""
+    if devices is None:
+        return [space_at(device)]
+    if device is not None or isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise ConfigError(
+            f"devices must be a list of devices, and device not be given; got {clipped(devices)}, {clipped(device)}"
+        )
+    return [space_at(each) for each in devices]
 
 
 def in_kind(words: Any, space: MemorySpace, device: Any) -> Any:

@@ -13,6 +13,7 @@ A field is checked when it is constructed.
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass, field
 
@@ -103,11 +104,23 @@ FIELDS = {
 other roots of unity than generator^((p - 1) / n)."""
 
 
+_FAMILY_NAMES = {"BN128": "bn254", "BN254": "bn254", "ALTBN128": "bn254", "BLS12381": "bls12_381"}
+"""Names that snarkjs reads, of which letters and digits count -> name here."""
+
+
+def known_name(name: str) -> str:
+    """Return a name with bn254 or bls12_381 in the place of what snarkjs calls it: bn128_g1 is bn254_g1."""
+    family, group = (name[:-3], name[-3:]) if name.endswith(("_g1", "_g2", "_fr", "_fq")) else (name, "")
+    letters = "".join(re.findall("[A-Z0-9]", family.upper()))
+    return _FAMILY_NAMES[letters] + group if letters in _FAMILY_NAMES else name
+
+
 def field_of(name: str) -> Field:
     """Return the field of a name; ConfigError if there is none."""
-    if not isinstance(name, str) or name not in FIELDS:
+    found = (FIELDS.get(name) or FIELDS.get(known_name(name))) if isinstance(name, str) else None
+    if found is None:
         raise ConfigError(f"unknown field {clipped(name)}; known are {', '.join(FIELDS)}")
-    return FIELDS[name]
+    return found
 
 
 _MOST_BITS = 4096

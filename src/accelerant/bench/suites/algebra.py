@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.ceilings import cpu_time_ms
 from accelerant.bench.record import Row, failure_note

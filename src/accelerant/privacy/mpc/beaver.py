@@ -32,7 +32,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from accelerant.algebra.field import PrimeField, prime_field
+from accelerant.algebra.field.field import PrimeField, prime_field
 from accelerant.errors import ConfigError, ProtocolError, ShapeError
 from accelerant.privacy.mpc.shamir import Share, Sharing, deal, opened, uniform
 from accelerant.privacy.random import SecureStream

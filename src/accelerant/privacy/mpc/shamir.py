@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from accelerant.algebra.curve import curve_of
-from accelerant.algebra.field import FieldArray, PrimeField, prime_field
+from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import HOST, signed_view, space_at
 from accelerant.algebra.field.parameters import Field

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field import PrimeField, prime_field
 from accelerant.algebra.field import launch as field_launch
+from accelerant.algebra.field.field import PrimeField, prime_field
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
