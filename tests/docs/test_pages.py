@@ -7,6 +7,7 @@ import doctest
 import importlib
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,10 +22,10 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```pycon" in page.rea
 
 
 @pytest.fixture
-def registries(monkeypatch):
+def registries():
     """Curves and fields that a page registers are gone after it."""
-    for module, name in ((curves, "CURVES"), (fields, "FIELDS")):
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    with mock.patch.dict(curves.CURVES), mock.patch.dict(fields.FIELDS):
+        yield
 
 
 PUBLIC = (
