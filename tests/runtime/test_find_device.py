@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,13 @@ import accelerant
 from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.dispatch import choices, operations
 from accelerant.runtime.memory import limits
 from accelerant.runtime.monitoring import monitor
 from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.provider import ComputeBackend, ComputeDevice, MemoryInfo
 from accelerant.runtime.streams.stream import Stream
-from accelerant.runtime.streams.transfer import copy_async, stream_chunks
+from accelerant.runtime.streams.transfer import StagingPool, copy_async, stream_chunks
 
 
 class Two:
@@ -168,3 +171,26 @@ def test_the_gpus_of_this_machine():
     for device in registry.create("cuda").devices():
         total, free = monitor.free_memory(device)
         assert 0 < free <= total
+
+
+def test_objects_say_what_they_are():
+    accelerant.ops.gelu(torch.ones(3))
+    cpu = registry.create("cpu")
+    shown = {
+        r"Operation\('gelu_fwd': triton, torch\)": operations()["gelu_fwd"],
+        r"CpuProvider\('cpu', running\)": cpu,
+        r"Buffer\(8 bytes on device 0\)": cpu.allocate(8),
+        r"HostTime\(done\)": cpu.record_event(),
+        r"TaskEvent\(done\)": Stream("cpu").record(),
+        r"StagingPool\(2 buffers of 1,000 bytes\)": StagingPool(1000, pinned=False),
+        r"Choices\('.*choices'\)": choices(),
+    }
+    for text, value in shown.items():
+        assert re.fullmatch(text, repr(value))
+
+
+def test_events_of_two_kinds_have_no_time_between_them():
+    with pytest.raises(TypeError, match=r"HostTime\(done\) cannot be compared with TaskEvent\(done\)"):
+        registry.create("cpu").record_event().elapsed_ms(Stream("cpu").record())
+    with pytest.raises(TypeError, match="no argument timeout_s= any more: it is timeout= now"):
+        Stream("cpu").record().synchronize(timeout_s=1)

@@ -293,7 +293,7 @@ def test_futures_that_wait_on_an_event_are_polled_without_blocking(monkeypatch):
         def elapsed_ms(self, later):
             raise NotImplementedError
 
-        def synchronize(self, timeout_s=None):
+        def synchronize(self, timeout=None):
             assert self.done(), "the loop would block here"
 
     async def main():

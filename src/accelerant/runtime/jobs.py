@@ -48,7 +48,7 @@ _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """The result of an item, or its error: what the function raised, or that workers died with it."""
 
     index: int
@@ -77,7 +77,7 @@ def run_jobs(
     workers: int | None = None,
     whole_host: bool = False,
     threads: int = 1,
-) -> Generator[Outcome, None, None]:
+) -> Generator[JobResult, None, None]:
     """Yield the outcome of each item, as it ends.
 
     Args:
@@ -266,7 +266,7 @@ class _Schedule:
         self._depth = self._threads
         self._failed_starts = 0
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[JobResult]:
         """Yield each item's outcome."""
         for worker in range(self._pool.count):
             self._pool.start(worker)
@@ -279,7 +279,7 @@ class _Schedule:
             yield from (bad := list(self._hand_out()))
             left -= len(bad)
 
-    def _replied(self, worker: int, reply: _Reply) -> Iterator[Outcome]:
+    def _replied(self, worker: int, reply: _Reply) -> Iterator[JobResult]:
         value, error = None, None
         try:
             value = pickle.loads(reply.data)
@@ -294,9 +294,9 @@ class _Schedule:
             return
         self._busy[worker].remove(reply.item)
         self._depth = self._threads + (reply.seconds < _QUICK_S)
-        yield Outcome(reply.item, value, error)
+        yield JobResult(reply.item, value, error)
 
-    def _died(self, worker: int, reason: str) -> Iterator[Outcome]:
+    def _died(self, worker: int, reason: str) -> Iterator[JobResult]:
         """Hand a dead worker's items out again, and replace it."""
         if worker not in self._busy:
             self._failed_starts += 1
@@ -308,10 +308,10 @@ class _Schedule:
             if self._lost[index] < _ATTEMPTS:
                 self._waiting.appendleft(index)
             else:
-                yield Outcome(index, error=AccelerantError(f"{_ATTEMPTS} workers died with it; the last: {reason}"))
+                yield JobResult(index, error=AccelerantError(f"{_ATTEMPTS} workers died with it; the last: {reason}"))
         self._pool.start(worker)
 
-    def _hand_out(self) -> Iterator[Outcome]:
+    def _hand_out(self) -> Iterator[JobResult]:
         """Send items, one a worker before a second to any; yield those that cannot be pickled."""
         for level in range(self._depth):
             for worker, items in self._busy.items():
@@ -324,7 +324,7 @@ class _Schedule:
                 try:
                     item = _dumps(self._items[index], "the item")
                 except ConfigError as error:
-                    yield Outcome(index, error=error)
+                    yield JobResult(index, error=error)
                     continue
                 items.append(index)
                 self._pool.send(worker, index, item)

@@ -159,7 +159,7 @@ class Manifest:
 
 
 @dataclass(slots=True)
-class _Phase:
+class _PhaseTotals:
     """Wall time and calls of a phase; `first` has the records whose first call ran in it."""
 
     seconds: float = 0.0
@@ -186,7 +186,7 @@ class Ledger:
         self._fallbacks: dict[FallbackRecord, int] = {}
         self._manifests: list[Manifest] = []
         self._pending: deque[tuple[OpRecord, Event, Event]] = deque()
-        self._phases: dict[str, _Phase] = {}
+        self._phases: dict[str, _PhaseTotals] = {}
         self._active: list[tuple[str]] = []  # compared by identity: threads may leave in another order
         self._since = 0.0
 
@@ -351,7 +351,7 @@ class Ledger:
         """Give time and calls since the last time to the active phase; under the lock."""
         self._settle()
         now = time.perf_counter()
-        phase = self._phases.setdefault(self._active[-1][0], _Phase()) if self._active else _Phase()
+        phase = self._phases.setdefault(self._active[-1][0], _PhaseTotals()) if self._active else _PhaseTotals()
         phase.seconds += now - self._since
         self._since = now
         for key, record in self._records.items():
@@ -392,7 +392,7 @@ class Ledger:
             phases = [self._phase_to_dict(name, phase) for name, phase in self._phases.items()]
         return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs, "phases": phases}
 
-    def _phase_to_dict(self, name: str, phase: _Phase) -> dict[str, Any]:
+    def _phase_to_dict(self, name: str, phase: _PhaseTotals) -> dict[str, Any]:
         ops = [
             {
                 **dict(zip(_KEY, key, strict=True)),

@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant import runtime
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import (
     BackendUnavailable,
     CompileError,
@@ -48,6 +49,7 @@ from accelerant.errors import (
     LaunchError,
     OutOfMemory,
     ShapeError,
+    TimeLimitExceeded,
 )
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.compilation.wgsl import bindings
@@ -206,7 +208,9 @@ class CountedMemory:
 
 
 class Event(ABC):
-    """A mark on a stream; two of them time the work between."""
+    """A mark on a stream, made by `Stream.record` and `ComputeProvider.record_event`; two time the work between."""
+
+    __slots__ = ()
 
     @abstractmethod
     def done(self) -> bool:
@@ -214,7 +218,44 @@ class Event(ABC):
 
     @abstractmethod
     def elapsed_ms(self, later: Event) -> float:
-        """Return the milliseconds from this mark to a later one; both must be done."""
+        """Return the milliseconds from this mark to a later one of its kind; both must be done."""
+
+    @renamed_arguments(timeout_s="timeout")
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait on the host until the device has passed the mark, at most `timeout` seconds.
+
+        Raises TimeLimitExceeded, or DeviceLost.
+        """
+        check_timeout(timeout)
+        self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> None:
+        began = time.perf_counter()
+        while not self.done():
+            waited = time.perf_counter() - began
+            if timeout is not None and waited > timeout:
+                raise TimeLimitExceeded(f"the device's work was not done within {timeout} s")
+            time.sleep(poll_pause_s(waited))
+
+    def same_kind(self, later: Event) -> Self:
+        """Return the other event of a comparison; TypeError for that of another backend."""
+        if not isinstance(later, type(self)):
+            raise TypeError(f"{self!r} cannot be compared with {later!r}")
+        return later
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.strip('_')}({'done' if self.done() else 'pending'})"
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Raise ConfigError for a `timeout` that is no time."""
+    if seconds is not None and not seconds >= 0:
+        raise ConfigError(f"timeout must be 0 or more, or None for no limit; got {seconds}")
+
+
+def poll_pause_s(waited_s: float) -> float:
+    """Return the pause before the next poll: 5% of the wait so far, from 50 us to 10 ms."""
+    return min(10e-3, max(50e-6, 0.05 * waited_s))
 
 
 _REFUSED = (
@@ -291,6 +332,9 @@ class ComputeProvider(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {'running' if self.running else 'shut down'})"
 
     def check_running(self) -> None:
         """Raise BackendUnavailable after shutdown()."""

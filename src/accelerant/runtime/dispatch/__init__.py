@@ -1,12 +1,15 @@
 """Choice among the implementations of an op, with reasons: cases, plans, races, tuned launches, explanations."""
 
+from accelerant._renamed import renamed_names
 from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, saved_by
 from accelerant.runtime.dispatch.choice_store import choices
 from accelerant.runtime.dispatch.operation import Operation, force, operations
-from accelerant.runtime.dispatch.plan import Decision, DispatchPlan, Explanation, explain, explain_quietly
+from accelerant.runtime.dispatch.plan import Decision, DispatchEntry, Explanation, explain, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 
 __all__ = [
-    "Case", "Cost", "Decision", "DispatchPlan", "Explanation", "Implementation", "Operation", "case_of", "choices",
+    "Case", "Cost", "Decision", "DispatchEntry", "Explanation", "Implementation", "Operation", "case_of", "choices",
     "explain", "explain_quietly", "force", "operations", "saved_by", "tune",
 ]  # fmt: skip
+
+__getattr__ = renamed_names(__name__, {"DispatchPlan": "accelerant.runtime.dispatch.DispatchEntry"})

@@ -223,6 +223,9 @@ class Choices:
         self._shipped: dict[str, dict[str, CandidateTimes]] = {}
         self._ignored: dict[str, tuple[str, ...]] = {}
 
+    def __repr__(self) -> str:
+        return f"Choices({str(self.root)!r})"
+
     def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> CandidateTimes | None:
         """Return the local measurement of a key whose digest is that of `sources`, or the shipped one, or None."""
         with self._lock:

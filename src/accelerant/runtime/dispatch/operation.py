@@ -56,7 +56,7 @@ from accelerant.runtime.dispatch.case import (
     torch_wants_determinism,
 )
 from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
-from accelerant.runtime.dispatch.plan import DispatchPlan, checked, observe_backward
+from accelerant.runtime.dispatch.plan import DispatchEntry, checked, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
@@ -112,6 +112,9 @@ class Operation:
         pairs_with: the forward op whose saved tensors this one reads, where some implementations save their own form.
     """
 
+    def __repr__(self) -> str:
+        return f"Operation({self.name!r}: {', '.join(each.name for each in self.implementations)})"
+
     def __init__(
         self, name: str, implementations: Sequence[Implementation], *, cost: Callable[[Case], Cost],
         bucket: Callable[[Case], tuple[Hashable, ...]] | None = None, pairs_with: str | None = None,
@@ -119,7 +122,7 @@ class Operation:
         self.name = name
         self.implementations = tuple(implementations)
         self.pairs_with = pairs_with
-        self.plans: PlanCache[DispatchPlan] = PlanCache()
+        self.plans: PlanCache[DispatchEntry] = PlanCache()
         self._usual = self.plans.usual
         self._cost = cost
         self._bucket = bucket or (lambda case: (*rounded(case.shape), *case.options))
@@ -139,7 +142,7 @@ class Operation:
             plan = self._choose(case, plans, args)
         return self.execute(case, plan, args)
 
-    def execute(self, case: Case, plan: DispatchPlan, args: tuple[Any, ...]) -> Any:
+    def execute(self, case: Case, plan: DispatchEntry, args: tuple[Any, ...]) -> Any:
         """Run a case by its plan; count the call, and time some of them."""
         if plan.failed:
             self._apply_policy(case, plan)
@@ -173,7 +176,7 @@ class Operation:
 
         After the first call it looks up no plan, but for calls that are timed, explained or under overridden settings.
         """
-        bound: tuple[object, DispatchPlan, Callable[..., Any]] | None = None
+        bound: tuple[object, DispatchEntry, Callable[..., Any]] | None = None
         era, lock = self._era, _ledger.lock
 
         def call(*args: Any) -> Any:
@@ -219,7 +222,7 @@ class Operation:
         count(result)
         return result
 
-    def torch_autograd_plan(self, case: Case) -> DispatchPlan | None:
+    def torch_autograd_plan(self, case: Case) -> DispatchEntry | None:
         """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate."""
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
@@ -278,7 +281,7 @@ class Operation:
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
-    def _choose(self, case: Case, plans: dict[Any, DispatchPlan], args: tuple[Any, ...]) -> DispatchPlan:
+    def _choose(self, case: Case, plans: dict[Any, DispatchEntry], args: tuple[Any, ...]) -> DispatchEntry:
         """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one."""
         refusals = self.refusals(case)
         serving = [candidate for candidate, reason in refusals if reason is None]
@@ -385,7 +388,7 @@ class Operation:
     def _plan(
         self, case: Case, chosen: Implementation, reason: str, refused: tuple[tuple[str, str], ...],
         raced: tuple[tuple[str, float], ...] = (),
-    ) -> DispatchPlan:  # fmt: skip
+    ) -> DispatchEntry:  # fmt: skip
         provider = registry.provider_of(case.device)
         if chosen.group:
             reason += f"; its {'forward was' if self.pairs_with else 'backward will be'} {chosen.group}'s"
@@ -400,11 +403,11 @@ class Operation:
         if rules().debug:
             named = f"{self.name} by {chosen.name} ({decision.case} on {decision.device})"
             run = checked(run, named, mutates=chosen.mutates)
-        return DispatchPlan(decision, run, record, provider, case.device.index or 0)
+        return DispatchEntry(decision, run, record, provider, case.device.index or 0)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
-    def _apply_policy(self, case: Case, plan: DispatchPlan) -> None:
+    def _apply_policy(self, case: Case, plan: DispatchEntry) -> None:
         """Raise the error of a broken preferred implementation, or count the fallback, as the setting says."""
         if settings().fallback == "forbid":
             raise self._described(copy.copy(plan.failed[0][1]), case)  # a copy: tracebacks would pile up
@@ -412,8 +415,8 @@ class Operation:
             self._announce(case, name, plan.decision.implementation, error)
 
     def _recover(
-        self, case: Case, plan: DispatchPlan, error: Exception, args: tuple[Any, ...]
-    ) -> tuple[DispatchPlan, Any]:
+        self, case: Case, plan: DispatchEntry, error: Exception, args: tuple[Any, ...]
+    ) -> tuple[DispatchEntry, Any]:
         """Run the remaining implementations in turn from the same inputs; return the plan that ran, and its result."""
         failed: dict[str, Exception] = {}
         while True:

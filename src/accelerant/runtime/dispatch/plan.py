@@ -22,12 +22,12 @@ from accelerant.runtime.ledger import Decision, OpRecord, observers
 from accelerant.runtime.provider import ComputeProvider
 
 __all__ = [
-    "Decision", "DispatchPlan", "Explanation", "explain", "explain_quietly", "observe_backward", "observers",
+    "Decision", "DispatchEntry", "Explanation", "explain", "explain_quietly", "observe_backward", "observers",
 ]  # fmt: skip
 
 
 @dataclass(slots=True)
-class DispatchPlan:
+class DispatchEntry:
     """The plan of an Operation for one case, with the decision that explains it.
 
     Attributes:

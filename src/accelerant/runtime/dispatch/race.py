@@ -47,7 +47,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RaceResult:
     """The milliseconds per call of each candidate, in their order, and the errors of the others."""
 
     ms: dict[str, float]
@@ -57,7 +57,7 @@ class Outcome:
 def race(
     runs: Sequence[tuple[str, Callable[[], object]]], device: torch.device, *, budget_s: float = 0.03,
     most_s: float = math.inf, lost: Callable[[Exception], DeviceLost | None] = lambda error: None,
-) -> Outcome | None:  # fmt: skip
+) -> RaceResult | None:  # fmt: skip
     """Time candidates, the preferred first; return None at once where another thread is racing.
 
     `budget_s` are seconds of timed calls for each candidate besides compilation; no turn begins later than `most_s`
@@ -76,7 +76,7 @@ def race(
 def _race(
     runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float, most_s: float,
     lost: Callable[[Exception], DeviceLost | None],
-) -> Outcome:  # fmt: skip
+) -> RaceResult:  # fmt: skip
     ms: dict[str, float] = {}
     failed: dict[str, Exception] = {}
     for name, run in runs:
@@ -105,7 +105,7 @@ def _race(
     ms |= {
         name: max(statistics.median(times) for times in kinds if times) for name, kinds in samples.items() if kinds[0]
     }
-    return Outcome(ms, failed)
+    return RaceResult(ms, failed)
 
 
 def fastest(ms: Mapping[str, float], order: Iterable[str], margin: float = MARGIN) -> str | None:

@@ -68,7 +68,7 @@ _LEAST_SHARE = 16384
 of heavier kernels have an attribute `least_share`, at least 1. Those with a true `written_out` get _FEW_PASSES."""
 
 
-class _HostEvent(Event):
+class _HostTime(Event):
     """A clock reading: work is done when a call returns."""
 
     __slots__ = ("seconds",)
@@ -80,9 +80,7 @@ class _HostEvent(Event):
         return True
 
     def elapsed_ms(self, later: Event) -> float:
-        if not isinstance(later, _HostEvent):
-            raise TypeError(f"an event of the CPU cannot be compared with {type(later).__name__}")
-        return (later.seconds - self.seconds) * 1e3
+        return (self.same_kind(later).seconds - self.seconds) * 1e3
 
 
 class _HostMemory(CountedMemory):
@@ -254,7 +252,7 @@ class CpuProvider(ComputeProvider):
 
     def record_event(self, device: int = 0) -> Event:
         provider.check_device(self.name, device, 1)
-        return _HostEvent()
+        return _HostTime()
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:

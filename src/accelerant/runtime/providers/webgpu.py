@@ -587,8 +587,7 @@ class _WebgpuEvent(Event):
         return self._read is None
 
     def elapsed_ms(self, later: Event) -> float:
-        if not isinstance(later, _WebgpuEvent):
-            raise TypeError(f"an event of WebGPU cannot be compared with {type(later).__name__}")
+        later = self.same_kind(later)
         if not (self.done() and later.done()):
             raise LaunchError("an event of WebGPU has no time before it is done")
         return (later._at_ns - self._at_ns) / 1e6

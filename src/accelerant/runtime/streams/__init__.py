@@ -4,8 +4,9 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
+    from accelerant.runtime.provider import Event
     from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, captures_ahead, counting
-    from accelerant.runtime.streams.stream import WITH_STREAMS, Event, Future, Stream, capturing, cuda_event, submit
+    from accelerant.runtime.streams.stream import WITH_STREAMS, Future, Stream, capturing, cuda_event, submit
     from accelerant.runtime.streams.transfer import (
         ChunkedRun,
         HostArray,

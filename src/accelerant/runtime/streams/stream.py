@@ -22,7 +22,6 @@ import os
 import threading
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +37,8 @@ from torch.utils import _pytree as pytree
 from accelerant._renamed import renamed_arguments
 from accelerant.config import carried
 from accelerant.errors import AccelerantError, ConfigError, TimeLimitExceeded, UnsupportedCase
-from accelerant.runtime import provider
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.provider import ComputeDevice, Event, check_timeout, poll_pause_s
 from accelerant.runtime.providers.cuda_launch import cuda_error
 from accelerant.runtime.registry import DeviceLike, find_device, is_automatic
 
@@ -48,19 +46,6 @@ WITH_STREAMS = ("cuda", "cpu")
 """Backends with streams; the others work through the one queue of their provider."""
 
 T = TypeVar("T")
-
-_POLL_LEAST_S = 50e-6
-_POLL_MOST_S = 10e-3
-_POLL_PART = 0.05
-"""Polling waits this fraction of the time already waited before it asks again, so it is late by at most 5%."""
-
-
-class Event(provider.Event):
-    """A mark on a stream; made by Stream.record()."""
-
-    @abstractmethod
-    def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait on the host until the device has passed the mark; raise TimeLimitExceeded or DeviceLost."""
 
 
 class _CudaEvent(Event):
@@ -76,25 +61,17 @@ class _CudaEvent(Event):
         except RuntimeError as error:
             raise cuda_error(str(error), "waiting for the device") from error
 
-    def synchronize(self, timeout_s: float | None = None) -> None:
-        if timeout_s is None:
-            try:
-                self.event.synchronize()
-            except RuntimeError as error:
-                raise cuda_error(str(error), "waiting for the device") from error
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is not None:
+            super()._wait(timeout)
             return
-        _check_timeout(timeout_s)
-        began = time.perf_counter()
-        while not self.done():
-            waited = time.perf_counter() - began
-            if waited > timeout_s:
-                raise TimeLimitExceeded(f"the device's work was not done within {timeout_s} s")
-            time.sleep(_pause(waited))
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise cuda_error(str(error), "waiting for the device") from error
 
-    def elapsed_ms(self, later: provider.Event) -> float:
-        if not isinstance(later, _CudaEvent):
-            raise TypeError(f"an event of CUDA cannot be compared with {type(later).__name__}")
-        return float(self.event.elapsed_time(later.event))
+    def elapsed_ms(self, later: Event) -> float:
+        return float(self.event.elapsed_time(self.same_kind(later).event))
 
 
 def cuda_event(stream: torch.cuda.Stream) -> Event:
@@ -102,7 +79,7 @@ def cuda_event(stream: torch.cuda.Stream) -> Event:
     return _CudaEvent(stream)
 
 
-class _HostEvent(Event):
+class _TaskEvent(Event):
     """The time at which the stream's thread reached the mark; the present time if the thread is idle."""
 
     __slots__ = ("task",)
@@ -116,16 +93,14 @@ class _HostEvent(Event):
     def done(self) -> bool:
         return self.task.done()
 
-    def synchronize(self, timeout_s: float | None = None) -> None:
+    def _wait(self, timeout: float | None) -> None:
         try:
-            self.task.result(timeout_s)
+            self.task.result(timeout)
         except TimeoutError:
-            raise TimeLimitExceeded(f"the stream's work was not done within {timeout_s} s") from None
+            raise TimeLimitExceeded(f"the stream's work was not done within {timeout} s") from None
 
-    def elapsed_ms(self, later: provider.Event) -> float:
-        if not isinstance(later, _HostEvent):
-            raise TypeError(f"an event of the CPU cannot be compared with {type(later).__name__}")
-        return (later.task.result() - self.task.result()) * 1e3
+    def elapsed_ms(self, later: Event) -> float:
+        return float(self.same_kind(later).task.result() - self.task.result()) * 1e3
 
 
 class Stream:
@@ -174,7 +149,7 @@ class Stream:
         """Mark the end of what the stream was given so far."""
         if self._cuda is not None:
             return _CudaEvent(self._cuda)
-        return _HostEvent(None if self._idle() else self.run(time.perf_counter))
+        return _TaskEvent(None if self._idle() else self.run(time.perf_counter))
 
     def wait(self, event: Event) -> None:
         """Make later work on this stream wait for the event; the host does not wait."""
@@ -193,9 +168,10 @@ class Stream:
         """Return whether all work given to the stream is done; does not wait."""
         return self._idle() if self._cuda is None else bool(self._cuda.query())
 
-    def synchronize(self, timeout_s: float | None = None) -> None:
+    @renamed_arguments(timeout_s="timeout")
+    def synchronize(self, timeout: float | None = None) -> None:
         """Wait on the host for all work given to the stream; raise as Event.synchronize does."""
-        self.record().synchronize(timeout_s)
+        self.record().synchronize(timeout)
 
     def run(self, fn: Callable[..., T], *args: Any) -> Task[T]:
         """Run fn on the thread of a CPU stream, after the work given before; at once if this is that thread.
@@ -340,7 +316,7 @@ class Future(Generic[T]):
         Raises:
             TimeLimitExceeded: it is not available yet; the work continues, and result() may be called again.
         """
-        _check_timeout(timeout, "timeout")
+        check_timeout(timeout)
         self.wait(timeout)
         if not self._task.done():
             raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout} s")
@@ -369,7 +345,7 @@ class Future(Generic[T]):
                 return await asyncio.shield(asyncio.wrap_future(self._task))
         began = time.perf_counter()
         while not self.done():
-            await asyncio.sleep(_pause(time.perf_counter() - began))
+            await asyncio.sleep(poll_pause_s(time.perf_counter() - began))
         return self.result()
 
     def __repr__(self) -> str:
@@ -427,15 +403,6 @@ def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
-
-
-def _pause(waited_s: float) -> float:
-    return min(_POLL_MOST_S, max(_POLL_LEAST_S, _POLL_PART * waited_s))
-
-
-def _check_timeout(seconds: float | None, name: str = "timeout_s") -> None:
-    if seconds is not None and not seconds >= 0:
-        raise ConfigError(f"{name} must be 0 or more, or None for no limit; got {seconds}")
 
 
 def capturing(device: torch.device | int) -> bool:

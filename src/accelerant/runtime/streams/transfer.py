@@ -35,8 +35,9 @@ from accelerant import runtime
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
 from accelerant.runtime.host import fork_safe, refuse_masked
 from accelerant.runtime.memory.limits import available_bytes
+from accelerant.runtime.provider import Event
 from accelerant.runtime.registry import DeviceLike, find_device
-from accelerant.runtime.streams.stream import WITH_STREAMS, Event, Future, Stream
+from accelerant.runtime.streams.stream import WITH_STREAMS, Future, Stream
 
 HostArray = npt.NDArray[Any] | Tensor
 """An array in host memory: NumPy's, memory-mapped files included, or torch's on the CPU."""
@@ -59,6 +60,9 @@ class StagingPool:
         self._buffers = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         self._events: list[Event | None] = [None] * count
         self._next = 0
+
+    def __repr__(self) -> str:
+        return f"StagingPool({len(self._buffers)} buffers of {self.size_bytes:,} bytes)"
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream) -> None:
         """Copy flat bytes from pageable host memory to the device; returns when the last part is staged."""

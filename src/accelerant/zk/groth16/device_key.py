@@ -47,8 +47,9 @@ from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, s
 from accelerant.zk.multi_scalar import msm_record
 
 if TYPE_CHECKING:
+    from accelerant.runtime.provider import Event
     from accelerant.runtime.streams.graphs import Graph
-    from accelerant.runtime.streams.stream import Event, Stream  # which import torch
+    from accelerant.runtime.streams.stream import Stream  # which imports torch
 
 T = TypeVar("T")
 Words = Any
