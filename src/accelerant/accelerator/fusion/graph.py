@@ -139,6 +139,12 @@ class ExpressionGraph:
         return Expr(self, index)
 
 
+def _operator(op: str, *, reflected: bool = False) -> Callable[[Expr, Expr | float], Expr]:
+    if reflected:
+        return lambda self, other: self.graph.add(op, other, self)
+    return lambda self, other: self.graph.add(op, self, other)
+
+
 @dataclass(frozen=True, slots=True)
 class Expr:
     """A value of a graph; operators append to the graph."""
@@ -171,41 +177,15 @@ class Expr:
     def __neg__(self) -> Expr:
         return self.do("neg")
 
-    def __add__(self, other: Expr | float) -> Expr:
-        return self.do("add", other)
-
-    def __radd__(self, other: float) -> Expr:
-        return self.graph.add("add", other, self)
-
-    def __sub__(self, other: Expr | float) -> Expr:
-        return self.do("sub", other)
-
-    def __rsub__(self, other: float) -> Expr:
-        return self.graph.add("sub", other, self)
-
     def __mul__(self, other: Expr | float) -> Expr:
         return self if other == 1 else self.do("mul", other)
 
-    def __rmul__(self, other: float) -> Expr:
-        return self.graph.add("mul", other, self)
-
-    def __truediv__(self, other: Expr | float) -> Expr:
-        return self.do("div", other)
-
-    def __rtruediv__(self, other: float) -> Expr:
-        return self.graph.add("div", other, self)
-
-    def __lt__(self, other: Expr | float) -> Expr:
-        return self.do("lt", other)
-
-    def __le__(self, other: Expr | float) -> Expr:
-        return self.do("le", other)
-
-    def __gt__(self, other: Expr | float) -> Expr:
-        return self.graph.add("lt", other, self)
-
-    def __ge__(self, other: Expr | float) -> Expr:
-        return self.graph.add("le", other, self)
+    __add__, __radd__ = _operator("add"), _operator("add", reflected=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", reflected=True)
+    __rmul__ = _operator("mul", reflected=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", reflected=True)
+    __lt__, __gt__ = _operator("lt"), _operator("lt", reflected=True)
+    __le__, __ge__ = _operator("le"), _operator("le", reflected=True)
 
     def equals(self, other: Expr | float) -> Expr:
         """Return where two numbers are equal; NaN equals nothing."""
