@@ -9,13 +9,13 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accelerant.tensors.dispatch import TABLE, aten, register
+from accelerant.tensors.dispatch import register
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 # --- operands --------------------------------------------------------------------------------------------------------
@@ -170,18 +170,42 @@ def expression(name: str, template: str) -> None:
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
-def _floating(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
+    """Return an operand as torch compares it: numbers and tensors of no dimensions in the common dtype."""
+    if isinstance(x, Tensor) and (x.dim() or x.dtype == dtype):
+        return x
+    if isinstance(x, DeviceTensor):
+        return place.converted(x, dtype) if dtype in place.dtypes else x
+    return torch.tensor(operand(place, x), dtype=dtype) if dtype != wide(dtype) else x
 
 
-def _unary(name: str, template: str, *, to_float: bool = True, in_place: bool = True) -> None:
-    def run(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
-        dtype = _floating(x) if to_float else x.dtype
-        if not to_float and x.dtype == torch.bool:
+_REFUSED = ""
+"""Instead of a template: the host raises torch's error, or runs the call."""
+
+
+def _pointwise(
+    names: str, floats: str, result: str = "same", *, integers: str | None = None, bools: str | None = None
+) -> None:
+    """Register an expression of one or two operands, by its templates for their common dtype; `floats` by default.
+
+    The result has that dtype, which is a floating one for the result "float", or is "bool". `round` has decimals.
+    """
+
+    def run(place: TensorDevice, a: Any, *others: Any, out: Any = None, decimals: int = 0) -> Any:
+        compute: torch.dtype = promoted(a, *others) if others else a.dtype
+        if result == "float" and not compute.is_floating_point:
+            compute = torch.get_default_dtype()
+        template = floats if compute.is_floating_point else bools if compute == torch.bool else integers
+        template = floats if template is None else template
+        if template == _REFUSED or decimals:
             return NotImplemented
-        return elementwise(place, template, (x,), dtype, out=out)
+        operands = (a, *others)
+        if result == "bool" and others:
+            operands = tuple(_compared(place, x, compute) for x in operands)
+        dtype = torch.bool if result == "bool" else compute
+        return elementwise(place, template, operands, dtype, compute=compute, out=out)
 
-    register(name, *([f"{name}_"] if in_place else []))(run)
+    register(*names.split())(run)
 
 
 for _name, _template in {
@@ -192,88 +216,32 @@ for _name, _template in {
     "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1 || (is_inf({0}) && {0} > 0))",
     "silu": "{0} / (1 + exp(-{0}))",
 }.items():  # fmt: skip
-    _unary(_name, _template)
+    _pointwise(f"{_name} {_name}_", _template, "float")
 for _name, _template in {
     "neg": "-{0}", "abs": "abs({0})", "relu": "select({0}, 0, {0} < 0)", "square": "{0} * {0}",
 }.items():  # fmt: skip
-    _unary(_name, _template, to_float=False)
-
-
-def _rounding(
-    place: TensorDevice, x: DeviceTensor, *, decimals: int = 0, out: DeviceTensor | None = None, function: str
-) -> Any:
-    if decimals or x.dtype == torch.bool:
-        return NotImplemented
-    return elementwise(place, f"{function}({{0}})" if x.dtype.is_floating_point else "{0}", (x,), x.dtype, out=out)
-
-
-for _name, _function in {"floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint"}.items():
-    register(_name, f"{_name}_")(partial(_rounding, function=_function))
-
-
-@register("sign", "sign_")
-def _sign(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
-    return elementwise(place, "select(select(0, -1, {0} < 0), 1, {0} > 0)", (x,), x.dtype, out=out)
-
-
-def _test(name: str, template: str, floats_only: bool = False) -> None:
-    def run(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
-        chosen = "{0} != {0}" if floats_only and not x.dtype.is_floating_point else template
-        return elementwise(place, chosen, (x,), torch.bool, compute=x.dtype, out=out)
-
-    register(name)(run)
-
-
-_test("logical_not", "{0} == 0")
-_test("isnan", "is_nan({0})", floats_only=True)
-_test("isinf", "is_inf({0})", floats_only=True)
-
-
-@register("bitwise_not", "bitwise_not_")
-def _bitwise_not(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
-    if x.dtype.is_floating_point:
-        return NotImplemented
-    return elementwise(place, "{0} == 0" if x.dtype == torch.bool else "~{0}", (x,), x.dtype, out=out)
-
-
-def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand as torch compares it: numbers and tensors of no dimensions in the common dtype."""
-    if isinstance(x, Tensor) and (x.dim() or x.dtype == dtype):
-        return x
-    if isinstance(x, DeviceTensor):
-        return place.converted(x, dtype) if dtype in place.dtypes else x
-    return torch.tensor(operand(place, x), dtype=dtype) if dtype != wide(dtype) else x
-
-
-def _binary(names: Sequence[str], template: str, *, result: str = "promoted") -> None:
-    """Register a binary operation, whose result is "promoted", "bool", or "bits" (integers only)."""
-
-    def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
-        compute = promoted(a, b)
-        if result == "bits" and compute.is_floating_point:
-            return NotImplemented
-        if result == "bool":
-            a, b = _compared(place, a, compute), _compared(place, b, compute)
-        return elementwise(
-            place, template, (a, b), torch.bool if result == "bool" else compute, compute=compute, out=out
-        )
-
-    register(*names)(run)
-
-
+    _pointwise(f"{_name} {_name}_", _template, bools=_REFUSED)
+for _name, _template in {"floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint"}.items():
+    _pointwise(f"{_name} {_name}_", f"{_template}({{0}})", integers="{0}", bools=_REFUSED)
+_pointwise("sign sign_", "select(select(0, -1, {0} < 0), 1, {0} > 0)")
+_pointwise("logical_not", "{0} == 0", "bool")
+_pointwise("isnan", "is_nan({0})", "bool", integers="{0} != {0}", bools="{0} != {0}")
+_pointwise("isinf", "is_inf({0})", "bool", integers="{0} != {0}", bools="{0} != {0}")
+_pointwise("bitwise_not bitwise_not_", _REFUSED, integers="~{0}", bools="{0} == 0")
 for _name, _template in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
-    _binary((_name, f"{_name}_"), f"{{0}} {_template} {{1}}", result="bool")
-_binary(("mul", "mul_"), "{0} * {1}")
-_binary(("maximum",), "max({0}, {1})")
-_binary(("minimum",), "min({0}, {1})")
-_binary(("remainder", "remainder_"), "rem_floor({0}, {1})")
-_binary(("floor_divide", "floor_divide_"), "div_floor({0}, {1})")
-_binary(("logical_and", "logical_and_"), "({0} != 0) && ({1} != 0)", result="bool")
-_binary(("logical_or", "logical_or_"), "({0} != 0) || ({1} != 0)", result="bool")
-_binary(("logical_xor", "logical_xor_"), "({0} != 0) != ({1} != 0)", result="bool")
-_binary(("bitwise_and", "bitwise_and_"), "{0} & {1}", result="bits")
-_binary(("bitwise_or", "bitwise_or_"), "{0} | {1}", result="bits")
-_binary(("bitwise_xor", "bitwise_xor_"), "{0} ^ {1}", result="bits")
+    _pointwise(f"{_name} {_name}_", f"{{0}} {_template} {{1}}", "bool")
+for _name, _template in {
+    "and": "({0} != 0) && ({1} != 0)", "or": "({0} != 0) || ({1} != 0)", "xor": "({0} != 0) != ({1} != 0)",
+}.items():  # fmt: skip
+    _pointwise(f"logical_{_name} logical_{_name}_", _template, "bool")
+for _name, _template in {"and": "&", "or": "|", "xor": "^"}.items():
+    _both = f"{{0}} {_template} {{1}}"
+    _pointwise(f"bitwise_{_name} bitwise_{_name}_", _REFUSED, integers=_both, bools=_both)
+_pointwise("mul mul_", "{0} * {1}")
+_pointwise("maximum max.other", "max({0}, {1})")
+_pointwise("minimum min.other", "min({0}, {1})")
+_pointwise("remainder remainder_", "rem_floor({0}, {1})")
+_pointwise("floor_divide floor_divide_", "div_floor({0}, {1})")
 
 
 def _is_alpha(alpha: Any, dtype: torch.dtype) -> bool:
@@ -568,8 +536,6 @@ for _kind in ("argmax", "argmin"):
     register(_kind)(_numbers_argument)
 register("max.dim")(_extreme_at("max"))
 register("min.dim")(_extreme_at("min"))
-register("max.other")(TABLE[aten.maximum.default])
-register("min.other")(TABLE[aten.minimum.default])
 
 
 def _quantified(kind: str) -> Callable[..., Any]:
