@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -37,6 +37,7 @@ from accelerant.ops._library import is_plain, name_of, refuses_triton_kernel
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation
+from accelerant.runtime.dispatch.plan import DispatchPlan
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import observers
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
@@ -284,43 +285,15 @@ def _run(name: str, program: FusedProgram, shape: Shape, tensors: Sequence[Tenso
 # --- the function ----------------------------------------------------------------------------------------------------
 
 
-class _Specialization(NamedTuple):
-    """The part of a call that is constant between arrays of the same shapes and dtypes.
+class _Trace(NamedTuple):
+    """One run of the function, see Recording; for `shape` alone where that is not None.
 
     Attributes:
-        shape: what the inputs broadcast to.
-        wide: shape of each input, of as many dimensions: with sizes of 1 where it does not differ.
-        views: of the arguments, that are the inputs; None where these are the arguments themselves.
         single: the function returns one array, not a tuple.
         captured: arrays of no dimension from outside of the function, which are read at each call.
         reads: what the function read besides its arrays; None where the next run may differ.
+        views: of the arguments, that are the inputs, and their shapes; None where these are the arguments themselves.
     """
-
-    program: FusedProgram
-    shape: Shape
-    wide: tuple[Shape, ...]
-    views: tuple[ArrayView, ...] | None
-    results: tuple[Shape, ...]
-    single: bool
-    captured: tuple[Any, ...]
-    reads: Reads | None
-
-    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the arguments, and the arrays from outside, as the program's inputs."""
-        if self.views is not None:
-            tensors = [view_of(tensors[index], steps) for index, steps in self.views]
-        given = [x.expand(wide) for x, wide in zip(tensors, self.wide, strict=True)]
-        given = [x.resolve_neg() if x.is_neg() else x for x in given]
-        if not self.captured:
-            return given
-        kinds = self.program.inputs[len(given) :]
-        numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(self.captured, kinds, strict=True))
-        ones = (1,) * len(self.shape)
-        return [*given, *(x.to(tensors[0].device, copy=True).view(ones) for x in numbers)]
-
-
-class _Trace(NamedTuple):
-    """One run of the function; see Recording and _Specialization. It serves `shape` alone, where that is not None."""
 
     program: FusedProgram
     returned: tuple[Returned, ...]
@@ -329,6 +302,66 @@ class _Trace(NamedTuple):
     reads: Reads | None
     views: tuple[tuple[ArrayView, Shape], ...] | None
     shape: Shape | None
+
+
+class _Specialization(NamedTuple):
+    """A trace for arrays of certain shapes and dtypes.
+
+    Attributes:
+        shape: what the inputs broadcast to.
+        wide: shape of each input, of as many dimensions: with sizes of 1 where it does not differ.
+        results: their shapes.
+    """
+
+    trace: _Trace
+    shape: Shape
+    wide: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the arguments, and the arrays from outside, as the program's inputs."""
+        program, views, captured = self.trace.program, self.trace.views, self.trace.captured
+        if views is not None:
+            tensors = [view_of(tensors[index], steps) for (index, steps), _ in views]
+        given = [x.expand(wide) for x, wide in zip(tensors, self.wide, strict=True)]
+        given = [x.resolve_neg() if x.is_neg() else x for x in given]
+        if not captured:
+            return given
+        ones, kinds = (1,) * len(self.shape), program.inputs[len(given) :]
+        numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(captured, kinds, strict=True))
+        return [*given, *(x.to(tensors[0].device, copy=True).view(ones) for x in numbers)]
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """Return the function's result: one array or several."""
+        return results[0] if self.trace.single else tuple(results)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call: `values`, the last ones by `names`; and the `places` of the arrays among them."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> _Call:
+        """Return a call."""
+        values = (*args, *options.values())
+        places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
+        return cls(values, tuple(options), tuple(places))
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays."""
+        return [self.values[i] for i in self.places]
+
+    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional arguments, and those by name, with other values in the places of the arrays."""
+        given = list(self.values)
+        for place, x in zip(self.places, arrays, strict=True):
+            given[place] = x
+        positional = len(given) - len(self.names)
+        return tuple(given[:positional]), dict(zip(self.names, given[positional:], strict=True))
 
 
 class FusedFunction:
@@ -361,13 +394,12 @@ class FusedFunction:
         if torch.compiler.is_compiling() or any(isinstance(x, Traced) for x in (*args, *options.values())):
             return self._function(*args, **options)
         out = options.pop("out", None) if self._writes_out else None
-        values = (*args, *options.values())
-        places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
-        if not places:
+        call = _Call.of(args, options)
+        arrays = call.arrays
+        if not arrays:
             raise UnsupportedDtype(
                 f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX: numpy.asarray(x)"
             )
-        arrays = [values[i] for i in places]
         if any(isinstance(x, np.matrix) for x in arrays):
             raise UnsupportedDtype(
                 f"{self._name[6:]}: fuse does not multiply matrices: pass np.asarray(x) of np.matrix"
@@ -375,33 +407,30 @@ class FusedFunction:
         if self.device is not None and not self.device.torch_device:
             if out is not None:
                 raise UnsupportedCase(f"{self._name[6:]}: out= on {self.device.backend}; assign the result")
-            return self._without_tensors(arrays, values, places, tuple(options))
+            return self._without_tensors(self.device, call)
         tensors, origin = self._tensors(arrays)
-        plan = self._plan(tensors, values, places, tuple(options))
+        plan = self._plan(tensors, call)
         if out is not None:
             return self._written(plan, tensors, arrays[0], out)
         results = self._compute(plan, tensors)
-        results = tuple(y.view(shape) for y, shape in zip(results, plan.results, strict=True))
-        result = results[0] if plan.single else results
+        result = plan.returned([y.view(shape) for y, shape in zip(results, plan.results, strict=True)])
         if origin is None:
             return result
         if not options and len(self._quick) < _QUICK_KINDS and self.device is None:
-            self._learn(plan, args, places, tensors)
+            self._learn(plan, call, tensors)
         return origin.wrap(result)
 
     def _written(self, plan: _Specialization, tensors: Sequence[Tensor], first: Any, out: Any) -> Any:
         """Compute into the arrays `out`, in their memory where the kernel can write there; they are checked before."""
-        several = not plan.single and isinstance(out, (tuple, list))
+        several = not plan.trace.single and isinstance(out, (tuple, list))
         name, targets = self._name[6:], tuple(out) if several else (out,)
         if len(targets) != len(plan.results):
             raise ShapeError(f"{name}: out must be {len(plan.results)} arrays, got {len(targets)}")
-        for number, (y, size, made) in enumerate(zip(targets, plan.results, plan.program.results, strict=True)):
+        for number, (y, size, made) in enumerate(zip(targets, plan.results, plan.trace.program.results, strict=True)):
             kind = kind_of(first)
             if not hasattr(y, "dtype") or kind_of(y) != kind or kind == "jax":
                 raise UnsupportedDtype(f"{name}: out[{number}] must be an array of {kind}, got {type(y).__name__}")
-            if (y.dtype if kind == "torch" else str(y.dtype)) != (
-                made.dtype if kind == "torch" else name_of(made.dtype)
-            ):
+            if str(y.dtype).removeprefix("torch.") != name_of(made.dtype):
                 raise UnsupportedDtype(f"{name}: out[{number}] must be {name_of(made.dtype)}, got {y.dtype}")
             if tuple(y.shape) != size:
                 raise ShapeError(f"{name}: out[{number}] must have shape {size}, got {tuple(y.shape)}")
@@ -420,9 +449,9 @@ class FusedFunction:
 
     def _written_by_c(self, plan: _Specialization, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
         """Run the CPU's kernel on the memory of the results, where it was chosen before and the layouts are its own."""
-        program, shape = plan.program, plan.shape
-        chosen = _operation(f"{self._name}_fwd").plans.usual.get(_case(program, shape, tensors[0].device, False))
-        if chosen is None or chosen.decision.implementation != "portable" or choice_overrides or not math.prod(shape):
+        program, shape = plan.trace.program, plan.shape
+        chosen = self._served_by_c(plan, tensors)
+        if chosen is None or choice_overrides:
             return False
         inputs = plan.inputs(tensors)
         read = [inputs[i] for i in used_inputs(program)]
@@ -436,10 +465,10 @@ class FusedFunction:
             if not layout.is_contiguous() or y.is_neg():
                 return False
             for x in (*read, *(other for other in arrays if other is not y)):
-                within = len(launch.stages) == 1 and not program.reduces and x.itemsize == y.itemsize
-                within = within and x.data_ptr() == address
+                within = len(launch.stages) == 1 and not program.reduces and x.data_ptr() == address
                 same = within and tuple(x.shape) == tuple(y.shape) == size and x.stride() == y.stride()
-                if not same and _overlap(x, y):
+                alike = same and x.itemsize == y.itemsize
+                if not alike and np.may_share_memory(x.detach().numpy(), y.detach().numpy()):
                     return False
         with RecordedLaunch(chosen.record, chosen.provider, 0):
             launch.run([x.data_ptr() for x in (*read, *arrays)])
@@ -448,42 +477,43 @@ class FusedFunction:
                 torch.autograd.graph.increment_version(each)
         return True
 
-    def _learn(
-        self, plan: _Specialization, args: tuple[Any, ...], places: list[int], tensors: Sequence[Tensor]
-    ) -> None:
-        """Remember a call of NumPy's arrays by portable C, so that the next one of its kind takes a microsecond."""
-        case = _case(plan.program, plan.shape, tensors[0].device, False)
+    def _served_by_c(self, plan: _Specialization, tensors: Sequence[Tensor]) -> DispatchPlan | None:
+        """Return how calls of elements run without a gradient, where portable C was chosen for them before."""
+        case = _case(plan.trace.program, plan.shape, tensors[0].device, False)
         chosen = _operation(f"{self._name}_fwd").plans.usual.get(case)
-        arrays = [args[i] for i in places]
-        if (
-            chosen is None or chosen.decision.implementation != "portable" or plan in self._learned
-            or plan.captured or plan.reads is None or not math.prod(plan.shape) or not serves_quick(arrays)
-        ):  # fmt: skip
+        served = chosen is not None and chosen.decision.implementation == "portable" and 0 not in plan.shape
+        return chosen if served else None
+
+    def _learn(self, plan: _Specialization, call: _Call, tensors: Sequence[Tensor]) -> None:
+        """Remember a call of NumPy's arrays by portable C, so that the next one of its kind takes a microsecond."""
+        chosen, trace, arrays = self._served_by_c(plan, tensors), plan.trace, call.arrays
+        if chosen is None or trace.reads is None or trace.captured or plan in self._learned or not serves_quick(arrays):
             return
         self._learned.append(plan)
         steps, sources = [], []
-        for i in used_inputs(plan.program):
-            index, chain = (i, ()) if plan.views is None else plan.views[i]
+        for i in used_inputs(trace.program):
+            index, chain = (i, ()) if trace.views is None else trace.views[i][0]
             x = arrays[index]
             view = view_of(x, chain)
             wide = np.broadcast_to(view, plan.wide[i])
             sizes = zip(wide.shape, wide.strides, strict=True)
             steps.append(tuple(0 if size == 1 else step // x.itemsize for size, step in sizes))
-            sources.append((places[index], view.__array_interface__["data"][0] - x.__array_interface__["data"][0]))
-        launch = launch_of(plan.program, plan.shape, tuple(steps))
+            sources.append((call.places[index], view.__array_interface__["data"][0] - x.__array_interface__["data"][0]))
+        launch = launch_of(trace.program, plan.shape, tuple(steps))
         if launch.parts == 1:
-            dtypes = [_NUMPY_ALL[each.dtype] for each in plan.program.results]
-            quick = quick_call(launch, args, sources, plan.results, dtypes, plan.single, chosen.record, plan.reads)
+            dtypes = [_NUMPY_ALL[each.dtype] for each in trace.program.results]
+            quick = quick_call(
+                launch, call.values, sources, plan.results, dtypes, trace.single, chosen.record, trace.reads
+            )
             self._quick = (*self._quick, quick)
 
     def program(self, *args: Any, **options: Any) -> FusedProgram:
         """Return the recorded program for arrays and constants like these."""
-        values = (*args, *options.values())
-        places = [i for i, x in enumerate(values) if hasattr(x, "dtype") and not isinstance(x, np.generic)]
-        return self._plan(self._tensors([values[i] for i in places])[0], values, places, tuple(options)).program
+        call = _Call.of(args, options)
+        return self._plan(self._tensors(call.arrays)[0], call).trace.program
 
     def _compute(self, plan: _Specialization, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        flat, program, shape = plan.inputs(tensors), plan.program, plan.shape
+        flat, program, shape = plan.inputs(tensors), plan.trace.program, plan.shape
         if not all(map(is_plain, flat)):
             return program.run_torch(shape, *flat)
         if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
@@ -519,40 +549,36 @@ class FusedFunction:
                 )
         return tensors, origin
 
-    def _plan(
-        self, arrays: Sequence[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]
-    ) -> _Specialization:
+    def _plan(self, arrays: Sequence[Any], call: _Call) -> _Specialization:
         """Return the plan of a call with these arrays, recording the function where it is the first."""
-        constants = [x for i, x in enumerate(values) if i not in places] if len(places) < len(values) else []
+        constants = [x for i, x in enumerate(call.values) if i not in call.places]
         fixed = tuple((type(x), x, str(x) if isinstance(x, float) else None) for x in constants)  # 0.0 == -0.0
-        key = (tuple((x.dtype, x.shape) for x in arrays), tuple(places), fixed, names, type(values[places[0]]))
+        kind = type(call.values[call.places[0]])
+        key = (tuple((x.dtype, x.shape) for x in arrays), call.places, fixed, call.names, kind)
         try:
             plan = self._plans.get(key)
         except TypeError:
             odd = next(x for x in constants if not isinstance(x, Hashable))
-            name, kind = self._name[6:], type(odd).__name__
-            raise UnsupportedDtype(f"{name}: fuse takes arrays, and constants that are hashable, got {kind}") from None
-        if plan is None or not unchanged(plan.reads):
+            wanted = "fuse takes arrays, and constants that are hashable"
+            raise UnsupportedDtype(f"{self._name[6:]}: {wanted}, got {type(odd).__name__}") from None
+        if plan is None or not unchanged(plan.trace.reads):
             with self._lock:
-                plan = self._made(key, arrays, values, places, names)
+                plan = self._made(key, arrays, call)
                 if len(self._plans) >= _CALLS_LIMIT:
                     self._plans.clear()
                 self._plans[key] = plan
         return plan
 
-    def _made(
-        self, key: tuple[Any, ...], arrays: Sequence[Any], values: tuple[Any, ...], places: list[int],
-        names: tuple[str, ...],
-    ) -> _Specialization:  # fmt: skip
+    def _made(self, key: tuple[Any, ...], arrays: Sequence[Any], call: _Call) -> _Specialization:
         shapes = [tuple(x.shape) for x in arrays]
         try:
             whole: Shape | None = self._whole(shapes)
         except ShapeError:
             whole = None  # views of the arrays may broadcast
-        record = self._record(key, whole, arrays, values, places, names)
-        if record.shape is not None:
-            whole = record.shape
-            shapes = [size for _, size in record.views or ()] or shapes
+        trace = self._traced(key, whole, arrays, call)
+        if trace.shape is not None:
+            whole = trace.shape
+            shapes = [size for _, size in trace.views or ()] or shapes
         elif whole is None:
             self._whole(shapes)  # raises
         domain = Domain(whole or ())
@@ -561,11 +587,8 @@ class FusedFunction:
             (*domain.rows, *size[-1:]) if _input(torch.float32, size, domain)[1] else _padded(size, len(whole))
             for size in shapes
         ]
-        results = tuple(each.size if record.shape is not None else domain.shape(each) for each in record.returned)
-        views = None if record.views is None else tuple(view for view, _ in record.views)
-        return _Specialization(
-            record.program, whole, tuple(wide), views, results, record.single, record.captured, record.reads
-        )
+        results = tuple(each.size if trace.shape is not None else domain.shape(each) for each in trace.returned)
+        return _Specialization(trace, whole, tuple(wide), results)
 
     def _whole(self, shapes: Sequence[Shape]) -> Shape:
         try:
@@ -574,10 +597,7 @@ class FusedFunction:
             shown = ", ".join(map(str, shapes))
             raise ShapeError(f"{self._name[6:]}: shapes {shown} do not broadcast") from None
 
-    def _record(
-        self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], values: tuple[Any, ...],
-        places: list[int], names: tuple[str, ...],
-    ) -> _Trace:  # fmt: skip
+    def _traced(self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], call: _Call) -> _Trace:
         """Return the program, run the function once for each class of shapes, or each shape if it asks for one.
 
         It runs again where what it read has changed, or where that is unknown. A function that takes views runs three
@@ -589,17 +609,14 @@ class FusedFunction:
         for known in (key,) if whole is None else (key, general):
             if (found := self._recorded.get(known)) is not None and unchanged(found.reads):
                 return found
-        kind = kind_of(values[places[0]])
+        kind = kind_of(call.values[call.places[0]])
         begin = functools.partial(
             Recording, inputs=inputs, of_torch=kind == "torch", as_numpy=kind in ("numpy", "cupy")
         )
-        positional = len(values) - len(names)
 
         def run(recording: Recording) -> tuple[Recording, list[Any], bool]:
-            given = list(values)
-            for place, traced in zip(places, recording.values, strict=True):
-                given[place] = traced
-            result = self._function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
+            args, options = call.filled(recording.values)
+            result = self._function(*args, **options)
             single = not isinstance(result, (tuple, list))
             if not single and not result:
                 raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
@@ -623,41 +640,35 @@ class FusedFunction:
                 ) from None
             recording, outputs, single = run(begin(Domain(whole), views=[view for view, _ in views]))
         program, returned = recording.program(outputs)
-        constants = [None if i in places else x for i, x in enumerate(values)]
-        options = dict(zip(names, constants[positional:], strict=True))
-        reads = reads_of(self._function, tuple(constants[:positional]), options, NAMES)  # as they are after its run
+        reads = reads_of(self._function, *call.filled([None] * len(arrays)), NAMES)  # as they are after its run
         exact = recording.reads_shape
         made = _Trace(program, returned, single, tuple(recording.captured), reads, views, whole if exact else None)
         self._recorded[key if exact else general] = made
         return made
 
-    def _without_tensors(
-        self, arrays: list[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]
-    ) -> Any:
+    def _without_tensors(self, device: ComputeDevice, call: _Call) -> Any:
         """Run portable C on NumPy arrays, on a device that torch does not know; copies there and back."""
-        device = self.device
-        assert device is not None  # for the type checker: the caller's device is one without tensors
         provider = registry.create(device.backend)
-        host = [to_torch(x, None)[0] for x in arrays]
-        for x, tensor in zip(arrays, host, strict=True):
+        host = [to_torch(x, None)[0] for x in call.arrays]
+        for x, tensor in zip(call.arrays, host, strict=True):
             if not isinstance(x, np.ndarray) or tensor.dtype not in _NUMPY:
                 kind = f"{x.dtype} array of {kind_of(x)}"
                 known = ", ".join(map(name_of, _NUMPY))
                 raise UnsupportedDtype(f"{device.backend} takes NumPy arrays of {known}, got a {kind}")
-        plan = self._plan(host, values, places, names)
+        plan = self._plan(host, call)
         if "portable" not in provider.dialects:  # tensors of `acl.to`, operation by operation
             moved = [to(x, device.label) for x in plan.inputs(host)]
-            made = plan.program.run_torch(plan.shape, *moved)
-            shaped = tuple(y.cpu().numpy().reshape(size) for y, size in zip(made, plan.results, strict=True))
-            return shaped[0] if plan.single else shaped
-        if reason := _refused_by_c(plan.program, _NUMPY):
+            made = plan.trace.program.run_torch(plan.shape, *moved)
+            return plan.returned([y.cpu().numpy().reshape(size) for y, size in zip(made, plan.results, strict=True)])
+        if reason := _refused_by_c(plan.trace.program, _NUMPY):
             raise UnsupportedCase(f"{self._name[6:]} on {device.backend}: {reason}")
         run = functools.partial(self._on_device, provider, device)
         inputs, shape = plan.inputs(host), plan.shape
         some = math.prod(shape)
-        results = _staged(run, plan.program, shape, inputs) if some else plan.program.run_torch(shape, *inputs)
-        shaped = tuple(y.numpy().reshape(size) for y, size in zip(results, plan.results, strict=True))
-        return shaped[0] if plan.single else shaped
+        results = (
+            _staged(run, plan.trace.program, shape, inputs) if some else plan.trace.program.run_torch(shape, *inputs)
+        )
+        return plan.returned([y.numpy().reshape(size) for y, size in zip(results, plan.results, strict=True)])
 
     def _on_device(
         self, provider: ComputeProvider, device: ComputeDevice, program: FusedProgram, shape: Shape, *tensors: Tensor
@@ -706,18 +717,6 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return ()
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Return whether the memory between the first and the last elements overlaps."""
-    (first, last), (begin, end) = (
-        (each.data_ptr(), each.data_ptr() + each.itemsize * (1 + _reach(each))) for each in (x, y)
-    )
-    return first < end and begin < last
-
-
-def _reach(x: Tensor) -> int:
-    return sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _padded(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
