@@ -7,7 +7,7 @@ import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import UnsupportedCase, UnsupportedDtype
 from accelerant.tensors import DeviceTensor, tensor_device
-from accelerant.tensors.table import TABLE, aten
+from accelerant.tensors.dispatch import TABLE, aten
 
 X, Y = torch.manual_seed(0) and torch.randn(3, 5), torch.randn(3, 5)
 POSITIVE, BOOLS, INTS = X.abs() + 0.1, torch.randn(3, 5) > 0, torch.randint(-4, 5, (3, 5))

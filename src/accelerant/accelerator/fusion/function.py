@@ -37,7 +37,7 @@ from accelerant.ops._library import is_plain, name_of, refuses_triton_kernel
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation
-from accelerant.runtime.dispatch.plan import DispatchPlan
+from accelerant.runtime.dispatch.plan import DispatchEntry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import observers
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
@@ -477,7 +477,7 @@ class FusedFunction:
                 torch.autograd.graph.increment_version(each)
         return True
 
-    def _served_by_c(self, plan: _Specialization, tensors: Sequence[Tensor]) -> DispatchPlan | None:
+    def _served_by_c(self, plan: _Specialization, tensors: Sequence[Tensor]) -> DispatchEntry | None:
         """Return how calls of elements run without a gradient, where portable C was chosen for them before."""
         case = _case(plan.trace.program, plan.shape, tensors[0].device, False)
         chosen = _operation(f"{self._name}_fwd").plans.usual.get(case)
