@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
 import statistics
 import sys
@@ -299,8 +300,8 @@ class _CurveRuns:
         self._model = GPTConfig(text.tokenizer.vocab_size, context, run.layers, run.heads, run.width)
         self._train = TrainConfig(
             steps=settings.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup,
-            final_lr_ratio=recipe.final_lr_ratio, weight_decay=recipe.weight_decay, beta1=recipe.beta1,
-            beta2=recipe.beta2, clip=recipe.clip,
+            final_lr_ratio=recipe.final_lr_ratio, weight_decay=recipe.weight_decay, betas=recipe.betas,
+            max_grad_norm=recipe.max_grad_norm,
         )  # fmt: skip
         self._drawn: dict[int, GPT] = {}
         self.stopped = False
@@ -420,7 +421,7 @@ def plain_run(model: PlainGPT, recipe: TrainConfig, low: torch.dtype | None) -> 
     optimizer = torch.optim.AdamW(
         parameter_groups(model, recipe.weight_decay),
         lr=torch.tensor(recipe.learning_rate, device=where) if gpu else recipe.learning_rate,
-        betas=(recipe.beta1, recipe.beta2),
+        betas=recipe.betas,
         fused=gpu,
         capturable=gpu,
     )
@@ -430,7 +431,7 @@ def plain_run(model: PlainGPT, recipe: TrainConfig, low: torch.dtype | None) -> 
         with torch.autocast(where.type, dtype=low or torch.bfloat16, enabled=low is not None):
             loss: Tensor = model(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or math.inf)
         optimizer.step()
         return loss.detach()
 
@@ -450,8 +451,8 @@ def plain_run(model: PlainGPT, recipe: TrainConfig, low: torch.dtype | None) -> 
 def own_run(model: GPT, recipe: TrainConfig, precision: torch.dtype | None) -> RatedStep:
     """Return the same training by ours; `precision` is float8_e4m3fn for fp8."""
     groups = parameter_groups(model, recipe.weight_decay)
-    optimizer = AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2))
-    step = TrainStep(model, optimizer, model.loss, max_grad_norm=recipe.clip, precision=precision)
+    optimizer = AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
+    step = TrainStep(model, optimizer, model.loss, max_grad_norm=recipe.max_grad_norm, precision=precision)
     return model, optimizer, lambda tokens, targets, rate: step([(tokens, targets)], rate).loss
 
 

@@ -30,7 +30,7 @@ def main(*paths: str) -> None:
         model = acl.nn.GPT(acl.nn.GPTConfig(vocab_size=256, context=64, layers=2, heads=4, width=64))
         config = TrainConfig(
             steps=200, batch_size=16, context=64, learning_rate=5e-3, schedule="cosine", warmup=0.05,
-            folder=f"{folder}/run",  # checkpoints; the same call with resume=True continues after Ctrl-C
+            out=f"{folder}/run",  # checkpoints; the same call with resume=True continues after Ctrl-C
         )  # fmt: skip
         history = fit(model, tokens, None, config)
         print(history)

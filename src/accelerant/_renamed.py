@@ -20,7 +20,8 @@ def renamed_arguments(**renamed: str) -> Callable[[F], F]:
 
     def refuse(target: Any, kwargs: dict[str, Any]) -> None:
         for old in renamed.keys() & kwargs.keys():
-            raise TypeError(f"{target.__name__}() has no argument {old}= any more: it is {renamed[old]}= now")
+            new = renamed[old] + "=" * renamed[old].isidentifier()
+            raise TypeError(f"{target.__name__}() has no argument {old}= any more: it is {new} now")
 
     def decorate(target: F) -> F:
         owner = f"{target.__module__}.{target.__qualname__}"

@@ -89,7 +89,7 @@ def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu)
 
 
 def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatch):
-    small = dp_steps._TINY.replaced(context=8, layers=1, heads=1, width=16, batch_size=2, micro_batch=2)
+    small = dp_steps._TINY.replaced(context=8, layers=1, heads=1, width=16, batch_size=2, microbatch=2)
     monkeypatch.setattr(dp_steps, "_TINY", small)
     plain, secure, philox = measured(cpu, case=("tiny",), against=("torch",)).rows  # no peer has its tied layer
     assert ", tied, " in plain.case

@@ -65,6 +65,18 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert "already finished" in output
 
 
+def test_a_limit_in_seconds_ends_a_run_with_the_command_that_continues_it(accelerant, text):
+    options = ("--lr", 1e-3, "--precision", "fp32", "--max-grad-norm", 0.5, "--out", "out")
+    status, _, errors = accelerant("train", text, "--steps", 100_000, "--device", "cpu", "--max-seconds", 1.5, *options)
+    assert status == 1
+    assert re.search(r"--max-seconds:.* 1\.5 s.*; continue with: accelerant train --resume out", errors)
+    recipe = json.loads(Path("out/config.json").read_text())["run"]["recipe"]
+    assert (recipe["learning_rate"], recipe["max_grad_norm"]) == (1e-3, 0.5)
+    status, _, errors = accelerant("train", "--resume", "out", "--max-grad-norm", 2)
+    assert (status, "--resume continues a run as it was: leave out --max-grad-norm" in errors) == (2, True)
+    assert "--micro-batch is --microbatch now" in accelerant("train", text, "--micro-batch", 2)[2]
+
+
 @pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
     more = tmp_path / "more.txt"
@@ -142,11 +154,11 @@ def test_recomputing_gives_the_same_losses_and_determinism_can_be_chosen(acceler
 @pytest.mark.slow
 def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
     given = ("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--batch-size", 24)
-    for more, sizes in (((), [24, 8]), (("--micro-batch", 6), [24, 6])):  # of at most the preset's 8, what divides 24
+    for more, sizes in (((), [24, 8]), (("--microbatch", 6), [24, 6])):  # of at most the preset's 8, what divides 24
         status, output, _ = accelerant(*given, *more, "--out", "out")
         assert status == 0
         recipe = json.loads(Path("out/config.json").read_text())["run"]["recipe"]
-        assert [recipe["batch_size"], recipe["micro_batch"]] == sizes
+        assert [recipe["batch_size"], recipe["microbatch"]] == sizes
         assert json.loads(output)["tokens"] == 24 * 64
 
 
@@ -169,8 +181,8 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--seed", "-1"], "seed must be 0 to"),
         (["--threads", "0"], "threads must be above 0, got 0"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
-        (["--micro-batch", "5"], "micro_batch must divide the batch of 8, got 5"),
-        (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),
+        (["--microbatch", "5"], "microbatch must divide the batch of 8, got 5"),
+        (["--batch-size", "24", "--microbatch", "16"], "microbatch must divide the batch of 24, got 16"),
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
         (

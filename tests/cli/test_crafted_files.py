@@ -30,7 +30,7 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
 RECORD = Path(__file__).parents[2] / "benchmarks/results/dp-cpu.json"
 CPU_LIMIT_S, LIMIT_S = 10, 100  # most take well below a second, of a ledger two; alone on the machine or not
 RUN = preset("tiny").replaced(
-    name="micro", context=16, layers=1, heads=2, width=16, batch_size=4, micro_batch=2, steps=6, validations=1,
+    name="micro", context=16, layers=1, heads=2, width=16, batch_size=4, microbatch=2, steps=6, validations=1,
     validation_tokens=64, sample_tokens=4,
 )  # fmt: skip
 
@@ -122,12 +122,12 @@ def good(tmp_path_factory):
             if records[-1].step == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    cpu, ledger = torch.device("cpu"), lambda: {"ops": [], "fallbacks": []}
+    cpu = torch.device("cpu")
     run = RUN.replaced(data=(str(text),))
-    run_training(run, folder / "run", cpu, progress=Stop(), ledger=ledger)
+    run_training(run, folder / "run", cpu, progress=Stop())
     shutil.copytree(folder / "run", folder / "finished")
     Stop.records = lambda *_: None
-    run_training(run, folder / "finished", cpu, progress=Stop(), ledger=ledger)
+    run_training(run, folder / "finished", cpu, progress=Stop())
     with pytest.raises(SystemExit):
         main(["data", "prepare", str(text), "--out", str(folder / "bytes.tokens"), "--tokenizer", "bytes"])
     with pytest.raises(SystemExit):

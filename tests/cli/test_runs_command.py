@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     PRESETS["tiny"] = before
     for name, changes in (("a", {"steps": 3}), ("b", {"steps": 2, "learning_rate": 1e-3, "width": 64})):
         out = folder / "runs" / name
-        run_training(run.replaced(**changes), out, torch.device("cpu"), progress=Quiet(), ledger=dict)
+        run_training(run.replaced(**changes), out, torch.device("cpu"), progress=Quiet())
     return folder
 
 

@@ -39,13 +39,13 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.txt"
     text.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(200)))
-    small = {"context": 16, "layers": 1, "heads": 2, "width": 16, "steps": 2, "batch_size": 2, "micro_batch": 2}
+    small = {"context": 16, "layers": 1, "heads": 2, "width": 16, "steps": 2, "batch_size": 2, "microbatch": 2}
     small |= {"vocab_size": 300, "validation_tokens": 64, "sample_tokens": 4, "predict_memory": False}
 
     @functools.cache
     def make(name):
         run = PRESETS[name].replaced(**small, data=(str(text),))
-        run_training(run, folder / name, CPU, progress=Silent(), ledger=lambda: {"ops": [], "fallbacks": []})
+        run_training(run, folder / name, CPU, progress=Silent())
         return folder / name
 
     return make

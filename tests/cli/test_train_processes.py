@@ -62,7 +62,7 @@ def losses(out):
 @gloo
 @pytest.mark.slow
 def test_two_processes_write_the_losses_of_one(accelerant, text, tmp_path):
-    line = ["train", text, "--steps", 5, "--micro-batch", 2, "--device", "cpu", "--out"]
+    line = ["train", text, "--steps", 5, "--microbatch", 2, "--device", "cpu", "--out"]
     assert accelerant(*line, tmp_path / "one")[0] == 0
     (first, output, errors), (second, *silent) = commands([[*line, tmp_path / "two"]] * 2)
     assert (first, second) == (0, 0), errors
@@ -85,7 +85,7 @@ def test_two_processes_write_the_losses_of_one(accelerant, text, tmp_path):
 @pytest.mark.slow
 def test_private_steps_of_two_processes_are_those_of_one(accelerant, text, tmp_path):
     """Without noise, at rate 1: all windows are in each step, half of them in each process."""
-    private = ["--private", "--noise-multiplier", 0, "--batch-size", WINDOWS, "--micro-batch", 19]
+    private = ["--private", "--noise-multiplier", 0, "--batch-size", WINDOWS, "--microbatch", 19]
     line = ["train", text, "--steps", 3, *private, "--device", "cpu", "--out"]
     assert accelerant(*line, tmp_path / "one")[0] == 0
     (first, _, errors), (second, *silent) = commands([[*line, tmp_path / "two"]] * 2)

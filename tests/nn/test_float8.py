@@ -168,7 +168,7 @@ def fitted(folder="", steps=12, resume=False, stop_at=None):
     torch.manual_seed(0)
     data = torch.randint(0, 50, (40, SMALL.context + 1))
     one = model()
-    config = TrainConfig(steps=steps, batch_size=4, precision="fp8", device="cpu", folder=folder, evaluations=1)
+    config = TrainConfig(steps=steps, batch_size=4, precision="fp8", device="cpu", out=folder, evaluations=1)
 
     class Stop(Callback):
         def before_step(self, trainer, step):
@@ -189,7 +189,7 @@ def test_a_trainer_in_fp8(emulated, tmp_path):
 
 
 def test_a_trainer_refuses_before_anything_is_written(tmp_path):
-    config = TrainConfig(precision="fp8", device="cpu", folder=str(tmp_path / "run"))
+    config = TrainConfig(precision="fp8", device="cpu", out=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="fp8 needs an NVIDIA GPU"):
         Trainer(model(), config)
     assert not (tmp_path / "run").exists()

@@ -129,7 +129,7 @@ def test_training_ends_after_a_step_with_a_checkpoint(tmp_path, clock):
     x, y = torch.randn(64, 4), torch.randn(64, 1)
     model = nn.Linear(4, 1)
     started = {name: value.clone() for name, value in model.state_dict().items()}
-    config = TrainConfig(steps=8, batch_size=8, folder=str(tmp_path / "run"), timeout_s=60, device="cpu")
+    config = TrainConfig(steps=8, batch_size=8, out=str(tmp_path / "run"), timeout_s=60, device="cpu")
     clock[0] = 4
     trainer = Trainer(model, config)
     with pytest.raises(TimeLimitExceeded, match=r"training: .* s of at most 60 s after step 4 of 8") as raised:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import typer
 from accelerant.cli.help import command_of
 from accelerant.cli.launch import joined, launch, own_device, rank, world_size
 from accelerant.config import settings
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, TimeLimitExceeded
 from accelerant.runtime.files import exact, plain
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class TrainCommand:
     batch_size: Annotated[int | None, _speed("Windows per step; with --private on average. Default: the preset's.")] = (
         None
     )
-    micro_batch: Annotated[
+    microbatch: Annotated[
         int | None, _speed("Windows on the device at a time. Default: the preset's, or what fits.")
     ] = None
     threads: Annotated[
@@ -165,7 +165,11 @@ class TrainCommand:
     ] = None
     delta: Annotated[float | None, _privacy("With --private: delta. Default: 1e-5.")] = None
     max_grad_norm: Annotated[
-        float | None, _privacy("With --private: norm to which a window's gradient is clipped. Default: 1.")
+        float | None, _option("Norm to which the gradient is clipped; with --private each window's. Default: 1.")
+    ] = None
+    max_seconds: Annotated[
+        float | None,
+        _option("End after so many seconds, with a checkpoint and exit status 1. Default: no limit."),
     ] = None
     noise_multiplier: Annotated[
         float | None, _privacy("With --private: noise over the clipping norm. With a target: stop there.")
@@ -188,7 +192,8 @@ class TrainCommand:
         if self.federated:
             self._simulate_clients(given)
             return
-        if not self.private and (alone := [name for name in given if name in _OF_PRIVATE]):
+        private = [name for name in _OF_PRIVATE if name != "max_grad_norm"]
+        if not self.private and (alone := [name for name in given if name in private]):
             raise ConfigError(f"{_flag(alone[0])} goes with --private")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them")
@@ -201,7 +206,7 @@ class TrainCommand:
             raise ConfigError(f"--max-restarts must be 0 or more, got {self.max_restarts}")
         if self.resume is None:
             run = self._configured(given)
-            folder = Path(run.training.folder if self.out is None else self.out)
+            folder = Path(self.out or run.training.out or "")
             self._train(folder, run, self._extension(folder, given) if self.private else None)
             return
         if fixed := [name for name in given if name not in _OF_RESUME]:
@@ -244,8 +249,9 @@ class TrainCommand:
 
         from accelerant.nn.train.config import preset
 
-        run = preset("tiny" if self.preset is None else self.preset).resized(self.batch_size, self.micro_batch)
-        changes = {name: given[name] for name in _OF_RUN if name in given}
+        run = preset("tiny" if self.preset is None else self.preset).resized(self.batch_size, self.microbatch)
+        own = (*_OF_RUN, *([] if self.private else ["max_grad_norm"]))
+        changes = {name: given[name] for name in own if name in given}
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be above 0, got {self.threads}")
         if self.threads is not None or "OMP_NUM_THREADS" in os.environ:
@@ -260,7 +266,7 @@ class TrainCommand:
         return run.replaced(
             data=_sources(given.get("data", ["stdlib"])),
             recompute=("blocks.*",) if self.recompute else (),
-            profile=_PROFILED_STEPS if self.profile else 0,
+            profile=_PROFILED_STEPS if self.profile else None,
             **changes,
         )
 
@@ -289,12 +295,12 @@ class TrainCommand:
         if run is None or self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
 
-        import accelerant
         from accelerant.cli.train_view import SilentView, make_view
         from accelerant.nn.train.folder import RunFolder
         from accelerant.nn.train.job import resume_training, run_training
         from accelerant.runtime.compilation.cache import watch_compilation
         from accelerant.runtime.processes import Processes
+        from accelerant.runtime.time_limit import time_limit
 
         backend, origin = self.device, "--device"
         if run is None and backend is None:  # the same device continues with the same losses
@@ -318,12 +324,11 @@ class TrainCommand:
             start = partial(run_training, run, overwrite=self.overwrite, epochs=self.epochs)
         first = rank() == 0
         view = make_view(quiet=self.json_output) if first else SilentView()
-        with closing(view), watch_compilation(view.compiling), joined(device):
+        limit = time_limit(self.max_seconds, "--max-seconds")
+        with closing(view), watch_compilation(view.compiling), joined(device), _resumable(out), limit:
             if run is not None and Processes().on_first(partial(_restarted, out, run)):
                 start = partial(resume_training)
-            outcome = start(
-                out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension
-            )
+            outcome = start(out, device, progress=view, extension=extension)
         if first and self.json_output:
             print(json.dumps(outcome.summary))
         elif first:
@@ -335,11 +340,25 @@ class TrainCommand:
 _NOT_OF_TRAINING = frozenset({"call", "paths", "federated", "json_output"})
 _OF_CLIENTS = ("steps", "delta", "noise_multiplier", "seed")
 _OF_PRIVATE = ("target_epsilon", "delta", "max_grad_norm", "noise_multiplier", "insecure_noise", "ledger")
-_OF_RESUME = ("resume", "steps", "epochs", "device", "gpus", "max_restarts", *_OF_PRIVATE)
+_OF_RESUME = ("resume", "steps", "epochs", "device", "gpus", "max_restarts", "max_seconds")
 _OF_RUN = (
     "context", "layers", "width", "heads", "steps", "seed", "log", "precision", "reduce_dtype", "learning_rate",
 )  # fmt: skip
 """Options that a federated simulation, private training, a resumed run and RunConfig take."""
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Add the command that continues the run of a folder to the error of a time limit."""
+    from accelerant.nn.train.checkpoint import Checkpoints
+    from accelerant.nn.train.folder import RunFolder
+
+    try:
+        yield
+    except TimeLimitExceeded as error:
+        if not Checkpoints(out).exist:
+            raise
+        raise TimeLimitExceeded(f"{error}; continue with: {RunFolder(out).resume_command}") from None
 
 
 def _flag(name: str) -> str:

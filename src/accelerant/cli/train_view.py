@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from accelerant.nn.train.history import StepRecord
-    from accelerant.nn.train.job import Outcome
+    from accelerant.nn.train.job import TrainingOutcome
 
 _LINE_EVERY_S = 5.0
 
@@ -44,7 +44,7 @@ class View:
     def note(self, text: str) -> None:
         print(f"accelerant: {escaped(text)}", file=sys.stderr)
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: TrainingOutcome) -> None:
         """Print how the run ended."""
         summary = outcome.summary
         if outcome.already_finished:
@@ -120,8 +120,8 @@ def verdict(summary: dict[str, Any]) -> str:
     more, steps, known = summary.get("steps_to_bigram"), summary["steps"], PRESETS.get(summary["preset"])
     if more is not None:
         text, steps = f"not beaten yet; about {more:,} steps more", steps + more
-    elif known is not None and steps < known.training.steps:
-        text, steps = "not beaten yet; train on", known.training.steps
+    elif known is not None and steps < known.steps:
+        text, steps = "not beaten yet; train on", known.steps
     else:
         return "not beaten; the loss no longer falls with the steps: more text, or another preset"
     return f"{text}:  accelerant train --resume {shlex.quote(summary['out'])} --steps {steps}"

@@ -23,7 +23,7 @@ class TextModel:
     """A model on its device, its tokenizer, and the tokens that end a text.
 
     Attributes:
-        threads: maximum number on the CPU; 0 for one per core.
+        threads: maximum number on the CPU; None for torch's.
         start: tokens that begin a text without a prompt.
     """
 
@@ -32,7 +32,7 @@ class TextModel:
     device: torch.device
     stops: tuple[int, ...]
     start: tuple[int, ...]
-    threads: int = 0
+    threads: int | None = None
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt; raise FormatError if the model does not have them."""

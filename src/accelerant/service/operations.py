@@ -676,16 +676,14 @@ def train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -
 def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
     import torch
 
-    import accelerant
     from accelerant.nn.train import preset, resume_training, run_training
     from accelerant.nn.train.folder import RunFolder
 
     changes = parameters.model_dump(include={"steps", "learning_rate", "seed"}, exclude_none=True)
     changes["checkpoint_every_s"] = _CHECKPOINT_S
     folder, device, stopper = RunFolder(context.directory / "run"), torch.device(context.device), _Stopper(context)
-    options: dict[str, Any] = {"progress": stopper, "ledger": accelerant.ledger().to_dict}
     if folder.checkpoint.exists() or folder.finished:
-        outcome = resume_training(folder.path, device, **options)
+        outcome = resume_training(folder.path, device, progress=stopper)
     else:
         run = preset(parameters.preset).resized(parameters.batch_size, None)
         if parameters.path is not None:
@@ -694,7 +692,7 @@ def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context
             text = context.directory / "text.txt"
             text.write_bytes(inputs["text"].tobytes())
             changes["data"] = (str(text),)
-        outcome = run_training(run.replaced(**changes), folder.path, device, overwrite=True, **options)
+        outcome = run_training(run.replaced(**changes), folder.path, device, overwrite=True, progress=stopper)
     if outcome.signal is not None:
         raise stopper.stopped or RuntimeError("the training was interrupted")
     summary = {name: value for name, value in outcome.summary.items() if name not in ("out", "report")}

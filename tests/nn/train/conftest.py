@@ -14,14 +14,14 @@ MICRO = preset("tiny").replaced(
     heads=2,
     width=16,
     batch_size=4,
-    micro_batch=2,
+    microbatch=2,
     steps=12,
     learning_rate=1e-2,
     validations=2,
     validation_tokens=256,
     sample_tokens=8,
     checkpoint_every_s=300.0,
-    cpu_threads=0,
+    cpu_threads=None,
     predict_memory=False,
 )
 
@@ -111,6 +111,6 @@ def _trained(folder, watch, text=TEXT, **changes):
     run = MICRO.replaced(data=(str(path),), seed=3, **changes)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each test: the sums' order follows
-    run_training(run, folder / "run", torch.device("cpu"), progress=watch, ledger=lambda: {"ops": [], "fallbacks": []})
+    run_training(run, folder / "run", torch.device("cpu"), progress=watch)
     torch.set_num_threads(before)
     return folder / "run"

@@ -25,7 +25,7 @@ class Slow(Callback):
 def train(rank, folder, steps, callbacks=(), device="cpu"):
     torch.manual_seed(1 + rank)  # rank 0's parameters are everybody's
     config = TrainConfig(
-        steps=steps, batch_size=12, learning_rate=0.05, folder=folder, checkpoint_every=4, device=device, seed=3
+        steps=steps, batch_size=12, learning_rate=0.05, out=folder, checkpoint_every=4, device=device, seed=3
     )
     fit(Dense(dropout=0.2), *spiral(60, seed=4), config, callbacks=callbacks, resume=True)
 

@@ -104,7 +104,7 @@ def flat(model):
 
 def config(**changes):
     values = {
-        "steps": 6, "batch_size": 8, "accumulate": 2, "learning_rate": 1e-2, "clip": 0.3, "device": "cpu",
+        "steps": 6, "batch_size": 8, "accumulate": 2, "learning_rate": 1e-2, "max_grad_norm": 0.3, "device": "cpu",
         "evaluations": 2, "predict_memory": False,
     }  # fmt: skip
     return TrainConfig(**{**values, **changes})

@@ -68,7 +68,7 @@ class Marked(Extension):
 @pytest.mark.slow
 def test_its_steps_figures_and_curves(run, tmp_path, cpu, watcher):
     out, extension = tmp_path / "out", Marked()
-    outcome = run_training(run, out, cpu, progress=watcher(), ledger=dict, extension=extension)
+    outcome = run_training(run, out, cpu, progress=watcher(), extension=extension)
     assert extension.required is run
     assert outcome.summary["marked"] == {"steps": 12}
     assert extension.closed == 1
@@ -83,11 +83,11 @@ def test_its_steps_figures_and_curves(run, tmp_path, cpu, watcher):
 def test_its_state_goes_on_and_no_other_run_takes_its_place(run, tmp_path, cpu, watcher):
     out = tmp_path / "out"
     stop = watcher(5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert run_training(run, out, cpu, progress=stop, ledger=dict, extension=Marked()).signal == signal.SIGINT
+    assert run_training(run, out, cpu, progress=stop, extension=Marked()).signal == signal.SIGINT
     with pytest.raises(ConfigError, match="one of marked"):
-        resume_training(out, cpu, progress=watcher(), ledger=dict)
+        resume_training(out, cpu, progress=watcher())
     extension = Marked()
-    summary = resume_training(out, cpu, progress=watcher(), ledger=dict, extension=extension).summary
+    summary = resume_training(out, cpu, progress=watcher(), extension=extension).summary
     assert summary["marked"] == {"steps": 12}
     assert extension.closed == 1
 
@@ -99,5 +99,5 @@ def test_a_step_that_is_not_finite_is_told_without_looking_into_it(run, tmp_path
 
     extension = Broken()
     with pytest.raises(DivergenceError, match="the steps are not the Trainer's own"):
-        run_training(run, tmp_path / "out", cpu, progress=watcher(), ledger=dict, extension=extension)
+        run_training(run, tmp_path / "out", cpu, progress=watcher(), extension=extension)
     assert extension.closed == 1

@@ -272,7 +272,16 @@ def test_settings_that_change_a_step_may_not_differ(tmp_path):
     found = config.to_dict()
     require_same_config(tmp_path, found, config)
     require_same_config(tmp_path, {}, config)  # of an older version
-    for name in ("batch_size", "learning_rate", "optimizer", "precision", "schedule", "clip", "seed", "warmup"):
+    for name in (
+        "batch_size",
+        "learning_rate",
+        "optimizer",
+        "precision",
+        "schedule",
+        "max_grad_norm",
+        "seed",
+        "warmup",
+    ):
         with pytest.raises(ConfigError, match=f"was trained with {name}='other', got"):
             require_same_config(tmp_path, found | {name: "other"}, config)
     free = ("steps", "epochs", "device", "folder", "patience", "keep_best", "checkpoint_every", "log", "accumulate")
@@ -290,12 +299,12 @@ def test_a_better_loss_is_lower_by_more_than_min_delta():
     again.restore(best.state())
     assert again.state() == best.state() == {"loss": 3.25, "step": 1, "waited": 2}
     assert again.exhausted
-    assert not BestModel(patience=0, min_delta=0.0).exhausted
+    assert not BestModel(patience=None, min_delta=0.0).exhausted
 
 
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_the_best_parameters_come_back(tmp_path, in_folder):
-    folder, model, best = tmp_path if in_folder else None, nn.Linear(2, 2), BestModel(patience=0, min_delta=0.0)
+    folder, model, best = tmp_path if in_folder else None, nn.Linear(2, 2), BestModel(patience=None, min_delta=0.0)
     before = {name: x.clone() for name, x in model.state_dict().items()}
 
     def changed_and_loaded():

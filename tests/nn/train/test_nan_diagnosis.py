@@ -45,7 +45,7 @@ def failed(*arguments, **options):
 
 def test_the_step_the_module_and_the_last_good_checkpoint_are_named(tmp_path):
     net = model(at=8)
-    config = dataclasses.replace(CONFIG, folder=str(tmp_path))
+    config = dataclasses.replace(CONFIG, out=str(tmp_path))
     text = failed(net, *spiral(40, 0), config)
     path = tmp_path / "checkpoint.safetensors"
     assert re.fullmatch(
@@ -103,7 +103,9 @@ def test_a_loss_that_is_not_finite_by_itself():
 
 
 def test_an_overflow_of_the_parameters_is_named():
-    config = dataclasses.replace(CONFIG, learning_rate=1e38, clip=0.0, optimizer="sgd", warmup=0.0, weight_decay=0.0)
+    config = dataclasses.replace(
+        CONFIG, learning_rate=1e38, max_grad_norm=None, optimizer="sgd", warmup=0.0, weight_decay=0.0
+    )
     text = failed(Dense(8), *spiral(40, 0), config)
     assert "diverged at step 2: " in text
     assert re.search(r"first not finite: the (output of \w+ \(\w+\)|loss itself)|was not finite before", text)
@@ -137,7 +139,7 @@ def broken(kind, folder, every=5, **changes):
     data = {"tensors": (x, y), "dataset": (TensorDataset(x, y), None)}[kind]
     torch.manual_seed(0)
     net = nn.Sequential(Large(), Dense(8, dropout=0.2))
-    config = dataclasses.replace(CONFIG, folder=str(folder), checkpoint_every=every, **changes)
+    config = dataclasses.replace(CONFIG, out=str(folder), checkpoint_every=every, **changes)
     return failed(net, *data, config), net
 
 
@@ -156,7 +158,7 @@ def test_the_steps_since_the_checkpoint_are_done_again(late, tmp_path, monkeypat
 
 def test_without_a_checkpoint_it_begins_with_the_first_parameters(late, tmp_path):
     for folder in ("", tmp_path / "run"):
-        text, net = broken("tensors", folder, every=0, accumulate=2)
+        text, net = broken("tensors", folder, every=None, accumulate=2)
         assert "the output of 0 (Large), in part 1 of 2; there is no checkpoint" in text
         assert all(parameter.isfinite().all() for parameter in net.parameters())
 

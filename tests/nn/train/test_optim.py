@@ -74,10 +74,10 @@ def test_names_may_be_spared_from_decay_and_frozen_parameters_are_left_out(model
 
 
 def test_the_config_chooses_the_optimiser_and_its_numbers(model):
-    adam = make_optimizer(model, TrainConfig(beta1=0.8, beta2=0.9, eps=1e-6, clip=2.0))
+    adam = make_optimizer(model, TrainConfig(betas=(0.8, 0.9), eps=1e-6, max_grad_norm=2.0))
     assert isinstance(adam, AdamW)
     assert (adam.defaults["betas"], adam.defaults["eps"], adam.defaults["max_grad_norm"]) == ((0.8, 0.9), 1e-6, 2.0)
-    sgd = make_optimizer(model, TrainConfig(optimizer="sgd", momentum=0.5, clip=0.0))
+    sgd = make_optimizer(model, TrainConfig(optimizer="sgd", momentum=0.5, max_grad_norm=None))
     assert isinstance(sgd, SGD)
     assert (sgd.defaults["momentum"], sgd.defaults["max_grad_norm"]) == (0.5, None)
 

@@ -38,9 +38,9 @@ def every(rank, folder):
         "fit": fitted(rank),
         "three": fitted(rank, accumulate=1, batch_size=6),
         "bfloat16": fitted(rank, reduce_dtype="bfloat16"),
-        "whole": fitted(rank, dropout=0.1, checkpoint_every=4, folder=f"{folder}/whole"),
-        "stopped": fitted(rank, dropout=0.1, stop_at=3, folder=f"{folder}/stopped"),
-        "resumed": fitted(rank, dropout=0.1, folder=f"{folder}/stopped", resume=True),
+        "whole": fitted(rank, dropout=0.1, checkpoint_every=4, out=f"{folder}/whole"),
+        "stopped": fitted(rank, dropout=0.1, stop_at=3, out=f"{folder}/stopped"),
+        "resumed": fitted(rank, dropout=0.1, out=f"{folder}/stopped", resume=True),
         "step": stepped(rank, 2, 2),
         "weighed": stepped(rank, 2, 3, weighed=True, bucket_bytes=600),
         "wrapped": stepped(rank, 2, 3, weighed=True, wrapped=True),
@@ -195,7 +195,7 @@ def test_micro_batches_of_a_process_have_at_most_the_rows_of_one_alone(monkeypat
     monkeypatch.setattr("accelerant.nn.train.data.Processes", Two)
     for accumulate, rows_at_once, parts in ((1, 12, 1), (2, 12, 1), (4, 6, 2), (3, 6, 2), (24, 1, 12)):
         source = make_source(torch.zeros(48, 1), None, TrainConfig(batch_size=24, accumulate=accumulate))
-        assert (source.micro_batch, source.accumulate) == (rows_at_once, parts), accumulate
+        assert (source.microbatch, source.accumulate) == (rows_at_once, parts), accumulate
 
 
 def test_buckets_hold_every_parameter_once_and_begin_small():

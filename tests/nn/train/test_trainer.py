@@ -106,7 +106,7 @@ def test_a_loader_is_used_batch_by_batch_and_its_order_follows_the_seed():
         torch.manual_seed(torch.seed() % 1000)  # whatever state the program is in
         loader = DataLoader(TensorDataset(x, y), batch_size=8, **options)
         model = made()
-        return fit(model, loader, None, with_(seed=seed, steps=0, epochs=2)).losses
+        return fit(model, loader, None, with_(seed=seed, steps=None, epochs=2)).losses
 
     shuffled = losses(1, shuffle=True)
     assert len(shuffled) == 10
@@ -125,7 +125,7 @@ def test_a_stream_has_no_epochs():
     assert history.steps == 12
     assert history.records[0].samples_per_s > 0
     with pytest.raises(ConfigError, match="the loader's dataset has no length: give steps instead of epochs"):
-        fit(made(), Stream(), None, with_(steps=0))
+        fit(made(), Stream(), None, with_(steps=None))
 
     class Empty(IterableDataset):
         def __iter__(self):
@@ -159,7 +159,7 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
             return super().forward(x)
 
     x, y = spiral(10, 0)
-    fit(made(Watched), x, y, with_(steps=0, epochs=2, batch_size=4))
+    fit(made(Watched), x, y, with_(steps=None, epochs=2, batch_size=4))
     assert [len(rows) for rows in seen] == [4] * 5
     rows = torch.cat(seen)
     for epoch in (rows[:10], rows[10:]):
@@ -271,7 +271,7 @@ def test_bfloat16_trains_parameters_of_float32():
 
 
 def test_float16_trains_with_a_loss_scale_that_the_history_shows(tmp_path):
-    config = with_(precision="float16", steps=60, folder=str(tmp_path / "run"))
+    config = with_(precision="float16", steps=60, out=str(tmp_path / "run"))
     history = fit(made(), *spiral(64, 0), config, validation=spiral(64, 1))
     assert history.losses[-1] < history.losses[0]
     assert history.records[-1].loss_scale == 2.0**16
@@ -301,7 +301,9 @@ def test_gradients_are_clipped_to_the_norm():
     x = torch.full((16, 1), 100.0)
     model = made(nn.Linear, 1, 1, bias=False)
     model.weight.data.fill_(before := 2.0)
-    config = with_(steps=1, clip=0.5, optimizer="sgd", learning_rate=1.0, warmup=0.0, momentum=0.0, weight_decay=0.0)
+    config = with_(
+        steps=1, max_grad_norm=0.5, optimizer="sgd", learning_rate=1.0, warmup=0.0, momentum=0.0, weight_decay=0.0
+    )
     history = fit(model, x, torch.zeros(16, 1), config)
     assert history.records[0].grad_norm > 1e3
     assert abs(model.weight.item() - before) == pytest.approx(0.5, rel=1e-4)
@@ -484,7 +486,7 @@ class Wandering(nn.Module):
 
 def wander(losses, **changes):
     model = Wandering(losses)
-    config = with_(steps=40, evaluate_every=4, clip=0.0, **changes)
+    config = with_(steps=40, evaluate_every=4, max_grad_norm=None, **changes)
     x = torch.full((16, 1), 3.0)
     return model, fit(model, x, None, config, validation=x[:1])
 
@@ -506,7 +508,7 @@ def test_a_small_gain_is_no_gain():
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_the_best_parameters_are_kept(tmp_path, folder):
-    where = {"folder": str(tmp_path / "run")} if folder else {}
+    where = {"out": str(tmp_path / "run")} if folder else {}
     model, history = wander([5, 4, 6, 7, 8, 9, 9, 9, 9, 9], keep_best=True, **where)
     assert history.status == "done"
     assert model.weight.item() == model.weights[1] != model.weights[-1]
@@ -515,7 +517,7 @@ def test_the_best_parameters_are_kept(tmp_path, folder):
 def test_an_interrupted_run_has_the_parameters_of_its_last_step(tmp_path):
     """It goes on from them; those of its best evaluation are in a file."""
     model = Wandering([5, 4, 6, 7])
-    config = with_(steps=40, evaluate_every=4, clip=0.0, keep_best=True, folder=str(tmp_path / "run"))
+    config = with_(steps=40, evaluate_every=4, max_grad_norm=None, keep_best=True, out=str(tmp_path / "run"))
     x = torch.full((16, 1), 3.0)
 
     class Stop(Callback):
@@ -562,7 +564,7 @@ class Recorder(Callback):
 
 def test_callbacks_are_told_in_order(tmp_path):
     recorder = Recorder()
-    config = with_(steps=2, evaluations=1, folder=str(tmp_path / "run"))
+    config = with_(steps=2, evaluations=1, out=str(tmp_path / "run"))
     fit(made(), *spiral(20, 0), config, validation=spiral(8, 1), callbacks=[recorder])
     assert recorder.told == [
         ("begin", 0, 2),
@@ -597,7 +599,7 @@ def test_progress_is_printed(capsys):
 
 def test_a_folder_has_the_log_and_is_not_overwritten(tmp_path):
     folder = tmp_path / "run"
-    config = with_(folder=str(folder))
+    config = with_(out=str(folder))
     history = fit(made(), *spiral(20, 0), config, validation=spiral(8, 1))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == history.losses
@@ -634,7 +636,7 @@ def test_a_model_whose_shapes_depend_on_values_trains_without_a_prediction():
 
 def test_a_profile_is_a_chrome_trace_and_a_table(tmp_path):
     folder = tmp_path / "run"
-    trainer = Trainer(made(), with_(profile=3, folder=str(folder)))
+    trainer = Trainer(made(), with_(profile=3, out=str(folder)))
     trainer.fit(*spiral(20, 0))
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     text = (folder / "kernels.txt").read_text()
@@ -646,7 +648,7 @@ def test_a_profile_is_a_chrome_trace_and_a_table(tmp_path):
 
 
 def test_a_profile_of_a_short_run_is_taken_at_its_end(tmp_path):
-    trainer = Trainer(made(), with_(steps=2, profile=5, folder=str(tmp_path / "run")))
+    trainer = Trainer(made(), with_(steps=2, profile=5, out=str(tmp_path / "run")))
     trainer.fit(*spiral(20, 0))
     assert {row.name: row.calls for row in trainer.profile}["aten::addmm"] == 3.0
 
@@ -667,12 +669,12 @@ def test_tensorboard_gets_the_scalars(tmp_path, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    config = with_(steps=1, evaluations=1, log="tensorboard", folder=str(tmp_path / "run"))
+    config = with_(steps=1, evaluations=1, log="tensorboard", out=str(tmp_path / "run"))
     fit(made(), *spiral(20, 0), config, validation=spiral(8, 1))
     assert written[0] == (str(tmp_path / "run" / "tensorboard"), None)
     assert {("train/loss", 1), ("train/learning_rate", 1), ("held_out/accuracy", 1)} <= set(written[1:-1])
     assert written[-1] == "closed"
-    broken = with_(config, folder=str(tmp_path / "other"))
+    broken = with_(config, out=str(tmp_path / "other"))
     with pytest.raises(DivergenceError):
         fit(made(), torch.full((20, 2), math.nan), spiral(20, 0)[1], broken)
     assert written[-2:] == [(str(tmp_path / "other" / "tensorboard"), None), "closed"]
@@ -681,7 +683,7 @@ def test_tensorboard_gets_the_scalars(tmp_path, monkeypatch):
 def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[tensorboard\]'"):
-        Trainer(made(), with_(log="tensorboard", folder=str(tmp_path / "run")))
+        Trainer(made(), with_(log="tensorboard", out=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize(
@@ -691,10 +693,10 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         ({"batch_size": 8.0}, "batch_size must be a whole number, got 8.0"),
         ({"accumulate": 0}, "accumulate must be above 0, got 0"),
         ({"epochs": 0}, "epochs must be above 0, got 0"),
-        ({"steps": -1}, "steps must be 0 or more, got -1"),
+        ({"steps": -1}, "steps must be above 0, got -1"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number, got nan"),
         ({"warmup": 1.5}, "warmup must be a fraction, 0 to 1, got 1.5"),
-        ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
         ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
         ({"precision": "float8"}, "precision must be auto or float32 or bfloat16 or float16 or fp8, got 'float8'"),
         ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
@@ -703,6 +705,21 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         ({"device": ""}, "device must not be empty"),
         ({"log": "tensorboard"}, "log='tensorboard' writes files: give a folder"),
         ({"profile": 3}, "profile=3 writes files: give a folder"),
+        *[
+            ({name: 0}, f"{name} must be above 0, got 0")
+            for name in (
+                "steps",
+                "max_grad_norm",
+                "evaluate_every",
+                "patience",
+                "checkpoint_every",
+                "profile",
+                "timeout_s",
+            )
+        ],
+        ({"device": 7}, "device must be a name such as .*; got 7"),
+        ({"warmup": 100}, "warmup must be a fraction, 0 to 1, got 100: give a number of steps as warmup_steps"),
+        ({"betas": 0.9}, r"betas must be two numbers, got 0\.9"),
         ({"deterministic": 1}, "deterministic must be true or false, got 1"),
     ],
 )

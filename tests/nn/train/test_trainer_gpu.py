@@ -55,7 +55,7 @@ def test_the_step_and_the_module_are_found_by_going_back(tmp_path, graph, folder
     x[int(permutation(0, 0, 4000)[64 * 40 + 3]), 0] = 1e21
     config = dataclasses.replace(CONFIG, graph=graph, checkpoint_every=25, precision="float32")
     if folder:
-        config = dataclasses.replace(config, folder=str(tmp_path / "run"))
+        config = dataclasses.replace(config, out=str(tmp_path / "run"))
     model = nn.Sequential(Large(), made())
     good = "the last good checkpoint, of step 25" if folder else "there is no checkpoint"
     with pytest.raises(DivergenceError, match=rf"at step 41: .* the output of 0 \(Large\); {good}"):
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_straight_run(tmp_path, graph, dropout):
 
     def run(name, **options):
         model = made(dropout=dropout)
-        return model, fit(model, *spiral(600, 0), dataclasses.replace(config, folder=str(tmp_path / name)), **options)
+        return model, fit(model, *spiral(600, 0), dataclasses.replace(config, out=str(tmp_path / name)), **options)
 
     straight, expected = run("straight")
     run("run", callbacks=[Stop(40)])
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_straight_run(tmp_path, graph, dropout):
 
 
 def test_a_profile_has_the_devices_kernels(tmp_path):
-    trainer = Trainer(made(), dataclasses.replace(CONFIG, steps=20, profile=4, graph="on", folder=str(tmp_path / "p")))
+    trainer = Trainer(made(), dataclasses.replace(CONFIG, steps=20, profile=4, graph="on", out=str(tmp_path / "p")))
     trainer.fit(*spiral(100, 0))
     names = [row.name for row in trainer.profile]
     assert any("adamw" in name for name in names)
@@ -115,9 +115,9 @@ def test_recomputed_blocks_change_the_peak_and_no_loss(graph):
 def test_a_gpt_is_trained_predicted_measured_and_resumed(run, tmp_path, watcher):
     device = torch.device("cuda", torch.cuda.current_device())
     run = run.replaced(
-        context=64, width=64, batch_size=16, micro_batch=8, steps=60, deterministic=False, predict_memory=True
+        context=64, width=64, batch_size=16, microbatch=8, steps=60, deterministic=False, predict_memory=True
     )
-    outcome = run_training(run, tmp_path / "run", device, progress=watcher(), ledger=dict)
+    outcome = run_training(run, tmp_path / "run", device, progress=watcher())
     summary = outcome.summary
     assert summary["status"] == "done"
     assert summary["reserved_memory_bytes"] >= summary["peak_memory_bytes"] > 0
@@ -125,5 +125,5 @@ def test_a_gpt_is_trained_predicted_measured_and_resumed(run, tmp_path, watcher)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert records[-1].loss < records[0].loss - 1
     (tmp_path / "run" / "summary.json").unlink()
-    again = resume_training(tmp_path / "run", device, progress=watcher(), ledger=dict)
+    again = resume_training(tmp_path / "run", device, progress=watcher())
     assert again.summary["validation_loss"] == pytest.approx(summary["validation_loss"], abs=0.01)

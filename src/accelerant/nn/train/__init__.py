@@ -3,20 +3,23 @@
 `run_training` does a whole run and leaves a folder with everything in it. Both share one loop.
 """
 
+from accelerant._renamed import renamed_names
 from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
 from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import Corpus, Document, load_corpus, prepare_tokens
 from accelerant.nn.train.history import History, StepRecord
-from accelerant.nn.train.job import Outcome, Progress, export_run, load_run, resume_training, run_training
+from accelerant.nn.train.job import Progress, TrainingOutcome, export_run, load_run, resume_training, run_training
 from accelerant.nn.train.objective import Evaluation, accuracy
 from accelerant.nn.train.step import StepResult, TrainStep
 from accelerant.nn.train.tokenfile import TokenFile
 from accelerant.nn.train.trainer import Trainer, fit
 
 __all__ = [
-    "PRESETS", "Callback", "Corpus", "Document", "Evaluation", "History", "Outcome", "PrintProgress", "Progress",
-    "RunConfig", "StepRecord", "StepResult", "TensorBoard", "TokenFile", "TrainConfig", "TrainStep", "Trainer",
+    "PRESETS", "Callback", "Corpus", "Document", "Evaluation", "History", "PrintProgress", "Progress", "RunConfig",
+    "StepRecord", "StepResult", "TensorBoard", "TokenFile", "TrainConfig", "TrainStep", "Trainer", "TrainingOutcome",
     "accuracy", "export_run", "fit", "load_checkpoint", "load_corpus", "load_run", "prepare_tokens", "preset",
     "resume_training", "run_training", "save_checkpoint",
 ]  # fmt: skip
+
+__getattr__ = renamed_names(__name__, {"Outcome": "accelerant.nn.train.TrainingOutcome"})

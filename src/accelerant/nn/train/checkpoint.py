@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.optim import SGD, AdamW
-from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.config import TrainConfig, renamed_settings
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import LossScale
@@ -41,12 +42,13 @@ if TYPE_CHECKING:
 _FORMAT = "accelerant-checkpoint-1"
 
 
-def save_checkpoint(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+@renamed_arguments(path="out")
+def save_checkpoint(out: str | os.PathLike[str], tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
     """Write tensors and a JSON document as one file, atomically: if OSError is raised, an existing one stays intact."""
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(document, sort_keys=True)
-    write_tensors(Path(path), host, {"format": _FORMAT, "document": text, "sha256": _digest(host, text)})
+    write_tensors(Path(out), host, {"format": _FORMAT, "document": text, "sha256": _digest(host, text)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -388,7 +390,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 _MAY_DIFFER = frozenset({
     "accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute",
     "evaluate_every", "evaluations", "patience", "min_delta", "keep_best",
-    "folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory", "reduce_dtype", "timeout_s",
+    "out", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory", "reduce_dtype", "timeout_s",
 })  # fmt: skip
 """Settings that change a step's result by rounding at most; the number of steps is compared separately."""
 
@@ -437,6 +439,7 @@ def restored(
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise ConfigError if a checkpoint has another value of a setting that changes the training."""
+    found = renamed_settings(found)
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
             raise ConfigError(f"checkpoint {path} was trained with {name}={clipped(found[name])}, got {value!r}")
@@ -463,7 +466,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
                 numbers[f"{name}.{kind}"] = value
             else:
                 what = f"{type(optimizer).__name__} keeps a {type(value).__name__} ({kind} of {name})"
-                raise UnsupportedCase(f"{what}: checkpoints hold tensors and numbers; train without a folder")
+                raise UnsupportedCase(f"{what}: checkpoints hold tensors and numbers; train without out")
     return tensors, numbers
 
 
@@ -517,7 +520,7 @@ class BestModel:
 
     NAME = "best.safetensors"
 
-    def __init__(self, patience: int, min_delta: float) -> None:
+    def __init__(self, patience: int | None, min_delta: float) -> None:
         self._patience = patience
         self._min_delta = min_delta
         self._loss = math.inf
@@ -528,7 +531,7 @@ class BestModel:
     @property
     def exhausted(self) -> bool:
         """True if the last `patience` evaluations brought no better loss."""
-        return 0 < self._patience <= self._worse
+        return self._patience is not None and self._patience <= self._worse
 
     def update(self, evaluation: Evaluation) -> bool:
         """Take an evaluation; return whether it is the best so far."""

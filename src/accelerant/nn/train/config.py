@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shlex
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
+from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.registry import DeviceLike, find_device, is_automatic
 
 OptimizerName = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -25,9 +32,25 @@ STDLIB = "stdlib"
 
 _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 _POSITIVE = frozenset({
-    "epochs", "batch_size", "micro_batch", "accumulate", "context", "learning_rate", "eps", "evaluations", "vocab_size",
-    "layers", "heads", "width", "validation_tokens", "sample_tokens",
+    "epochs", "steps", "batch_size", "microbatch", "accumulate", "context", "learning_rate", "eps", "max_grad_norm",
+    "evaluate_every", "evaluations", "patience", "checkpoint_every", "profile", "timeout_s", "vocab_size", "layers",
+    "heads", "width", "validation_tokens", "sample_tokens", "side_share", "cpu_threads",
 })  # fmt: skip
+_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+"""Other names of dtypes, in `precision` and `reduce_dtype`."""
+
+_RENAMED = {"clip": "max_grad_norm", "beta1": "betas", "beta2": "betas", "micro_batch": "microbatch", "folder": "out"}
+_UNDERSTOOD = {
+    "lr": "learning_rate", "output_dir": "out", "gradient_accumulation_steps": "accumulate", "max_steps": "steps",
+    "num_train_epochs": "epochs", "lr_scheduler_type": "schedule", "warmup_ratio": "warmup", "optim": "optimizer",
+}  # fmt: skip
+"""Names of a setting in other libraries, first those of transformers' TrainingArguments."""
+
+_UNSET = (
+    "steps", "max_grad_norm", "evaluate_every", "patience", "checkpoint_every", "profile", "timeout_s", "out",
+    "side_share", "cpu_threads", "init_from",
+)  # fmt: skip
+"""Settings that 0 or an empty text left unset in files of earlier versions."""
 
 
 _MOST = {"layers": 1 << 12, "validations": 1 << 16, "sample_tokens": 1 << 20}
@@ -38,9 +61,21 @@ _MOST_STEPS = 10**9
 
 def _check_field(name: str, value: object, hint: Any) -> None:
     """Raise ConfigError unless a value fits its field's type and range."""
+    if isinstance(hint, types.UnionType):  # of a type and None
+        if value is None:
+            return
+        hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ConfigError(f"{name} must be {' or '.join(get_args(hint))}, got {clipped(value)}")
+        return
+    if hint == tuple[float, float]:
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ConfigError(f"{name} must be two numbers, got {clipped(value)}")
+        for number in value:
+            _require_type(name, number, float)
+            if not 0 <= number < 1:
+                raise ConfigError(f"{name} must be 0 or more and below 1, got {clipped(value)}")
         return
     if get_origin(hint) is tuple:
         if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
@@ -62,16 +97,31 @@ def _require_type(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name} must be {_WORDS[kind]}, got {clipped(value)}")
 
 
+def renamed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a file, perhaps of an earlier version, under the names of today."""
+    values = dict(values)
+    found = {_RENAMED.get(name, name): value for name, value in values.items()}
+    if "beta1" in values or "beta2" in values:
+        found["betas"] = [values.get("beta1", 0.9), values.get("beta2", 0.999)]
+    return {name: None if name in _UNSET and value in (0, "") else value for name, value in found.items()}
+
+
+def _path(value: str | os.PathLike[str] | None) -> str | None:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value or None
+
+
+@understood_arguments(**_UNDERSTOOD)
+@renamed_arguments(**_RENAMED)
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """The hyperparameters and options of a training.
 
     A step updates the parameters once, from `batch_size` rows, which several processes share equally. A row is a sample
-    of a tensor or dataset, or a window of `context` tokens of a token file.
+    of a tensor or dataset, or a window of `context` tokens of a token file. None means that something is not set.
 
     Attributes:
         epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored if `steps` is given.
-        steps: optimizer steps; 0 to derive them from epochs.
+        steps: optimizer steps; None to derive them from epochs.
         batch_size: rows in a step; ignored for a DataLoader, which has its own.
         accumulate: number of micro-batches in a step; divides batch_size. Their gradients are accumulated, and only one
             micro-batch's activations are in memory at a time. For a DataLoader, the number of its batches in a step.
@@ -80,43 +130,46 @@ class TrainConfig:
             model's own, all are weighted equally.
         context: tokens in a window of a token file.
         optimizer: "adamw" or "sgd" of accelerant.nn.optim.
-        learning_rate: the peak.
+        learning_rate: the peak; `lr` is understood.
         schedule: what follows the warm-up: half a "cosine", a "linear" decay, or "constant".
         warmup: fraction of the steps over which the learning rate rises linearly.
+        warmup_steps: their number, in place of the fraction.
         final_lr_ratio: final learning rate over the peak.
         weight_decay: of parameters with two dimensions or more; biases, norms and matches of `no_decay` have none.
         no_decay: patterns of parameter names ("*embedding*").
-        beta1, beta2, eps: of AdamW.
+        betas, eps: of AdamW.
         momentum: of SGD.
-        clip: maximum norm of all gradients together; 0 for no clipping.
+        max_grad_norm: maximum norm of all gradients together; None for no clipping.
         precision: "float32"; "bfloat16" for autocast with unchanged parameters; "float16" for the same with a loss
             scale that adapts on the device (see LossScale in step.py); "fp8" for bfloat16 with the linear
             products of accelerant.nn's blocks in 8-bit floating point, on a GPU of compute capability 8.9 or later
-            (evaluations use bfloat16); "auto" for bfloat16 on a GPU with native support, else float32.
+            (evaluations use bfloat16); "auto" for bfloat16 on a GPU with native support, else float32. "fp32", "bf16",
+            "fp16" and torch's dtypes are understood.
         recompute: patterns of module names ("blocks.*") whose activations are recomputed in the backward pass instead
             of saved (gradient checkpointing).
         graph: whether to replay steps as a CUDA graph: "off", "on", or "auto" for where it is possible. The model's
             Python code runs in the first steps only, so a model whose steps differ needs "off".
-        device: "auto", "cpu", "cuda", or a torch device ("cuda:1"). The model is moved there.
+        device: what accelerant.Accelerator takes: "auto" or None, "cpu", "cuda:1", a torch.device. The model is moved
+            there.
         seed: of the data's order; 0 to 2**63 - 1.
         deterministic: whether the same input gives the same bits, at some cost in speed on a GPU.
-        evaluate_every: steps between evaluations; 0 for `evaluations` evenly spaced ones.
+        evaluate_every: steps between evaluations; None for `evaluations` evenly spaced ones.
         evaluations: their number, including the one after the last step.
-        patience: evaluations without a better loss after which training stops; 0 for never.
+        patience: evaluations without a better loss after which training stops; None for never.
         min_delta: decrease of the loss that counts as better.
         keep_best: whether the model gets the parameters of its best evaluation at the end.
-        folder: for checkpoints and logs; "" to write nothing.
-        checkpoint_every: steps between checkpoints; 0 for time alone.
+        out: folder for checkpoints and logs; None to write nothing. `output_dir` is understood.
+        checkpoint_every: steps between checkpoints; None for time alone.
         checkpoint_every_s: seconds between checkpoints; 0 for one after each step.
         log: "jsonl" (metrics.jsonl), or "tensorboard" in addition.
-        profile: number of steps to profile after a few warm-up steps, into trace.json and kernels.txt; 0 for none.
+        profile: number of steps to profile after a few warm-up steps, into trace.json and kernels.txt; None for none.
         predict_memory: whether to predict the peak memory before the first step.
         reduce_dtype: in which several processes add up their gradients: "float32", or "bfloat16" for half the traffic.
-        timeout_s: seconds after which training ends with TimeLimitExceeded, after its step; 0 for no limit.
+        timeout_s: seconds after which training ends with TimeLimitExceeded, after its step; None for no limit.
     """
 
     epochs: float = 1.0
-    steps: int = 0
+    steps: int | None = None
     batch_size: int = 32
     accumulate: int = 1
     context: int = 1024
@@ -124,51 +177,59 @@ class TrainConfig:
     learning_rate: float = 1e-3
     schedule: Schedule = "cosine"
     warmup: float = 0.05
+    warmup_steps: int | None = None
     final_lr_ratio: float = 0.0
     weight_decay: float = 0.01
     no_decay: tuple[str, ...] = ()
-    beta1: float = 0.9
-    beta2: float = 0.999
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
-    clip: float = 1.0
+    max_grad_norm: float | None = 1.0
     precision: Precision = "auto"
     recompute: tuple[str, ...] = ()
     graph: GraphUse = "off"
-    device: str = "auto"
+    device: DeviceLike = "auto"
     seed: int = 0
     deterministic: bool = False
-    evaluate_every: int = 0
+    evaluate_every: int | None = None
     evaluations: int = 5
-    patience: int = 0
+    patience: int | None = None
     min_delta: float = 0.0
     keep_best: bool = False
-    folder: str = ""
-    checkpoint_every: int = 0
+    out: str | os.PathLike[str] | None = None
+    checkpoint_every: int | None = None
     checkpoint_every_s: float = 300.0
     log: Log = "jsonl"
-    profile: int = 0
+    profile: int | None = None
     predict_memory: bool = True
     reduce_dtype: ReduceDtype = "float32"
-    timeout_s: float = 0.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("precision", "reduce_dtype"):
+            given = str(getattr(self, name)).removeprefix("torch.")
+            object.__setattr__(self, name, _DTYPES.get(given, given))
+        object.__setattr__(self, "device", _device_name(self.device))
+        object.__setattr__(self, "out", _path(self.out))
+        for name in ("betas", "no_decay", "recompute"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, hint in get_type_hints(type(self)).items():
-            _check_field(name, getattr(self, name), hint)
-        for name in ("warmup", "final_lr_ratio"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name} must be a fraction, 0 to 1, got {getattr(self, name)}")
-        for name in ("beta1", "beta2", "momentum"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
-        if not self.device:
-            raise ConfigError("device must not be empty: give auto, cpu or cuda")
+            _check_field(name, getattr(self, name), str if name == "device" else hint)
+        if self.warmup > 1:
+            raise ConfigError(
+                f"warmup must be a fraction, 0 to 1, got {self.warmup}: give a number of steps as warmup_steps"
+            )
+        if self.final_lr_ratio > 1:
+            raise ConfigError(f"final_lr_ratio must be a fraction, 0 to 1, got {self.final_lr_ratio}")
+        if self.momentum >= 1:
+            raise ConfigError(f"momentum must be below 1, got {self.momentum}")
         for name in ("profile", "log"):
-            if not self.folder and getattr(self, name) not in (0, "jsonl"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} writes files: give a folder")
+            if self.out is None and getattr(self, name) not in (None, "jsonl"):
+                raise ConfigError(f"{name}={getattr(self, name)!r} writes files: give a folder as out")
 
     @property
-    def micro_batch(self) -> int:
+    def microbatch(self) -> int:
         """Rows on the device at a time; for a DataLoader, those of its batches."""
         return max(1, self.batch_size // self.accumulate)
 
@@ -179,14 +240,36 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Read the result of `to_dict`; raise FormatError if a field is unknown, of another type or out of range."""
+        """Read the result of `to_dict`, also of an earlier version; FormatError for a field unknown or out of range."""
         try:
-            fields: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-            }
-            return cls(**fields)
+            return cls(**renamed_settings(values))
         except (TypeError, ConfigError) as error:
             raise FormatError(f"not the settings of a training: {error}") from None
+
+
+def _device_name(device: Any) -> str:
+    """Return the name of what a `device` argument means, which stays automatic if it is."""
+    if is_automatic(device):
+        return "auto"
+    if isinstance(device, ComputeDevice):
+        return device.torch_device or device.label
+    if not isinstance(device, str | torch.device):
+        find_device(device)  # raises
+    name = str(device).strip()
+    if not name:
+        raise ConfigError("device must not be empty: give auto, cpu or cuda")
+    return name
+
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def paths_of(data: Paths) -> tuple[str, ...]:
+    """Return one name of a file or folder, or several, as strings; raise ConfigError for anything else."""
+    names = [data] if isinstance(data, str | os.PathLike) else data
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) for name in names):
+        raise ConfigError(f"data must be a path or several, got {clipped(data)}")
+    return tuple(os.fspath(name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +288,12 @@ class RunConfig:
         validation_tokens: tokens read by the final evaluation; the others read a quarter of them.
         sample_tokens: length of the text generated at the end.
         side_share: bound for short runs: all evaluations together read at most this fraction of the tokens that the
-            steps read, and so does the sample; 0 for no bound.
-        cpu_threads: number of threads on the CPU, at most one per usable core; 0 for torch's, which follows
+            steps read, and so does the sample; None for no bound.
+        cpu_threads: number of threads on the CPU, at most one per usable core; None for torch's, which follows
             OMP_NUM_THREADS.
-        data: ("stdlib",), or absolute paths of files and folders.
+        data: "stdlib", or the path of a file or folder, or several; kept as a tuple of strings.
         init_from: folder of the model and tokenizer that the training begins with, which give layers, heads, width,
-            vocab_size, tokenizer and model; "" for random weights.
+            vocab_size, tokenizer and model; None for random weights.
     """
 
     name: str
@@ -223,29 +306,37 @@ class RunConfig:
     validations: int = 4
     validation_tokens: int = 1 << 18
     sample_tokens: int = 400
-    side_share: float = 0.0
-    cpu_threads: int = 0
+    side_share: float | None = None
+    cpu_threads: int | None = None
     model: ModelName = "gpt"
-    data: tuple[str, ...] = (STDLIB,)
-    init_from: str = ""
+    data: Paths = (STDLIB,)
+    init_from: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", paths_of(self.data))
+        object.__setattr__(self, "init_from", _path(self.init_from))
         for name, hint in get_type_hints(type(self)).items():
-            if name != "training":
+            if name not in ("training", "data"):
                 _check_field(name, getattr(self, name), hint)
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.model == "gpt" and self.width % self.heads:
             raise ConfigError(f"width must be a multiple of heads, got width {self.width} and {self.heads} heads")
-        if self.training.steps < 1:
-            raise ConfigError(f"steps must be above 0, got {self.training.steps}")
+        if self.training.steps is None:
+            raise ConfigError("a run needs its number of steps: give the training steps")
         if self.training.steps > _MOST_STEPS:
             raise ConfigError(f"steps must be at most {_MOST_STEPS:,}, got {self.training.steps}")
         if not self.data:
             raise ConfigError("data must name stdlib or at least one path")
-        if "" in self.data:
+        if "" in paths_of(self.data):
             raise ConfigError("data names an empty path: give stdlib, files or folders")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        assert self.training.steps is not None  # for the type checker: checked above
+        return self.training.steps
 
     @property
     def tokens_per_step(self) -> int:
@@ -278,7 +369,7 @@ class RunConfig:
         """Tokens that an evaluation reads during training, and at the end."""
         last = self.validation_tokens
         if self.side_share:
-            bound = self.side_share * self.training.steps * self.tokens_per_step
+            bound = self.side_share * self.steps * self.tokens_per_step
             last = min(last, int(bound / (1 + self.validations / 4)))
         return last // 4, last
 
@@ -287,53 +378,52 @@ class RunConfig:
         """Tokens to generate for the sample; each reads up to a whole context."""
         if not self.side_share:
             return self.sample_tokens
-        steps, rows = self.training.steps, self.training.batch_size
-        return min(self.sample_tokens, max(1, int(self.side_share * steps * rows)))
+        return min(self.sample_tokens, max(1, int(self.side_share * self.steps * self.training.batch_size)))
 
+    @understood_arguments(**_UNDERSTOOD)
+    @renamed_arguments(**_RENAMED)
     def replaced(self, **changes: Any) -> RunConfig:
         """Return a copy with other values of fields, of this class or of its training.
 
-        `micro_batch`, the windows on the device at a time, sets accumulate; it stays as it is if only `batch_size`
-        changes. Raises ConfigError for a value of another type or range, and unless micro_batch divides batch_size.
+        `microbatch`, the windows on the device at a time, sets accumulate; it stays as it is if only `batch_size`
+        changes. Raises ConfigError for a value of another type or range, and unless microbatch divides batch_size.
         """
         own = {field.name for field in dataclasses.fields(self)}
         training = {name: changes.pop(name) for name in list(changes) if name not in own}
-        if "batch_size" in training or "micro_batch" in training:
+        if "batch_size" in training or "microbatch" in training:
             batch = training.setdefault("batch_size", self.training.batch_size)
-            rows = training.pop("micro_batch", self.training.micro_batch)
+            rows = training.pop("microbatch", self.training.microbatch)
             _check_field("batch_size", batch, int)
-            _check_field("micro_batch", rows, int)
+            _check_field("microbatch", rows, int)
             if batch % rows:
-                raise ConfigError(f"micro_batch must divide the batch of {batch}, got {rows}")
+                raise ConfigError(f"microbatch must divide the batch of {batch}, got {rows}")
             training["accumulate"] = batch // rows
-        if isinstance(steps := training.get("steps"), int) and steps < 1:
-            raise ConfigError(f"steps must be above 0, got {steps}")
         if training:
             changes["training"] = dataclasses.replace(self.training, **training)
         return dataclasses.replace(self, **changes)
 
-    def resized(self, batch_size: int | None, micro_batch: int | None) -> RunConfig:
-        """Return a copy with other sizes of a step; raise ConfigError if one is below 1 or micro_batch does not divide.
+    def resized(self, batch_size: int | None, microbatch: int | None) -> RunConfig:
+        """Return a copy with other sizes of a step; raise ConfigError if one is below 1 or microbatch does not divide.
 
-        `batch_size` None keeps it; `micro_batch` None takes the largest divisor of the batch up to the present one.
+        `batch_size` None keeps it; `microbatch` None takes the largest divisor of the batch up to the present one.
         """
         batch = self.training.batch_size if batch_size is None else batch_size
         if batch < 1:
             raise ConfigError(f"batch_size must be above 0, got {batch}")
-        if micro_batch is None:
-            most = min(batch, self.training.micro_batch)
-            micro_batch = next(count for count in range(most, 0, -1) if batch % count == 0)
-        return self.replaced(batch_size=batch, micro_batch=micro_batch)
+        if microbatch is None:
+            most = min(batch, self.training.microbatch)
+            microbatch = next(count for count in range(most, 0, -1) if batch % count == 0)
+        return self.replaced(batch_size=batch, microbatch=microbatch)
 
     def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
         """Return the command line that starts this run in `out` anew; empty if its name is no preset's."""
         if self.name not in PRESETS:
             return ""
         training, known = self.training, PRESETS[self.name].training
-        words = ["accelerant", "train", "--preset", self.name, "--data", *self.data, "--device", backend]
+        words = ["accelerant", "train", "--preset", self.name, "--data", *paths_of(self.data), "--device", backend]
         if self.init_from:
-            words += ["--init-from", self.init_from]
-        for name in ("steps", "batch_size", "micro_batch", "learning_rate", "context"):
+            words += ["--init-from", str(self.init_from)]
+        for name in ("steps", "batch_size", "microbatch", "learning_rate", "max_grad_norm", "context"):
             if getattr(training, name) != getattr(known, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
         for name in () if self.init_from else ("layers", "width", "heads"):
@@ -356,25 +446,29 @@ class RunConfig:
         """Return the "run" entry of config.json; `from_dict` is the inverse."""
         training = self.training
         recipe = {name: getattr(self if hasattr(self, name) else training, name) for name in _RECIPE}
+        recipe["betas"] = list(training.betas)
         options = {name: getattr(training, name) for name in _OPTIONS}
-        return {"recipe": recipe, "data": list(self.data), **options, "recompute": bool(training.recompute)}
+        return {"recipe": recipe, "data": list(paths_of(self.data)), **options, "recompute": bool(training.recompute)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Read the result of `to_dict`; raise FormatError if a field is missing, unknown, of another type or range."""
+        """Read the result of `to_dict`, also of an earlier version.
+
+        Raises FormatError if a field is missing, unknown, of another type or out of range.
+        """
         try:
-            options = dict(values)
-            recipe, data = dict(options.pop("recipe")), options.pop("data")
+            options = renamed_settings(values)
+            recipe, data = renamed_settings(options.pop("recipe")), options.pop("data")
             if not isinstance(data, list):
                 raise ConfigError(f"data must be a list of strings, got {clipped(data)}")
             recompute = options.pop("recompute", False)
             _require_type("recompute", recompute, bool)
             if unknown := [*(recipe.keys() - _RECIPE), *(options.keys() - _OPTIONS)]:
                 raise ConfigError(f"unknown field {clipped(min(unknown))}")
-            if missing := set(_RECIPE[:11]) - recipe.keys():
+            if missing := set(_RECIPE[:_REQUIRED]) - recipe.keys():
                 raise ConfigError(f"{min(missing)} is missing")
             own = {field.name for field in dataclasses.fields(cls)} & recipe.keys()
-            training = {"steps": 1, "recompute": ("blocks.*",) if recompute else ()}
+            training: dict[str, Any] = {"steps": 1, "recompute": ("blocks.*",) if recompute else ()}
             run = _run(training=training, data=tuple(data), **{name: recipe.pop(name) for name in own})
             return run.replaced(**recipe, **options)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
@@ -382,20 +476,21 @@ class RunConfig:
 
 
 _RECIPE = (
-    "name", "tokenizer", "vocab_size", "context", "layers", "heads", "width", "batch_size", "micro_batch", "steps",
-    "learning_rate", "warmup", "final_lr_ratio", "weight_decay", "beta1", "beta2", "clip", "validations",
-    "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
+    "name", "tokenizer", "vocab_size", "context", "layers", "heads", "width", "batch_size", "microbatch", "steps",
+    "learning_rate", "warmup", "warmup_steps", "final_lr_ratio", "weight_decay", "betas", "max_grad_norm",
+    "validations", "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
     "model", "init_from",
 )  # fmt: skip
+_REQUIRED = 11
 _OPTIONS = ("seed", "deterministic", "log", "profile", "precision", "reduce_dtype")
-"""Fields of a run's "recipe" in config.json (the first 11 without a default), and those next to it."""
+"""Fields of a run's "recipe" in config.json (the first _REQUIRED without a default), and those next to it."""
 
-_GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, beta2=0.95, graph="auto", deterministic=True)
+_GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, betas=(0.9, 0.95), graph="auto", deterministic=True)
 
 
 def _run(name: str, training: dict[str, Any], **fields: Any) -> RunConfig:
     """Return the run of a GPT in the folder runs/NAME, with some values of its training."""
-    return RunConfig(name, dataclasses.replace(_GPT, folder=f"runs/{name}", **training), **fields)
+    return RunConfig(name, dataclasses.replace(_GPT, out=f"runs/{name}", **training), **fields)
 
 
 _TINY = _run(

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.config import STDLIB, RunConfig, TrainConfig
+from accelerant.nn.train.config import STDLIB, Paths, RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import permutation, require_windows
-from accelerant.nn.train.documents import TOKENIZER_SUFFIX, Document, Paths, Reading, names_of
+from accelerant.nn.train.documents import TOKENIZER_SUFFIX, Document, Reading
 from accelerant.nn.train.tokenfile import BYTES, TokenFile, TokenFileInfo, Tokens, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import (
     BPETokenizer,
@@ -86,17 +86,17 @@ def load_corpus(data: Paths, *, seed: int = 0, window_bytes: int = 1024, fixed: 
     Raises:
         ConfigError: a path does not exist or cannot be read, or there is no text.
     """
-    data, reading = names_of(data), Reading()
-    if data == [STDLIB]:
+    names, reading = list(paths_of(data)), Reading()
+    if names == [STDLIB]:
         root = Path(sysconfig.get_paths()["stdlib"])
         documents = reading.documents([str(root)], distinct=not fixed, suffix=".py")
         reading.skipped, reading.converted = [], []
         source = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
-        if not all(data):
+        if not all(names):
             raise ConfigError("--data names an empty path: give stdlib, files or folders")
-        documents = reading.documents(data, distinct=not fixed)
-        source = escaped(", ".join(dict.fromkeys(data)))
+        documents = reading.documents(names, distinct=not fixed)
+        source = escaped(", ".join(dict.fromkeys(names)))
     reading.require_text(source)
     digest = hashlib.sha256(b"blocks ")  # runs of an earlier version held out other parts
     for document in documents:
@@ -215,7 +215,7 @@ def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, f
     Raises ConfigError for data that cannot be read or are too short, FormatError for a damaged token file or tokenizer.
     """
     watcher.phase("reading the text")
-    paths = [Path(name) for name in run.data]
+    paths = [Path(name) for name in paths_of(run.data)]
     token_files = [path for path in paths if is_token_file(path)]
     if token_files:
         if len(paths) > 1:
@@ -386,7 +386,7 @@ def prepare_tokens(
         ConfigError: a path does not exist, there is no text, or out cannot be written, or is one of the texts.
         FormatError: a line of a JSONL file has no text in that field; an unusable tokenizer.
     """
-    data, out, reading = names_of(data), Path(out), Reading()
+    data, out, reading = paths_of(data), Path(out), Reading()
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name the token file to write")
     for name in data:

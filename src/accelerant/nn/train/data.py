@@ -93,11 +93,11 @@ def halves(windows: NDArray[np.int64]) -> Batch:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
-    """Split the parts of a step into batches of micro_batch rows; None leaves them as they are."""
-    if micro_batch is None:
+def split(parts: Sequence[Batch], microbatch: int | None) -> list[Batch]:
+    """Split the parts of a step into batches of microbatch rows; None leaves them as they are."""
+    if microbatch is None:
         return list(parts)
-    return [rows for part in parts for rows in zip(*(tensor.split(micro_batch) for tensor in part), strict=True)]
+    return [rows for part in parts for rows in zip(*(tensor.split(microbatch) for tensor in part), strict=True)]
 
 
 def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Generator[Sequence[Batch]]:
@@ -124,7 +124,7 @@ class Source(ABC):
 
     Attributes:
         size, per_step: samples or tokens (`unit`) in the data, and in a step of all processes.
-        micro_batch: rows of the batches that the parts of a step are split into; None if they are not split.
+        microbatch: rows of the batches that the parts of a step are split into; None if they are not split.
         accumulate: batches of a step in this process; 0 for the config's.
         fixed: whether the parts of every step have the same shapes.
     """
@@ -132,7 +132,7 @@ class Source(ABC):
     unit: Literal["samples", "tokens"] = "samples"
     size: int
     per_step: int
-    micro_batch: int | None
+    microbatch: int | None
     accumulate: int = 0
     fixed: bool = True
 
@@ -143,12 +143,12 @@ class Source(ABC):
     def _divide(self, config: TrainConfig) -> None:
         """Take this process's rows of a batch, and as many of them at a time as the config says, or fewer."""
         processes = Processes()
-        self._share, self.micro_batch = share_of(config.batch_size, processes), config.micro_batch
+        self._share, self.microbatch = share_of(config.batch_size, processes), config.microbatch
         if processes.size > 1:
             rows = config.batch_size // processes.size
-            most = min(rows, config.micro_batch)
-            self.micro_batch = next(count for count in range(most, 0, -1) if rows % count == 0)
-            self.accumulate = rows // self.micro_batch
+            most = min(rows, config.microbatch)
+            self.microbatch = next(count for count in range(most, 0, -1) if rows % count == 0)
+            self.accumulate = rows // self.microbatch
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -238,7 +238,7 @@ class _TensorSource(_RowSource):
         yield from zip(*(tensor.split(rows) for tensor in self._tensors), strict=True)
 
     def example(self) -> Batch:
-        return tuple(tensor[: self.micro_batch] for tensor in self._tensors)
+        return tuple(tensor[: self.microbatch] for tensor in self._tensors)
 
     def _batch(self, step: int) -> Batch:
         numbers = torch.from_numpy(self.numbers(step))
@@ -266,7 +266,7 @@ class _DatasetSource(_RowSource):
 
     def example(self) -> Batch:
         with forked_random():
-            return self._collated(range(min(self.size, self.micro_batch or self.size)))
+            return self._collated(range(min(self.size, self.microbatch or self.size)))
 
     def _collated(self, numbers: Iterable[int]) -> Batch:
         return _as_batch(default_collate([self._dataset[int(number)] for number in numbers]))
@@ -282,7 +282,7 @@ class _LoaderSource(Source):
         self._parts = config.accumulate
         self._seed = config.seed
         self.per_step = (loader.batch_size or 1) * self._parts
-        self.micro_batch = None
+        self.microbatch = None
         self._position = {"epoch": 0, "used": 0}  # the number of the epoch's batches that were used
         self._processes = processes = Processes()
         if processes.size > 1:
@@ -405,7 +405,7 @@ class TokenSource(Source):
         return len(self._starts())
 
     def example(self) -> Batch:
-        rows = self.micro_batch or self._config.micro_batch
+        rows = self.microbatch or self._config.microbatch
         return self._windows(gather(self._tokens, np.zeros(rows, np.int64), self._config.context))
 
     def _starts(self) -> NDArray[np.int64]:
@@ -434,7 +434,7 @@ def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source
         source.vocab_size = data.info.vocab_size
         return source
     if isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size=config.micro_batch)
+        data = DataLoader(data, batch_size=config.microbatch)
     if isinstance(data, DataLoader):
         return _LoaderSource(data, config)
     if isinstance(data, Dataset):

@@ -48,15 +48,6 @@ class NotTextError(Exception):
     """A file is not text; the message says what it is."""
 
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""The path of a file or folder, or several of them."""
-
-
-def names_of(paths: Paths) -> list[str]:
-    """Return the names of one path or of several."""
-    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-
-
 @dataclass(slots=True)
 class Reading:
     """Files that were read, with their bytes as UTF-8; skipped, with reasons; converted, with encodings."""

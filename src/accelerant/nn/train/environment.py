@@ -23,12 +23,12 @@ from accelerant.runtime.host import usable_cores
 
 
 @contextmanager
-def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
+def numerics(*, deterministic: bool, cpu_threads: int | None = None) -> Iterator[None]:
     """Set torch's threads, TF32 and deterministic algorithms for a run, and restore them after it.
 
     Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts. It excludes the
     attention of cuDNN and the "memory efficient" kernels, whose backward passes are not deterministic. `cpu_threads` is
-    bounded by the usable cores; 0 keeps torch's number, which follows OMP_NUM_THREADS.
+    bounded by the usable cores; None keeps torch's number, which follows OMP_NUM_THREADS.
     """
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()

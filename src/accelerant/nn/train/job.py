@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from accelerant._renamed import renamed_arguments
 from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError, MissingFile, OutOfMemory
 from accelerant.nn.layers import require_float8
@@ -42,7 +43,7 @@ from accelerant.nn.train.checkpoint import (
     require_space,
     write_tensors,
 )
-from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
+from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, paths_of, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize, tokenizer_hash
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
@@ -57,6 +58,7 @@ from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.host import host_memory
+from accelerant.runtime.ledger import ledger
 from accelerant.runtime.processes import Processes, attempt, launch_id
 from accelerant.tensors.tensor import serves
 
@@ -81,7 +83,7 @@ class Progress(Watcher, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingOutcome:
     """The result of a run.
 
     Attributes:
@@ -95,17 +97,17 @@ class Outcome:
     already_finished: bool = False
 
 
+@renamed_arguments(ledger="acl.ledger()")
 def run_training(
-    run: RunConfig, out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
+    run: RunConfig, out: str | os.PathLike[str], device: torch.device, *, progress: Progress,
     extension: Extension | None = None, overwrite: bool = False, epochs: float | None = None,
-) -> Outcome:  # fmt: skip
+) -> TrainingOutcome:  # fmt: skip
     """Train from the beginning, or from the model in `run.init_from`, and write everything to a folder.
 
     Several processes of torch.distributed call this together; rank 0 writes, the others help with checkpoints at most.
 
     Args:
         out: the folder; created if absent. An earlier run in it is moved to a subfolder.
-        ledger: returns the ledger's dictionary, for the report.
         extension: replaces batches or steps; closed at the end.
         overwrite: whether an earlier run in the folder is removed instead, except its privacy ledger.
         epochs: passes over the training tokens, in place of the run's steps.
@@ -121,6 +123,7 @@ def run_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
+    out = Path(out)
     folder, lock, extension, processes = RunFolder(out), RunLock(out), extension or Extension(), Processes()
     with ExitStack() as stack:
         with processes.agreed(_settings(run, device)):
@@ -134,12 +137,12 @@ def run_training(
                     TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
                 stack.enter_context(lock)
             stack.enter_context(closing(extension))
-        known = None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer
+        known = None if tokenizer is None else RunFolder(Path(run.init_from or "")).tokenizer
         text = _tokenized(run, progress, known, extension)
         with processes.agreed({}):
             if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
                 other = f"another tokenizer than the model in {run.init_from}"
-                raise ConfigError(f"{run.data[0]} has the tokens of {other}")
+                raise ConfigError(f"{paths_of(run.data)[0]} has the tokens of {other}")
             if epochs is not None:
                 run = run.replaced(steps=run.epoch_steps(epochs, len(text.train)))
             config, source = _configured(run, out, device, text, extension)
@@ -152,7 +155,7 @@ def run_training(
         if device.type == "cpu" and processes.first and (note := duration_note(run, cpu_flops_per_s)):
             progress.note(note)
         with processes.agreed({}):
-            session = _TextRun(run, config, folder, text, progress, ledger, extension, source, model=initial)
+            session = _TextRun(run, config, folder, text, progress, extension, source, model=initial)
             if processes.first:
                 session.describe(folder, launch=launch_id())
         return session.execute(resume=False)
@@ -162,7 +165,7 @@ def _checked(
     run: RunConfig, out: Path, device: torch.device, processes: Processes
 ) -> tuple[RunConfig, LanguageModel | None, Tokenizer | None]:
     """Return a run that fits its folder, device and processes, and the model and tokenizer that it begins with."""
-    if out.is_dir() and any(out.resolve() == Path(name).resolve() for name in run.data):
+    if out.is_dir() and any(out.resolve() == Path(name).resolve() for name in paths_of(run.data)):
         raise ConfigError(f"--out {out} is a folder of the text, to which the run's files would be added: give another")
     share_of(run.training.batch_size, processes)
     _require_memory(run, device, processes)
@@ -182,11 +185,11 @@ def _configured(
 ) -> tuple[TrainConfig, Source | None]:
     """Return the trainer's config and the extension's source; ConfigError if the folder's disk is too small."""
     training = run.training
-    rows = windows_at_once(training.micro_batch, training.context, device)
+    rows = windows_at_once(training.microbatch, training.context, device)
     graph = "off" if run.model == "rnn" else training.graph  # a captured step of cuDNN's recurrent layers is untested
     places: dict[str, Any] = {
         "device": str(device),
-        "folder": str(out),
+        "out": str(out),
         "accumulate": training.batch_size // rows,
         "graph": graph,
     }
@@ -241,11 +244,11 @@ def _tokenized(
     return dataclasses.replace(text, sha256=name, description=description, notes=notes)
 
 
+@renamed_arguments(ledger="acl.ledger()")
 def resume_training(
-    out: str | os.PathLike[str], device: torch.device, *, progress: Progress,
-    ledger: Callable[[], Mapping[str, Any]], extension: Extension | None = None, steps: int | None = None,
-    epochs: float | None = None,
-) -> Outcome:  # fmt: skip
+    out: str | os.PathLike[str], device: torch.device, *, progress: Progress, extension: Extension | None = None,
+    steps: int | None = None, epochs: float | None = None,
+) -> TrainingOutcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
     On the same device, the losses are those of an uninterrupted run.
@@ -296,7 +299,7 @@ def resume_training(
             share_of(run.training.batch_size, processes)
             shape = _stored_shape(folder, values) if run.init_from else None
             _require_stored(run, Checkpoints(out), shape)
-            changed = steps is not None and steps != run.training.steps
+            changed = steps is not None and steps != run.steps
             if changed:
                 chosen.require_extensible()
                 run = run.replaced(steps=steps)
@@ -307,11 +310,11 @@ def resume_training(
         stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
         with processes.agreed({}):
             more: dict[str, Any] = {"shape": shape, "earlier_s": earlier_s}
-            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source, **more)
+            session = _TextRun(run, config, folder, text, progress, chosen, source, **more)
         return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
 
 
-def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
+def _finished(folder: RunFolder, steps: int | None) -> TrainingOutcome | None:
     """Return the outcome of a finished run, None for one that goes on; raise FormatError if there is no run."""
     folder.read_config()
     if not folder.finished:
@@ -319,7 +322,7 @@ def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
     summary = folder.read_summary()
     done = summary.get("steps")
     if steps is None or not isinstance(done, int) or steps == done:
-        return Outcome(summary, already_finished=True)
+        return TrainingOutcome(summary, already_finished=True)
     if steps < done:
         raise ConfigError(f"the run in {folder.path} has done {done:,} steps: give more, got {steps:,}")
     return None
@@ -354,24 +357,25 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     return model.eval(), tokenizer
 
 
-def export_run(run: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+@renamed_arguments(folder="out")
+def export_run(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Write a run's model and tokenizer in the format of transformers, which gives the same tokens and logits.
 
     Args:
         run: the run's folder.
-        folder: created if absent; a model in it is replaced.
+        out: folder; created if absent. A model in it is replaced.
 
     Raises:
         FormatError: as `load_run`.
         UnsupportedCase: the model is a CharRNN, which transformers does not have.
         OSError: the folder cannot be written.
     """
-    if hugging_face.is_run(folder):
-        raise ConfigError(f"{folder} is the folder of a run: export into another one")
+    if hugging_face.is_run(out):
+        raise ConfigError(f"{out} is the folder of a run: export into another one")
     model, tokenizer = load_run(run)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    generation = Path(folder) / "generation_config.json"
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    generation = Path(out) / "generation_config.json"
     if (end := tokenizer.end) is None:
         generation.unlink(missing_ok=True)  # of a model that was there
     else:
@@ -397,7 +401,7 @@ def _covers(shape: GPTConfig | CharRNNConfig, tokenizer: Tokenizer) -> bool:
 
 def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Tokenizer]:
     """Return the run with the sizes of the model that it begins with, the model in float32, and its tokenizer."""
-    folder = RunFolder(Path(run.init_from))
+    folder = RunFolder(Path(run.init_from or ""))
     if not folder.path.is_dir():
         raise ConfigError(f"--init-from needs the folder of a run or of a GPT-2 model, got {run.init_from!r}")
     if out.resolve() == folder.path.resolve():
@@ -449,7 +453,7 @@ def cpu_flops_per_s(run: RunConfig) -> float:
 
     The rest of a step, whose operations are not counted, takes about as long as its products.
     """
-    rows = windows_at_once(run.training.micro_batch, run.training.context, torch.device("cpu"))
+    rows = windows_at_once(run.training.microbatch, run.training.context, torch.device("cpu"))
     rows *= 1 if run.model == "rnn" else run.training.context  # a recurrent layer computes one step after the other
     x, weight = torch.ones(min(rows, 512), run.width), torch.ones(run.width, 4 * run.width)
     x @ weight  # starts the threads
@@ -462,7 +466,7 @@ def cpu_flops_per_s(run: RunConfig) -> float:
 
 def duration_note(run: RunConfig, flops_per_s: Callable[[RunConfig], float]) -> str | None:
     """Return a note on how long a run takes on the CPU, None for a short one; of a long one it says what to do."""
-    steps, threads = run.training.steps, torch.get_num_threads()
+    steps, threads = run.steps, torch.get_num_threads()
     flops = steps * run.step_flops(run.vocab_size)
     if flops < _SHORT_FLOPS or (total := flops / (speed := flops_per_s(run))) < _NOTED_S:
         return None
@@ -472,7 +476,7 @@ def duration_note(run: RunConfig, flops_per_s: Callable[[RunConfig], float]) -> 
     tiny = preset("tiny")
     less = [f"--steps {max(1, int(steps * _LONG_S / total))} an hour"]
     if run.name != tiny.name:
-        seconds = tiny.training.steps * tiny.step_flops(tiny.vocab_size) / speed
+        seconds = tiny.steps * tiny.step_flops(tiny.vocab_size) / speed
         less.insert(0, f"--preset {tiny.name} about {_duration(seconds)}")
     return f"{note}; {', '.join(less)}; Ctrl-C keeps a checkpoint"
 
@@ -499,12 +503,12 @@ def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig |
         raise FormatError(f"checkpoint {checkpoints.path} has {size:,} bytes, too few for a model of {sizes}")
 
 
-def windows_at_once(micro_batch: int, context: int, device: torch.device) -> int:
+def windows_at_once(microbatch: int, context: int, device: torch.device) -> int:
     """Return the micro-batch to compute with: on the CPU its largest divisor of at most _CPU_TOKENS tokens."""
     if device.type != "cpu":
-        return micro_batch
+        return microbatch
     most = max(1, _CPU_TOKENS // context)
-    return next(count for count in range(min(micro_batch, most), 0, -1) if micro_batch % count == 0)
+    return next(count for count in range(min(microbatch, most), 0, -1) if microbatch % count == 0)
 
 
 class _ProgressCallback(Callback):
@@ -545,17 +549,17 @@ class _TextRun:
 
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
-        ledger: Callable[[], Mapping[str, Any]], extension: Extension, source: Source | None,
+        extension: Extension, source: Source | None,
         model: LanguageModel | None = None, shape: GPTConfig | CharRNNConfig | None = None, earlier_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._run, self._folder, self._text = run, folder, text
         self._began, self._earlier_s = time.monotonic(), earlier_s
-        self._progress, self._ledger, self._extension = progress, ledger, extension
-        self._device = device = torch.device(config.device)
+        self._progress, self._extension = progress, extension
+        self._device = device = torch.device(str(config.device))
         self._backend = device.type
         if device.type == "cuda":
             self._device_name = f"{device} ({torch.cuda.get_device_name(device)})"
-        elif serves(config.device):
+        elif serves(str(config.device)):
             found = registry.find_device(config.device)
             self._backend, self._device_name = found.backend, f"{found.label} ({found.name})"
         else:
@@ -603,24 +607,24 @@ class _TextRun:
         if (tokenizer := self._text.tokenizer.to_json()) is not None:
             write_atomic(folder.tokenizer, tokenizer.encode())
 
-    def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> Outcome:
+    def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> TrainingOutcome:
         """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal.
 
         `config`, if given, is written to config.json when the checkpoint is restored; the run is then unfinished.
         """
         if config is not None and self._processes.first:
             self._events.begun = partial(self._folder.reopen, config)
-        run, steps = self._run, self._run.training.steps
+        run, steps = self._run, self._run.steps
         self._progress.phase("looking at the model")
         self._began = time.monotonic()
         try:
             held_out = self._source(self._text.held_out, "held-out", run.validation_sizes[0])
             at = {round(steps * k / (run.validations + 1)) for k in range(1, run.validations + 1)}
             folder = self._folder.path
-            history = self._trainer.run(self._training, held_out, folder=folder, resume=resume, evaluate_at=at)
+            history = self._trainer.run(self._training, held_out, out=folder, resume=resume, evaluate_at=at)
         except OutOfMemory as error:
-            rows = run.training.micro_batch
-            advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"
+            rows = run.training.microbatch
+            advice = f"start again with --microbatch {rows // 2}" if rows > 1 else "use a smaller preset"
             raise OutOfMemory(f"a micro-batch of {rows} does not fit the device: {advice} ({error})") from None
         except MissingFile:  # of the checkpoint to resume from
             raise
@@ -631,7 +635,7 @@ class _TextRun:
         if history.signal is not None:
             return self._interrupted(history.steps, history.signal)
         try:
-            return Outcome(self._finish(history))
+            return TrainingOutcome(self._finish(history))
         except OSError as error:
             raise self._with_what_is_kept(error) from None
         except KeyboardInterrupt:  # the last step has a checkpoint: resuming returns here
@@ -643,7 +647,7 @@ class _TextRun:
         source.vocab_size = self._shape.vocab_size
         return source
 
-    def _interrupted(self, done: int, number: int) -> Outcome:
+    def _interrupted(self, done: int, number: int) -> TrainingOutcome:
         resume, local = self._folder.resume_command, int(os.environ.get("LOCAL_WORLD_SIZE", self._processes.size))
         if self._processes.size > local:  # of several machines
             start = f"torchrun --nnodes {self._processes.size // local} --nproc-per-node {local} ... -m "
@@ -651,10 +655,10 @@ class _TextRun:
         if self._folder.read_config().get("backend") != self._backend:
             resume += f" --device {self._backend}"
         summary = {
-            "status": "interrupted", "steps_done": done, "steps": self._run.training.steps,
+            "status": "interrupted", "steps_done": done, "steps": self._run.steps,
             "out": str(self._folder.path), "resume": resume,
         }  # fmt: skip
-        return Outcome(summary, signal=number)
+        return TrainingOutcome(summary, signal=number)
 
     def _finish(self, history: History) -> dict[str, Any]:
         """Evaluate, write a sample and all result files; return the summary."""
@@ -662,11 +666,11 @@ class _TextRun:
         ended = time.monotonic()
         self._progress.phase("measuring the held-out loss")
         source = self._source(self._text.held_out, "held-out", run.validation_sizes[1])
-        validation = self._trainer.measure(source, step=run.training.steps)
+        validation = self._trainer.measure(source, step=run.steps)
         if not self._processes.first:
             return {"status": "done"}
         tokens = validation.rows * run.training.context
-        targets = (targets for _, targets in source.in_order(self._trainer.config.micro_batch))
+        targets = (targets for _, targets in source.in_order(self._trainer.config.microbatch))
         text_bytes = sum(int(tokenizer.byte_lengths[part.numpy()].sum()) for part in targets)
         unigram, bigram = self._text.baselines()
         rising = dataclasses.replace(history, evaluations=[*history.evaluations, validation]).rising
@@ -700,8 +704,8 @@ class _TextRun:
         }  # fmt: skip
         summary |= {name: value for name, value in more.items() if value}
         html = build_report(
-            summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
-            curves=self._extension.curves(),
+            summary=summary, config=self.description(), records=records, ledger=ledger().to_dict(),
+            sample=prompt + sample, curves=self._extension.curves(),
             remarks=[
                 *(f"{text[0].upper()}{text[1:]}." for text in filter(None, (rising, *self._text.notes))),
                 *self._extension.remarks(),

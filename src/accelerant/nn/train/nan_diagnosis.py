@@ -166,7 +166,7 @@ class NanDiagnosis:
 
     def _moved(self, parts: Sequence[Batch]) -> list[Batch]:
         moved = [tuple(tensor.to(self._trainer.device) for tensor in part) for part in parts]
-        return split(moved, self._source.micro_batch)
+        return split(moved, self._source.microbatch)
 
     def _last_good(self) -> str:
         if self._checkpoints is None:

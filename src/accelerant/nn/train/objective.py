@@ -236,10 +236,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    rate, norm = config.learning_rate, config.clip or None
+    rate, norm = config.learning_rate, config.max_grad_norm
     if config.optimizer == "sgd":
         return SGD(groups, lr=rate, momentum=config.momentum, max_grad_norm=norm)
-    return AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, max_grad_norm=norm)
+    return AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, max_grad_norm=norm)
 
 
 def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
@@ -248,11 +248,13 @@ def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
     cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
     """
     peak = config.learning_rate
-    warmup = max(1, round(config.warmup * steps))
-    if step < warmup and config.warmup:
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = max(1, round(config.warmup * steps)) if config.warmup else 0
+    if step < warmup:
         return peak * (step + 1) / warmup
     if config.schedule == "constant":
         return peak
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup)) if config.warmup else step / max(1, steps)
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     fraction = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * fraction)

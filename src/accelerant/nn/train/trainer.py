@@ -140,7 +140,7 @@ class Trainer:
             raise ConfigError("give the module inside the DistributedDataParallel: processes train together without it")
         self._first = Processes().first
         place = _tensor_device(self.config, model)
-        self.device = torch.device("cpu") if place is not None else _device(self.config.device)
+        self.device = torch.device("cpu") if place is not None else _device(str(self.config.device))
         if self.config.precision == "fp8":
             require_float8(self.device)
             float8_weights(model)
@@ -154,7 +154,7 @@ class Trainer:
             self.optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.callbacks = list(callbacks)
         if self.config.log == "tensorboard" and self._first:
-            self.callbacks.append(TensorBoard(Path(self.config.folder) / "tensorboard"))
+            self.callbacks.append(TensorBoard(Path(self.config.out or "") / "tensorboard"))
         self.precision = precision_of(self.config, self.device)
         self.loss_scale = LossScale(self.device) if self.precision == torch.float16 else None
         self.history = History()
@@ -190,8 +190,8 @@ class Trainer:
             source, held_out = self._sources(data, targets, validation, resume=resume)
         config = self.config
         with numerics(deterministic=config.deterministic):
-            if config.folder:
-                history = self._fit_in_folder(Path(config.folder), source, held_out, resume)
+            if config.out is not None:
+                history = self._fit_in_folder(Path(config.out), source, held_out, resume)
             else:
                 history = self.run(source, held_out)
         if history.signal == signal.SIGINT:
@@ -214,8 +214,8 @@ class Trainer:
             held_out = make_source(first, second, config)
         elif config.patience or config.keep_best:
             raise ConfigError("patience and keep_best need held-out data: give validation")
-        if resume and not config.folder:
-            raise ConfigError("resume continues from a checkpoint: give the config a folder")
+        if resume and config.out is None:
+            raise ConfigError("resume continues from a checkpoint: give the config a folder as out")
         return source, held_out
 
     def _fit_in_folder(self, folder: Path, source: Source, held_out: Source | None, resume: bool) -> History:
@@ -231,7 +231,7 @@ class Trainer:
                     lock.take()
                     if not continuing:
                         RunFolder.write_json(folder / "train.json", self.config.to_dict())
-            history = self.run(source, held_out, folder=folder, resume=continuing)
+            history = self.run(source, held_out, out=folder, resume=continuing)
             if self._first:
                 if continuing:  # not earlier: a config that differs from the checkpoint's is refused
                     RunFolder.write_json(folder / "train.json", self.config.to_dict())
@@ -239,14 +239,14 @@ class Trainer:
         return history
 
     def run(
-        self, source: Source, held_out: Source | None = None, *, folder: Path | None = None, resume: bool = False,
+        self, source: Source, held_out: Source | None = None, *, out: Path | None = None, resume: bool = False,
         fingerprint: str = "", evaluate_at: Collection[int] | None = None,
     ) -> History:  # fmt: skip
         """Train on a source: what `fit` does once it has its data and the lock of its folder.
 
         Args:
             source, held_out: training and evaluation data.
-            folder: for checkpoints and metrics; None to write nothing.
+            out: folder for checkpoints and metrics; None to write nothing.
             resume: whether to start from the newest intact checkpoint in the folder.
             fingerprint: of the data; by default the source's.
             evaluate_at: completed steps at which to evaluate; by default the config's.
@@ -255,10 +255,10 @@ class Trainer:
             The history; after SIGINT or SIGTERM with a checkpoint written. Raises as `fit`.
         """
         self.stopping = ""
-        run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
+        run = _Run(self, source, held_out, out, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
         try:
-            with modes_kept(self.model), time_limit(self.config.timeout_s or None, "training"), Watch():
+            with modes_kept(self.model), time_limit(self.config.timeout_s, "training"), Watch():
                 run.execute(resume=resume)
         except BaseException as error:
             self.notify("failed", error)
@@ -281,7 +281,7 @@ class Trainer:
             if total:
                 self.notify("advance", min(1.0, rows / total), "held-out loss")
 
-        batches = source.in_order(source.micro_batch or self.config.micro_batch)
+        batches = source.in_order(source.microbatch or self.config.microbatch)
         with ledger().phase("evaluation"), closing(batches):
             return evaluate(
                 self.objective, self.model, batches, step=step, device=self.device, precision=self.precision,
@@ -313,9 +313,10 @@ _ON_THE_HOST = (nn.RNNBase, nn.modules.conv._ConvNd)
 
 def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None:
     """Return the device of OpenCL or WebGPU that a config means; "auto" means none that cannot train this model."""
-    if serves(config.device):
-        return tensor_device(config.device)
-    if config.device.lower() != "auto" or Processes().size > 1 or config.precision not in ("auto", "float32"):
+    name = str(config.device)
+    if serves(name):
+        return tensor_device(name)
+    if name.lower() != "auto" or Processes().size > 1 or config.precision not in ("auto", "float32"):
         return None
     place = tensor_device("auto")
     if place is None or any(isinstance(part, _ON_THE_HOST) for part in model.modules()):
@@ -435,7 +436,7 @@ class _Run:
             "steps": self.history.total_steps, "precision": self._trainer.precision,
         }  # fmt: skip
         with self._processes.agreed(same):
-            same |= {name: config[name] for name in config.keys() - {"device", "folder", "profile", *same}}
+            same |= {name: config[name] for name in config.keys() - {"device", "out", "profile", *same}}
 
     def _agreed(self, flags: list[int], *, wait: bool) -> list[int]:
         """Return the largest flags of all processes, so that they do the same after the same step.
@@ -465,7 +466,7 @@ class _Run:
                 step = TrainStep(
                     trainer.model, trainer.optimizer,
                     self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
-                    max_grad_norm=config.clip or None, accumulate=source.accumulate or config.accumulate,
+                    max_grad_norm=config.max_grad_norm, accumulate=source.accumulate or config.accumulate,
                     weigh=trainer.objective.weigh,
                     precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
                     graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
@@ -493,7 +494,7 @@ class _Run:
                     raise
                 reason = str(error).split("\n", maxsplit=1)[0]
                 raise OutOfMemory(
-                    f"{config.micro_batch} rows at a time do not fit the device: raise accumulate (now "
+                    f"{config.microbatch} rows at a time do not fit the device: raise accumulate (now "
                     f"{config.accumulate}), or name modules in recompute ({reason})"
                 ) from None
             finally:
@@ -519,7 +520,7 @@ class _Run:
             rate = self._rate(done)
             moved = [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in parts]
             scale = None if trainer.loss_scale is None else trainer.loss_scale.value.clone()
-            result = step(split(moved, self._source.micro_batch), rate)
+            result = step(split(moved, self._source.microbatch), rate)
             done += 1
             self._settle()
             self._pending.append(PendingStep(done, result.loss, result.grad_norm, rate, timer.lap(), scale))

@@ -127,8 +127,8 @@ def test_the_main_job(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(400)))
     extension = PrivateRun(settings(tmp_path / "out"))
-    run = MICRO.replaced(data=(str(text),), steps=12, batch_size=8, micro_batch=4, width=32)
+    run = MICRO.replaced(data=(str(text),), steps=12, batch_size=8, microbatch=4, width=32)
     device = torch.device("cuda")
-    summary = run_training(run, tmp_path / "out", device, progress=Watcher(), ledger=dict, extension=extension).summary
+    summary = run_training(run, tmp_path / "out", device, progress=Watcher(), extension=extension).summary
     assert summary["steps"] == 12
     assert sum(event.count for event in dp.PrivacyLedger.read(tmp_path / "out" / "privacy-ledger.jsonl").events) == 12

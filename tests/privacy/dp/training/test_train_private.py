@@ -33,14 +33,14 @@ MICRO = preset("tiny").replaced(
     heads=2,
     width=16,
     batch_size=4,
-    micro_batch=2,
+    microbatch=2,
     steps=4,
     learning_rate=1e-2,
     validations=1,
     validation_tokens=256,
     sample_tokens=8,
     checkpoint_every_s=300.0,
-    cpu_threads=0,
+    cpu_threads=None,
 )
 
 
@@ -83,14 +83,12 @@ def settings(folder, **changes):
 
 def train(run, out, watcher=None, **changes):
     extension = PrivateRun(settings(out, **changes))
-    return run_training(run, out, CPU, progress=watcher or Watcher(), ledger=dict, extension=extension)
+    return run_training(run, out, CPU, progress=watcher or Watcher(), extension=extension)
 
 
 def resume(out, watcher=None, **options):
     described = json.loads((out / "config.json").read_text())["private"]
-    return resume_training(
-        out, CPU, progress=watcher or Watcher(), ledger=dict, extension=PrivateRun.of(described), **options
-    )
+    return resume_training(out, CPU, progress=watcher or Watcher(), extension=PrivateRun.of(described), **options)
 
 
 def interrupt():
@@ -215,7 +213,7 @@ def test_the_loss_of_a_step_is_that_of_its_windows(run, tmp_path):
             return watched
 
     extension = Seen(settings(tmp_path / "out", noise_multiplier=0.0))
-    run_training(run, tmp_path / "out", CPU, progress=Watcher(), ledger=dict, extension=extension)
+    run_training(run, tmp_path / "out", CPU, progress=Watcher(), extension=extension)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert len(seen) == 4
     assert [json.loads(line)["loss"] for line in lines] == pytest.approx(seen, rel=1e-5)
@@ -264,7 +262,7 @@ def test_one_ledger_in_the_folder_for_several_runs_composes_them(run, tmp_path):
     out, results = tmp_path / "out", []
     for steps in (4, 8):
         extension = PrivateRun(PrivateSettings(str(out / "mine.jsonl"), noise_multiplier=3.0))
-        outcome = run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        outcome = run_training(run, out, CPU, progress=Watcher(), extension=extension)
         results.append(outcome.summary["private"]["epsilon"])
         assert sum(event.count for event in dp.PrivacyLedger.read(out / "mine.jsonl").events) == steps
         assert (out / "privacy.json").is_file()
@@ -310,7 +308,7 @@ def test_a_resumed_run_whose_budget_is_spent_ends_with_its_results(run, tmp_path
 def test_an_ordinary_resumption_of_a_private_run_is_refused(interrupted):
     out = interrupted
     with pytest.raises(ConfigError, match="one of private"):
-        resume_training(out, CPU, progress=Watcher(), ledger=dict)
+        resume_training(out, CPU, progress=Watcher())
     assert counted(out) < 4
 
 
@@ -335,7 +333,7 @@ def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(r
         ):
             extension = PrivateRun(PrivateSettings(str(path), noise_multiplier=3.0))
             with pytest.raises(error, match=message):
-                run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+                run_training(run, out, CPU, progress=Watcher(), extension=extension)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
@@ -345,7 +343,7 @@ def test_the_ledger_of_others_is_given_back_where_the_folder_cannot_be_used(run,
     (out / "config.json").write_text("somebody else's")
     extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=3.0))
     with pytest.raises(ConfigError, match="something else"):
-        run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        run_training(run, out, CPU, progress=Watcher(), extension=extension)
     dp.PrivacyLedger(shared, unit="window of 17 tokens").close()
 
 
@@ -386,7 +384,7 @@ def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_
             dp.PrivacyLedger(shared, unit=unit).close()
         extension = PrivateRun(PrivateSettings(str(shared), target_epsilon=1.0))
         with pytest.raises(error, match=message):
-            run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+            run_training(run, out, CPU, progress=Watcher(), extension=extension)
         assert not (out / "config.json").exists()
 
 
@@ -410,11 +408,11 @@ def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
             extension.require(changed)
         return
     with pytest.raises(ConfigError, match=message):
-        run_training(changed, tmp_path / "out", CPU, progress=Watcher(), ledger=dict, extension=extension)
+        run_training(changed, tmp_path / "out", CPU, progress=Watcher(), extension=extension)
 
 
 def test_a_model_that_has_seen_the_text_without_noise_is_no_beginning_of_a_private_run(run, finished_run, tmp_path):
-    run_training(run.replaced(steps=1), tmp_path / "seen", CPU, progress=Watcher(), ledger=dict)
+    run_training(run.replaced(steps=1), tmp_path / "seen", CPU, progress=Watcher())
     with pytest.raises(ConfigError, match="seen was trained on this text without noise, and epsilon would not cover"):
         train(run.replaced(init_from=str(tmp_path / "seen")), tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
@@ -438,7 +436,7 @@ def test_the_command(accelerant, run, monkeypatch):
     short = preset("tiny").replaced(validation_tokens=256, sample_tokens=8)
     monkeypatch.setattr("accelerant.nn.train.config.preset", lambda name: short)
     given = ("train", "--private", "--data", run.data[0], "--steps", 2, "--device", "cpu", "--out", "out")
-    given += ("--batch-size", 24, "--micro-batch", 6)
+    given += ("--batch-size", 24, "--microbatch", 6)
     status, output, _ = accelerant(*given, "--target-epsilon", 2, "--delta", "1e-5", "--insecure-noise")
     assert status == 0
     private = json.loads(Path("out/summary.json").read_text())["private"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.nn.train.callbacks import Curve, Extension, Step
-from accelerant.nn.train.config import RunConfig, TrainConfig
+from accelerant.nn.train.config import RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import Batch, Source, TokenSource, gather
 from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.step import StepResult
@@ -120,8 +120,12 @@ class PrivateRun(Extension):
                 "the model. Give the number of steps in advance"
             )
         if run.training.recompute:
-            raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
-        if run.tokenizer == "bpe" and not run.init_from and not any(is_token_file(Path(name)) for name in run.data):
+            raise ConfigError("--private does not go with --recompute: lower --microbatch to save memory")
+        if (
+            run.tokenizer == "bpe"
+            and not run.init_from
+            and not any(is_token_file(Path(name)) for name in paths_of(run.data))
+        ):
             raise ConfigError(
                 "a tokenizer trained on the text reveals some of it, and epsilon would not cover that: make a token "
                 "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
@@ -140,7 +144,7 @@ class PrivateRun(Extension):
 
     def configured(self, config: TrainConfig) -> TrainConfig:
         """Turn off clipping of the mean, graphs, and the memory prediction, which is of an ordinary step."""
-        return replace(config, clip=0.0, graph="off", predict_memory=False)
+        return replace(config, max_grad_norm=None, graph="off", predict_memory=False)
 
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
         """Return the source of windows drawn by Poisson sampling.
@@ -148,7 +152,7 @@ class PrivateRun(Extension):
         Raises ConfigError for fewer windows than a batch has, or a ledger of another unit or data; FormatError
         for a file that is no ledger; BudgetExceeded if its events have spent the target.
         """
-        folder = Path(config.folder)
+        folder = Path(config.out or "")
         path = self._ledger_path(folder)
         self._source = WindowSource(tokens, config, fingerprint)
         self._unit = f"window of {config.context + 1} tokens"
@@ -171,7 +175,7 @@ class PrivateRun(Extension):
         first = self._processes.first
         with self._processes.agreed({}):  # else the others would enter make_private's exchanges alone
             ledger = (self._shared_ledger or self._open_ledger()) if first else PrivacyLedger(unit=self._unit)
-        noise, self._folder = settings.noise_multiplier, Path(config.folder)
+        noise, self._folder = settings.noise_multiplier, Path(config.out or "")
         try:
             self._private = make_private(
                 trainer.model, trainer.optimizer, ledger=ledger, insecure=settings.insecure_noise, loss_reduction="sum",
@@ -184,7 +188,7 @@ class PrivateRun(Extension):
             raise
         source.private = self._private
         self.settings = replace(settings, noise_multiplier=self._private.noise_multiplier)
-        self._marked = frozenset(round(config.steps * k / _CURVE_POINTS) for k in range(1, _CURVE_POINTS + 1))
+        self._marked = frozenset(round((config.steps or 0) * k / _CURVE_POINTS) for k in range(1, _CURVE_POINTS + 1))
         self._delta_remark = self._private.remark_on_delta(source.windows)
         if self._delta_remark:
             trainer.notify("note", self._delta_remark)
@@ -272,7 +276,7 @@ class PrivateRun(Extension):
             ours = self._event()
             same = [event.count for event in self._training.ledger.events if event.times(1) == ours]
             self._marks.append((self._step, sum(same)))
-        if self._step < trainer.config.steps and not self._affordable():
+        if self._step < trainer.history.total_steps and not self._affordable():
             trainer.stop(_SPENT)
 
     # --- after the run -----------------------------------------------------------------------------------------------
@@ -412,9 +416,9 @@ class WindowSource(TokenSource):
 
     def __init__(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> None:
         super().__init__(tokens, config, fingerprint=fingerprint)
-        self.micro_batch = None  # the draws are split here
+        self.microbatch = None  # the draws are split here
         self._data = _TokenWindows(tokens, config.context, self._windows)
-        self._rows = config.micro_batch
+        self._rows = config.microbatch
         self.windows = len(self._data)
         self.rate = min(1.0, config.batch_size / max(1, about(self.windows)))
         self.private: PrivateTraining | None = None

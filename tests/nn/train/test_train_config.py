@@ -1,0 +1,70 @@
+"""Names of settings in TrainConfig and RunConfig: those of today, of other libraries, and of earlier versions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerant.errors import ConfigError
+from accelerant.nn.train import RunConfig, TrainConfig, preset
+from accelerant.nn.train.objective import learning_rate
+from accelerant.runtime.registry import find_device
+
+
+def test_other_names_of_settings_are_understood(tmp_path):
+    config = TrainConfig(lr=0.5, output_dir=tmp_path, precision="bf16", reduce_dtype=torch.float32, device=None)
+    assert (config.learning_rate, config.out, config.precision) == (0.5, str(tmp_path), "bfloat16")
+    assert (config.reduce_dtype, config.device) == ("float32", "auto")
+    assert config == TrainConfig(learning_rate=0.5, out=str(tmp_path), precision=torch.bfloat16)
+    for name in ("fp16", "half", "float16", torch.float16):
+        assert TrainConfig(precision=name).precision == "float16"
+    for name in ("fp32", "float", "float32", torch.float32):
+        assert TrainConfig(precision=name).precision == "float32"
+    assert TrainConfig(device=torch.device("cpu")) == TrainConfig(device="cpu")
+    assert TrainConfig(device=find_device("cpu")).device == "cpu"
+    assert TrainConfig(max_steps=3, gradient_accumulation_steps=2, batch_size=4).accumulate == 2
+    assert preset("tiny").replaced(lr=0.5).training.learning_rate == 0.5
+    with pytest.raises(TypeError, match="got learning_rate= and lr=, which are the same: give one"):
+        TrainConfig(lr=0.5, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(("old", "new"), [("clip", "max_grad_norm"), ("beta1", "betas"), ("folder", "out")])
+def test_names_of_settings_of_before_name_those_of_today(old, new):
+    with pytest.raises(TypeError, match=rf"TrainConfig\(\) has no argument {old}= any more: it is {new}= now"):
+        TrainConfig(**{old: 1.0})
+    with pytest.raises(TypeError, match=rf"it is {new}= now"):
+        preset("tiny").replaced(**{old: 1.0})
+
+
+def test_files_of_an_earlier_version_are_read():
+    values = {
+        "steps": 0, "clip": 0.0, "beta1": 0.8, "beta2": 0.9, "evaluate_every": 0, "patience": 0, "folder": "",
+        "checkpoint_every": 0, "profile": 0, "timeout_s": 0.0, "no_decay": ["*wte*"],
+    }  # fmt: skip
+    assert TrainConfig.from_dict(values) == TrainConfig(max_grad_norm=None, betas=(0.8, 0.9), no_decay=("*wte*",))
+    assert TrainConfig.from_dict({"clip": 2.0, "folder": "x"}) == TrainConfig(max_grad_norm=2.0, out="x")
+    run = preset("tiny").replaced(betas=(0.7, 0.8), max_grad_norm=2.0)
+    today = run.to_dict()
+    recipe = dict(today["recipe"])
+    recipe |= {"beta1": 0.7, "beta2": 0.8, "clip": 2.0, "micro_batch": recipe.pop("microbatch"), "side_share": 0.0}
+    recipe = {name: value for name, value in recipe.items() if name not in ("betas", "max_grad_norm", "warmup_steps")}
+    before = {**today, "recipe": {**recipe, "init_from": ""}, "profile": 0}
+    assert RunConfig.from_dict(before) == RunConfig.from_dict(today)
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": 3}, {"warmup": 0.3, "warmup_steps": 3}, {"warmup": 0.3}])
+def test_the_warm_up_is_a_number_of_steps_or_a_fraction(options):
+    config = TrainConfig(learning_rate=3.0, schedule="constant", **options)
+    assert [learning_rate(config, 10, step) for step in range(5)] == [1.0, 2.0, 3.0, 3.0, 3.0]
+    assert learning_rate(TrainConfig(warmup_steps=0, learning_rate=3.0), 10, 0) == 3.0
+    with pytest.raises(ConfigError, match="warmup_steps must be 0 or more, got -1"):
+        TrainConfig(warmup_steps=-1)
+
+
+def test_data_of_a_run_is_a_path_or_several(tmp_path):
+    run = preset("tiny")
+    assert run.replaced(data=tmp_path).data == run.replaced(data=str(tmp_path)).data == (str(tmp_path),)
+    assert run.replaced(data=["a.txt", Path("b.txt")]).data == ("a.txt", "b.txt")
+    assert run.replaced(data="stdlib").data == ("stdlib",)
+    with pytest.raises(ConfigError, match="data must be a path or several, got 7"):
+        run.replaced(data=7)
