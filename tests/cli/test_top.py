@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from accelerant.cli import top
+from accelerant.cli import devices as top
 from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample

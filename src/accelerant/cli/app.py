@@ -1,7 +1,7 @@
 """The command-line application: command groups and exit statuses of errors.
 
-Importing a group's module loads only its `register(app)`; its commands import torch and the rest of the library in
-their bodies, so that `--help` is quick.
+Importing a module loads only what adds its groups to an application; commands import torch and the rest of the library
+in their bodies, so that `--help` is quick.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C). The `zk`
 commands end with 1 only if a proof is invalid, or some of many witnesses failed, and with 2 for every other failure.
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
@@ -28,26 +28,13 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     import typer
 
-GROUPS = (
-    "train",
-    "sample",
-    "runs",
-    "data",
-    "privacy",
-    "zk",
-    "serve",
-    "keys",
-    "jobs",
-    "devices",
-    "top",
-    "doctor",
-    "bench",
-    "tune",
-    "compile",
-    "profile",
-    "cache",
-)
-"""Modules of this package whose `register(app)` adds the command of that name."""
+GROUPS = {
+    **{name: (name, "register") for name in ("train", "sample", "runs", "data", "privacy", "zk")},
+    **{name: ("service", f"register_{name}") for name in ("serve", "keys", "jobs")},
+    **{name: ("devices", f"register_{name}") for name in ("devices", "top")},
+    **{name: (name, "register") for name in ("doctor", "bench", "tune", "compile", "profile", "cache")},
+}
+"""Command or group of commands -> the module of this package, and its function that adds it to an application."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 
@@ -60,7 +47,7 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
+def build_app(groups: Iterable[str] = GROUPS) -> typer.Typer:
     """Return the typer application with these groups."""
     import typer
 
@@ -75,7 +62,8 @@ def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
         """Accelerated computing on any available device."""
 
     for group in groups:
-        import_module(f"accelerant.cli.{group}").register(app)
+        module, function = GROUPS[group]
+        getattr(import_module(f"accelerant.cli.{module}"), function)(app)
     return app
 
 
@@ -90,7 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
-        groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
+        groups: Iterable[str] = (
+            args[:1] if args and args[0] in GROUPS else GROUPS
+        )  # importing the others takes up to 0.1 s
         build_app(groups)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
 
 

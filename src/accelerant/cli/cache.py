@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from accelerant.cli.help import Application
-from accelerant.cli.terminal import ProgressLine, print_table
+from accelerant.cli.help import JsonOutput, add_group
+from accelerant.cli.terminal import ProgressLine, print_table, span_text
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.files import escaped
 
@@ -22,24 +22,20 @@ if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeProvider
 
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")
 
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    group = Application(help="Compiled kernels on disk: list, remove, compile in advance.", no_args_is_help=True)
-    group.command("list", epilog="accelerant cache list\naccelerant cache list 'softmax*' --json")(list_entries)
-    group.command("clear", epilog="accelerant cache clear --yes\naccelerant cache clear 'gelu*'")(clear)
-    group.command(
-        "warm",
-        epilog="accelerant cache warm\naccelerant cache warm --arch sm_90 --arch sm_80\n"
-        "accelerant cache warm field_add --device cpu",
-    )(warm)
-    app.add_typer(group, name="cache", rich_help_panel="Kernels")
+    examples = {
+        list_entries: "list\naccelerant cache list 'softmax*' --json",
+        clear: "clear --yes\naccelerant cache clear 'gelu*'",
+        warm: "warm\naccelerant cache warm --arch sm_90 --arch sm_80\naccelerant cache warm field_add --device cpu",
+    }
+    add_group(app, "cache", "Compiled kernels on disk: list, remove, compile in advance.", "Kernels", examples)
 
 
-def list_entries(names: _Names = None, json_output: _Json = False) -> None:
+def list_entries(names: _Names = None, json_output: JsonOutput = False) -> None:
     """List the compiled kernels on disk."""
     from accelerant.config import settings
     from accelerant.runtime.compilation.cache import KernelCache
@@ -52,7 +48,7 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     rows = [
         (
             f"damaged: {escaped(entry.damage)}" if entry.damage else escaped(entry.name), escaped(entry.target),
-            escaped(entry.compiler), _size(entry.size_bytes), _age(entry.age_s),
+            escaped(entry.compiler), _size(entry.size_bytes), span_text(entry.age_s),
             "-" if entry.registers is None else str(entry.registers), entry.key[:12],
         )
         for entry in entries
@@ -67,7 +63,7 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
 def clear(
     names: _Names = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    json_output: _Json = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Remove compiled kernels; they are compiled again at their next use."""
     from accelerant.runtime.compilation.cache import KernelCache
@@ -97,7 +93,7 @@ def warm(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Compile for the device of this backend; auto by default.")] = "auto",
-    json_output: _Json = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Compile the shipped kernels in advance, so that first calls load machine code instead of compiling.
 
@@ -219,10 +215,3 @@ def _total(entries: Sequence[CacheEntry], size_bytes: int) -> str:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**10:.1f} KiB" if size_bytes < 2**20 else f"{size_bytes / 2**20:.1f} MiB"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

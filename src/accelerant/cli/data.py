@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from accelerant.cli.help import Application
+from accelerant.cli.help import add_group
 from accelerant.cli.terminal import console, is_live
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accelerant.nn.train.tokenfile import TokenFileInfo
 
 _EXAMPLES = """\
-accelerant data prepare ~/books --out books.tokens
+prepare ~/books --out books.tokens
 accelerant data prepare dump.jsonl --out dump.tokens --tokenizer gpt2/tokenizer.json
 accelerant train --preset gpt2 --data books.tokens"""
 
@@ -44,10 +44,8 @@ _Check = Annotated[bool, typer.Option("--check", help="Read all tokens and compa
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the application."""
-    group = Application(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
-    group.command("prepare", epilog=_EXAMPLES)(prepare)
-    group.command("info", epilog="accelerant data info books.tokens --check")(info)
-    app.add_typer(group, rich_help_panel="Training")
+    examples = {prepare: _EXAMPLES, info: "info books.tokens --check"}
+    add_group(app, "data", "Prepare text for training: token files.", "Training", examples)
 
 
 def prepare(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -136,6 +136,18 @@ class Application(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Return a decorator that adds a command."""
         return super().command(name, **{"cls": HelpCommand, **options})
+
+
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_group(app: typer.Typer, name: str, title: str, panel: str, examples: Mapping[Any, str], **options: Any) -> None:
+    """Add a group of commands, each a function with its examples, whose first one follows the group's name."""
+    group = Application(name=name, help=title, no_args_is_help=True, **options)
+    for command, example in examples.items():
+        word = command.__name__.removesuffix(f"_{name}").removesuffix("_entries").replace("_", "-")
+        group.command(word, epilog=f"accelerant {name} {example}")(command)
+    app.add_typer(group, rich_help_panel=panel)
 
 
 def command_of(kind: type[Any]) -> Callable[..., None]:

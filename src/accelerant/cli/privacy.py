@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.help import Application
+from accelerant.cli.help import JsonOutput, add_group
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped, exact, plain
 
@@ -23,21 +22,16 @@ _Rate = Annotated[float, typer.Option(help="Probability of each record to be in 
 _Steps = Annotated[int, typer.Option(help="Number of steps.")]
 _Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta); well below one over the number of records.")]
 _Method = Annotated[str, typer.Option(help="pld (privacy loss distributions) or rdp (Renyi divergence; looser).")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
-    title = "Differential privacy: epsilon, noise and the ledger."
-    group = Application(name="privacy", help=title, no_args_is_help=True)
-    examples: dict[Callable[..., None], str] = {
+    examples = {
         epsilon: "epsilon --noise-multiplier 1.1 --sample-rate 0.00426667 --steps 14062 --delta 1e-5",
         calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --sample-rate 0.00426667 --steps 14062",
         statement: "statement privacy.jsonl --delta 1e-5 --markdown",
     }
-    for command, example in examples.items():
-        group.command(epilog=f"accelerant privacy {example}")(command)
-    app.add_typer(group, rich_help_panel="Training")
+    add_group(app, "privacy", "Differential privacy: epsilon, noise and the ledger.", "Training", examples)
 
 
 def epsilon(
@@ -46,7 +40,7 @@ def epsilon(
     steps: _Steps,
     delta: _Delta,
     method: _Method = "pld",
-    json_output: _Json = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Compute epsilon of steps of DP-SGD: Poisson sampling, Gaussian noise, one record added or removed.
 
@@ -74,7 +68,7 @@ def calibrate(
     sample_rate: _Rate,
     steps: _Steps,
     method: _Method = "pld",
-    json_output: _Json = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Find the least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
@@ -102,7 +96,7 @@ def statement(
     delta: Annotated[
         float | None, typer.Option(help="Delta of (epsilon, delta). Default: of the last budget, or 1e-5.")
     ] = None,
-    json_output: _Json = False,
+    json_output: JsonOutput = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a report.")] = False,
 ) -> None:
     """Print what a reviewer needs of a ledger: unit of privacy, epsilon at delta, events, and the assumptions.

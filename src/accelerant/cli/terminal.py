@@ -108,6 +108,14 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
 
+def span_text(seconds: float) -> str:
+    """Format a time for people: "3 d", "2 h", "119 min", "12 s", "0.5 s"."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from accelerant.cli.app import InvalidProofError, write
-from accelerant.cli.help import Application
+from accelerant.cli.help import add_group
 from accelerant.cli.terminal import console
 from accelerant.cli.zk_prove import StageDisplay, prove_files, read_texts, resolve_targets, warn_forgeable, write_all
 from accelerant.errors import ConfigError
@@ -39,22 +38,19 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
-    group = Application(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
-    commands: dict[Callable[..., None], str] = {
-        prove: "zk prove circuit.zkey witness.wtns proof.json public.json",
-        prove_many: "zk prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
+    examples = {
+        prove: "prove circuit.zkey witness.wtns proof.json public.json",
+        prove_many: "prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
         "accelerant zk prove-many circuit.zkey witnesses/*.wtns --out proofs --ray 10.0.0.1:6379",
-        verify: "zk verify verification_key.json public.json proof.json && echo accepted",
-        inspect: "zk inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
+        verify: "verify verification_key.json public.json proof.json && echo accepted",
+        inspect: "inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
         "accelerant zk inspect downloaded.zkey --check",
-        export_vk: "zk export-vk circuit.zkey verification_key.json",
-        calldata: "zk calldata public.json proof.json",
-        verifier: "zk verifier verification_key.json --out verifier.sol",
-        setup: "zk setup circuit.r1cs circuit.zkey --insecure-known-tau",
+        export_vk: "export-vk circuit.zkey verification_key.json",
+        calldata: "calldata public.json proof.json",
+        verifier: "verifier verification_key.json --out verifier.sol",
+        setup: "setup circuit.r1cs circuit.zkey --insecure-known-tau",
     }
-    for command, example in commands.items():
-        group.command(epilog=f"accelerant {example}")(command)
-    app.add_typer(group, rich_help_panel="Proofs")
+    add_group(app, "zk", "Zero-knowledge proofs: Groth16 with snarkjs's files.", "Proofs", examples)
 
 
 def prove(
