@@ -6,7 +6,11 @@ import torch
 import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import UnsupportedCase, UnsupportedDtype
-from accelerant.tensors import DeviceTensor, tensor_device
+from accelerant.tensors import (
+    DeviceTensor,
+    kernels,  # noqa: F401  it fills the table
+    tensor_device,
+)
 from accelerant.tensors.dispatch import TABLE, aten
 
 X, Y = torch.manual_seed(0) and torch.randn(3, 5), torch.randn(3, 5)
