@@ -31,7 +31,6 @@ from accelerant.service.infer import Answer, Inference, answer_format, operation
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
-from accelerant.service.operations import OPERATIONS
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestRecord, Telemetry
 
@@ -249,7 +248,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     )  # fmt: skip
     app.state.settings, app.state.keys, app.state.observers = settings, keys, observers
     app.state.on_stop, app.state.failure = [], None
-    app.state.operations, app.state.jobs, app.state.draining = dict(OPERATIONS), JobService(settings), False
+    app.state.jobs, app.state.draining = JobService(settings), False
+    app.state.operations = dict(app.state.jobs.operations)
     app.state.inference = Inference(settings, app.state.operations, app.state.jobs)
     for error in (RequestValidationError, HTTPException):
         app.add_exception_handler(error, _on_error)

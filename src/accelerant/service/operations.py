@@ -1,12 +1,14 @@
 """The operations that the service offers: inputs, parameters, checks, estimates, and the library's call.
 
-The server process uses everything but `run`, and imports neither torch nor a driver for it; workers call `run`.
+The server process uses everything but `run`, and imports neither torch nor a driver for it; workers call `run`. Other
+packages add operations by an entry point of the group "accelerant.operations" (`NAME = "module:SPEC"`, an OpSpec).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 import secrets
@@ -141,7 +143,8 @@ def _operation(
 
 
 @functools.lru_cache(maxsize=16)
-def _accelerator(device: str) -> Accelerator:
+def accelerator_on(device: str) -> Accelerator:
+    """Return a worker's Accelerator of a device."""
     from accelerant.accelerator import Accelerator
 
     return Accelerator(device)
@@ -150,7 +153,7 @@ def _accelerator(device: str) -> Accelerator:
 def _integers(device: str, name: str, *arrays: npt.NDArray[Any], **options: Any) -> npt.NDArray[Any]:
     """Run an operation on integers; on the CPU without an Accelerator, whose import of torch takes seconds."""
     if device != "cpu":
-        call = getattr(_accelerator(device), name)
+        call = getattr(accelerator_on(device), name)
     elif name in ("ntt", "msm"):
         call = getattr(zk, name)
     else:
@@ -444,7 +447,7 @@ def _neural(
 
     def run(given: Arrays, options: Any, context: Context) -> Results:
         tensors = [given.get(each) for each in inputs]
-        return {"y": np.asarray(getattr(_accelerator(context.device), name)(*tensors, **options.model_dump()))}
+        return {"y": np.asarray(getattr(accelerator_on(context.device), name)(*tensors, **options.model_dump()))}
 
     first = inputs[0]
     OPERATIONS[name] = OpSpec(
@@ -700,3 +703,26 @@ def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context
     return {"summary": _text(json.dumps(summary))} | {
         name: _text(path.read_bytes()) for name, path in files.items() if path.exists()
     }
+
+
+# --- operations of other packages -------------------------------------------------------------------------------------
+
+_ENTRY_POINTS = "accelerant.operations"
+
+
+def _add_installed() -> None:
+    """Add the OpSpecs that installed packages name; one that does not load is left out, with a warning."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=_ENTRY_POINTS):
+        try:
+            found = point.load()
+            if not isinstance(found, OpSpec) or found.name != point.name or point.name in OPERATIONS:
+                raise TypeError(f"wanted an OpSpec of this name, which no other has, got {clipped(found)}")
+            OPERATIONS[point.name] = found
+        except Exception as error:  # noqa: BLE001 - whatever another package raises
+            text = "operation %r (%s) is left out: %s: %s"
+            logging.getLogger("accelerant.service").warning(text, point.name, point.value, type(error).__name__, error)
+
+
+_add_installed()

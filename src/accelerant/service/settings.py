@@ -53,6 +53,8 @@ class ServiceSettings:
         state_url: job store, a URL of SQLAlchemy; empty for SQLite in `directory`.
         keys_file: file of the hashed API keys; empty for keys.json in `directory`.
         devices: one worker process each, as "cpu" or "cuda:0"; empty for the automatic choice.
+        ops: public ops, also those of installed packages, that are offered besides the usual operations; the server
+            then imports torch.
         models, data: folders of models for `generate` and of texts for `train`, by name.
         tls_certificate, tls_key: PEM files; both or none.
         body_bytes, json_bytes: largest request body, and largest JSON of one; json_bytes bounds results in JSON, too.
@@ -83,6 +85,7 @@ class ServiceSettings:
     state_url: str = field(default="", repr=False)  # may have a password
     keys_file: str = ""
     devices: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
     models: Mapping[str, Path] = field(default_factory=dict)
     data: Mapping[str, Path] = field(default_factory=dict)
     tls_certificate: str = ""

@@ -86,14 +86,16 @@ _MOST_EXCUSED = 5
 class JobService:
     """The queue and the workers of one server process. Its methods belong to one event loop.
 
-    `operations` is "module:attribute" of the table of operations, which the workers import as well.
+    `operations` is "module:attribute" of the table of operations, which the workers import as well; the setting `ops`
+    adds others.
     """
 
     def __init__(
         self, settings: ServiceSettings, *, operations: str = "accelerant.service.operations:OPERATIONS"
     ) -> None:
         self.settings = settings
-        self._place, self._operations = operations, load_operations(operations)
+        self._place = ",".join((operations, *settings.ops))
+        self.operations = load_operations(self._place)
         self._queue = CallQueue(settings.queue_jobs, settings.queue_bytes)
         self._directory = Path(settings.directory)
         self._lease_s = settings.lease_s
@@ -129,7 +131,7 @@ class JobService:
         Raises ConfigError for a directory of others or a store of a newer service, ServiceError if no worker starts.
         """
         volume = await self._in_thread(open_directory, self._directory)
-        resumable = {name for name, operation in self._operations.items() if operation.resumable}
+        resumable = {name for name, operation in self.operations.items() if operation.resumable}
         self._store = JobStore(
             self.settings.state_url, owner=secrets.token_hex(16), volume=volume, resumable=resumable,
             lease_s=self._lease_s,
@@ -175,7 +177,7 @@ class JobService:
             return
         self._stopped, self._claiming = time.monotonic(), False
         for claim, worker in self._running.values():
-            if self._operations[claim.job.operation].resumable:
+            if self.operations[claim.job.operation].resumable:
                 worker.tell_job("stop", reason="drain")
 
     def stop_accepting(self) -> None:
@@ -298,9 +300,9 @@ class JobService:
     def _require_accepting(self, operation: str) -> OpSpec:
         if not self._accepting:
             raise Draining("the server is stopping")
-        if operation not in self._operations:
-            raise ConfigError(f"no operation {operation[:100]!r}; there are {', '.join(sorted(self._operations))}")
-        return self._operations[operation]
+        if operation not in self.operations:
+            raise ConfigError(f"no operation {operation[:100]!r}; there are {', '.join(sorted(self.operations))}")
+        return self.operations[operation]
 
     # --- short calls -------------------------------------------------------------------------------------------------
 
@@ -469,7 +471,7 @@ class JobService:
         if not self._claiming:
             return False
         free = [other for other in self._workers if other is not worker and other.ready.is_set() and other.job is None]
-        claim = await self._tried(self.store.claim, worker.name, self._operations, alone=not free)
+        claim = await self._tried(self.store.claim, worker.name, self.operations, alone=not free)
         if claim is None:
             return False
         if self._stopped is not None:  # since the claim was begun
@@ -487,7 +489,7 @@ class JobService:
         self._publish(job)
         began = time.monotonic()
         try:
-            if not self._operations[job.operation].resumable:
+            if not self.operations[job.operation].resumable:
                 await self._tried(wire.wipe, folder / "work")
             message = {
                 "id": job.id, "attempt": job.attempts, "operation": job.operation, "parameters": claim.parameters,

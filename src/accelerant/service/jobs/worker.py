@@ -81,10 +81,15 @@ class Context:
 
 
 def load_operations(place: str) -> dict[str, OpSpec]:
-    """Return the table of operations at "module:attribute"."""
+    """Return the table of operations at "module:attribute", and with it those of the public ops of "...,op,op"."""
+    place, *ops = place.split(",")
     module, _, attribute = place.partition(":")
     table: dict[str, OpSpec] = getattr(importlib.import_module(module), attribute)
-    return table
+    if not ops:
+        return table
+    from accelerant.service.served_ops import op_spec
+
+    return {**{name: op_spec(name) for name in ops}, **table}
 
 
 class Worker:
