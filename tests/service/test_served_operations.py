@@ -8,15 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 import accelerant
 from accelerant import zk
 from accelerant.config import settings
-from accelerant.errors import ShapeError
+from accelerant.errors import ConfigError, ShapeError
+from accelerant.ops.registry import public_ops
 from accelerant.privacy.he import paillier
 from accelerant.service import operations
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.operations import OPERATIONS
+from accelerant.service.served_ops import op_spec
 
 VECTORS = Path(__file__).parent.parent / "vectors/groth16/poseidon"
 
@@ -51,6 +54,37 @@ def test_many_small_sums_are_no_short_call():
         msm.check({"scalars": np.zeros((4097, 0, 4), np.uint64), "points": points}, options)
     texts = {"public": np.zeros(10**8, np.uint8)}
     assert verify.cost(texts, verify.parameters()) > 10.0
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", public_ops())
+def test_every_public_op_can_be_served(name):
+    """Its first samples, as the server describes and checks them, and as a worker runs them."""
+    spec, context = op_spec(name), SimpleNamespace(device="cpu")
+    reference = public_ops()[name].function
+    for sample in public_ops()[name].cases.SAMPLES[:3]:
+        tensors = sample.tensors(torch.float32)
+        inputs = {one.name: x.numpy() for one, x in zip(spec.inputs, tensors, strict=False) if x is not None}
+        options = spec.parameters(**sample.options)
+        spec.check(inputs, options)
+        found = spec.run(inputs, options, context)
+        assert spec.result_bytes(inputs, options) == sum(y.nbytes for y in found.values())
+        if name != "dropout":
+            wanted = reference(*tensors, **sample.options)
+            for y, like in zip(found.values(), wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+                np.testing.assert_array_equal(y, like.numpy())
+
+
+def test_what_an_op_refuses_the_server_refuses_too():
+    conv2d, swiglu = op_spec("conv2d"), op_spec("swiglu")
+    image, kernel = np.ones((1, 1, 4, 4), np.float32), np.ones((1, 1, 2, 2), np.float32)
+    assert conv2d.result_bytes({"x": image, "weight": kernel}, conv2d.parameters(padding=10**6)) > 10**13  # no memory
+    with pytest.raises(ShapeError, match="up must have the shape of gate"):
+        swiglu.check({"gate": image, "up": kernel}, swiglu.parameters())
+    with pytest.raises(ValidationError, match="extra"):
+        swiglu.parameters(scale=2)
+    with pytest.raises(ConfigError, match=r"ops: there is no op 'swigul' \(did you mean 'swiglu'"):
+        op_spec("swigul")
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "inv"])

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerant.config import similar
+from accelerant.errors import ConfigError
 from accelerant.nn.patching.record import Forward
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -188,6 +190,27 @@ def fingerprint(function: Callable[..., Any]) -> str:
     for pattern, before in _RENAMED:
         text = pattern.sub(before, text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def register_form(form: str, function: Callable[..., Any]) -> None:
+    """Let patch replace, in this process, each module whose forward has the statements of a function, as one of a form.
+
+    >>> register_form("rms_norm", MyRMSNorm.forward)
+
+    The function must compute what the other functions of the form compute, from attributes of the same names: a
+    replacement is chosen by the statements alone. Modules that patch has seen before are recognized from then on, too.
+
+    Raises:
+        ConfigError: no form has that name, the function's source is not available, or it has another form.
+    """
+    try:
+        digest = fingerprint(function)
+    except (OSError, SyntaxError, TypeError) as error:
+        raise ConfigError(f"register_form: {function!r} has no source to compare: {error}") from None
+    if form not in FORMS:
+        raise ConfigError(f"register_form: there is no form {form!r}{similar(form, FORMS)}")
+    if _FORM_OF.setdefault(digest, form) != form:
+        raise ConfigError(f"register_form: {function!r} has the form {_FORM_OF[digest]!r}, not {form!r}")
 
 
 def form_of(function: Any) -> str | None:

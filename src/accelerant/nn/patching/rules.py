@@ -46,7 +46,7 @@ def version_note() -> str | None:
 def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan | str | None:
     """Return the changes to a module of a model, the reason against any, or None for a container without a rule."""
     kind: Any = type(module)
-    rule = _rule_of(kind, kind.forward)
+    rule = _rule_of(kind)
     if rule is None:
         return _why_unchanged(module, model)
     if MARK in module.__dict__:
@@ -56,14 +56,17 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan |
     return rule(module, replace(options, model=model))
 
 
+def _rule_of(kind: Any) -> Rule | None:
+    """Return the rule of a class."""
+    return _rule_of_form(kind, kind.forward, form_of(kind.forward))
+
+
 @functools.cache
-def _rule_of(kind: Any, forward: Any) -> Rule | None:
-    """Return the rule of a class with this forward."""
+def _rule_of_form(kind: Any, forward: Any, form: str | None) -> Rule | None:
     if kind in RULES:
         return RULES[kind]
     if kind.__module__.startswith("torch."):
         return None
-    form = form_of(forward)
     is_model = issubclass(kind, PreTrainedModel)
     if form in RULES and (_only_decorated_by_transformers(forward) if is_model else blocks.is_plain_forward(forward)):
         return RULES[form]
@@ -86,7 +89,7 @@ def _why_unchanged(module: nn.Module, model: Any) -> str | None:
     bases: tuple[Any, ...] = type(module).__mro__[1:]
     children = list(module.children())
     for base in bases:
-        if issubclass(base, nn.Module) and base is not nn.Module and _rule_of(base, base.forward) is not None:
+        if issubclass(base, nn.Module) and base is not nn.Module and _rule_of(base) is not None:
             return f"is a subclass of {base.__name__}, whose forward may be another"
     name = type(module).__name__
     if name.endswith("RotaryEmbedding"):
