@@ -34,14 +34,15 @@ if TYPE_CHECKING:
         release,
     )
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
+    from accelerant.privacy.dp.training.engine import PrivacyEngine
     from accelerant.privacy.dp.training.gradients import Privatizer
     from accelerant.privacy.dp.training.optimizer import AdaptiveClipping
     from accelerant.privacy.dp.training.private import PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
 __all__ = [
-    "AdaptiveClipping", "Budget", "DrawnBatch", "GroupedSampler", "Ledger", "LocalGaussian",
-    "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivacyEvent", "PrivacyLedger",
+    "AdaptiveClipping", "Budget", "DrawnBatch", "GroupedSampler", "Ledger", "LocalGaussian", "LocalLaplace",
+    "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivacyEngine", "PrivacyEvent", "PrivacyLedger",
     "PrivacyStatement", "PrivateStep", "PrivateTraining", "Privatizer", "RandomizedResponse", "calibrate",
     "gaussian_noise_", "laplace_noise_", "make_private", "release",
 ]  # fmt: skip
@@ -54,6 +55,7 @@ _NAMES = {
         "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_", "release",
     ),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
+    "training.engine": ("PrivacyEngine",),
     "training.gradients": ("Privatizer",),
     "training.optimizer": ("AdaptiveClipping",),
     "training.private": ("PrivateTraining", "make_private"),

@@ -87,8 +87,8 @@ class DrawnBatch:
         sampler: that drew it; None if unknown.
     """
 
-    tensors: Any
-    mask: Tensor | None
+    tensors: Any = field(repr=False)
+    mask: Tensor | None = field(repr=False)
     last: bool
     examples: int
     rows: int
@@ -122,12 +122,15 @@ class PoissonBatches:
             check_whole("microbatch", microbatch, 1)
         self._rows, size = _reader(data)
         if not hasattr(sampler, "rows"):  # else it draws groups, and of each a row
-            _warn_of_repeats(data)
+            warn_of_repeats(data)
         required = getattr(sampler, "rows", getattr(sampler, "size", None))
         if size is not None and required is not None and required > size:
             raise ConfigError(f"the sampler draws from {required} rows, the data have {size}")
         self._sampler = sampler
         self._microbatch = microbatch
+
+    def __repr__(self) -> str:
+        return f"PoissonBatches({self._sampler!r}, microbatch={self._microbatch})"
 
     def __iter__(self) -> Iterator[DrawnBatch]:
         draw = None
@@ -147,7 +150,7 @@ class PoissonBatches:
                 yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, draw, self._sampler)
 
 
-def _warn_of_repeats(data: Any) -> None:
+def warn_of_repeats(data: Any) -> None:
     """Warn if a Subset or ConcatDataset has a row of its data set several times: each is a unit of its own."""
     if not isinstance(data, (Subset, ConcatDataset)) or (origins := _origins(data)) is None:
         return
@@ -448,6 +451,9 @@ class PoissonSampler:
         self._stream = stream
         self._block_bits = min(_BLOCK_BITS, math.floor(-math.log2(self.sample_rate)))
         self._rare: RareDraws | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size} units, sample_rate={self.sample_rate:.6g}, steps={self.steps})"
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate index tensors: (n,) int64, ascending, on the CPU."""

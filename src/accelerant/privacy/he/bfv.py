@@ -23,6 +23,7 @@ process's memory. None of this code has been audited.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -62,6 +63,7 @@ from accelerant.privacy.he.messages import (
 from accelerant.privacy.messages import MessageReader, shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
+from accelerant.runtime.registry import DeviceLike
 
 __all__ = ["Ciphertext", "EncryptionParameters", "PrivateKey", "PublicKey", "keygen"]
 
@@ -73,7 +75,7 @@ _SEED_BYTES = 32
 
 def keygen(
     n: int = 8192, plain_modulus: int = 65537, security: int = 128, *, rotations: bool | Iterable[int] = False,
-    device: str = "cpu",
+    device: DeviceLike = "cpu",
 ) -> tuple[PublicKey, PrivateKey]:  # fmt: skip
     """Return a new pair of keys.
 
@@ -83,7 +85,7 @@ def keygen(
         security: bits against classical attacks, 128, 192 or 256.
         rotations: steps of `rotate` that get a key of their own; True for the powers of two, of which `rotate` composes
             the others, and for the exchange of the halves. `sum` needs all of these.
-        device: the device that computes: "cpu", "cuda", "opencl".
+        device: the device that computes: "cpu", "cuda", "opencl", "auto", a torch.device, or of accelerant.devices().
 
     Raises:
         ConfigError: parameters beyond the standard's table.
@@ -172,6 +174,17 @@ class PublicKey:
         p = self.parameters
         return f"PublicKey(n={p.n}, plain_modulus={p.plain_modulus}, security={p.security})"
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PublicKey) or self.fingerprint != other.fingerprint:
+            return False
+        return self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(PublicKey.from_bytes, device=self.space.label), (self.to_bytes(),)
+
     @property
     def n(self) -> int:
         """Number of slots."""
@@ -213,7 +226,7 @@ class PublicKey:
         ])  # fmt: skip
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, device: str = "cpu") -> PublicKey:
+    def from_bytes(cls, data: bytes, *, device: DeviceLike = "cpu") -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes. Nothing tells whose key it is."""
         reader = reader_of(data, "BFV", "n")
         parameters = _parameters(reader)
@@ -391,6 +404,20 @@ class Ciphertext:
     def __repr__(self) -> str:
         return f"Ciphertext({self.shape}, about {self.budget_bits:.0f} bits of budget, {self.public!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same ciphertext: two of the same values differ. budget_bits is not compared."""
+        if not isinstance(other, Ciphertext) or (self.public, self.shape) != (other.public, other.shape):
+            return False
+        words, others = self.public.space.store(self.data), other.public.space.store(other.data)
+        return self.origin == other.origin and np.array_equal(words, others)
+
+    def __hash__(self) -> int:
+        return hash((self.public, self.shape))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        words = self.public.space.store(self.data)
+        return _restored, (self.public, words, self.shape, self.budget_bits, self.origin, self.seed)
+
     def __add__(self, other: Any) -> Ciphertext:
         return self._sum(other, subtract=False)
 
@@ -528,3 +555,8 @@ class Ciphertext:
             words = np.stack((words[:, 0], uniform_rows(seed, batch, scheme.data, n)), axis=1)
         origin = Origin(KINDS[kind], "int32" if KINDS[kind] == "jax" else "int64")
         return cls(public, public.space.load(words), shape, budget, origin, seed)
+
+
+def _restored(public: PublicKey, words: Words, *fields: Any) -> Ciphertext:
+    """Return ciphertexts that were pickled or copied, on the key's device."""
+    return Ciphertext(public, public.space.load(words), *fields)

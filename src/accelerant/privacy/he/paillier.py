@@ -71,6 +71,7 @@ from accelerant.privacy.he.messages import KINDS, Origin, SecretKey, head_of, ho
 from accelerant.privacy.messages import shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped, read_regular
+from accelerant.runtime.registry import DeviceLike
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
 
@@ -170,7 +171,7 @@ class PublicKey:
 
     def encrypt(
         self, x: Any, *, exponent: int | None = None, limit: float | None = None, pack: bool = False,
-        fast: bool = False, device: str | None = None,
+        fast: bool = False, device: DeviceLike = None,
     ) -> EncryptedTensor:  # fmt: skip
         """Encrypt an array, each element with fresh randomness: the operating system's, on CUDA ChaCha20 under its key.
 
@@ -194,13 +195,13 @@ class PublicKey:
         return self._encrypt(x, exponent, limit, pack, device, functools.partial(self._masks, fast=fast))
 
     def _encrypt(
-        self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: str | None,
+        self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: DeviceLike,
         masks: Callable[[int, MemorySpace], Residues],
     ) -> EncryptedTensor:  # fmt: skip
         array, origin = host_array(x, DTYPES, "Paillier")
         space = HOST
         if device is not None or origin.device.startswith("cuda"):
-            space = space_at(device or origin.device)
+            space = space_at(origin.device if device is None else device)
         exponent, bound = scale_of(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
@@ -260,7 +261,7 @@ class PublicKey:
 
     def from_ints(
         self, values: Any, *, exponent: int = 0, dtype: str | None = None, limit: float | None = None,
-        kind: str = "numpy", device: str = "cpu",
+        kind: str = "numpy", device: DeviceLike = "cpu",
     ) -> EncryptedTensor:  # fmt: skip
         """Return ciphertexts of another program, such as `number.ciphertext()` of phe, as a tensor.
 
@@ -344,7 +345,7 @@ class PrivateKey(SecretKey):
 
     def encrypt(
         self, x: Any, *, exponent: int | None = None, limit: float | None = None, pack: bool = False,
-        device: str | None = None,
+        device: DeviceLike = None,
     ) -> EncryptedTensor:  # fmt: skip
         """Encrypt as the public key does, with powers modulo p^2 and q^2: the key holder's faster way.
 
@@ -495,13 +496,23 @@ class EncryptedTensor:
         packed = ", packed" * self.packed
         return f"EncryptedTensor({self.shape}, {self.origin.dtype}, exponent {self.exponent}{packed}, {self.public!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the ciphertexts are the same: two of the same values differ."""
+        if not isinstance(other, EncryptedTensor):
+            return False
+        x, y = ((c.public, c.shape, c.exponent, c.bound, c.packed, c.origin.kind, c.dtype) for c in (self, other))
+        return x == y and self.residues.ints() == other.residues.ints()
+
+    def __hash__(self) -> int:
+        return hash((self.public, self.shape, self.exponent))
+
     @property
     def dtype(self) -> str:
         """Name of the dtype of the decrypted tensor."""
         return self.origin.dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a message, which rerandomizes; it is read to the CPU."""
+        """Pickle as a message, which rerandomizes results of operations; it is read to the CPU."""
         return EncryptedTensor.from_bytes, (self.to_bytes(), self.public)
 
     def __copy__(self) -> EncryptedTensor:
@@ -662,7 +673,7 @@ class EncryptedTensor:
         ])  # fmt: skip
 
     @classmethod
-    def from_bytes(cls, data: bytes, public: PublicKey, *, device: str = "cpu") -> EncryptedTensor:
+    def from_bytes(cls, data: bytes, public: PublicKey, *, device: DeviceLike = "cpu") -> EncryptedTensor:
         """Return the tensor that to_bytes gave, each ciphertext checked: from 1 to below n^2 and coprime to n.
 
         Bound and exponent are the sender's. FormatError for other bytes, another key, or ciphertexts out of range.
@@ -687,8 +698,8 @@ class EncryptedTensor:
         origin = Origin(KINDS[kind], DTYPES[dtype])
         return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
 
-    def to(self, device: str) -> EncryptedTensor:
-        """Return the ciphertexts on a device: "cpu", "cuda", "opencl"."""
+    def to(self, device: DeviceLike) -> EncryptedTensor:
+        """Return the ciphertexts on a device: "cpu", "cuda", "opencl", ..."""
         return replace(self, residues=residues_of(self.residues.ints(), self.public.n_square, space_at(device)))
 
     def _leaving(self, rerandomize: bool | None) -> EncryptedTensor:

@@ -53,7 +53,7 @@ _MASK_LIMBS, _CPU = 3, torch.device("cpu")
 _stream = SecureStream()
 
 
-@dataclass(repr=False)
+@dataclass
 class Triple:
     """One party's shares of a, b and their product c, elementwise or of matrices; for one product."""
 
@@ -64,7 +64,7 @@ class Triple:
     used: bool = False
 
 
-@dataclass(repr=False)
+@dataclass
 class Truncation:
     """One party's shares of a mask r below 2^192 and of its lowest bits; for one truncation."""
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 import math
 import os
 import struct
@@ -56,6 +57,7 @@ from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
+from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.tensors import DeviceTensor
 from accelerant.tensors.tensor import serves
 
@@ -126,6 +128,15 @@ class Share:
         of = self.sharing
         return f"Share({self.index} of {of.count}, threshold {of.threshold}, {of.dtype} {of.shape}, {of.field})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Share) and hmac.compare_digest(self.to_bytes(), other.to_bytes())
+
+    def __hash__(self) -> int:
+        return hash((self.sharing, self.index))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as secret as the share
+        return Share.from_bytes, (self.to_bytes(), str(self.words.device))
+
     def verify(self, commitments: Tensor) -> bool:
         """Return whether this share is the dealer's, by commitments that all holders have compared."""
         if not self.sharing.curve:
@@ -145,7 +156,7 @@ class Share:
         return _HEAD.pack(_MAGIC, *codes, *sizes, of.split_id) + struct.pack(f"<{len(of.shape)}Q", *of.shape) + data
 
     @staticmethod
-    def from_bytes(data: bytes, device: str | torch.device = "cpu") -> Share:
+    def from_bytes(data: bytes, device: DeviceLike = "cpu") -> Share:
         """Return the share of to_bytes; FormatError for other bytes, which may be hostile, before it allocates."""
         if len(data) < _HEAD.size or not data.startswith(_MAGIC):
             raise FormatError(f"not a share: wanted {_MAGIC!r} and {_HEAD.size} bytes of header, got {len(data)} bytes")
@@ -178,7 +189,8 @@ class Share:
             raise FormatError(f"element {wrong} (flattened) of a share is not below the modulus of {name}")
         for each in points:
             pedersen.check_points(curve, each)
-        return Share(sharing, index, words.to(device), points[0].to(device) if curve else None)
+        place = torch.device(find_device(device, torch_tensors=True).torch_device)
+        return Share(sharing, index, words.to(place), points[0].to(place) if curve else None)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -248,7 +260,7 @@ class Share:
 
 def split(
     secret: Any, threshold: int, count: int, *, field: str | None = None, fraction_bits: int = 24,
-    verifiable: bool = False, curve: str = "bls12_381_g1", device: str | None = None,
+    verifiable: bool = False, curve: str = "bls12_381_g1", device: DeviceLike = None,
 ) -> list[Share]:  # fmt: skip
     """Split a secret into `count` shares, of which any `threshold` give it and fewer tell nothing.
 
@@ -299,7 +311,7 @@ def split(
     return deal(sharing, values if space is None else values.moved(space))
 
 
-def combine(shares: Sequence[Share], commitments: Tensor | None = None, *, device: str | None = None) -> Any:
+def combine(shares: Sequence[Share], commitments: Tensor | None = None, *, device: DeviceLike = None) -> Any:
     """Return the secret of at least `threshold` shares of one split: a tensor on their device, or bytes.
 
     All shares beyond the threshold are checked against the others.
@@ -318,7 +330,7 @@ def combine(shares: Sequence[Share], commitments: Tensor | None = None, *, devic
     return _bytes_of(sharing, field, secret) if sharing.dtype == "bytes" else _values_of(sharing, field, secret)
 
 
-def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Share]:
+def zero_shares(sharing: Sharing, device: DeviceLike = "cpu") -> list[Share]:
     """Deal shares of zero to the holders of a split; each adds what it gets, all in the same order: `share + update`.
 
     If every holder deals, the new shares are unknown to whoever knew fewer than `threshold` old ones, and those do not
@@ -327,8 +339,9 @@ def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Sh
     """
     field = prime_field(sharing.field)
     zeros = torch.zeros((*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64)
-    there = space_at(str(device)) if serves(str(device)) else None
-    constant = field.array(zeros.to("cpu" if there else device).view(torch.uint64))
+    chosen = find_device(device, torch_tensors=True)
+    there = space_at(chosen) if serves(chosen.label) else None
+    constant = field.array(zeros.to("cpu" if there else chosen.torch_device).view(torch.uint64))
     return deal(replace(sharing, split_id=os.urandom(16)), constant.moved(there) if there else constant)
 
 
@@ -346,7 +359,7 @@ def refresh(shares: Sequence[Share]) -> list[Share]:
 
 
 def opened(
-    shares: Sequence[Share], commitments: Tensor | None = None, device: str | None = None
+    shares: Sequence[Share], commitments: Tensor | None = None, device: DeviceLike = None
 ) -> tuple[Tensor, Sharing]:
     """Return the words of a secret's elements, with their blindings, and what the shares have in common."""
     shares = _of_one_split(shares)

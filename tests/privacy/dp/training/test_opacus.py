@@ -11,7 +11,9 @@ import torch
 from loops import private
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy import dp
 from accelerant.privacy.dp.ledger.accounting import rdp_values, release_of, spent
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
@@ -190,3 +192,115 @@ def test_epsilon_is_no_larger_than_opacus_and_not_far_below(rate, noise, steps):
     assert spent(events, 1e-5, method="rdp").epsilon <= theirs["rdp"] * 1.001
     pld = spent(events, 1e-5, method="pld").epsilon
     assert pld == pytest.approx(theirs["prv"], abs=0.02)  # whose error is 0.01
+
+
+# --- PrivacyEngine: a program of Opacus after its import was changed --------------------------------------------------
+
+
+def loader(batch_size=16, rows=64, **options):
+    x, y = torch.randn(rows, 6), torch.arange(rows) % 3
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size, **options)
+
+
+def engine_of(package, **options):
+    model = mlp()
+    engine = package.PrivacyEngine(accountant="rdp")
+    given = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "max_grad_norm": 1.0}
+    return engine, engine.make_private(**{**given, "data_loader": loader(), "noise_multiplier": 1.0, **options})
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:.*delta 1e-05 is not below")
+def test_a_program_of_opacus_runs_with_another_import():
+    """The loop is the same text; epsilon and the number of steps are as theirs, and each draw is a Poisson draw."""
+    found = []
+    for package in (opacus, dp):
+        engine, (model, optimizer, batches) = engine_of(package)
+        sizes = []
+        for _ in range(3):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                sizes.append(len(x))
+        found.append(
+            (len(batches), len(sizes), engine.get_epsilon(delta=1e-5), engine.accountant.get_epsilon(delta=1e-5))
+        )
+    (theirs, ours) = found
+    assert ours[:2] == theirs[:2] == (4, 12)
+    assert ours[2] == ours[3] == pytest.approx(theirs[2], rel=1e-3)
+    assert {(event.mechanism, event.sampling, event.sample_rate) for event in engine.ledger.events} == {
+        ("discrete_gaussian", "poisson", 0.25)
+    }
+    assert len(set(sizes)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
+def test_a_target_ends_the_training(tmp_path):
+    model = mlp()
+    engine = dp.PrivacyEngine(ledger=tmp_path / "spent.jsonl")
+    model, optimizer, batches = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader(), max_grad_norm=1.0,
+        target_epsilon=3.0, target_delta=1e-5, epochs=2,
+    )  # fmt: skip
+
+    def epoch():
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    epoch()
+    epoch()
+    with pytest.raises(BudgetExceeded):
+        epoch()
+    assert optimizer.steps == 8
+    assert 2.99 < engine.get_epsilon(1e-5) <= 3.0
+    engine.ledger.close()
+    assert dp.PrivacyLedger.read(tmp_path / "spent.jsonl").epsilon(1e-5) == engine.get_epsilon(1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
+def test_rows_come_as_the_loader_collates_them():
+    """Pairs in a list, tensors alone, and what a collate_fn makes; a draw in parts is one step."""
+
+    def rows(items):
+        return {"x": torch.stack([x for x, _ in items]), "y": torch.tensor([y for _, y in items])}
+
+    pairs = [(torch.randn(6), i % 3) for i in range(64)]
+    _, (_, _, batches) = engine_of(dp, data_loader=DataLoader(pairs, batch_size=16))
+    x, y = next(iter(batches))
+    assert (x.shape[1:], y.dtype) == ((6,), torch.int64)
+    _, (_, _, batches) = engine_of(dp, data_loader=DataLoader([x for x, _ in pairs], batch_size=16))
+    assert next(iter(batches)).shape[1:] == (6,)
+    options = {"data_loader": DataLoader(pairs, batch_size=32, collate_fn=rows), "microbatch": 8}
+    _, (model, optimizer, batches) = engine_of(dp, **options)
+    parts = 0
+    for batch in batches:
+        assert batch["x"].shape == (8, 6)
+        F.cross_entropy(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        parts += 1
+    assert optimizer.steps == len(batches) == 2 < parts
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"poisson_sampling": False}, "poisson_sampling=False: the accountant's epsilon is that of Poisson sampling"),
+    ({"batch_first": False}, "batch_first=False"), ({"noise_generator": torch.Generator()}, "noise_generator="),
+    ({"grad_sample_mode": "ghost"}, "grad_sample_mode='ghost': norms are computed"),
+    ({"data_loader": loader(sampler=SubsetRandomSampler(range(9)))}, "draws by a SubsetRandomSampler"),
+    ({"data_loader": loader(batch_size=1, batch_sampler=[[0, 1]])}, "in a list, and Poisson draws"),
+    ({"data_loader": [1]}, "data_loader must be a torch DataLoader, got list"),
+])  # fmt: skip
+def test_what_opacus_takes_and_would_void_the_guarantee_is_refused(options, message):
+    with pytest.raises((ConfigError, UnsupportedCase), match=message):
+        engine_of(dp, **options)
+
+
+def test_an_accountant_that_may_underestimate_is_refused():
+    with pytest.raises(ConfigError, match="accountant must be one of prv, pld, rdp, got 'gdp'"):
+        dp.PrivacyEngine(accountant="gdp")
+    with pytest.raises(ConfigError, match="found by privacy loss distributions"):
+        dp.PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            module=mlp(), optimizer=None, data_loader=loader(), max_grad_norm=1.0, target_epsilon=1.0,
+            target_delta=1e-5, epochs=1,
+        )  # fmt: skip

@@ -123,6 +123,12 @@ class PerExampleClipper:
             self._attach(survey, undo)
             self._undo = undo.pop_all()
 
+    def __repr__(self) -> str:
+        return (
+            f"PerExampleClipper({type(self.model).__name__}, max_grad_norm={self.max_grad_norm}, "
+            f"clipping={self._clipping!r}, loss_reduction={self.loss_reduction!r})"
+        )
+
     # --- norms and settings ------------------------------------------------------------------------------------------
 
     @property

@@ -348,6 +348,14 @@ class PrivacyLedger:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        events = self.events
+        held = "" if self.budget is None else f", budget epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}"
+        return (
+            f"PrivacyLedger({'in memory' if self.path is None else repr(str(self.path))}, unit={self.unit!r}, "
+            f"{sum(event.count for event in events)} releases of {len(events)} kinds{held})"
+        )
+
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a ledger can be neither copied nor pickled: what a copy records would not add up")
 

@@ -429,6 +429,9 @@ class RandomizedResponse:
         self._lie = (1.0 - self.truth) / (choices - 1)  # the probability of each other answer
         self._stream = SecureStream()
 
+    def __repr__(self) -> str:
+        return f"RandomizedResponse(choices={self.choices}, epsilon={self.epsilon:g})"
+
     def randomize(self, answers: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each answer.
 
@@ -483,6 +486,9 @@ class LocalLaplace:
         self._noisy = NoisySum(make_source(insecure=insecure), 1.0 / self.epsilon, 1, "laplace")
         self._plan = self._noisy.plan(self.high - self.low)
 
+    def __repr__(self) -> str:
+        return f"LocalLaplace({self.low:g}, {self.high:g}, epsilon={self.epsilon:g})"
+
     def randomize(self, values: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
 
@@ -527,6 +533,10 @@ class LocalGaussian:
         multiplier = calibrate(target_epsilon=self.epsilon, delta=self.delta, steps=1, sampling="none", charged=charged)
         self._noisy = NoisySum(source, multiplier, dimensions)
         self._plan = self._noisy.plan(2 * self.max_norm)
+
+    def __repr__(self) -> str:
+        bounds = f"max_norm={self.max_norm:g}, dimensions={self.dimensions}"
+        return f"LocalGaussian({bounds}, epsilon={self.epsilon:g}, delta={self.delta:g})"
 
     def randomize(self, vectors: Tensor, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each vector: (n, dimensions), float64.

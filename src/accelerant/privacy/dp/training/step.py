@@ -88,6 +88,9 @@ class PrivateStep(GraphedStep):
         self._examples = 0
         self._decide(graph, self._reason_against_capture())
 
+    def __repr__(self) -> str:
+        return f"PrivateStep({self.private!r}, precision={self._optimizer.precision}, captured={self.captured})"
+
     @property
     def captured(self) -> bool:
         """Whether parts of the last shape are replayed."""

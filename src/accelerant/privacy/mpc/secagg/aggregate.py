@@ -21,6 +21,7 @@ from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.server import Aggregate, AggregationServer
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
 from accelerant.runtime.files import clipped
+from accelerant.runtime.registry import DeviceLike, find_device
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import LedgerLike
@@ -41,7 +42,7 @@ def secure_aggregate(
     client_updates: Sequence[Any], threshold: int, *, max_abs: float | None = None,
     weights: Sequence[int] | None = None, max_norm: float | None = None, noise_multiplier: float = 0.0,
     colluders: int = 0, neighbours: Any = None, ledger: LedgerLike = None, leaving: Leaving | None = None,
-    device: torch.device | str = "cpu",
+    device: DeviceLike = "cpu",
 ) -> AggregationResult:  # fmt: skip
     """Return the sum of updates by the whole protocol, with fresh keys, one client for each update.
 
@@ -83,7 +84,7 @@ def secure_aggregate(
         raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(forms)}")
     parts = [dict(_parts(form, f"update {i}")) for i, form in enumerate(forms)]
     _check_alike(parts)
-    first, place = parts[0], torch.device(device)
+    first, place = parts[0], torch.device(find_device(device, torch_tensors=True).torch_device)
     updates = [
         torch.cat([part[path].reshape(-1).to(place, torch.float64) for path in first] or [torch.zeros(0)])
         for part in parts

@@ -26,6 +26,7 @@ from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrappe
 from accelerant.privacy.mpc.secagg.messages import AggregationReader, crypto
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
+from accelerant.runtime.registry import DeviceLike, find_device
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import LedgerLike
@@ -103,7 +104,7 @@ class AggregationClient:
 
     def __init__(
         self, setup: SecureAggregation, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: LedgerLike = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: LedgerLike = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
         setup.context(0, verification_keys)
         if not 0 <= identity < setup.clients:
@@ -115,7 +116,8 @@ class AggregationClient:
             )
         if signing_key.public_key().public_bytes_raw() != verification_keys[identity]:
             raise ConfigError(f"the signing key is not that of client {identity}'s verification key")
-        self.setup, self.identity, self.device = setup, identity, torch.device(device)
+        self.setup, self.identity = setup, identity
+        self.device = torch.device(find_device(device, torch_tensors=True).torch_device)
         self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
         self._path = None if state_path is None else Path(state_path)
         self._ledger = ledger

@@ -25,6 +25,7 @@ from accelerant.privacy.mpc.secagg.client import (
 )
 from accelerant.privacy.mpc.secagg.encoding import SignedSeed, mask_sums, wrapped
 from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, crypto
+from accelerant.runtime.registry import DeviceLike, find_device
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import LedgerLike
@@ -79,9 +80,9 @@ class AggregationServer:
 
     def __init__(
         self, setup: SecureAggregation, round_number: int, verification_keys: Sequence[bytes], *,
-        ledger: LedgerLike = None, device: torch.device | str = "cpu",
+        ledger: LedgerLike = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
-        self.setup, self.device = setup, torch.device(device)
+        self.setup, self.device = setup, torch.device(find_device(device, torch_tensors=True).torch_device)
         self._ledger = ledger
         with client_ledger(ledger):
             pass

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from accelerant._renamed import renamed_arguments
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import LedgerLike
     from accelerant.privacy.mpc.secagg.client import AggregationClient
     from accelerant.privacy.mpc.secagg.server import AggregationServer
+    from accelerant.runtime.registry import DeviceLike
 
 SECURITY: Final = -40.0  # log2 of the probability that a sparse graph fails
 _MOST_CLIENTS = 65_535
@@ -163,7 +163,7 @@ class SecureAggregation:
 
     def client(
         self, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, ledger: LedgerLike = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: LedgerLike = None, device: DeviceLike = "cpu",
     ) -> AggregationClient:  # fmt: skip
         """Return a client, which takes part in one round after another.
 
@@ -185,7 +185,7 @@ class SecureAggregation:
 
     def server(
         self, round_number: int, verification_keys: Sequence[bytes], *, ledger: LedgerLike = None,
-        device: torch.device | str = "cpu",
+        device: DeviceLike = "cpu",
     ) -> AggregationServer:  # fmt: skip
         """Return the server of one round.
 
