@@ -353,7 +353,7 @@ class PrivacyLedger:
         held = "" if self.budget is None else f", budget epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}"
         return (
             f"PrivacyLedger({'in memory' if self.path is None else repr(str(self.path))}, unit={self.unit!r}, "
-            f"{sum(event.count for event in events)} releases of {len(events)} kinds{held})"
+            f"{sum(event.count for event in events)} releases, {len(events)} kind(s){held})"
         )
 
     def __reduce__(self) -> NoReturn:

@@ -57,7 +57,7 @@ class PoissonLoader:
 
     def __init__(self, loader: DataLoader[Any], private: PrivateTraining) -> None:
         self.dataset, self.batch_size, self.private = loader.dataset, loader.batch_size, private
-        self._length, self._rows = len(loader), _Rows(loader.dataset, loader.collate_fn or default_collate)
+        self._length, self._rows = len(loader), _Rows(loader.dataset, loader.collate_fn)
 
     def __repr__(self) -> str:
         return f"PoissonLoader({len(self._rows)} rows, {self._length} draws, {self.private!r})"
