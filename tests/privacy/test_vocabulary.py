@@ -242,7 +242,9 @@ def test_representations_say_what_a_person_wants(tmp_path):
             assert value.__repr__ is not object.__repr__, name
     with dp.PrivacyLedger(tmp_path / "p.jsonl", unit="patient", budget=dp.Budget(epsilon=9, delta=1e-5)) as ledger:
         ledger.record(EVENT.times(3))
-        assert repr(ledger).startswith(f"PrivacyLedger({str(tmp_path / 'p.jsonl')!r}, unit='patient', 3 releases, 1 kind")
+        assert repr(ledger).startswith(
+            f"PrivacyLedger({str(tmp_path / 'p.jsonl')!r}, unit='patient', 3 releases, 1 kind"
+        )
     privatizer = dp.Privatizer(noise_multiplier=1.5, max_grad_norm=2.0, expected_batch_size=4)
     assert repr(privatizer).startswith("Privatizer(noise_multiplier=1.5, sensitivity=2, sampling='unknown'")
     assert repr(dp.PoissonSampler(60000, 0.01)) == "PoissonSampler(60000 units, sample_rate=0.01, steps=None)"
