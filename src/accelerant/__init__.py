@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from accelerant import errors, runtime
 from accelerant._lazy import lazy
+from accelerant._renamed import renamed_names
 from accelerant._version import __version__
 
 TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-C prints a traceback of the command line
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from accelerant import distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
-    from accelerant.nn.patching.api import optimize
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "ComputeBackend", "__version__", "configure_math",
     "devices", "distributed", "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops",
-    "optimal_batch_size", "optimize", "predict_peak", "privacy", "runtime", "to", "watch_devices", "zk",
+    "optimal_batch_size", "predict_peak", "privacy", "runtime", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
 _NAMES = {
     "accelerator": ("Accelerator", "AcceleratorConfig"),
     "accelerator.fusion": ("fuse",),
-    "nn.patching.api": ("optimize",),
     "tensors.tensor": ("to",),
     "runtime.compilation.options": ("CompileOptions",),
     "runtime.dispatch": ("explain",),
@@ -61,7 +60,8 @@ _NAMES = {
 """The public names that each module of this package defines."""
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)
+    _of_package, __dir__ = lazy(__name__, __all__, _NAMES)
+    __getattr__ = renamed_names(__name__, {"optimize": "accelerant.nn.patch"}, _of_package)
 
 
 def _accelerator_on(backend: str, device: int) -> Accelerator:

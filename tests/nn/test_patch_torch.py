@@ -80,7 +80,7 @@ def same(found, wanted, **tolerance):
 def test_outputs_gradients_and_state_stay_until_unpatch_restores_all(norm_first, batch_first, activation):
     model = Net(norm_first=norm_first, batch_first=batch_first, activation=activation)
     before, state = outcome(model, *inputs()), model.state_dict()
-    report = acl.optimize(model)
+    report = acl.nn.patch(model)
     assert list(model.state_dict()) == list(state)
     assert all(x.data_ptr() == y.data_ptr() for x, y in zip(model.state_dict().values(), state.values(), strict=True))
     ledger().reset()

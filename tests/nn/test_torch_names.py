@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import accelerant
 from accelerant import nn
 from accelerant.errors import ConfigError, ShapeError
 
@@ -188,3 +189,12 @@ def test_optimizers_understand_the_learning_rate_by_its_long_name():
         assert kind([parameter], learning_rate=0.5).param_groups[0]["lr"] == 0.5
         with pytest.raises(TypeError, match="got lr= and learning_rate=, which are the same"):
             kind([parameter], lr=0.5, learning_rate=0.5)
+
+
+def test_optimize_of_before_names_patch():
+    with pytest.raises(AttributeError, match=r"accelerant\.optimize is accelerant\.nn\.patch now"):
+        _ = accelerant.optimize
+    with pytest.raises(
+        AttributeError, match=r"Outcome is accelerant\.nn\.train\.TrainingOutcome now"
+    ):
+        _ = nn.train.Outcome

@@ -175,7 +175,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class QuantizationReport:
     """The changes that quantize made.
 
@@ -199,6 +199,8 @@ class QuantizationReport:
             f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after",
         ]
         return "\n".join([*lines, *(f"left {name}: {reason}" for name, reason in self.skipped.items())])
+
+    __repr__ = __str__
 
 
 def quantize(

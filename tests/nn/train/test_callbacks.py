@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError, DivergenceError
-from accelerant.nn.train.callbacks import Curve, Extension
+from accelerant.nn.train.callbacks import Extension, ReportChart
 from accelerant.nn.train.data import TokenSource
 from accelerant.nn.train.job import resume_training, run_training
 from accelerant.nn.train.step import StepResult
@@ -56,7 +56,7 @@ class Marked(Extension):
         return {"steps": self.steps}
 
     def curves(self):
-        return [Curve("A & B", "of <it>", [(1.0, 2.0), (6.0, 4.0)], "things")]
+        return [ReportChart("A & B", "of <it>", [(1.0, 2.0), (6.0, 4.0)], "things")]
 
     def remarks(self):
         return ["what 1 < 2 means"]

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train import RunConfig, TrainConfig, preset
+from accelerant.nn.train import (
+    Callback,
+    PrintProgress,
+    RunConfig,
+    TrainConfig,
+    Trainer,
+    TrainStep,
+    load_corpus,
+    preset,
+)
 from accelerant.nn.train.objective import learning_rate
 from accelerant.runtime.registry import find_device
 
@@ -68,3 +77,19 @@ def test_data_of_a_run_is_a_path_or_several(tmp_path):
     assert run.replaced(data="stdlib").data == ("stdlib",)
     with pytest.raises(ConfigError, match="data must be a path or several, got 7"):
         run.replaced(data=7)
+
+
+def test_what_training_makes_says_what_it_is(tmp_path):
+    trainer = Trainer(torch.nn.Linear(3, 2), TrainConfig(steps=2, batch_size=4, device="cpu"))
+    assert repr(trainer) == "Trainer(Linear of 8 parameters on cpu, AdamW, no run)"
+    trainer.fit(torch.randn(8, 3), torch.randn(8, 2))
+    assert repr(trainer) == "Trainer(Linear of 8 parameters on cpu, AdamW, 2 of 2 steps)"
+    step = TrainStep(trainer.model, trainer.optimizer, trainer.loss, accumulate=2)
+    assert repr(step) == "TrainStep(Linear on cpu, AdamW, accumulate=2, eager)"
+    assert repr([PrintProgress(2.0), Callback()]) == "[PrintProgress(every_s=2.0), Callback()]"
+    (tmp_path / "text.txt").write_text("a line of the text\n" * 50)
+    corpus = load_corpus(tmp_path / "text.txt", window_bytes=64)
+    assert repr(corpus).endswith(
+        f"text.txt': {corpus.train_bytes} bytes to train on, {corpus.held_out_bytes} held out)"
+    )
+    assert repr(corpus.train[0]) == f"Document('text.txt', {len(corpus.train[0].data)} bytes)"

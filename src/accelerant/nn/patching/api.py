@@ -12,8 +12,8 @@ from torch import nn
 
 from accelerant.errors import ConfigError
 from accelerant.nn.patching import plain
-from accelerant.nn.patching.forms import ModulePlan, Options
-from accelerant.nn.patching.record import RECORD, Changed, LeftAlone, PatchReport, Record
+from accelerant.nn.patching.forms import Options, Replacement
+from accelerant.nn.patching.record import RECORD, Changed, LeftAlone, PatchRecord, PatchReport
 
 _PADDING = ("exact", "skip")
 
@@ -68,7 +68,7 @@ def patch(
     """
     if padding not in _PADDING:
         raise ConfigError(f"padding must be 'exact' or 'skip', got {padding!r}")
-    record: Record | None = getattr(model, RECORD, None)
+    record: PatchRecord | None = getattr(model, RECORD, None)
     if record is not None:
         return record.report
     if not isinstance(model, nn.Module):
@@ -76,7 +76,7 @@ def patch(
     if hasattr(model, "_orig_mod"):
         raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
     PreTrainedModel, rules = _transformers_of(model)
-    record = Record(PatchReport(type(model).__name__), plain=rules is None)
+    record = PatchRecord(PatchReport(type(model).__name__), plain=rules is None)
     planned = _plans(model, record.report, Options(loss, embedding), PreTrainedModel, rules)
     if rules is not None:
         if (note := rules.version_note()) is not None:
@@ -96,16 +96,13 @@ def patch(
     return record.report
 
 
-optimize = patch
-
-
 def unpatch(model: nn.Module) -> None:
     """Undo patch: the model computes bit for bit what it did before. An unpatched model is not changed.
 
     Raises:
         ConfigError: another library has replaced a patched forward since; nothing was changed.
     """
-    record: Record | None = getattr(model, RECORD, None)
+    record: PatchRecord | None = getattr(model, RECORD, None)
     if record is None:
         return
     record.check()
@@ -116,14 +113,14 @@ def unpatch(model: nn.Module) -> None:
 
 def _plans(
     model: nn.Module, report: PatchReport, options: Options, PreTrainedModel: Any, rules: Any
-) -> list[tuple[nn.Module, ModulePlan]]:  # fmt: skip
+) -> list[tuple[nn.Module, Replacement]]:  # fmt: skip
     """Return the modules to change with their plans, and report them and the others; nothing is changed yet."""
     planned = []
     models: dict[str, Any] = {}  # by the path of a module: the innermost transformers model that contains it
     for name, module in model.named_modules():
         models[name] = module if isinstance(module, PreTrainedModel) else models.get(name.rpartition(".")[0])
         kind, inside = type(module).__name__, models[name]
-        plan: ModulePlan | str | None
+        plan: Replacement | str | None
         plan = plain.plan_module(module, options) if inside is None else rules.plan_module(module, inside, options)
         if isinstance(plan, str):
             report.left.append(LeftAlone(name, kind, plan))
@@ -134,7 +131,7 @@ def _plans(
     return planned
 
 
-def _add_graphs(model: nn.Module, record: Record, *, automatic: bool) -> None:
+def _add_graphs(model: nn.Module, record: PatchRecord, *, automatic: bool) -> None:
     """Let the model's forward, replaced or not, run from CUDA graphs: if `automatic`, where they can be of use."""
     graphs = importlib.import_module("accelerant.nn.patching.graphs")
     if automatic and not graphs.may_capture():

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from accelerant import ops
 from accelerant.nn.layers import GLOBAL_HOOKS
 from accelerant.nn.patching.attention import Pattern, known_pattern
-from accelerant.nn.patching.forms import ModulePlan
+from accelerant.nn.patching.forms import Replacement
 from accelerant.nn.patching.plain import (
     else_class,
     gelu_forward,
@@ -227,7 +227,7 @@ def is_plain_forward(forward: Any) -> bool:
     return _decorators(forward) <= {_RENAMING, _CHECKPOINTING}
 
 
-def layer_plan(module: Any, forward: Forward, changes: list[tuple[str, str]], **options: Any) -> ModulePlan:
+def layer_plan(module: Any, forward: Forward, changes: list[tuple[str, str]], **options: Any) -> Replacement:
     """Return the plan of a layer that may be checkpointed, and hands on a cache by the name that its class has for it.
 
     transformers before 5.23 checkpoints where the module is called, so that a replaced forward is checkpointed as well.
@@ -238,7 +238,7 @@ def layer_plan(module: Any, forward: Forward, changes: list[tuple[str, str]], **
     options["defaults"] = {name: None if value is inspect.Parameter.empty else value for name, value in named.items()}
     options["cache"] = "cache" if "cache" in named else "past_key_values"
     ours = _checkpointed(forward) if _CHECKPOINTING in _decorators(original) else forward
-    return ModulePlan(changes, ours, options=options)
+    return Replacement(changes, ours, options=options)
 
 
 @functools.cache

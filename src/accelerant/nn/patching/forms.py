@@ -37,7 +37,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class ModulePlan:
+class Replacement:
     """The changes to a module.
 
     Attributes:
@@ -57,7 +57,7 @@ class ModulePlan:
     notes: tuple[str, ...] = ()
 
 
-Rule = Callable[[Any, Options], ModulePlan | str]
+Rule = Callable[[Any, Options], Replacement | str]
 """Returns the plan of a module, or the reason why there is none."""
 
 PLAIN_RULES: dict[type[nn.Module], Rule] = {}

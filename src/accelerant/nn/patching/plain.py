@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.layers import multihead_forward, refuses_multihead, rms_eps
-from accelerant.nn.patching.forms import PLAIN_RULES, ModulePlan, Options, Rule, why_left
+from accelerant.nn.patching.forms import PLAIN_RULES, Options, Replacement, Rule, why_left
 from accelerant.nn.patching.record import MARK, Forward, has_hooks, is_bare
 from accelerant.ops._library import autocast_dtype
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
 
-def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
+def plan_module(module: nn.Module, options: Options) -> Replacement | str | None:
     """Return the changes to a module, the reason against any, or None for a container without a rule of its own."""
     kind = type(module)
     if MARK in module.__dict__:
@@ -314,10 +314,10 @@ def _decoder_layer_forward(
 def _norm(op: str, forward: Forward) -> Rule:
     """Return the rule of a norm of torch.nn's."""
 
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         if len(module.normalized_shape) != 1 or module.weight is None:
             return f"normalizes over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
-        return ModulePlan([("norm", op)], forward)
+        return Replacement([("norm", op)], forward)
 
     return plan
 
@@ -325,40 +325,40 @@ def _norm(op: str, forward: Forward) -> Rule:
 plan_layer_norm = _norm("ops.layer_norm", layer_norm_forward)
 
 
-def _softmax(module: Any, options: Options) -> ModulePlan | str:
+def _softmax(module: Any, options: Options) -> Replacement | str:
     if module.dim is None:
         return "has no dim"
     name = "softmax" if type(module) is nn.Softmax else "log_softmax"
-    return ModulePlan([("softmax", f"ops.{name}")], _softmax_forward)
+    return Replacement([("softmax", f"ops.{name}")], _softmax_forward)
 
 
-def _gelu(module: Any, options: Options) -> ModulePlan | str:
+def _gelu(module: Any, options: Options) -> Replacement | str:
     changes = [("activation", f"ops.gelu({module.approximate!r})")]
-    return ModulePlan(changes, gelu_forward, options={"approximate": str(module.approximate)})
+    return Replacement(changes, gelu_forward, options={"approximate": str(module.approximate)})
 
 
-def plan_silu(module: Any, options: Options) -> ModulePlan | str:
+def plan_silu(module: Any, options: Options) -> Replacement | str:
     """Return the plan of a SiLU."""
     if getattr(module, "inplace", False):
         return "writes over its input"
-    return ModulePlan([("activation", "ops.silu")], silu_forward)
+    return Replacement([("activation", "ops.silu")], silu_forward)
 
 
-def plan_embedding(module: Any, options: Options) -> ModulePlan | str:
+def plan_embedding(module: Any, options: Options) -> Replacement | str:
     """Return the plan of an nn.Embedding."""
     if not options.embedding:
         return "patch(model, embedding=False)"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name):
             return f"has {name}={getattr(module, name)}"
-    return ModulePlan([("embedding", "ops.embedding")], embedding_forward)
+    return Replacement([("embedding", "ops.embedding")], embedding_forward)
 
 
-def _dropout(module: Any, options: Options) -> ModulePlan | str:
+def _dropout(module: Any, options: Options) -> Replacement | str:
     if module.inplace:
         return "writes over its input"
     notes = ("dropout draws other random numbers than torch's, and keeps no mask on a GPU",) if module.p else ()
-    return ModulePlan([("dropout", "ops.dropout")], _dropout_forward, notes=notes)
+    return Replacement([("dropout", "ops.dropout")], _dropout_forward, notes=notes)
 
 
 _PAIR_LOSSES: dict[type[nn.Module], str] = {
@@ -367,26 +367,26 @@ _PAIR_LOSSES: dict[type[nn.Module], str] = {
 }  # fmt: skip
 
 
-def _loss(module: Any, options: Options) -> ModulePlan | str:
+def _loss(module: Any, options: Options) -> Replacement | str:
     if not options.loss:
         return "patch(model, loss=False)"
     if type(module) is nn.CrossEntropyLoss:
         if module.weight is not None:
             return "has weights of classes"
-        return ModulePlan([("loss", "ops.cross_entropy")], _cross_entropy_forward)
-    return ModulePlan([("loss", f"ops.{_PAIR_LOSSES[type(module)]}")], _pair_loss_forward)
+        return Replacement([("loss", "ops.cross_entropy")], _cross_entropy_forward)
+    return Replacement([("loss", f"ops.{_PAIR_LOSSES[type(module)]}")], _pair_loss_forward)
 
 
-def _attention(module: Any, options: Options) -> ModulePlan | str:
+def _attention(module: Any, options: Options) -> Replacement | str:
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         return "has keys or values of another width, bias_kv or add_zero_attn"
     if hasattr(module.out_proj, "parametrizations") or has_hooks(module.out_proj):
         return "its out_proj has hooks or parametrizations"
-    return ModulePlan([("attention", "ops.attention")], _attention_forward)
+    return Replacement([("attention", "ops.attention")], _attention_forward)
 
 
 def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> Rule:
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         for name in norms:
             if type(getattr(module, name)) is not nn.LayerNorm:
                 return f"its {name} is a {type(getattr(module, name)).__name__}"
@@ -394,7 +394,7 @@ def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> Rule:
         changes = [("residual", "ops.add_layer_norm")]
         if act is F.gelu or type(act) is nn.GELU:
             changes.append(("mlp", "ops.linear_gelu"))
-        return ModulePlan(changes, forward)
+        return Replacement(changes, forward)
 
     return plan
 
@@ -410,7 +410,7 @@ PLAIN_RULES |= {
     nn.Dropout: _dropout,
     nn.CrossEntropyLoss: _loss,
     **dict.fromkeys(_PAIR_LOSSES, _loss),
-    nn.Sequential: lambda module, options: ModulePlan([("mlp", "ops.linear_gelu")], _sequential_forward),
+    nn.Sequential: lambda module, options: Replacement([("mlp", "ops.linear_gelu")], _sequential_forward),
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _transformer_layer(_encoder_layer_forward, ("norm1", "norm2")),
     nn.TransformerDecoderLayer: _transformer_layer(_decoder_layer_forward, ("norm1", "norm2", "norm3")),

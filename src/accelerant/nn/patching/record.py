@@ -25,7 +25,7 @@ from accelerant.runtime.html_page import table, text_table
 
 ATTENTION_NAME = "accelerant"  # the attention implementation that a patched model's config names instead of "sdpa"
 MARK = "_accelerant"  # attribute of a changed module: its Mark
-RECORD = "_accelerant_patch"  # attribute of a patched model: its Record
+RECORD = "_accelerant_patch"  # attribute of a patched model: its PatchRecord
 PARTS = "_accelerant_parts"
 """Attribute of an output with lazy logits: the function that makes it, and the tensors that it takes as one tree."""
 
@@ -197,7 +197,7 @@ class Mark(_Picklable):
 
 
 @dataclass(eq=False)
-class Record(_Picklable):
+class PatchRecord(_Picklable):
     """All changes to a model.
 
     They are modules with marks, the functions in place of forwards and losses, configs that named "sdpa", and graphs.
@@ -213,7 +213,7 @@ class Record(_Picklable):
     graphs: Any = None
 
     def apply(self, module: nn.Module, plan: Any, padding: str) -> None:
-        """Change a module as its ModulePlan says."""
+        """Change a module as its Replacement says."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
             mark = module.__dict__[MARK] = Mark(self.report, padding=padding, plain=self.plain)

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from accelerant.nn.patching import blocks, loss
-from accelerant.nn.patching.forms import RULES, TESTED, ModulePlan, Options, Rule, differs, form_of, why_left
+from accelerant.nn.patching.forms import RULES, TESTED, Options, Replacement, Rule, differs, form_of, why_left
 from accelerant.nn.patching.plain import gelu_forward, plan_embedding, plan_layer_norm, plan_silu
 from accelerant.nn.patching.record import MARK, Forward
 
@@ -43,7 +43,7 @@ def version_note() -> str | None:
     )
 
 
-def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan | str | None:
+def plan_module(module: nn.Module, model: Any, options: Options) -> Replacement | str | None:
     """Return the changes to a module of a model, the reason against any, or None for a container without a rule."""
     kind: Any = type(module)
     rule = _rule_of(kind)
@@ -125,11 +125,11 @@ def _other(module: Any, name: str, form: str) -> str | None:
 def _row_norm(op: str, forward: Forward) -> Rule:
     """Return the rule of a norm with a weight for each element of a row."""
 
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         shape = tuple(module.weight.shape)
         if len(shape) != 1 or shape == (1,):  # transformers' would broadcast them
             return f"has weights of shape {shape}"
-        return ModulePlan([("norm", op)], forward)
+        return Replacement([("norm", op)], forward)
 
     return plan
 
@@ -137,7 +137,7 @@ def _row_norm(op: str, forward: Forward) -> Rule:
 _plan_offset_norm = _row_norm("ops.rms_norm", blocks.offset_rms_norm_forward)
 
 
-def _offset_norm(module: Any, options: Options) -> ModulePlan | str:
+def _offset_norm(module: Any, options: Options) -> Replacement | str:
     return _other(module, "_norm", "rms_norm_offset._norm") or _plan_offset_norm(module, options)
 
 
@@ -164,12 +164,12 @@ def _approximation(module: Any) -> str | None:
     return approximate
 
 
-def _gelu(module: Any, options: Options) -> ModulePlan | str:
+def _gelu(module: Any, options: Options) -> Replacement | str:
     approximate = _approximation(module)
     if approximate is None:
         return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
     changes = [("activation", f"ops.gelu({approximate!r})")]
-    return ModulePlan(changes, gelu_forward, options={"approximate": approximate})
+    return Replacement(changes, gelu_forward, options={"approximate": approximate})
 
 
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _gelu(module: Any, options: Options) -> ModulePlan | str:
 def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = nn.Linear) -> Rule:
     """Return the rule of an MLP: a linear layer, a GELU, and modules that are called one after the other."""
 
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         act, layer = getattr(module, activation), getattr(module, first)
         approximate = _approximation(act)
         if approximate is None:
@@ -186,19 +186,19 @@ def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = n
         if type(layer) is not kind or (kind is Conv1D and differs(Conv1D.forward, "conv1d")):
             return f"its {first} is a {type(layer).__module__}.{type(layer).__name__}, not a {kind.__name__}"
         settings = {"approximate": approximate, "activation": type(act), "names": (first, activation, rest)}
-        return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], blocks.gelu_mlp_forward, options=settings)
+        return Replacement([("mlp", f"ops.linear_gelu({approximate!r})")], blocks.gelu_mlp_forward, options=settings)
 
     return plan
 
 
 def _gated_mlp(forward: Forward, activation: str) -> Rule:
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         act = getattr(module, activation)
         kind = type(act)
         ours = kind is nn.SiLU or (kind is activations.SiLUActivation and not differs(kind.forward, "silu"))
         if not ours or getattr(act, "inplace", False):
             return f"its gate is a {kind.__name__}, ours a SiLU"
-        return ModulePlan([("mlp", "ops.swiglu")], forward, options={"activation": kind})
+        return Replacement([("mlp", "ops.swiglu")], forward, options={"activation": kind})
 
     return plan
 
@@ -216,7 +216,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         whole: path of the attention for which the layer can be one autograd function, if that has a known form.
     """
 
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         kind = type(getattr(module, norm))
         rms = form_of(kind.forward) in ("rms_norm", "rms_norm_offset")
         if not rms and kind is not nn.LayerNorm:
@@ -228,7 +228,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
     return plan
 
 
-def _bert_layer(module: Any, options: Options) -> ModulePlan | str:
+def _bert_layer(module: Any, options: Options) -> Replacement | str:
     if (reason := _other(module, "feed_forward_chunk", "bert_layer.feed_forward_chunk")) is not None:
         return reason
     kind = type(module.attention)
@@ -247,11 +247,11 @@ def _calls_interface(forward: Any) -> bool:
     return found is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _names(forward)
 
 
-def _attention(module: Any, options: Options) -> ModulePlan | str:
+def _attention(module: Any, options: Options) -> Replacement | str:
     forward = type(module).forward
     rotated = _rotated(forward, options.model)
     settings = {"form": form_of(forward), "forward": rotated}
-    plan = ModulePlan([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
+    plan = Replacement([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
     reason = _keeps_attention(module, options.model)
     if reason is None:
         plan.changes.append(("attention", "ops.attention"))
@@ -328,7 +328,7 @@ def _loss_of(module: Any) -> tuple[Any, str | None]:
 
 
 def _causal_lm(base: str, output: type) -> Rule:
-    def plan(module: Any, options: Options) -> ModulePlan | str:
+    def plan(module: Any, options: Options) -> Replacement | str:
         function, form = _loss_of(module)
         if form != "causal_loss":
             return f"its loss is {getattr(function, '__name__', function)}"
@@ -347,12 +347,12 @@ def _causal_lm(base: str, output: type) -> Rule:
     return plan
 
 
-def _loss_plan(forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]) -> ModulePlan:
+def _loss_plan(forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]) -> Replacement:
     changes = [("loss", f"ops.{'linear_' if fused else ''}cross_entropy")]
-    return ModulePlan(changes, forward, options=settings, notes=notes)
+    return Replacement(changes, forward, options=settings, notes=notes)
 
 
-def _masked_lm(module: Any, options: Options) -> ModulePlan | str:
+def _masked_lm(module: Any, options: Options) -> Replacement | str:
     head = type(module.cls), type(module.cls.predictions)
     known = [form_of(kind.forward) for kind in head] == ["masked_lm_bert.head", "masked_lm_bert.predictions"]
     fused = options.loss and known
@@ -360,7 +360,7 @@ def _masked_lm(module: Any, options: Options) -> ModulePlan | str:
     return _loss_plan(loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
-def _any_loss(module: Any, options: Options) -> ModulePlan | str:
+def _any_loss(module: Any, options: Options) -> Replacement | str:
     """Plan our cross entropy for a model that computes its logits itself."""
     changes = [("loss", "ops.cross_entropy")]
     forward = type(module).forward
@@ -370,12 +370,12 @@ def _any_loss(module: Any, options: Options) -> ModulePlan | str:
         if form is None:
             return f"its loss is {getattr(function, '__name__', function)}"
         ours = loss.causal_loss if form == "causal_loss" else loss.masked_loss
-        return ModulePlan(changes, loss_function=ours, notes=notes)
+        return Replacement(changes, loss_function=ours, notes=notes)
     if inspect.unwrap(forward).__globals__.get("CrossEntropyLoss") is not nn.CrossEntropyLoss:
         return "its CrossEntropyLoss is not torch's"
     rebound = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
     return (
-        ModulePlan(changes, rebound, notes=notes) if rebound else "its forward has decorators that patch does not know"
+        Replacement(changes, rebound, notes=notes) if rebound else "its forward has decorators that patch does not know"
     )
 
 

@@ -36,6 +36,9 @@ class Callback:
     together, so `records` receives several.
     """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
         """Training starts after `done` of `total` steps."""
 
@@ -79,6 +82,9 @@ class PrintProgress(Callback):
         self._last = 0.0
         self._total = 0
 
+    def __repr__(self) -> str:
+        return f"PrintProgress(every_s={self._every_s})"
+
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
         self._total = total
 
@@ -113,6 +119,9 @@ class TensorBoard(Callback):
         self._folder = folder
         self._writer: Any = None
 
+    def __repr__(self) -> str:
+        return f"TensorBoard({str(self._folder)!r})"
+
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
         # The records of later steps, which an interrupted run left, are hidden.
         self._writer = self._make(str(self._folder), purge_step=done + 1 if done else None)
@@ -144,7 +153,7 @@ Step = Callable[[Sequence[Batch], float], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class ReportChart:
     """A chart in the report: a card with one line, whose points are in ascending order of x, the completed steps."""
 
     title: str
@@ -192,7 +201,7 @@ class Extension(Callback):
         """Return values for summary.json after the training; write the extension's own files."""
         return {}
 
-    def curves(self) -> Sequence[Curve]:
+    def curves(self) -> Sequence[ReportChart]:
         """Return charts for the report."""
         return ()
 

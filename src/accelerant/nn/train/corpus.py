@@ -60,6 +60,9 @@ class Corpus:
     sha256: str
     reading: Reading = field(default_factory=Reading)
 
+    def __repr__(self) -> str:
+        return f"Corpus({self.source!r}: {self.train_bytes:,} bytes to train on, {self.held_out_bytes:,} held out)"
+
     @property
     def train_bytes(self) -> int:
         """Size of the training part."""

@@ -43,6 +43,9 @@ class Document:
     name: str
     data: bytes
 
+    def __repr__(self) -> str:
+        return f"Document({self.name!r}, {len(self.data):,} bytes)"
+
 
 class NotTextError(Exception):
     """A file is not text; the message says what it is."""

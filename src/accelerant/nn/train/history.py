@@ -208,7 +208,7 @@ _NAME_WIDTH = 90
 
 
 @dataclass(frozen=True, slots=True)
-class KernelTime:
+class ProfiledKernel:
     """One kernel, or operator on the CPU: its mean calls and time per step, and its share of the total time."""
 
     name: str
@@ -231,7 +231,7 @@ class StepProfiler:
         self._device = device
         self._last = run.start
         self._profile: Any = None
-        self.table: list[KernelTime] = []
+        self.table: list[ProfiledKernel] = []
 
     def before(self, step: int) -> None:
         """Start or stop the profile at the beginning of a step."""
@@ -261,7 +261,7 @@ class StepProfiler:
         write_atomic(self._folder / "kernels.json", (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def _by_kernel(profile: Any, cuda: bool, steps: int) -> list[KernelTime]:
+def _by_kernel(profile: Any, cuda: bool, steps: int) -> list[ProfiledKernel]:
     times: dict[str, list[float]] = {}
     for event in profile.events():
         on_device = event.device_type.name == "CUDA"
@@ -270,11 +270,11 @@ def _by_kernel(profile: Any, cuda: bool, steps: int) -> list[KernelTime]:
         us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         times.setdefault(event.name, []).append(us)
     total = sum(map(sum, times.values())) or 1.0
-    rows = [KernelTime(name, len(us) / steps, sum(us) / steps / 1e3, sum(us) / total) for name, us in times.items()]
+    rows = [ProfiledKernel(name, len(us) / steps, sum(us) / steps / 1e3, sum(us) / total) for name, us in times.items()]
     return sorted(rows, key=lambda row: -row.ms)
 
 
-def kernel_table(rows: list[KernelTime], limit: int = 40) -> str:
+def kernel_table(rows: list[ProfiledKernel], limit: int = 40) -> str:
     """Return the rows as text, in their order; those after the limit as one."""
     lines = [f"{'ms a step':>10} {'share':>7} {'calls':>8}  kernel"]
     shown, rest = rows[:limit], rows[limit:]

@@ -125,7 +125,7 @@ class NanDiagnosis:
     def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise NotFinite before an update on the CPU if the loss or a gradient is not finite.
 
-        With a loss scale gradients may overflow; _Run._flush decides what that means.
+        With a loss scale gradients may overflow; TrainingRun._flush decides what that means.
         """
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         dense = [] if self._trainer.loss_scale is not None else [grad for grad in grads if not grad.is_sparse]

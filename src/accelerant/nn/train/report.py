@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from accelerant.nn.train.callbacks import Curve
+from accelerant.nn.train.callbacks import ReportChart
 from accelerant.nn.train.history import StepRecord
 from accelerant.runtime.html_page import (
     Line,
@@ -48,7 +48,7 @@ summary { color: var(--soft); cursor: pointer; padding: 8px 0 0; font-size: 13.5
 
 def build_report(
     *, summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord], ledger: Mapping[str, Any],
-    sample: str, curves: Sequence[Curve] = (), remarks: Sequence[str] = (),
+    sample: str, curves: Sequence[ReportChart] = (), remarks: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Return the report's HTML page; all text is escaped.
 

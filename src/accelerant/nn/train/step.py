@@ -347,6 +347,11 @@ class TrainStep(GraphedStep):
         self._output: Tensor | None = None
         self._grads: list[Tensor | None] = []
 
+    def __repr__(self) -> str:
+        model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
+        mode = "captured" if self.captured else "eager"
+        return f"TrainStep({model} on {self._device}, {optimizer}, accumulate={self.accumulate}, {mode})"
+
     @property
     def captured(self) -> bool:
         """True if steps of the last shapes are replays of a graph."""

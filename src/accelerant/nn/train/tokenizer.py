@@ -60,6 +60,9 @@ class ByteTokenizer:
     end: int | None = None
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
+
     def encode(self, documents: Sequence[Document], watch: Watch = lambda _share: None) -> Tokens:
         """Return the tokens of all documents, with their ends marked."""
         text = b"\n".join(document.data for document in documents)
@@ -122,6 +125,9 @@ class BPETokenizer:
         given, found = (unicodedata.normalize("NFKC", each) for each in (_PROBE, self.decode(self.encode_text(_PROBE))))
         if found.removeprefix(" ") != given:  # which some tokenizers begin with
             raise FormatError("the tokenizer does not give every text back: training needs a byte-level BPE")
+
+    def __repr__(self) -> str:
+        return f"BPETokenizer({self.vocab_size:,} tokens)"
 
     def encode(self, documents: Sequence[Document], watch: Watch = lambda _share: None) -> Tokens:
         parts: list[Tokens] = [np.zeros(0, token_dtype(self.vocab_size))]

@@ -44,9 +44,9 @@ from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import (
     History,
-    KernelTime,
     MetricsFile,
     PendingStep,
+    ProfiledKernel,
     StepProfiler,
     StepRecord,
     StepTimer,
@@ -158,9 +158,15 @@ class Trainer:
         self.precision = precision_of(self.config, self.device)
         self.loss_scale = LossScale(self.device) if self.precision == torch.float16 else None
         self.history = History()
-        self.profile: list[KernelTime] = []
+        self.profile: list[ProfiledKernel] = []
         self.step: Step | None = None
         self.stopping = ""
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
+        done = f"{self.history.steps:,} of {self.history.total_steps:,} steps" if self.history.total_steps else "no run"
+        return f"Trainer({model} of {count:,} parameters on {self.device}, {optimizer}, {done})"
 
     def fit(self, data: Data, targets: Data | None = None, *, validation: Any = None, resume: bool = False) -> History:
         """Train.
@@ -255,7 +261,7 @@ class Trainer:
             The history; after SIGINT or SIGTERM with a checkpoint written. Raises as `fit`.
         """
         self.stopping = ""
-        run = _Run(self, source, held_out, out, fingerprint or source.fingerprint(), evaluate_at)
+        run = TrainingRun(self, source, held_out, out, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
         try:
             with modes_kept(self.model), time_limit(self.config.timeout_s, "training"), Watch():
@@ -344,7 +350,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-class _Run:
+class TrainingRun:
     """One run of a trainer, from the first step or a checkpoint to its end; arguments as for Trainer.run."""
 
     def __init__(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
-from accelerant.nn.train.callbacks import Curve, Extension, Step
+from accelerant.nn.train.callbacks import Extension, ReportChart, Step
 from accelerant.nn.train.config import RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import Batch, Source, TokenSource, gather
 from accelerant.nn.train.folder import RunFolder
@@ -301,7 +301,7 @@ class PrivateRun(Extension):
             "statement": str(path),
         }
 
-    def curves(self) -> Sequence[Curve]:
+    def curves(self) -> Sequence[ReportChart]:
         """Return epsilon by step; none where it is infinite."""
         ours = self._event()
         if ours is None:
@@ -311,7 +311,7 @@ class PrivateRun(Extension):
         points = [(float(step), epsilon) for step, epsilon in curve if math.isfinite(epsilon)]
         if not points:
             return ()
-        return [Curve("Privacy spent", f"epsilon at delta {exact(self.settings.delta)}", points, "epsilon")]
+        return [ReportChart("Privacy spent", f"epsilon at delta {exact(self.settings.delta)}", points, "epsilon")]
 
     def remarks(self) -> Sequence[str]:
         """Return sentences on what is private, and what is not."""
