@@ -844,7 +844,7 @@ def compile_kernels(target, names):
         for each in parts:
             for schedule in ("whole", "looped") if each.reduces else ("stream",):
                 kernel = code.triton_kernel(each, schedule)
-                types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in code.used_inputs(each)} | {
+                types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in each.used} | {
                     "M": "i32",
                     "N": "i32",
                 }

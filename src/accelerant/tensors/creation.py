@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.tensors.dispatch import TABLE, aten, register
-from accelerant.tensors.table import dim_of, elementwise, expression, operand, representable, strided
+from accelerant.tensors.table import dim_of, elementwise, expression, on_device, operand, representable, strided
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 
@@ -163,7 +163,7 @@ def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
     dim = dim_of(dim, tensors[0].dim() + 1)
     if any(x.shape != tensors[0].shape for x in tensors):
         raise RuntimeError(f"stack expects each tensor to be equal size, got {[tuple(x.shape) for x in tensors]}")
-    lifted = [(x if isinstance(x, DeviceTensor) else place.upload(x)).unsqueeze(dim) for x in tensors]
+    lifted: Any = [on_device(place, x).unsqueeze(dim) for x in tensors]
     return _cat(place, lifted, dim)
 
 

@@ -24,7 +24,7 @@ from accelerant.ops._library import composite_of
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.recorded_launch import RecordedLaunch
-from accelerant.tensors.tensor import DeviceTensor, TensorDevice
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, span
 
 aten = torch.ops.aten
 _Handler = Callable[..., Any]
@@ -210,9 +210,7 @@ def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[s
                 f"{func}: {place.label} has no view of {base.dtype} as {result.dtype}; make a copy, or use .cpu()"
             )
     if func in _STRIDED:
-        end = int(results.storage_offset()) + sum(
-            (n - 1) * s for n, s in zip(results.shape, results.stride(), strict=True)
-        )
+        end = int(results.storage_offset()) + span(results)
         if results.numel() and not 0 <= (end + 1) * base.dtype.itemsize <= base.buffer.size_bytes:
             raise RuntimeError(
                 f"as_strided: sizes {tuple(results.shape)}, strides {results.stride()} and offset "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.tensors.dispatch import aten, register
-from accelerant.tensors.table import dim_of, elementwise, fits, operand, strided
+from accelerant.tensors.table import dim_of, elementwise, fits, on_device, operand, strided, vector
 from accelerant.tensors.tensor import SEVERAL, DeviceTensor, TensorDevice
 
 _INDICES = (torch.int32, torch.int64)
@@ -20,15 +20,6 @@ def _along(index: DeviceTensor, dim: int, size: Sequence[int]) -> DeviceTensor:
     """Return a vector of indices as a view of a shape, the same at each place of the other dimensions."""
     step = index.stride(0) if index.dim() else 1
     return strided(index, size, [step if at == dim else 0 for at in range(len(size))])
-
-
-def _vector(place: TensorDevice, index: Any) -> DeviceTensor:
-    """Return indices of any shape as a vector on the device."""
-    whole: DeviceTensor = index if isinstance(index, DeviceTensor) else place.upload(index)
-    if whole.dim() == 1:
-        return whole
-    whole = whole if whole.is_contiguous() else place.contiguous(whole)
-    return strided(whole, (whole.numel(),), (1,))
 
 
 def _gathered(place: TensorDevice, size: Sequence[int], x: DeviceTensor, dim: int, index: DeviceTensor) -> DeviceTensor:
@@ -45,7 +36,7 @@ def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
     dim = dim_of(dim, x.dim())
     if not x.dim() or index.dim() > 1 or index.dtype not in _INDICES:
         return NotImplemented  # torch's error
-    index = _vector(place, index)
+    index = vector(place, index)
     size = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]
     return _gathered(place, size, x, dim, _along(index, dim, size))
 
@@ -57,7 +48,7 @@ def _embedding(
     if weight.dim() != 2 or index.dtype not in _INDICES:
         return NotImplemented  # torch's error
     shape = (*index.shape, weight.shape[1])
-    out = _index_select(place, operand(place, weight), 0, _vector(place, index))
+    out = _index_select(place, operand(place, weight), 0, vector(place, index))
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     return strided(out, shape, strides)
 
@@ -69,7 +60,7 @@ def _embedding_backward(
     width = dy.shape[-1]
     if scale_grad_by_freq or dy.numel() != index.numel() * width:
         return NotImplemented
-    index, dy = _vector(place, index), operand(place, dy)
+    index, dy = vector(place, index), operand(place, dy)
     dweight = elementwise(place, "{0}", (0,), dy.dtype, out=place.empty((rows, width), dy.dtype))
     flat = dy if dy.is_contiguous() else place.contiguous(dy)
     flat = strided(flat, (index.numel(), width), (width, 1))
@@ -84,16 +75,14 @@ def _embedding_backward(
 def _gather(place: TensorDevice, x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if not fits(aten.gather.default, x, dim, index) or not x.dim() or not index.dim():
         return NotImplemented
-    index = place.upload(index) if not isinstance(index, DeviceTensor) else index
-    return _gathered(place, index.shape, operand(place, x), dim_of(dim, x.dim()), index)
+    return _gathered(place, index.shape, operand(place, x), dim_of(dim, x.dim()), on_device(place, index))
 
 
 def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, source: Any, add: bool) -> Any:
     func = aten.scatter_add.default if add else aten.scatter.src if isinstance(source, Tensor) else aten.scatter.value
     if not fits(func, out, dim, index, source) or not out.dim() or not index.dim():
         return NotImplemented
-    index = place.upload(index) if not isinstance(index, DeviceTensor) else index
-    source = operand(place, source)
+    index, source = on_device(place, index), operand(place, source)
     if isinstance(source, DeviceTensor):
         source = strided(source, index.shape, source.stride())
     else:
@@ -123,7 +112,7 @@ def _index_add_(
         return NotImplemented
     if list(source.shape) != [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]:
         return NotImplemented  # torch's error
-    return _scattered(place, x, dim, _along(_vector(place, index), dim, source.shape), source, add=True)
+    return _scattered(place, x, dim, _along(vector(place, index), dim, source.shape), source, add=True)
 
 
 @register("index_add.default")
@@ -166,9 +155,7 @@ def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tup
     linear: Any = None
     count = 1
     for dim in at:
-        index = indices[dim]
-        index = place.upload(index) if not isinstance(index, DeviceTensor) else index
-        size = x.shape[dim]
+        index, size = on_device(place, indices[dim]), x.shape[dim]
         wrapped = elementwise(place, "select({0}, {0} + {1}, {0} < 0 && {0} >= -{1})", (index, size), torch.int64)
         if linear is not None:
             template = "select({0} * {1} + {2}, {4}, {0} < 0 || {0} >= {3} || {2} < 0 || {2} >= {1})"
@@ -197,7 +184,7 @@ def _index(place: TensorDevice, x: Any, indices: Sequence[Any]) -> Any:
     merged = _merged(x, dim, count)
     if merged is None:
         merged = _merged(place.contiguous(x), dim, count)
-    out = _index_select(place, merged, dim, _vector(place, linear))
+    out = _index_select(place, merged, dim, vector(place, linear))
     return out if out is NotImplemented else strided(out, shape, place.empty(shape, torch.bool).stride())
 
 
@@ -218,7 +205,7 @@ def _index_put_(
     flat = [*shape[:dim], linear.numel(), *x.shape[dim + count :]]
     source = strided(source, flat, place.empty(flat, torch.bool).stride())
     if source.numel():
-        place.scatter(merged, dim, _along(_vector(place, linear), dim, flat), source, add=accumulate)
+        place.scatter(merged, dim, _along(vector(place, linear), dim, flat), source, add=accumulate)
     return x
 
 

@@ -19,7 +19,7 @@ import torch
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.tensors import creation, indexing, neural  # noqa: F401  with table.py, the table's operations
-from accelerant.tensors.tensor import DeviceTensor, TensorDevice, expanded, merged
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, expanded, merged, span
 
 LANES = 64
 """Threads that share a long reduction."""
@@ -395,11 +395,6 @@ class GeneratedKernels(TensorDevice):
 
 
 _WITH_FAULT = ("out", "x0", "x1", "fault")
-
-
-def span(x: torch.Tensor) -> int:
-    """Return the index in memory of a tensor's last element, the first being 0."""
-    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _merged_at(

@@ -20,6 +20,7 @@ from accelerant.tensors.table import (
     dim_of,
     elementwise,
     expression,
+    on_device,
     operand,
     reduced,
     reduction,
@@ -404,7 +405,7 @@ def _nll_loss_backward(
 def _mse_loss(place: TensorDevice, x: Any, y: Any, reduce: int = 1) -> Any:
     if x.dtype != y.dtype or not x.dtype.is_floating_point:
         return NotImplemented
-    y = y if isinstance(y, DeviceTensor) else place.upload(y)
+    y = on_device(place, y)
     if reduce == 0 or x.shape != y.shape:
         return NotImplemented if reduce else elementwise(place, "({0} - {1}) * ({0} - {1})", (x, y), x.dtype)
     post, count = ("a / s0", (float(x.numel()),)) if reduce == 1 else ("a", ())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelerant.tensors.dispatch import register
-from accelerant.tensors.tensor import DeviceTensor, TensorDevice
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, span
 
 # --- operands --------------------------------------------------------------------------------------------------------
 
@@ -26,6 +26,19 @@ def operand(place: TensorDevice, x: Any) -> Any:
     if isinstance(x, DeviceTensor) or not isinstance(x, Tensor):
         return x
     return x.item() if x.dim() == 0 else place.upload(x)
+
+
+def on_device(place: TensorDevice, x: Tensor) -> DeviceTensor:
+    """Return a tensor on the device; those of the host are copied."""
+    return x if isinstance(x, DeviceTensor) else place.upload(x)
+
+
+def vector(place: TensorDevice, x: Tensor) -> DeviceTensor:
+    """Return the elements of a tensor as a vector on the device, with their memory if their order allows it."""
+    whole = on_device(place, x)
+    if whole.dim() == 1:
+        return whole
+    return strided(whole if whole.is_contiguous() else place.contiguous(whole), (whole.numel(),), (1,))
 
 
 def strided(x: DeviceTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> DeviceTensor:
@@ -86,19 +99,15 @@ def _check_written(out: DeviceTensor, inputs: Sequence[DeviceTensor], dtype: tor
         first, begin = int(out.storage_offset()), int(x.storage_offset())
         if first == begin and x.shape == out.shape and x.stride() == out.stride():
             continue
-        if first <= begin + _span(x) and begin <= first + _span(out) and _is_dense(x) and _is_dense(out):
+        if first <= begin + span(x) and begin <= first + span(out) and _is_dense(x) and _is_dense(out):
             raise RuntimeError(
                 "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single "
                 "memory location. Please clone() the tensor before performing the operation."
             )
 
 
-def _span(x: Tensor) -> int:
-    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
 def _is_dense(x: Tensor) -> bool:
-    return _span(x) == x.numel() - 1
+    return span(x) == x.numel() - 1
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -514,9 +523,7 @@ def _argument(kind: str) -> Callable[..., Any]:
         if not x.numel() or torch.int64 not in place.dtypes:
             return NotImplemented
         if dim is None:
-            flat = x if x.is_contiguous() else place.contiguous(x)
-            flat = strided(flat, (x.numel(),), (1,))
-            found = reduction(place, kind, (flat,), [0], torch.int64, compute=x.dtype)
+            found = reduction(place, kind, (vector(place, x),), [0], torch.int64, compute=x.dtype)
             return strided(found, (1,) * x.dim(), (1,) * x.dim()) if keepdim else found
         if not x.dim():
             dims_of(x, dim)  # its check

@@ -212,6 +212,11 @@ class TensorDevice(ABC):
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
+def span(x: torch.Tensor) -> int:
+    """Return the index in memory of a tensor's last element, the first being 0."""
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 @lru_cache(maxsize=8192)
 def merged(size: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[list[int]]]:
     """Merge dimensions that lie together in each operand; return sizes, and strides by operand."""

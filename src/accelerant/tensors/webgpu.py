@@ -21,9 +21,9 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
-from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text, span
+from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text
 from accelerant.tensors.table import deep_product, strided
-from accelerant.tensors.tensor import DeviceTensor, expanded
+from accelerant.tensors.tensor import DeviceTensor, expanded, span
 
 _STORAGE = {
     torch.float32: "f32", torch.int32: "i32", torch.int64: "vec2<u32>", torch.float16: "u32", torch.bfloat16: "u32",

@@ -145,23 +145,13 @@ class _Printer(ABC):
         self.depth -= 1
 
 
-def kernel_name(program: FusedProgram) -> str:
-    """Return the name of a program's Triton function; the ledger's case ends with the same digits."""
-    return f"fused_{program.digest[:6]}"
-
-
-def used_inputs(program: FusedProgram) -> list[int]:
-    """Return the inputs that the program reads."""
-    return sorted({node.value for node in program.nodes if node.op == "input"})
-
-
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 
 class _TritonPrinter(_Printer):
     def text(self) -> str:
         program, stream = self.program, self.schedule == "stream"
-        names = [f"x{i}" for i in used_inputs(program)] + [f"y{i}" for i in range(len(program.results))]
+        names = [f"x{i}" for i in program.used] + [f"y{i}" for i in range(len(program.results))]
         constants = "BLOCK: tl.constexpr" if stream else "ROWS: tl.constexpr, BLOCK: tl.constexpr"
         if stream:
             self.line("at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
@@ -171,7 +161,7 @@ class _TritonPrinter(_Printer):
         else:
             self.line("one = tl.zeros([1, 1], tl.int32)")
             self._rows()
-        head = f"@triton.jit\ndef {kernel_name(program)}({', '.join(names)}, M, N, {constants}):\n"
+        head = f"@triton.jit\ndef {program.kernel_name}({', '.join(names)}, M, N, {constants}):\n"
         return _TRITON_HEAD + head + "\n".join(self.lines) + "\n"
 
     def _rows(self) -> None:
@@ -301,8 +291,8 @@ def triton_kernel(program: FusedProgram, schedule: Schedule) -> TritonKernel:
         module.__file__ = path
         exec(compile(text, path, "exec"), vars(module))  # our own text: of operations in the table and of numbers
         sys.modules[name] = module
-    arguments = len(used_inputs(program)) + len(program.results)
-    return TritonKernel(name, kernel_name(program), widths=(arguments + 1,), contracts=False)
+    arguments = len(program.used) + len(program.results)
+    return TritonKernel(name, program.kernel_name, widths=(arguments + 1,), contracts=False)
 
 
 # --- portable C ------------------------------------------------------------------------------------------------------
@@ -336,7 +326,7 @@ class _CPrinter(_Printer):
 
     def text(self) -> str:
         program = self.program
-        arrays = [f"ACL_GLOBAL const {C_TYPES[program.inputs[i].dtype]} *x{i}" for i in used_inputs(program)]
+        arrays = [f"ACL_GLOBAL const {C_TYPES[program.inputs[i].dtype]} *x{i}" for i in program.used]
         arrays += [f"ACL_GLOBAL {C_TYPES[result.dtype]} *y{i}" for i, result in enumerate(program.results)]
         if self.schedule == "stream":
             self.line("i64 at = acl_global_id();")
@@ -469,10 +459,7 @@ class Stage(NamedTuple):
 
 def stages_of(program: FusedProgram) -> list[Stage]:
     """Return the stages of a program on the CPU: more than one where it reduces over the rows."""
-    depth: list[int] = []
-    for node in program.nodes:
-        depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
-    stages = []
+    depth, stages = program.depths, []
     for level in range(max(depth) + 1):
         sums = tuple(i for i, node in enumerate(program.nodes) if node.op in ("sum0", "max0") and depth[i] == level + 1)
         stores = [
@@ -501,7 +488,7 @@ class _HostPrinter(_CPrinter):
     def __init__(self, program: FusedProgram, steps: str, outer: int) -> None:
         super().__init__(program, "looped")
         self.outer = outer
-        self.steps = dict(zip(used_inputs(program), steps, strict=True))
+        self.steps = dict(zip(program.used, steps, strict=True))
         self.by_column = []
         for node in program.nodes:
             moves = node.op == "input" and self.steps[node.value] != "0"
@@ -511,7 +498,7 @@ class _HostPrinter(_CPrinter):
         self._all = [i for i, node in enumerate(program.nodes) if node.op in ("sum0", "max0")]
 
     def text(self) -> str:
-        program, used = self.program, used_inputs(self.program)
+        program, used = self.program, self.program.used
         for i, each in enumerate(used):
             self.line(f"const {C_TYPES[program.inputs[each].dtype]} *x{each} = (const void *)t[{i}];")
         for i, result in enumerate(program.results):
@@ -764,6 +751,6 @@ def portable_source(program: FusedProgram, *, steps: str | None = None, outer: i
         options = CompileOptions(fmad=False, cc=("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"))
     else:
         text = _CPrinter(program, "looped" if program.reduces else "stream").text()
-        kinds = (*["*"] * (len(used_inputs(program)) + len(program.results)), "i64", "i64")
+        kinds = (*["*"] * (len(program.used) + len(program.results)), "i64", "i64")
         options = CompileOptions(fmad=False)
-    return KernelSource(kernel_name(program), {"portable": text}, {"fused": kinds}, options=options)
+    return KernelSource(program.kernel_name, {"portable": text}, {"fused": kinds}, options=options)

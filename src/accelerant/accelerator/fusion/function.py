@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel, used_inputs
+from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel
 from accelerant.accelerator.fusion.functions import NAMES
 from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Input, Output, gradient_of
 from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
@@ -42,7 +42,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import observers
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
-from accelerant.tensors.tensor import to
+from accelerant.tensors.tensor import expanded, to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,7 +120,7 @@ def _triton_part(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple
         height = programs if parts else M
         columns = N if result.layout in ("full", "row sum") else 1
         outputs.append(torch.empty((height, columns), dtype=_kept(result), device=device))
-    inputs = [tensors[i].contiguous() for i in used_inputs(program)]
+    inputs = [tensors[i].contiguous() for i in program.used]
     constants = {"BLOCK": block} if schedule == "stream" else {"ROWS": rows, "BLOCK": block}
     kernel = triton_kernel(program, schedule)
     kernel.launch((programs,), (*inputs, *outputs, M, N), constants, num_warps=num_warps)
@@ -187,8 +187,8 @@ def _portable(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Te
     """Run the program's portable C on the CPU; arguments and results as FusedProgram.run_torch."""
     if not math.prod(shape):
         return program.run_torch(shape, *tensors)
-    read = [tensors[i] for i in used_inputs(program)]
-    launch = launch_of(program, shape, tuple(_steps(x, shape) for x in read))
+    read = [tensors[i] for i in program.used]
+    launch = launch_of(program, shape, tuple(expanded(tuple(x.shape), x.stride(), shape) for x in read))
     outputs = []
     for size, result in zip(launch.shapes, program.results, strict=True):
         if launch.order is None:
@@ -198,11 +198,6 @@ def _portable(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Te
             outputs.append(torch.empty([size[k] for k in launch.order], dtype=result.dtype).permute(back))
     launch.run([x.data_ptr() for x in (*read, *outputs)])
     return tuple(outputs)
-
-
-def _steps(x: Tensor, shape: Shape) -> tuple[int, ...]:
-    """Return the strides of a tensor that is broadcast to a shape of as many dimensions."""
-    return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _kept(result: Output) -> torch.dtype:
@@ -266,7 +261,7 @@ class _Autograd(torch.autograd.Function):
             again = torch.is_grad_enabled()  # a gradient of the gradient is wanted: torch's functions have one
             results = program.run_torch(shape, *args) if again else _run(f"{ctx.name}_bwd", program, shape, args)
             made = {i: dx.view(tensors[i].shape) for i, dx in zip(found, results, strict=True)}
-        for i in set(used_inputs(ctx.program)).intersection(wanted).difference(made):  # of steps, as floor, and stops
+        for i in set(ctx.program.used).intersection(wanted).difference(made):  # of steps, as floor, and stops
             made[i] = torch.zeros_like(tensors[i])
         return None, None, None, *(made.get(i) for i in range(len(tensors)))
 
@@ -454,8 +449,8 @@ class FusedFunction:
         if chosen is None or choice_overrides:
             return False
         inputs = plan.inputs(tensors)
-        read = [inputs[i] for i in used_inputs(program)]
-        launch = launch_of(program, shape, tuple(_steps(x, shape) for x in read))
+        read = [inputs[i] for i in program.used]
+        launch = launch_of(program, shape, tuple(expanded(tuple(x.shape), x.stride(), shape) for x in read))
         arrays = [y if isinstance(y, Tensor) else to_torch(y, None, order="K")[0] for y in targets]
         for y, given, size in zip(arrays, targets, launch.shapes, strict=True):
             address = y.data_ptr()
@@ -491,7 +486,7 @@ class FusedFunction:
             return
         self._learned.append(plan)
         steps, sources = [], []
-        for i in used_inputs(trace.program):
+        for i in trace.program.used:
             index, chain = (i, ()) if trace.views is None else trace.views[i][0]
             x = arrays[index]
             view = view_of(x, chain)
@@ -685,7 +680,7 @@ class FusedFunction:
             for each in program.results
         ]
         kernel = provider.compile(portable_source(program), entry="fused", device=device.index)
-        flat = [tensors[i].contiguous().numpy() for i in used_inputs(program)]
+        flat = [tensors[i].contiguous().numpy() for i in program.used]
         sources = [provider.copy_to_device(x, device.index) for x in flat]
         targets = [provider.allocate(y.nbytes, device.index) for y in results]
         threads = M if program.reduces else M * N

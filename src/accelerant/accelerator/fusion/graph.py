@@ -429,6 +429,24 @@ class FusedProgram:
     def __repr__(self) -> str:
         return f"{' '.join(map(str, self.inputs))}: {self.operations} operations #{self.digest[:6]}"
 
+    @property
+    def kernel_name(self) -> str:
+        """The name of its Triton function; the ledger's case ends with the same digits."""
+        return f"fused_{self.digest[:6]}"
+
+    @cached_property
+    def used(self) -> list[int]:
+        """The inputs that it reads."""
+        return sorted({node.value for node in self.nodes if node.op == "input"})
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """The number of reductions over the rows that lead to each node, one after the other, itself included."""
+        depths: list[int] = []
+        for node in self.nodes:
+            depths.append(max((depths[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
+        return depths
+
     @cached_property
     def operations(self) -> int:
         """Number of operations on each element."""
@@ -467,9 +485,7 @@ class FusedProgram:
         are sums over the rows (-1), values whose maximum over the rows is to be taken (-2), and results, by number. The
         sums and maxima are the last inputs of the rest.
         """
-        depth: list[int] = []
-        for node in self.nodes:
-            depth.append(max((depth[arg] for arg in node.args), default=0) + (node.op in ("sum0", "max0")))
+        depth = self.depths
         sums = [i for i, node in enumerate(self.nodes) if node.op in ("sum0", "max0") and depth[i] == 1]
         done = [i for i, each in enumerate(self.results) if not depth[each.node] and each.layout in ("full", "column")]
         layouts: dict[tuple[str, bool], OutputLayout] = {

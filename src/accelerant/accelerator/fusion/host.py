@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accelerant.accelerator.fusion.code import portable_source, stages_of, used_inputs
+from accelerant.accelerator.fusion.code import portable_source, stages_of
 from accelerant.accelerator.fusion.graph import REDUCTIONS, FusedProgram
 from accelerant.accelerator.fusion.outside import Reads
 from accelerant.runtime import registry
@@ -97,7 +97,7 @@ def launch_of(program: FusedProgram, shape: tuple[int, ...], strides: tuple[tupl
     columns = rows.pop() if order is not None else [shape[inner], *(each[inner] for each in given)]
     rows = rows or [[1, *([0] * len(given))]]
     if columns[0] == 1:
-        columns = [1, *(int(program.inputs[i].by_column) for i in used_inputs(program))]
+        columns = [1, *(int(program.inputs[i].by_column) for i in program.used)]
     M, N = math.prod(each[0] for each in rows), columns[0]
     kernel = _kernel(program, "".join({0: "0", 1: "1"}.get(step, "s") for step in columns[1:]), len(rows))
     tall, wide, parts = _parts(program, M, N, any(step not in (0, 1) for step in columns[1:]))
