@@ -331,7 +331,7 @@ def _proof(key: _Key, steps: int, count: int, run: SuiteRun) -> None:
             break
         run.progress(f"scale: a proof on {devices} devices")
         names = _devices(run, devices)
-        prover = Prover(key.zkey, device=names if devices > 1 else names[0])
+        prover = Prover(key.zkey, devices=names)
         for path in key.witnesses[:2]:
             key.check(prover.prove(path))
         timing = _timed(functools.partial(prover.prove, key.witnesses[1]), steps)

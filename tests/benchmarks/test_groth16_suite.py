@@ -74,7 +74,7 @@ def test_a_witness_of_another_seed_is_proved_with_one_key(tmp_path):
     prover = Prover(tmp_path / "circuit.zkey", device="cpu")
     for seed in (1, 2):
         write_wtns(tmp_path / "w.wtns", "bn254", circuit.witness(seed))
-        proof = prover.prove(tmp_path / "w.wtns", verified=False)
+        proof = prover.prove(tmp_path / "w.wtns", verify=False)
         assert verify(prover.verification_key, proof.public, proof)
 
 

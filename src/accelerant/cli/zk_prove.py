@@ -61,8 +61,9 @@ def prove_files(
     with StageDisplay(quiet=json_output) as progress, watch_compilation(progress.compiling):
         with Zkey.open(zkey) as opened:
             precompile_kernels(opened.family, opened.domain_size)
-            prover = Prover(opened, device=list(device) if len(device) > 1 else device[0], progress=progress)
-        result = prover.prove(witness, verified=verify)
+            where: Any = {"devices": device} if len(device) > 1 else {"device": device[0]}
+            prover = Prover(opened, **where, progress=progress)
+        result = prover.prove(witness, verify=verify)
     write_all(dict(zip(targets, (result.to_json(), result.public_json()), strict=True)))
     facts: dict[str, Any] = {
         "proof": str(proof),

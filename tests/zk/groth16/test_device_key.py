@@ -544,7 +544,7 @@ def test_several_devices_share_a_proof(small, device):
     expected = Prover(small / "circuit.zkey", device="cpu").prove(
         small / "witness.wtns", insecure_randomness_for_tests=KNOWN
     )
-    prover = Prover(small / "circuit.zkey", device=[device, f"{device}:0", devices[-1]])
+    prover = Prover(small / "circuit.zkey", devices=[device, f"{device}:0", devices[-1]])
     assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
     assert prover.device == "+".join(labels)
     assert len(prover.explain().splitlines()) == 6
@@ -582,7 +582,9 @@ def test_devices_that_cannot_be(small, wrong):
     if "opencl" in wrong:  # without OpenCL its absence is what is reported
         require_backend("opencl")
     with pytest.raises(ConfigError):
-        Prover(small / "circuit.zkey", device=wrong)
+        Prover(small / "circuit.zkey", **{"device" if isinstance(wrong, str) else "devices": wrong})
+    with pytest.raises(ConfigError, match="devices="):
+        Prover(small / "circuit.zkey", device=[wrong])
 
 
 def test_the_automatic_choice(small, monkeypatch):
@@ -640,7 +642,7 @@ def test_the_command_shares_a_proof_among_devices(small, tmp_path, capsys, devic
     """The same one twice."""
     arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
     with pytest.raises(SystemExit) as ended:
-        main(["zk", "prove", *arguments, "--device", f"{device}:0, {device}", "--json"])
+        main(["zk", "prove", *arguments, f"--device={device}:0", f"--device={device}", "--json"])
     assert not ended.value.code
     assert json.loads(capsys.readouterr().out)["device"] == f"{device}:0+{device}:0"
 
@@ -648,17 +650,17 @@ def test_the_command_shares_a_proof_among_devices(small, tmp_path, capsys, devic
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("cpu,abacus", "unknown backend 'abacus'; known are cuda,"),
-        ("cpu,", "unknown backend ''; known are cuda,"),
-        ("cpu,cpu", "several of which none is the CPU; got ['cpu', 'cpu']"),
-        ("cpu,cpu:7", "backend 'cpu' has 1 device; there is no number 7"),
-        ("cpu,cpu:x", "device 'cpu:x': wanted a backend's name"),
+        (["cpu", "abacus"], "unknown backend 'abacus'; known are cuda,"),
+        (["cpu", ""], "--device must not be empty"),
+        (["cpu", "cpu"], "several of which none is the CPU; got ['cpu', 'cpu']"),
+        (["cpu", "cpu:7"], "backend 'cpu' has 1 device; there is no number 7"),
+        (["cpu", "cpu:x"], "device must be a name such as 'cpu'"),
     ],
 )
 def test_lists_of_devices_that_cannot_be(small, tmp_path, capsys, names, message):
     arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
     with pytest.raises(SystemExit) as ended:
-        main(["zk", "prove", *arguments, "--device", names])
+        main(["zk", "prove", *arguments, *(f"--device={name}" for name in names)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

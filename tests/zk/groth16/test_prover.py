@@ -99,7 +99,7 @@ def test_stages_are_timed_and_counted(product):
     rows = {row["op"]: row for row in ledger().to_dict()["ops"]}
     assert {"sparse_mul", "ntt", "msm", "pairing_product"} <= set(rows)
     assert all(row["own"] for row in rows.values())
-    prover.prove(folder / "product.wtns", verified=False)
+    prover.prove(folder / "product.wtns", verify=False)
     assert "verification" not in prover.timings
     assert prover.timings["compile"] == 0
 
@@ -154,7 +154,7 @@ def test_a_wrong_witness_makes_no_proof(product, tmp_path, index):
     prover = Prover(folder / "product.zkey")
     with pytest.raises(FormatError, match="does not verify and is not returned"):
         prover.prove(tmp_path / "wrong.wtns")
-    unverified = prover.prove(tmp_path / "wrong.wtns", verified=False)
+    unverified = prover.prove(tmp_path / "wrong.wtns", verify=False)
     assert not verify(prover.verification_key, unverified.public, unverified)
 
 
@@ -342,7 +342,7 @@ def test_chunks_of_any_size_make_the_same_key(folder, monkeypatch, size):
             else:
                 assert one._indices.tolist() == other._indices.tolist() == np.flatnonzero(finite).tolist()
     prover = Prover(folder / "circuit.zkey", device="cpu")
-    proof = prover.prove(folder / "witness.wtns", verified=False)
+    proof = prover.prove(folder / "witness.wtns", verify=False)
     assert verify(prover.verification_key, proof.public, proof)
 
 
@@ -362,5 +362,5 @@ def test_a_key_is_not_needed_any_more_when_it_is_read(folder):
     with Zkey.open(folder / "circuit.zkey") as zkey:
         prover = Prover(zkey, device="cpu")
     (folder / "circuit.zkey").write_bytes(b"something else")
-    proof = prover.prove(folder / "witness.wtns", verified=False)
+    proof = prover.prove(folder / "witness.wtns", verify=False)
     assert verify(prover.verification_key, proof.public, proof)

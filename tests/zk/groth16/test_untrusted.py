@@ -242,7 +242,7 @@ def test_a_key_cannot_change_after_its_check():
             with pytest.raises(ValueError, match="cannot set WRITEABLE"):
                 getattr(each, name).setflags(write=True)
         assert each.to_json() == key.to_json()
-        assert len({each, key}) == 2  # compared by identity: its arrays have no truth
+        assert len({each, key}) == 1
     assert text.count(key.ic[1].tobytes()) == 1
     with pytest.raises(FormatError, match=r"ic\[1\].* is not on bn254_g1"):
         pickle.loads(text.replace(key.ic[1].tobytes(), key.ic[1].tobytes()[::-1][1:] + b"\0"))
@@ -468,7 +468,12 @@ def test_batches():
     statement = Statement(key, public)
     with pytest.raises(ConfigError, match="the verification key is on bn254, the proof on bls12_381"):
         statement.proved_by(dataclasses.replace(proof, family="bls12_381"))
-    for arguments in ((None, public, proof), (key, public, None), (key, public, proof.to_json()), (proof, public, key)):
+    for arguments in (
+        (None, public, proof),
+        (key, public, None),
+        (key, public, [proof.to_json()]),
+        (proof, public, key),
+    ):
         with pytest.raises(UnsupportedDtype, match=r"must be a (VerificationKey|Proof)"):
             verify(*arguments)
 
@@ -591,7 +596,7 @@ def test_numbers_in_python():
             verify(key, wrong, proof)
         with pytest.raises(FormatError, match=r"^public\[0\]\[0\] is \d+, not from 0 to below the order"):
             verify_many(key, [wrong], [proof])
-    for wrong in (True, 1.0, "1", None, np.int64(1), [1], 1j, [H]):
+    for wrong in (True, 1.0, b"1", None, np.int64(1), [1], 1j, [H]):
         for call in (
             lambda wrong=wrong: verify(key, [wrong, *proof.public[1:]], proof),
             lambda wrong=wrong: proof.to_calldata([wrong]),

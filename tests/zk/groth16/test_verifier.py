@@ -104,7 +104,7 @@ def test_public_inputs_are_checked(parts):
         verify(parts.key, rest, parts.proof)
     with pytest.raises(FormatError, match="the verification key is for"):
         verify(parts.key, [first, first, *rest], parts.proof)
-    for wrong in ("1", 1.0, True, None):
+    for wrong in (b"1", 1.0, True, None):
         with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer"):
             verify(parts.key, [wrong, *rest], parts.proof)
 

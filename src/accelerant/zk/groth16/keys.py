@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,22 +19,22 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at, spaces_at
 from accelerant.algebra.field.words import not_below
 from accelerant.algebra.msm.cpu import CpuBases, cpu_plan
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import usable_cores
-from accelerant.runtime.provider import ComputeDevice, compile_seconds
+from accelerant.runtime.provider import compile_seconds
+from accelerant.runtime.registry import DeviceLike, is_automatic
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
-from accelerant.zk.multi_scalar import run_sums
+from accelerant.zk.multi_scalar import Devices, run_sums
 
 U64 = npt.NDArray[np.uint64]
 ProgressCallback = Callable[[str], None]
-Devices = str | ComputeDevice | Sequence[str | ComputeDevice]
 
 SECTIONS = ("A", "B1", "B2", "C", "H")
 """Sections of points in a key. The scalars of A, B1 and B2 are the witness, of C its private values, of H the
@@ -122,16 +122,18 @@ class ProvingKey(Protocol):
         ...
 
 
-def spaces_of(device: Devices, domain_size: int) -> tuple[MemorySpace, ...]:
-    """Return the memory spaces of one device, or of several that share the work; `device` is as for Prover.
+def spaces_of(device: DeviceLike, domain_size: int, devices: Devices = None) -> tuple[MemorySpace, ...]:
+    """Return the memory spaces of one device, or of several that share the work; arguments as for Prover.
 
     ConfigError for an unknown backend or device number, an empty list, or the CPU among several devices.
     """
-    if isinstance(device, str | ComputeDevice):
-        return (_automatic(domain_size) if device == "auto" else space_at(device),)
-    spaces = tuple(map(space_at, device))
-    if not spaces or (len(spaces) > 1 and HOST in spaces):
-        raise ConfigError(f"device must be one, or several of which none is the CPU; got {clipped(device)}")
+    if isinstance(device, list | tuple):
+        raise ConfigError(f"several devices are devices={clipped(device)}, not device=")
+    if devices is None:
+        return (_automatic(domain_size) if is_automatic(device) else space_at(device),)
+    spaces = tuple(spaces_at(device, devices))
+    if len(spaces) > 1 and HOST in spaces:
+        raise ConfigError(f"devices must be one, or several of which none is the CPU; got {clipped(devices)}")
     return spaces
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
 from accelerant.algebra.field.memory_space import HOST
+from accelerant.algebra.field.parameters import known_name
 from accelerant.algebra.field.words import index_of
-from accelerant.errors import ConfigError, FormatError, UnsupportedCase, UnsupportedDtype
-from accelerant.runtime.files import clipped, decode_json
+from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.files import clipped, decode_json, read_regular
 from accelerant.zk.operands import point_operand, points_inward
 
 U64 = npt.NDArray[np.uint64]
@@ -33,11 +36,15 @@ G2Point = tuple[tuple[int, int], tuple[int, int]] | None
 SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}
 """Family -> snarkjs's name of the curve; a registered family has its own."""
 
-_FAMILY_NAMES = {"BN128": "bn254", "ALTBN128": "bn254"}
-"""Other names of families, of which letters and digits count, as snarkjs reads them."""
+JsonSource = str | bytes | os.PathLike[str] | dict[str, Any]
+"""JSON text, the path of a file (a PathLike, or a str that ends in .json), or the value of a text, parsed."""
 
+_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]{1,96}", re.ASCII)
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
+
+_MAX_JSON_BYTES = 64 << 20
+"""Longest other text that is read: a verification key of 300,000 public inputs has that size."""
 
 _MAX_PROOF_BYTES = 1 << 16
 """Longest text of a proof that is parsed; snarkjs writes about 1,000 bytes."""
@@ -46,7 +53,7 @@ _MAX_SHOWN = 60
 """Characters of a value in an error message."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Proof:
     """A proof: affine points of integers, None for infinity; those read from JSON are on their curves.
 
@@ -64,11 +71,20 @@ class Proof:
     c: G1Point
     public: tuple[int, ...] | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        """Replace another name of the family, such as bn128."""
+        if isinstance(self.family, str):
+            object.__setattr__(self, "family", known_name(self.family))
+
+    def __repr__(self) -> str:
+        inputs = "public inputs unknown" if self.public is None else f"{len(self.public)} public inputs"
+        return f"Proof({self.family}, {inputs})"
+
     @classmethod
     def from_json(
         cls,
-        text: str | bytes,
-        public: str | bytes | None = None,
+        text: JsonSource,
+        public: JsonSource | Sequence[Any] | None = None,
         *,
         n_public: int | None = None,
         name: str = "proof",
@@ -77,26 +93,27 @@ class Proof:
         """Read snarkjs's proof.json, and public.json if the inputs are to be kept with the proof.
 
         Args:
-            text: proof.json, at most 64 KiB. Without a "curve" it is on BN254, as rapidsnark writes it.
-            public: public.json.
+            text: proof.json, at most 64 KiB: its text, its path (a PathLike, or a str that ends in .json), or its
+                value, parsed. Bytes are never a path. Without a "curve" it is on BN254, as rapidsnark writes it.
+            public: public.json, in the same forms.
             n_public: number of public inputs that the verification key takes; more text than so many need is refused
                 before it is parsed, another number of them before their values are.
             name, public_name: of the texts, for messages.
 
         Raises:
             FormatError: malformed JSON, a name given twice, a coordinate or input that is not reduced, a point off its
-                curve, another number of inputs, or too much text; names the element.
-            UnsupportedDtype: neither text nor bytes.
+                curve, another number of inputs, or too much text; names the element. MissingFile: no such file.
+            UnsupportedDtype: neither text nor bytes, a path or a value of JSON.
         """
         n_public = None if n_public is None else index_of(n_public, "n_public")
-        _check_size(text, _MAX_PROOF_BYTES, f"{name}: a proof")
+        text = read_json(text, name, _MAX_PROOF_BYTES, "a proof")
         value, family = parse_groth16(text, name, curve=SNARKJS_CURVES["bn254"])
         for key in ("pi_a", "pi_b", "pi_c"):
             if key not in value:
                 raise FormatError(f'{name} has no "{key}"')
         curves: dict[str, Curve[Any]] = {"pi_a": family.g1, "pi_b": family.g2, "pi_c": family.g1}
         a, b, c = (point_from_json(value[key], curve, f"{name}: {key}") for key, curve in curves.items())
-        inputs = None if public is None else _inputs_from_json(public, family, n_public, public_name)
+        inputs = None if public is None else tuple(inputs_from(public, family, n_public, public_name))
         return cls(family.name, a, b, c, inputs)
 
     def to_json(self) -> str:
@@ -171,10 +188,11 @@ class Proof:
         return self.public
 
 
-def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int | None = None) -> list[int]:
+def check_inputs(public: Iterable[Any], family: Family, name: str, n_public: int | None = None) -> list[int]:
     """Return a sequence of public inputs as a list, counted before they are looked at if their number is given.
 
-    The list has exact integers: a subclass of int may multiply, print or compare otherwise. Errors name the index.
+    They are integers, or text of one as snarkjs takes it: "33" or "0x21". The list has exact integers: a subclass of
+    int may multiply, print or compare otherwise. Errors name the index.
     """
     if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
@@ -184,6 +202,8 @@ def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int
         more = "" if isinstance(public, Sized) or found < n_public else "or more "
         raise FormatError(f"{name} has {found} {more}inputs; the verification key is for {n_public}")
     for i, value in enumerate(values):
+        if isinstance(value, str):
+            values[i] = value = _text_number(value, f"{name}[{i}]")
         if isinstance(value, bool) or not isinstance(value, int):
             raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {clipped(value)}")
         values[i] = value = operator.index(value)
@@ -243,14 +263,35 @@ def most_public_bytes(n_public: int) -> int:
     return 1024 + 256 * n_public
 
 
-def _check_size(text: str | bytes, most: int, what: str) -> None:
-    if isinstance(text, str | bytes) and len(text) > most:
-        raise FormatError(f"{what} has at most {most:,} bytes, got {len(text):,}")
+def of_json(kind: Any, value: Any, **options: str) -> Any:
+    """Return a value of a class, or what its from_json reads of one of JSON; others unchanged."""
+    return kind.from_json(value, **options) if isinstance(value, str | bytes | os.PathLike | dict) else value
 
 
-def _inputs_from_json(text: str | bytes, family: Family, n_public: int | None, name: str) -> tuple[int, ...]:
-    if n_public is not None:
-        _check_size(text, most_public_bytes(n_public), f"{name}: a list of {n_public} public inputs")
+def read_json(source: Any, name: str, most_bytes: int, what: str) -> Any:
+    """Return the text of a JsonSource, or its value if that is given; FormatError for more bytes."""
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith(".json")):
+        try:
+            source = read_regular(Path(source), most_bytes)
+        except FileNotFoundError:
+            raise MissingFile(f"{name}: {source} does not exist") from None
+        except OSError as error:
+            raise FormatError(f"{name}: {source} cannot be read: {error.strerror}") from None
+    if isinstance(source, str | bytes) and len(source) > most_bytes:
+        raise FormatError(f"{name}: {what} has at most {most_bytes:,} bytes, got {len(source):,}")
+    return source
+
+
+def inputs_from(source: Any, family: Family, n_public: int | None, name: str) -> Sequence[int]:
+    """Return public inputs, of public.json or in Python, checked; errors as those of `verify`."""
+    if isinstance(source, str | bytes | os.PathLike):
+        return _inputs_from_json(source, family, n_public, name)
+    return check_inputs(source, family, name, n_public)
+
+
+def _inputs_from_json(text: Any, family: Family, n_public: int | None, name: str) -> tuple[int, ...]:
+    most = _MAX_JSON_BYTES if n_public is None else most_public_bytes(n_public)
+    text = read_json(text, name, most, f"a list of {n_public} public inputs")
     open_list, open_object = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if isinstance(text, str | bytes) and (text.count(open_list) != 1 or open_object in text):  # type: ignore[arg-type, operator]  # of one type
         raise FormatError(f"{name} must be a list of decimal strings, without other lists and objects")
@@ -262,7 +303,7 @@ def _inputs_from_json(text: str | bytes, family: Family, n_public: int | None, n
     return tuple(_number(row, family.r, f"{name}[{i}]") for i, row in enumerate(rows))
 
 
-def parse_groth16(text: str | bytes, what: str, *, curve: str | None = None) -> tuple[Mapping[str, Any], Family]:
+def parse_groth16(text: Any, what: str, *, curve: str | None = None) -> tuple[Mapping[str, Any], Family]:
     """Parse a JSON object of Groth16 and return it with its curve's family; `curve` is that of one which names none."""
     value = _parse(text, what)
     if not isinstance(value, dict):
@@ -270,8 +311,8 @@ def parse_groth16(text: str | bytes, what: str, *, curve: str | None = None) -> 
     if value.get("protocol") != "groth16":
         raise FormatError(f'{what}: "protocol" must be "groth16", got {abbreviated(value.get("protocol"))}')
     name = value.get("curve", curve)
-    families = _FAMILY_NAMES | {_letters(family): family for family in FAMILIES}
-    letters = _letters(name) if isinstance(name, str) else ""
+    families = {_letters(family): family for family in FAMILIES}
+    letters = _letters(known_name(name)) if isinstance(name, str) else ""
     if letters not in families:
         names = ", ".join(SNARKJS_CURVES.get(family, family) for family in FAMILIES)
         raise FormatError(f'{what}: "curve" must be one of {names}, got {abbreviated(name)}')
@@ -282,9 +323,13 @@ def _letters(name: str) -> str:
     return "".join(re.findall("[A-Z0-9]", name.upper()))
 
 
-def _parse(text: str | bytes, what: str) -> Any:
+def _parse(text: Any, what: str) -> Any:
+    if isinstance(text, dict):
+        return text
     if not isinstance(text, str | bytes):
-        raise UnsupportedDtype(f"{what} must be JSON text or its bytes, got {type(text).__name__}")
+        raise UnsupportedDtype(
+            f"{what} must be JSON text or its bytes, got {type(text).__name__}: a path and a dict are read, too"
+        )
     try:
         return decode_json(text, unique=True)
     except ValueError as error:
@@ -302,6 +347,12 @@ def _number(value: object, below: int, what: str) -> int:
     if number >= below:
         raise FormatError(f"{what} is {number}, not below the modulus {below}")
     return number
+
+
+def _text_number(text: str, what: str) -> int:
+    if not _DECIMAL.fullmatch(text) and not _HEXADECIMAL.fullmatch(text):
+        raise FormatError(f'{what} must be an integer, or text such as "33" or "0x21", got {abbreviated(text)}')
+    return int(text, 0)
 
 
 def point_from_json(value: object, curve: Curve[Any], what: str) -> Any:
@@ -348,7 +399,10 @@ def _rows(curve: Curve[Any], coordinate: Any) -> str | list[str]:
 
 def abbreviated(value: object) -> str:
     """Return a value's JSON for a message, truncated if it is long."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # a value that is not of JSON, of a dict made in Python
+        return clipped(value, _MAX_SHOWN)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from accelerant._renamed import renamed_arguments
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import family_of
@@ -29,11 +30,11 @@ from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.runtime.registry import DeviceLike
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import (
     U64,
-    Devices,
     HostKey,
     ProgressCallback,
     ProvingKey,
@@ -44,6 +45,7 @@ from accelerant.zk.groth16.keys import (
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import Statement, VerificationKey
+from accelerant.zk.multi_scalar import Devices
 
 
 class Prover:
@@ -70,16 +72,17 @@ class Prover:
     """
 
     def __init__(
-        self, zkey: Zkey | str | Path, *, device: Devices = "auto", progress: ProgressCallback | None = None
-    ) -> None:
+        self, zkey: Zkey | str | Path, *, device: DeviceLike = None, devices: Devices = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:  # fmt: skip
         """Read a key and copy it to a device.
 
         Args:
             zkey: a Groth16 .zkey file, or an open one, which may be closed afterwards.
-            device: "cpu", "cuda", "cuda:1", "opencl", or a device of accelerant.devices(); several, as in
-                ["cuda:0", "cuda:1"], share each sum. "auto" follows the setting `backend` (ACCELERANT_BACKEND); without
-                one it takes an NVIDIA GPU if there is one and torch is imported already or the domain has 2^16 points
-                or more, else the CPU.
+            device: "cpu", "cuda", "cuda:1", "opencl", or a device of accelerant.devices(). None or "auto" follows the
+                setting `backend` (ACCELERANT_BACKEND); without one it takes an NVIDIA GPU if there is one and torch is
+                imported already or the domain has 2^16 points or more, else the CPU.
+            devices: several, as in ["cuda:0", "cuda:1"], instead of one: they share each sum.
             progress: called with the name of each stage before it begins.
 
         Raises:
@@ -91,9 +94,9 @@ class Prover:
             OutOfMemory: the constraints and the vectors of a proof do not fit the device.
         """
         with nullcontext(zkey) if isinstance(zkey, Zkey) else Zkey.open(zkey) as opened:
-            self._read(opened, device, progress)
+            self._read(opened, device, devices, progress)
 
-    def _read(self, zkey: Zkey, device: Devices, progress: ProgressCallback | None) -> None:
+    def _read(self, zkey: Zkey, device: DeviceLike, devices: Devices, progress: ProgressCallback | None) -> None:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
         stages = Stages(progress, "key: compile")
@@ -104,7 +107,7 @@ class Prover:
         with stages("key: header"):
             # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
             self.verification_key = VerificationKey.from_zkey(zkey)
-        self._key = proving_key(zkey, device, stages)
+        self._key = proving_key(zkey, device, stages, devices)
         g1, g2 = self._pairing.g1, self._pairing.g2
         self._g1 = {name: _point(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
         self._g2 = {name: _point(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
@@ -124,18 +127,19 @@ class Prover:
         """Describe where the key's sections are stored and how they are summed."""
         return self._key.explain()
 
+    @renamed_arguments(verified="verify")
     def prove(
         self,
         witness: Witness | str | Path,
         *,
-        verified: bool = True,
+        verify: bool = True,
         insecure_randomness_for_tests: tuple[int, int] | None = None,
     ) -> Proof:
         """Return a proof, different at each call.
 
         Args:
             witness: a .wtns file, or an open one.
-            verified: verify the proof before it is returned: about 3 ms.
+            verify: verify the proof before it is returned: about 3 ms.
             insecure_randomness_for_tests: (r, s), integers from 0 to below the order, instead of fresh ones. If r and s
                 are known, or used for a second proof, the proof reveals the witness.
 
@@ -144,9 +148,10 @@ class Prover:
             FormatError: the file is malformed, or of another curve or circuit; or the proof does not verify, since the
                 witness does not satisfy the constraints.
         """
-        return self._begin(witness, self._randomness(insecure_randomness_for_tests))(verified)
+        return self._begin(witness, self._randomness(insecure_randomness_for_tests))(verify)
 
-    def prove_many(self, witnesses: Iterable[Witness | str | Path], *, verified: bool = True) -> Iterator[Proof]:
+    @renamed_arguments(verified="verify")
+    def prove_many(self, witnesses: Iterable[Witness | str | Path], *, verify: bool = True) -> Iterator[Proof]:
         """Yield the proofs of witnesses, in order.
 
         On a device the next witness is read, copied and launched before the previous proof is assembled and verified,
@@ -154,7 +159,7 @@ class Prover:
 
         Args:
             witnesses: .wtns files; read one ahead of the proofs.
-            verified: as for prove.
+            verify: as for prove.
 
         Raises:
             FormatError: as prove, after the proofs of the preceding witnesses were yielded; later ones are not made.
@@ -168,11 +173,11 @@ class Prover:
             except StopIteration:
                 break
             except Exception:
-                yield from (finish(verified) for finish in pending)
+                yield from (finish(verify) for finish in pending)
                 raise
             if len(pending) > 1:
-                yield pending.popleft()(verified)
-        yield from (finish(verified) for finish in pending)
+                yield pending.popleft()(verify)
+        yield from (finish(verify) for finish in pending)
 
     def _begin(self, witness: Witness | str | Path, randomness: U64) -> Callable[[bool], Proof]:
         """Start a proof; return a function that finishes it, verified or not."""
@@ -191,7 +196,7 @@ class Prover:
                 key = self._key.begin(opened, stages)
             open_until_the_end = files.pop_all()
 
-        def finish(verified: bool) -> Proof:
+        def finish(verify: bool) -> Proof:
             with open_until_the_end:
                 with stages("blinding"):
                     delta1, s_delta2 = self._blinding(randomness)
@@ -199,7 +204,7 @@ class Prover:
                     inputs = key.public()
                 with stages("blinding"):  # while a device computes the sums
                     public = tuple(field_words.decode(self._field, inputs))
-                    statement = self._statement(public) if verified else None
+                    statement = self._statement(public) if verify else None
                 sum_a, sum_b1 = key.sum("A"), key.sum("B1")
                 with stages("blinding"):
                     a = _sum(g1, self._g1["alpha1"], sum_a, delta1[:1])
@@ -267,17 +272,19 @@ class Prover:
             )
 
 
-def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Devices = "auto") -> Proof:
+def prove(
+    zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: DeviceLike = None, devices: Devices = None
+) -> Proof:
     """Return one proof; use a Prover, which has the same arguments and errors, for several.
 
     >>> proof = prove("circuit.zkey", "witness.wtns")
     """
-    return Prover(zkey, device=device).prove(witness)
+    return Prover(zkey, device=device, devices=devices).prove(witness)
 
 
-def proving_key(zkey: Zkey, device: Devices, stages: Stages) -> ProvingKey:
+def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> ProvingKey:
     """Read a key into the memory of a device, or of several; errors as those of Prover."""
-    spaces = spaces_of(device, zkey.domain_size)
+    spaces = spaces_of(device, zkey.domain_size, devices)
     if spaces == (HOST,):
         return HostKey(zkey, stages)
     from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU

@@ -39,15 +39,19 @@ from accelerant.zk.formats.forgeable import why_forgeable
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.proof import (
     SNARKJS_CURVES,
+    JsonSource,
     Proof,
     abbreviated,
     check_inputs,
     dump_json,
     encoded_points,
+    inputs_from,
     named,
+    of_json,
     parse_groth16,
     point_from_json,
     point_to_json,
+    read_json,
 )
 from accelerant.zk.multi_scalar import msm
 from accelerant.zk.operands import point_operand, points_inward
@@ -56,6 +60,9 @@ U64 = npt.NDArray[np.uint64]
 
 _MAX_INPUTS = 1 << 24
 """Largest accepted number of public inputs, more than any circuit of 2^28 constraints in use has."""
+
+_MAX_BYTES = 64 << 20
+"""Longest text of a key that is read: one of 300,000 public inputs has that size."""
 
 _KEY_POINTS = ("beta", "gamma", "delta")
 _POINTS = ("alpha", *_KEY_POINTS)
@@ -68,9 +75,9 @@ _FEW_INPUTS = 64
 _COEFFICIENT_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class VerificationKey:
-    """The verification key of a circuit: points as canonical words, infinity all zeros.
+    """The verification key of a circuit: points as canonical words, infinity all zeros. Equal keys are ==.
 
     Every key is checked when it is made, wherever it comes from: all points are on their curves and in the subgroups of
     order r, and only IC may have infinity. Its arrays are read-only copies.
@@ -98,6 +105,7 @@ class VerificationKey:
     def __post_init__(self) -> None:
         """Check and copy the points."""
         family = family_of(self.family)
+        object.__setattr__(self, "family", family.name)
         for curve, names in ((family.g1, ("alpha",)), (family.g2, _KEY_POINTS), (family.g1, ("ic",))):
             several = names == ("ic",)
             shape = ("nPublic + 1",) * several + curve.shape
@@ -115,6 +123,19 @@ class VerificationKey:
             for name, words in zip(names, arrays, strict=True):
                 fixed = np.frombuffer(words.tobytes(), words.dtype).reshape(words.shape)  # setflags cannot unlock it
                 object.__setattr__(self, name, fixed)
+
+    def __repr__(self) -> str:
+        return f"VerificationKey({self.family}, {self.n_public} public inputs)"
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes() == other._bytes() if isinstance(other, VerificationKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bytes())
+
+    def _bytes(self) -> tuple[object, ...]:
+        points = (self.alpha, self.beta, self.gamma, self.delta, self.ic)
+        return self.family, *(words.tobytes() for words in points)
 
     def __reduce__(self) -> tuple[type[VerificationKey], tuple[str, U64, U64, U64, U64, U64]]:
         """Return the arguments for copies and pickles, which are checked, too."""
@@ -134,14 +155,16 @@ class VerificationKey:
         )  # fmt: skip
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, name: str = "verification key") -> VerificationKey:
+    def from_json(cls, text: JsonSource, *, name: str = "verification key") -> VerificationKey:
         """Read snarkjs's verification_key.json; vk_alphabeta_12, which follows from the rest, is ignored.
+
+        `text` is its text, its path (a PathLike, or a str that ends in .json), or its value, parsed.
 
         Raises:
             FormatError: malformed JSON, a name given twice, a coordinate that is not reduced, a point off its curve or
                 outside the subgroup, or a point at infinity other than in IC; names the element.
         """
-        value, family = parse_groth16(text, name)
+        value, family = parse_groth16(read_json(text, name, _MAX_BYTES, "a verification key"), name)
         n_public, rows = value.get("nPublic"), value.get("IC")
         if isinstance(n_public, bool) or not isinstance(n_public, int) or not 0 <= n_public <= _MAX_INPUTS:
             raise FormatError(f'{name}: "nPublic" must be a number of public inputs, got {abbreviated(n_public)}')
@@ -225,25 +248,42 @@ def _canonical(curve: Curve[Any], words: U64) -> U64:
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
-def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proof) -> bool:
+def verify(
+    verification_key: VerificationKey | JsonSource, public: Any, proof: Proof | JsonSource | None = None
+) -> bool:
     """Return whether a proof verifies.
 
-    >>> key = VerificationKey.from_json(Path("verification_key.json").read_text())
-    >>> verify(key, public, Proof.from_json(Path("proof.json").read_text()))
+    >>> verify("verification_key.json", "public.json", "proof.json")
     True
 
+    `verify(verification_key, proof)` takes the public inputs that the proof carries: it says that the proof is right
+    for them, and the caller still has to look at `proof.public`.
+
     Args:
-        verification_key: the circuit's, from a trusted source.
-        public: public inputs w[1] to w[nPublic], Python integers from 0 to below r.
-        proof: untrusted.
+        verification_key: the circuit's, from a trusted source; or JSON of it, as for VerificationKey.from_json.
+        public: public inputs w[1] to w[nPublic], from 0 to below r: Python integers or text ("33", "0x21"), or JSON of
+            them, as for Proof.from_json.
+        proof: untrusted; or JSON of it.
 
     Raises:
-        ConfigError: key and proof are of two curves.
-        UnsupportedDtype: a public input or a coordinate of the proof is not a Python integer.
+        ConfigError: key and proof are of two curves; or the proof carries no public inputs, and none are given.
+        UnsupportedDtype: a public input or a coordinate of the proof is not an integer; or another order of arguments.
         FormatError: the wrong number of public inputs, or one not below r; a point of the proof or the key off its
             curve or outside the subgroup. Such input is not a proof at all; a proof of another statement gives False.
     """
-    return Statement(verification_key, public).proved_by(proof)
+    key = of_json(VerificationKey, verification_key)
+    family = _common_family(key, ())
+    if proof is None:
+        carried: Any = of_json(Proof, public)
+        _common_family(key, (carried,))
+        proof, public = carried, carried.public if carried.public is not None or key.n_public else ()
+        if public is None:
+            raise ConfigError("the proof carries no public inputs: verify(verification_key, public, proof) takes them")
+    elif isinstance(public, Proof) or (isinstance(public, Mapping) and "pi_a" in public):
+        raise UnsupportedDtype("public is a proof: the order is verification_key, public, proof")
+    if isinstance(public, str | bytes | os.PathLike):
+        public = inputs_from(public, family, key.n_public, "public")
+    return Statement(key, public).proved_by(of_json(Proof, proof))
 
 
 class Statement:
@@ -254,7 +294,7 @@ class Statement:
 
     def __init__(self, verification_key: VerificationKey, public: Sequence[int]) -> None:
         self._key, self._family = verification_key, _common_family(verification_key, ())
-        inputs = _checked_inputs(verification_key, self._family, public, "public")
+        inputs = check_inputs(public, self._family, "public", verification_key.n_public)
         self._inputs = _inputs_point(curve_named(self._family.g1.name), verification_key, inputs)
         self._first = np.stack([verification_key.alpha, self._inputs])
         self._second = np.stack([verification_key.beta, verification_key.gamma])
@@ -277,7 +317,9 @@ class Statement:
         return _is_one(family, first, second, first_names, second_names, self._values)
 
 
-def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int]], proofs: Sequence[Proof]) -> bool:
+def verify_many(
+    verification_key: VerificationKey | JsonSource, public: Sequence[Any], proofs: Sequence[Proof | JsonSource]
+) -> bool:
     """Return whether all proofs of one circuit verify, by one check; True for none.
 
     To find the proof that does not verify, verify each.
@@ -290,23 +332,24 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
         ConfigError: the numbers of input lists and proofs differ, or two curves.
         UnsupportedDtype, FormatError: as verify; names the proof's index.
     """
-    proofs = _listed(proofs, "proofs", "proofs")
-    rows = _listed(public, "public", "lists of public inputs", len(proofs) + 1)
-    key, family = verification_key, _common_family(verification_key, proofs)
-    if len(rows) != len(proofs):
-        found = len(public) if isinstance(public, Sized) else f"{'at least ' * (len(rows) > len(proofs))}{len(rows)}"
-        raise ConfigError(f"wanted as many lists of public inputs as proofs, got {found} and {len(proofs)}")
-    if not proofs:
+    read = [of_json(Proof, proof, name=f"proofs[{i}]") for i, proof in enumerate(_listed(proofs, "proofs", "proofs"))]
+    rows = _listed(public, "public", "lists of public inputs", len(read) + 1)
+    key = of_json(VerificationKey, verification_key)
+    family = _common_family(key, read)
+    if len(rows) != len(read):
+        found = len(public) if isinstance(public, Sized) else f"{'at least ' * (len(rows) > len(read))}{len(rows)}"
+        raise ConfigError(f"wanted as many lists of public inputs as proofs, got {found} and {len(read)}")
+    if not read:
         return True
     group, r = curve_named(family.g1.name), family.r
-    rho = [int.from_bytes(os.urandom(_COEFFICIENT_BYTES), "little") for _ in proofs]
-    checked = [_checked_inputs(key, family, row, f"public[{i}]") for i, row in enumerate(rows)]
+    rho = [int.from_bytes(os.urandom(_COEFFICIENT_BYTES), "little") for _ in read]
+    checked = [check_inputs(row, family, f"public[{i}]", key.n_public) for i, row in enumerate(rows)]
     inputs = [sum(c * row[j] for c, row in zip(rho, checked, strict=True)) % r for j in range(key.n_public)]
     total = sum(rho) % r
-    a_names, b_names, c_names = ([f"proofs[{i}].{name}" for i in range(len(proofs))] for name in "abc")
-    a = encoded_points(family.g1, [proof.a for proof in proofs], a_names)
-    c = encoded_points(family.g1, [proof.c for proof in proofs], c_names)
-    b = encoded_points(family.g2, [proof.b for proof in proofs], b_names)
+    a_names, b_names, c_names = ([f"proofs[{i}].{name}" for i in range(len(read))] for name in "abc")
+    a = encoded_points(family.g1, [proof.a for proof in read], a_names)
+    c = encoded_points(family.g1, [proof.c for proof in read], c_names)
+    b = encoded_points(family.g2, [proof.b for proof in read], b_names)
     with named({"points": a_names}):
         a = group.mul(a, rho)
     with named({"points": c_names}):
@@ -336,10 +379,6 @@ def _common_family(key: VerificationKey, proofs: Sequence[Proof]) -> Family:
         if proof.family != key.family:
             raise ConfigError(f"the verification key is on {key.family}, the proof on {proof.family}")
     return family_of(key.family)
-
-
-def _checked_inputs(key: VerificationKey, family: Family, public: Sequence[int], name: str) -> list[int]:
-    return check_inputs(public, family, name, key.n_public)
 
 
 def _inputs_point(group: EllipticCurve, key: VerificationKey, inputs: Sequence[int], first: int = 1) -> U64:
