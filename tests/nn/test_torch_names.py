@@ -194,7 +194,5 @@ def test_optimizers_understand_the_learning_rate_by_its_long_name():
 def test_optimize_of_before_names_patch():
     with pytest.raises(AttributeError, match=r"accelerant\.optimize is accelerant\.nn\.patch now"):
         _ = accelerant.optimize
-    with pytest.raises(
-        AttributeError, match=r"Outcome is accelerant\.nn\.train\.TrainingOutcome now"
-    ):
+    with pytest.raises(AttributeError, match=r"Outcome is accelerant\.nn\.train\.TrainingOutcome now"):
         _ = nn.train.Outcome

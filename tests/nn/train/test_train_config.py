@@ -15,6 +15,8 @@ from accelerant.nn.train import (
     TrainStep,
     load_corpus,
     preset,
+    resume_training,
+    run_training,
 )
 from accelerant.nn.train.objective import learning_rate
 from accelerant.runtime.registry import find_device
@@ -93,3 +95,15 @@ def test_what_training_makes_says_what_it_is(tmp_path):
         f"text.txt': {corpus.train_bytes} bytes to train on, {corpus.held_out_bytes} held out)"
     )
     assert repr(corpus.train[0]) == f"Document('text.txt', {len(corpus.train[0].data)} bytes)"
+
+
+def test_a_run_needs_no_more_than_its_settings(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"the {n}th line of some text\n" for n in range(200)))
+    run = preset("tiny").replaced(
+        data=tmp_path / "text.txt", out=tmp_path / "out", steps=1, batch_size=2, microbatch=1, context=16, width=8,
+        heads=2, layers=1, validation_tokens=64, sample_tokens=1,
+    )  # fmt: skip
+    assert run_training(run, device="cpu").summary["out"] == str(tmp_path / "out")
+    assert resume_training(tmp_path / "out", "cpu", steps=2).summary["steps"] == 2
+    with pytest.raises(TypeError, match=r"no argument ledger= any more: it is acl\.ledger\(\) now"):
+        run_training(run, ledger=dict)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.nn.layers import compute_dtype, modes_kept
 from accelerant.nn.models import hugging_face
@@ -223,11 +224,13 @@ class LanguageModel(nn.Module):
             )
         return layout
 
-    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
+    @understood_arguments(save_directory="out")
+    @renamed_arguments(path="out")
+    def save_pretrained(self, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write config.json and safetensors that transformers can load.
 
         Args:
-            path: folder, created if absent; weights in it are replaced.
+            out: folder, created if absent; weights in it are replaced.
             max_shard_bytes: size limit of a file; a larger model is written as several files and an index.
 
         Raises:
@@ -236,7 +239,7 @@ class LanguageModel(nn.Module):
                 then.
             OSError: the folder cannot be written.
         """
-        hugging_face.save(self, self.config, path, self._known_layout(), max_shard_bytes=max_shard_bytes)
+        hugging_face.save(self, self.config, out, self._known_layout(), max_shard_bytes=max_shard_bytes)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------

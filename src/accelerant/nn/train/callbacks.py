@@ -7,6 +7,7 @@ and report stay those of an ordinary run.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import MissingDependency
 from accelerant.nn.train.config import RunConfig, TrainConfig
 from accelerant.nn.train.data import Batch, Source
@@ -107,16 +109,17 @@ class PrintProgress(Callback):
             print(text, file=sys.stderr)
 
 
+@renamed_arguments(folder="out")
 class TensorBoard(Callback):
     """Writes scalars for TensorBoard to a folder; raises MissingDependency if it is not installed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, out: str | os.PathLike[str]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingDependency("tensorboard", "tensorboard", "a log for TensorBoard") from None
         self._make: Any = SummaryWriter
-        self._folder = folder
+        self._folder = Path(out)
         self._writer: Any = None
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.host import host_memory
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.processes import Processes, attempt, launch_id
-from accelerant.tensors.tensor import serves
+from accelerant.runtime.registry import DeviceLike
+from accelerant.tensors.tensor import TENSOR_DEVICES, named, serves
 
 _GPT2_WIDTH = 768
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
@@ -82,6 +83,13 @@ class Progress(Watcher, Protocol):
         """Training ended, for whatever reason."""
 
 
+class _Silent:
+    """A Progress that shows nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
     """The result of a run.
@@ -99,15 +107,18 @@ class TrainingOutcome:
 
 @renamed_arguments(ledger="acl.ledger()")
 def run_training(
-    run: RunConfig, out: str | os.PathLike[str], device: torch.device, *, progress: Progress,
-    extension: Extension | None = None, overwrite: bool = False, epochs: float | None = None,
+    run: RunConfig, out: str | os.PathLike[str] | None = None, device: DeviceLike = None, *,
+    progress: Progress | None = None, extension: Extension | None = None, overwrite: bool = False,
+    epochs: float | None = None,
 ) -> TrainingOutcome:  # fmt: skip
     """Train from the beginning, or from the model in `run.init_from`, and write everything to a folder.
 
     Several processes of torch.distributed call this together; rank 0 writes, the others help with checkpoints at most.
 
     Args:
-        out: the folder; created if absent. An earlier run in it is moved to a subfolder.
+        out: the folder, by default the run's; created if absent. An earlier run in it is moved to a subfolder.
+        device: as for accelerant.Accelerator; None for the automatic choice among devices of torch.
+        progress: receives the run's progress.
         extension: replaces batches or steps; closed at the end.
         overwrite: whether an earlier run in the folder is removed instead, except its privacy ledger.
         epochs: passes over the training tokens, in place of the run's steps.
@@ -123,7 +134,11 @@ def run_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
-    out = Path(out)
+    out, device, progress = (
+        Path(out or run.training.out or f"runs/{run.name}"),
+        _torch_device(device),
+        progress or _Silent(),
+    )
     folder, lock, extension, processes = RunFolder(out), RunLock(out), extension or Extension(), Processes()
     with ExitStack() as stack:
         with processes.agreed(_settings(run, device)):
@@ -159,6 +174,14 @@ def run_training(
             if processes.first:
                 session.describe(folder, launch=launch_id())
         return session.execute(resume=False)
+
+
+def _torch_device(device: DeviceLike) -> torch.device:
+    """Return a device as a torch.device, which is only the name of one of OpenCL or WebGPU."""
+    if isinstance(device, torch.device):
+        return device
+    found = registry.find_device(device, torch_tensors=True)
+    return named(found) if found.backend in TENSOR_DEVICES else torch.device(found.torch_device)
 
 
 def _checked(
@@ -246,8 +269,8 @@ def _tokenized(
 
 @renamed_arguments(ledger="acl.ledger()")
 def resume_training(
-    out: str | os.PathLike[str], device: torch.device, *, progress: Progress, extension: Extension | None = None,
-    steps: int | None = None, epochs: float | None = None,
+    out: str | os.PathLike[str], device: DeviceLike = None, *, progress: Progress | None = None,
+    extension: Extension | None = None, steps: int | None = None, epochs: float | None = None,
 ) -> TrainingOutcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
@@ -265,7 +288,8 @@ def resume_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
-    out = Path(out)
+    out, device = Path(out), _torch_device(device)
+    progress = progress or cast("Progress", _Silent())
     folder, processes, same = RunFolder(out), Processes(), dict[str, object]()
     chosen = extension or Extension()
     with ExitStack() as stack:
@@ -328,7 +352,7 @@ def _finished(folder: RunFolder, steps: int | None) -> TrainingOutcome | None:
     return None
 
 
-def load_run(out: str | os.PathLike[str], device: torch.device | str | None = None) -> tuple[LanguageModel, Tokenizer]:
+def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[LanguageModel, Tokenizer]:
     """Return the model of a run's folder, in eval mode, and its tokenizer.
 
     Args:
@@ -338,7 +362,7 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     Raises:
         FormatError: there is no model, or a file is damaged or of another shape.
     """
-    folder = RunFolder(Path(out))
+    folder, place = RunFolder(Path(out)), _torch_device("cpu" if device is None else device)
     shape = _stored_shape(folder, folder.read_config())
     tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
     if Checkpoints(folder.path).exist and not folder.finished:
@@ -353,7 +377,7 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     with torch.device("meta"):
         model = _built(shape)
     require_same_shapes(path, tensors, model.state_dict())
-    model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
+    model.load_state_dict({name: value.to(place) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
 
 

@@ -85,7 +85,7 @@ class ByteTokenizer:
         """Return the content of tokenizer.json, or None if there is nothing to save."""
         return None
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, out: str | os.PathLike[str]) -> None:
         """Write the files from which transformers' AutoTokenizer makes a tokenizer with the same tokens."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
@@ -93,7 +93,7 @@ class ByteTokenizer:
         tokenizer: Any = Library(models.BPE(_byte_vocabulary(), []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        _save_pretrained(Path(folder), tokenizer.to_str(pretty=True), None)
+        _save_pretrained(Path(out), tokenizer.to_str(pretty=True), None)
 
 
 class BPETokenizer:
@@ -158,8 +158,8 @@ class BPETokenizer:
     def to_json(self) -> str | None:
         return str(self._inner.to_str(pretty=True))
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        _save_pretrained(Path(folder), self.to_json() or "", END_OF_TEXT)
+    def save_pretrained(self, out: str | os.PathLike[str]) -> None:
+        _save_pretrained(Path(out), self.to_json() or "", END_OF_TEXT)
 
 
 Tokenizer = ByteTokenizer | BPETokenizer
