@@ -42,7 +42,7 @@ from accelerant.bench.record import Row
 __all__ = ["BESIDE", "COPIED", "OPS", "PEER_SUM", "WAITS", "Costs", "Link", "outlook"]
 
 PEER_SUM, COPIED = "peer_sum", "copied_sum"
-"""Sums of small and of large arrays between the GPUs of one host: accelerant.runtime.peers."""
+"""Sums of small and of large arrays between the GPUs of one host: accelerant.runtime.processes."""
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPIED)
 BESIDE = "all_reduce beside a product"

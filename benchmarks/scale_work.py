@@ -35,7 +35,7 @@ from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.language_model import Decoding, Sampling
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
-from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums
+from accelerant.runtime.processes import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
 from benchmarks.model import MODELS, TokenBatches
 from benchmarks.plain_models import PlainGPT, PlainLlama

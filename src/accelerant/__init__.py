@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from accelerant import distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
-    from accelerant.runtime.compilation.options import CompileOptions
+    from accelerant.runtime.compilation import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
     from accelerant.runtime.math_mode import configure_math
-    from accelerant.runtime.memory.batch_size import optimal_batch_size
-    from accelerant.runtime.memory.peak import predict_peak
-    from accelerant.runtime.monitoring.events import watch_devices
-    from accelerant.runtime.monitoring.monitor import measure
+    from accelerant.runtime.memory import optimal_batch_size, predict_peak
+    from accelerant.runtime.monitoring import measure, watch_devices
     from accelerant.runtime.provider import ComputeBackend
     from accelerant.runtime.registry import devices
     from accelerant.runtime.user_kernel import kernel
@@ -45,14 +43,12 @@ _NAMES = {
     "accelerator": ("Accelerator", "AcceleratorConfig"),
     "accelerator.fusion": ("fuse",),
     "tensors.tensor": ("to",),
-    "runtime.compilation.options": ("CompileOptions",),
+    "runtime.compilation": ("CompileOptions",),
     "runtime.dispatch": ("explain",),
     "runtime.ledger": ("ledger",),
     "runtime.math_mode": ("configure_math",),
-    "runtime.memory.batch_size": ("optimal_batch_size",),
-    "runtime.memory.peak": ("predict_peak",),
-    "runtime.monitoring.events": ("watch_devices",),
-    "runtime.monitoring.monitor": ("measure",),
+    "runtime.memory": ("optimal_batch_size", "predict_peak"),
+    "runtime.monitoring": ("measure", "watch_devices"),
     "runtime.provider": ("ComputeBackend",),
     "runtime.registry": ("devices",),
     "runtime.user_kernel": ("kernel",),

@@ -12,7 +12,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 import tensor_checks
 
 from accelerant.distributed.tensor_parallel import _summed
-from accelerant.runtime.peers import PeerSum
+from accelerant.runtime.processes import PeerSum
 from processes import run
 
 

@@ -17,8 +17,8 @@ from accelerant.errors import LaunchError
 from accelerant.nn import Llama, LlamaConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train import TrainStep
-from accelerant.runtime import peers
-from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums
+from accelerant.runtime import processes as peers
+from accelerant.runtime.processes import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
 
 pytestmark = pytest.mark.gpu

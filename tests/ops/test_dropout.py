@@ -27,7 +27,7 @@ from accelerant.ops.dropout.op import (
     torch_masked,
 )
 from accelerant.runtime.dispatch import force
-from accelerant.runtime.dispatch.case import Case
+from accelerant.runtime.dispatch.plan import Case
 from accelerant.runtime.ledger import ledger
 
 # kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerant import ops
 from accelerant.ops import _launch
 from accelerant.runtime.compilation.triton import TritonKernel, recorders
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from accelerant.ops.swiglu import op as swiglu
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import choice_store
 from accelerant.runtime.dispatch.choice_store import CandidateTimes, key_of
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 CPU = torch.device("cpu")
 randn = torch.randn

@@ -12,9 +12,16 @@ import pytest
 import accelerant as acl
 from accelerant.errors import ConfigError, DeviceLost
 from accelerant.runtime import registry
-from accelerant.runtime.monitoring import events, monitor
-from accelerant.runtime.monitoring.events import event_counts, events_between, publish, subscribe, watch_devices
-from accelerant.runtime.monitoring.monitor import Sample, to_prometheus
+from accelerant.runtime.monitoring import monitor
+from accelerant.runtime.monitoring.monitor import (
+    Sample,
+    event_counts,
+    events_between,
+    publish,
+    subscribe,
+    to_prometheus,
+    watch_devices,
+)
 from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.providers.cuda_launch import cuda_error
 
@@ -23,7 +30,7 @@ QUIET = Sample("cuda:0", "H200", 0.0, slow_down=(), ecc_corrected=2, ecc_uncorre
 
 @pytest.fixture(autouse=True)
 def no_events(monkeypatch):
-    monkeypatch.setattr(events, "_counts", type(events._counts)())
+    monkeypatch.setattr(monitor, "_counts", type(monitor._counts)())
 
 
 @pytest.mark.parametrize(

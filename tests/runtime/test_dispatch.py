@@ -26,7 +26,8 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
-from accelerant.runtime import recorded_launch, registry
+from accelerant.runtime import ledger as ledger_module
+from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, Implementation, explain, explain_quietly, force
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
@@ -291,7 +292,7 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["call", "last of two", "mutating", "mark before", "mark after", "race", "recorded"])
 def test_every_failure_is_counted_once(book, monkeypatch, error, where):
-    for module in (dispatch, recorded_launch):
+    for module in (dispatch, ledger_module):
         monkeypatch.setattr(module, "_ledger", book)
     op = operation(Implementation("a", failing(error), mutates=where == "mutating"))
     run = partial(op, CASE)
@@ -308,10 +309,10 @@ def test_every_failure_is_counted_once(book, monkeypatch, error, where):
         op = operation(Implementation("b", failing(CompileError("no"))), Implementation("a", failing(error)))
         run = partial(op, CASE)
     elif where == "recorded":
-        record = recorded_launch.sole_record("probe", "a", "cpu", "cpu", "-", size_bytes=0)
+        record = ledger_module.sole_record("probe", "a", "cpu", "cpu", "-", size_bytes=0)
 
         def run():
-            with recorded_launch.RecordedLaunch(record, MarksFail(error, good=1), 0):
+            with ledger_module.RecordedLaunch(record, MarksFail(error, good=1), 0):
                 raise error
 
     with (

@@ -13,15 +13,17 @@ from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.runtime.compilation import kernel as kernel_module
 from accelerant.runtime.compilation.llvm import (
+    ROUNDS,
+    WEYL,
     FunctionBuilder,
     Value,
     constant,
     lane_constants,
+    philox,
     program,
     suffix,
     vector,
 )
-from accelerant.runtime.compilation.philox import ROUNDS, WEYL, philox
 
 
 def compiled(functions, entry, result, *arguments):

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from accelerant.errors import DeviceLost
-from accelerant.runtime.ledger import ledger, observers
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.ledger import RecordedLaunch, launch, ledger, observers, sole_record
 
 
 @pytest.fixture
@@ -60,6 +59,6 @@ def test_a_program_is_compiled_once():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, accelerant.runtime.recorded_launch; print('torch' in sys.modules)"
+    code = "import sys, accelerant.runtime.ledger; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -16,8 +16,7 @@ from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import CompileError
 from accelerant.privacy.random.stream import keystream_source
 from accelerant.runtime.compilation.hip import compile_hip, hip_key, hiprtc_version
-from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.kernel import CompileOptions, KernelSource
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import self_test_source
 from requirements import require

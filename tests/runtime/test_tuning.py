@@ -11,7 +11,7 @@ import torch
 from accelerant.config import override
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choice_store, force
 from accelerant.runtime.dispatch.choice_store import CandidateTimes
-from accelerant.runtime.dispatch.tuning import Tuned, tune
+from accelerant.runtime.dispatch.race import Tuned, tune
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,7 @@ from accelerant.errors import BackendUnavailable, CompileError, ConfigError, Lau
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import host_c
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key, explained, run_nvrtc
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
-from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, header_hashes
 from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of, find_kernels, host_code
 from requirements import require_backend
 

@@ -12,7 +12,7 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from accelerant.runtime.monitoring import events
+from accelerant.runtime.monitoring import monitor
 from accelerant.service import Client
 from accelerant.service import telemetry as module
 from accelerant.service.jobs.service import JobService
@@ -144,12 +144,12 @@ def test_events_show_devices_queue_requests_and_jobs(server):
 
 @pytest.fixture
 def telemetry(settings, monkeypatch):
-    monkeypatch.setattr(events, "_counts", type(events._counts)())
+    monkeypatch.setattr(monitor, "_counts", type(monitor._counts)())
     return Telemetry(JobService(settings, operations="served:OPERATIONS"), settings)
 
 
 def test_a_lost_device_is_a_metric_for_an_alert(telemetry):
-    events.publish("cuda:1", "lost", "an illegal access")
+    monitor.publish("cuda:1", "lost", "an illegal access")
     found = samples(telemetry.metrics().decode())
     assert named(found, "accelerant_device_lost", device="cuda:1") == [1]
     assert named(found, "accelerant_device_events_total", device="cuda:1", kind="lost") == [1]

@@ -45,7 +45,7 @@ from accelerant.algebra.msm.device_plan import (
     sort_source,
 )
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
-from accelerant.runtime import recorded_launch
+from accelerant.runtime import ledger as ledger_module
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk.multi_scalar import FixedBase, msm, run_sums
@@ -206,7 +206,7 @@ def sort(request, monkeypatch):
         for cache in caches:
             cache.cache_clear()
         for backend in ("opencl", "cuda"):  # a source's name determines its text
-            recorded_launch.forget(backend)
+            ledger_module.forget(backend)
 
     with monkeypatch.context() as patched:
         if request.param != "counters":

@@ -22,7 +22,7 @@ from accelerant.config import override
 from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.ops.registry import public_op
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
-from accelerant.runtime.dispatch.tuning import tune
+from accelerant.runtime.dispatch.race import tune
 from accelerant.runtime.provider import ComputeDevice
 
 _COMPILE_S, _COMPILE_SHARE = 60.0, 0.3

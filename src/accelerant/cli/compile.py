@@ -14,7 +14,7 @@ import typer
 from accelerant.cli.help import command_of
 from accelerant.cli.terminal import print_table
 from accelerant.errors import CompileError, ConfigError, MissingFile
-from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.kernel import CompileOptions
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@
     vocabulary  vocab_size / N: rows of the embedding and of the output layer
 
 A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
-a training step, 2 in a decoding step, each of which is one kernel between the GPUs of a host (runtime/peers.py). Norms
-and the residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so
-the same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimizers of accelerant.nn understand.
+a training step, 2 in a decoding step, each one kernel between the GPUs of a host (runtime/processes.py). Norms and the
+residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so the same
+kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimizers of accelerant.nn understand.
 
 The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
 
@@ -37,7 +37,7 @@ from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_l
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.decode.steps import usual_plan
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.peers import PeerSum
+from accelerant.runtime.processes import PeerSum
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
 

@@ -51,8 +51,7 @@ from accelerant.ops._library import (
 )
 from accelerant.ops._torch_names import own_keywords, torch_keywords
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import FEW_ELEMENTS, torch_wants_determinism
-from accelerant.runtime.dispatch.plan import observers
+from accelerant.runtime.dispatch.plan import FEW_ELEMENTS, observers, torch_wants_determinism
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 

@@ -17,8 +17,8 @@ from accelerant.config import choice_overrides
 from accelerant.ops._library import refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules, torch_wants_determinism
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.plan import rules, torch_wants_determinism
+from accelerant.runtime.dispatch.race import Tuned
 from accelerant.runtime.memory.live_set import has_fakes, predictions
 
 if TYPE_CHECKING:

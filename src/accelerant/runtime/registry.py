@@ -105,7 +105,7 @@ def register(provider: _ProviderT) -> _ProviderT:
 
 def unregister(name: str) -> None:
     """Remove a backend that was registered; does nothing if there is none of that name. Its provider stays usable."""
-    from accelerant.runtime.recorded_launch import forget  # it imports this layer's ledger
+    from accelerant.runtime.ledger import forget  # it imports this layer's ledger
 
     with _lock:
         if _registered.pop(name, None) is not None:

@@ -28,8 +28,7 @@ import numpy.typing as npt
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, UnsupportedDtype
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.kernel import CompileOptions, Kernel, KernelSource
 from accelerant.runtime.compilation.signatures import (
     REPORT_BYTES,
     Parameter,
@@ -41,9 +40,8 @@ from accelerant.runtime.compilation.signatures import (
 )
 from accelerant.runtime.files import read_regular
 from accelerant.runtime.host import refuse_masked
-from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, ComputeDevice, ComputeProvider, check_scalar
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
 _DTYPES = {
     "bool": "bool", "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",

@@ -32,8 +32,7 @@ from accelerant.errors import BackendUnavailable
 from accelerant.runtime import registry
 from accelerant.runtime.files import escaped
 from accelerant.runtime.ledger import merged, prometheus_text, sections
-from accelerant.runtime.monitoring.events import event_counts, watch_devices
-from accelerant.runtime.monitoring.monitor import Sample, to_prometheus
+from accelerant.runtime.monitoring.monitor import Sample, event_counts, to_prometheus, watch_devices
 from accelerant.service.errors import Refused
 
 if TYPE_CHECKING:

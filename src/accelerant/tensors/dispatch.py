@@ -22,8 +22,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._library import composite_of
 from accelerant.runtime.dispatch.operation import recoverable
-from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
-from accelerant.runtime.recorded_launch import RecordedLaunch
+from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, RecordedLaunch, ledger, observers
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice, span
 
 aten = torch.ops.aten

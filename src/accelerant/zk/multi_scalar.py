@@ -37,8 +37,7 @@ from accelerant.algebra.msm.cpu import scratch_bytes as host_scratch_bytes
 from accelerant.algebra.msm.device import DeviceBases, canonical, start_msm
 from accelerant.algebra.msm.device_plan import accumulate_source, device_plan
 from accelerant.errors import FormatError, ShapeError
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands

@@ -13,7 +13,7 @@ from accelerant.algebra.ntt import rns as rns_llvm
 from accelerant.algebra.ntt.rns import ENTRIES, RnsPrimes, is_prime, primes_below, rns_source
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
-from accelerant.runtime.recorded_launch import forget
+from accelerant.runtime.ledger import forget
 from requirements import require_backend
 
 PLACES = ["cpu", "other lanes", "opencl", "cuda"]

@@ -19,8 +19,7 @@ from accelerant.nn.train import Callback, TrainConfig, fit
 from accelerant.nn.train.objective import Objective
 from accelerant.nn.train.step import LossScale, TrainStep
 from accelerant.ops.transformer import block
-from accelerant.runtime.peers import PeerMemory
-from accelerant.runtime.processes import Processes
+from accelerant.runtime.processes import PeerMemory, Processes
 from processes import forkserver
 
 ROWS, CLASSES, IGNORED = 24, 5, -100

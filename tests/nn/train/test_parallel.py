@@ -26,8 +26,7 @@ from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.train import TrainConfig
 from accelerant.nn.train.data import make_source
 from accelerant.nn.train.parallel import GradientReduction, share_of
-from accelerant.runtime.peers import PeerMemory
-from accelerant.runtime.processes import Processes
+from accelerant.runtime.processes import PeerMemory, Processes
 
 two = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 

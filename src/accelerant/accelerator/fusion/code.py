@@ -27,8 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Node, leading_to
-from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.kernel import CompileOptions, KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
 Schedule = Literal["stream", "whole", "looped"]

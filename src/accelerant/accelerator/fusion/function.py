@@ -39,9 +39,8 @@ from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.dispatch.plan import DispatchEntry
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.ledger import observers
+from accelerant.runtime.ledger import RecordedLaunch, observers, sole_record
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.tensors.tensor import expanded, to
 
 F = TypeVar("F", bound=Callable[..., Any])

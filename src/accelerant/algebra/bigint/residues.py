@@ -29,8 +29,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.errors import ConfigError, MissingDependency, ShapeError, UnsupportedCase
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.host import usable_cores
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record
 
 
 @functools.cache

@@ -33,8 +33,7 @@ from accelerant.algebra.field.words import dtype_of
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 from accelerant.runtime.files import clipped
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record
 
 __all__ = [
     "SCALAR_WORDS", "Test", "add", "check_reduced", "first_off", "from_montgomery", "inward", "multiply", "neg", "off",

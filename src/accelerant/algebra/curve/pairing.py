@@ -51,8 +51,7 @@ from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import FormatError, ShapeError
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 
 Fq6 = tuple[Fq2, Fq2, Fq2]
 Fq12 = tuple[Fq6, Fq6]

@@ -52,7 +52,7 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource, LlvmProgram, builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
-from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.ledger import launch
 
 T = TypeVar("T")
 ADD, SUB, MUL = 0, 1, 2

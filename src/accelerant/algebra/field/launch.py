@@ -1,4 +1,4 @@
-"""Launches of the field kernels on words in a memory space, recorded in the ledger (runtime/recorded_launch.py).
+"""Launches of the field kernels on words in a memory space, recorded in the ledger (runtime/ledger.py).
 
 Words are contiguous arrays of a memory space with the field's dtype and shape, every element below the modulus, either
 canonical or in Montgomery form, x R mod p. All functions return new words in the form of their arguments.
@@ -19,8 +19,7 @@ from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import decode, dtype_of, element_shape, index_of, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.files import clipped
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, compiled, launch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, compiled, launch, sole_record
 
 Representation = Literal["canonical", "montgomery"]
 Words = Any

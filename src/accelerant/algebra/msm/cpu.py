@@ -29,7 +29,7 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.msm.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime.host import usable_cores
-from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time, is_limited
 
 U64 = npt.NDArray[np.uint64]

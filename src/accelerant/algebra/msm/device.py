@@ -54,7 +54,7 @@ from accelerant.algebra.msm.device_plan import (
 )
 from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import OutOfMemory
-from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time
 
 U64 = npt.NDArray[np.uint64]

@@ -28,7 +28,7 @@ from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.program import defined, read_files
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource, LazyDialects
-from accelerant.runtime.recorded_launch import compiled, on_forget
+from accelerant.runtime.ledger import compiled, on_forget
 
 _PRODUCTS_PER_ENTRY = 10
 _PRODUCTS_PER_BUCKET = 30

@@ -34,8 +34,7 @@ from accelerant.algebra.ntt.plan import Pass, RowPowers, Variant, make_passes, p
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, kernel_source, powers_source
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record
 from accelerant.runtime.time_limit import check_time, is_limited
 
 LOG_MOST = 27

@@ -33,7 +33,7 @@ from accelerant.algebra.ntt.plan import reversed_numbers
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, program, vector
-from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.ledger import launch
 
 U32 = np.dtype(np.uint32)
 Words = npt.NDArray[np.uint32]

@@ -2,7 +2,7 @@
 
 Buckets of gradients are summed in the order in which the backward pass finishes them, so that all but the last one
 overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one host
-(accelerant.runtime.peers), else by torch's all_reduce. TrainStep (step.py) captures them inside its CUDA graph.
+(accelerant.runtime.processes), else by torch's all_reduce. TrainStep (step.py) captures them inside its CUDA graph.
 
 The largest gradient, of an embedding tied to the output layer, would be the last. Its part from the output layer is
 complete first, and is the first bucket; rows that the embedding has looked up are gathered from all processes at the
@@ -26,8 +26,7 @@ from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.ops.embedding.op import launch_backward_sorted
 from accelerant.ops.transformer import block
 from accelerant.runtime.ledger import FallbackRecord, ledger
-from accelerant.runtime.peers import PeerMemory, PeerSums
-from accelerant.runtime.processes import Processes
+from accelerant.runtime.processes import PeerMemory, PeerSums, Processes
 
 _BUCKET_BYTES, _COPIED_BYTES = 100 << 20, 25 << 20
 """Size of a bucket that NCCL or gloo sum, and of one that copy engines do; the fastest for a GPT of 124M parameters."""

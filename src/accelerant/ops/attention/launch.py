@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 _NAMES = ("fwd", "bwd_q", "bwd_kv")
 KERNELS = {name: TritonKernel("accelerant.ops.attention.triton_kernels", f"attention_{name}") for name in _NAMES}

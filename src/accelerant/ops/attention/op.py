@@ -40,7 +40,7 @@ from accelerant.ops.attention.backends import (
 )
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.dispatch.plan import rules
 from accelerant.runtime.files import clipped
 
 # --- references ------------------------------------------------------------------------------------------------------

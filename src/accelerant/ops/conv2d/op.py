@@ -20,7 +20,7 @@ from accelerant.ops._images import Pair, as_images, output_sizes, pair, to_chann
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, check_dtype, check_matches
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.dispatch.plan import rules
 from accelerant.runtime.files import clipped
 
 # --- algorithms besides torch's own call -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from accelerant.ops._launch import (
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.operation import recoverable
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 from accelerant.runtime.memory.live_set import ordinary_tensors
 
 _WIDTHS = {

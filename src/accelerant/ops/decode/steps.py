@@ -20,7 +20,7 @@ from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import FLOATING, name_of, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 # --- launches --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 The words are most of the work where the tensors lie in cache. So a forward pass with a backward pass to come writes the
 mask, a bit an element, and the backward pass reads it: 1/32 of what torch keeps of float32.
 
-Source: Philox, runtime/compilation/philox.py.
+Source: Philox, runtime/compilation/llvm.py.
 Layout: as triton_kernels.py: element i of run j of group t has word j of the counter (512 t + i, 0, 0). An index of
         DropoutKernel is 8 neighbouring counters, so 4 vectors of 8 elements, 512 elements apart. Byte i of the mask is
         of elements 8 i to 8 i + 7, the first in its lowest bit; it has bytes for whole groups. An index of MaskKernel
@@ -26,8 +26,17 @@ from dataclasses import dataclass
 import torch
 
 from accelerant.runtime.compilation.kernel import builder_key
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
-from accelerant.runtime.compilation.philox import ROUNDS, WEYL, philox
+from accelerant.runtime.compilation.llvm import (
+    ROUNDS,
+    WEYL,
+    FunctionBuilder,
+    Value,
+    constant,
+    lane_constants,
+    philox,
+    program,
+    vector,
+)
 
 COUNTERS = 8
 """Counters of an index of DropoutKernel, which lie in the lanes of a vector."""

@@ -21,7 +21,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.dispatch.plan import rules
 from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeProvider
 

@@ -35,7 +35,7 @@ from accelerant.ops._launch import (
 from accelerant.ops._library import check_dtype, name_of, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 # --- launches --------------------------------------------------------------------------------------------------------
 

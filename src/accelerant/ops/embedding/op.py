@@ -16,7 +16,7 @@ from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 _FEW_ELEMENTS = 2**14
 """Up to this many elements, copying the table to float32 on a CPU is faster than an autograd function in Python."""

@@ -15,8 +15,8 @@ from accelerant.ops._launch import accesses, ceil_div
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.dispatch import Case, Implementation, Operation
+from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
 _BLOCK = 256
 F32 = npt.NDArray[np.float32]

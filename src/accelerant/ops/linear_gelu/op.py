@@ -29,7 +29,7 @@ from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.dispatch.choice_store import rounded
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 from accelerant.runtime.files import clipped
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from accelerant.ops._launch import (
     whole_rows,
 )
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch.case import torch_wants_determinism
 from accelerant.runtime.dispatch.choice_store import rounded
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.plan import torch_wants_determinism
+from accelerant.runtime.dispatch.race import Tuned
 from accelerant.runtime.memory.live_set import predictions
 
 if TYPE_CHECKING:

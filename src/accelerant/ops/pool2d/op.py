@@ -19,7 +19,7 @@ from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, refuses_float64
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.dispatch.plan import rules
 
 # --- references ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, check_or_float32, not_a_tensor
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 _CHUNK = 2**18
 """Elements per chunk on a CPU: 1 MiB of float32."""

@@ -26,7 +26,7 @@ from accelerant.ops._launch import (
 from accelerant.ops._library import checked_dim, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, case_of
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 
 def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:

@@ -25,7 +25,7 @@ from accelerant.ops._launch import (
 )
 from accelerant.ops._library import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, case_of
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 _PACKED = ("packed",)
 

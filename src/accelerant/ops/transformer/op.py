@@ -30,7 +30,7 @@ from accelerant.ops.norm.op import torch_backward
 from accelerant.ops.transformer import hopper
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.dispatch.plan import rules
 
 KERNELS = {
     name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}")

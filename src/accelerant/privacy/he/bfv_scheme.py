@@ -35,8 +35,7 @@ from accelerant.algebra.ntt.rns import RnsPrimes, primes_below
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 
 MAX_LOG_Q = {
     128: {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881},

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         occupancy,
         read_messages,
     )
-    from accelerant.runtime.compilation.options import CompileOptions
+    from accelerant.runtime.compilation.kernel import CompileOptions
 
 __all__ = [
     "DEFAULT_BLOCK", "LIMITS", "CompileOptions", "CompilerMessage", "EntryPoint", "Inspection",
@@ -29,4 +29,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, __all__, ("options", "inspect"))
+    __getattr__, __dir__ = lazy(__name__, __all__, ("kernel", "inspect"))

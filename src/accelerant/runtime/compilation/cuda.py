@@ -15,8 +15,15 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources, first_line, portable_header
-from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.kernel import (
+    Binary,
+    Builder,
+    KernelSource,
+    Resources,
+    first_line,
+    header_hashes,
+    portable_header,
+)
 from accelerant.runtime.compilation.signatures import host_code
 
 DIALECTS = ("cuda", "portable", "triton")

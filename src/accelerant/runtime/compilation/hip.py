@@ -18,8 +18,7 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import kernel_key
-from accelerant.runtime.compilation.kernel import Binary, KernelSource, first_line, portable_header
-from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, first_line, header_hashes, portable_header
 from accelerant.runtime.host import run_python
 
 HIP_DIALECTS = ("portable",)

@@ -32,10 +32,10 @@ from accelerant.runtime.compilation.kernel import (
     KernelSource,
     Resources,
     first_line,
+    header_hashes,
     portable_header,
     sources_hash,
 )
-from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import find_kernels, without_comments
 from accelerant.runtime.files import read_regular
 

@@ -26,8 +26,7 @@ from typing import Any
 from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.compilation.cuda import entry_log, explained, load_nvrtc, log_number, read_resources, run_nvrtc
 from accelerant.runtime.compilation.host_c import run_compiler
-from accelerant.runtime.compilation.kernel import Resources, first_line, portable_header
-from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.kernel import CompileOptions, Resources, first_line, portable_header
 from accelerant.runtime.files import JsonRecord
 
 DEFAULT_BLOCK = 256

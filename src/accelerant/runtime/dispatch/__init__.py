@@ -1,11 +1,21 @@
 """Choice among the implementations of an op, with reasons: cases, plans, races, tuned launches, explanations."""
 
 from accelerant._renamed import renamed_names
-from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, saved_by
 from accelerant.runtime.dispatch.choice_store import choices
 from accelerant.runtime.dispatch.operation import Operation, force, operations
-from accelerant.runtime.dispatch.plan import Decision, DispatchEntry, Explanation, explain, explain_quietly
-from accelerant.runtime.dispatch.tuning import tune
+from accelerant.runtime.dispatch.plan import (
+    Case,
+    Cost,
+    Decision,
+    DispatchEntry,
+    Explanation,
+    Implementation,
+    case_of,
+    explain,
+    explain_quietly,
+    saved_by,
+)
+from accelerant.runtime.dispatch.race import tune
 
 __all__ = [
     "Case", "Cost", "Decision", "DispatchEntry", "Explanation", "Implementation", "Operation", "case_of", "choices",

@@ -44,19 +44,21 @@ from accelerant.errors import (
     UnsupportedCase,
 )
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.case import (
+from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.plan import (
     FEW_ELEMENTS,
     PLANS_LIMIT,
     Case,
     Cost,
+    DispatchEntry,
     Implementation,
     PlanCache,
+    checked,
     group_of,
+    observe_backward,
     rules,
     torch_wants_determinism,
 )
-from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
-from accelerant.runtime.dispatch.plan import DispatchEntry, checked, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted

@@ -4,25 +4,23 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.monitoring.events import (
+    from accelerant.runtime.monitoring.monitor import (
         DeviceEvent,
         EventKind,
-        event_counts,
-        events_between,
-        publish,
-        subscribe,
-        watch_devices,
-    )
-    from accelerant.runtime.monitoring.monitor import (
         KernelTime,
         Measurement,
         OpEnergy,
         Sample,
+        event_counts,
+        events_between,
         free_memory,
         measure,
         peer_access,
+        publish,
         sample,
+        subscribe,
         to_prometheus,
+        watch_devices,
     )
     from accelerant.runtime.monitoring.readers import ProcessMemory
 
@@ -33,4 +31,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, __all__, ("events", "monitor"))
+    __getattr__, __dir__ = lazy(__name__, __all__, ("monitor",))

@@ -25,11 +25,17 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
-from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.kernel import (
+    Binary,
+    Kernel,
+    KernelSource,
+    Resources,
+    header_hashes,
+    portable_header,
+)
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.host import fork_safe, has_gpu_node
-from accelerant.runtime.monitoring.events import publish
+from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,

@@ -40,7 +40,7 @@ from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import windowed
 from accelerant.runtime.host import fork_safe, has_gpu_node, host_memory
-from accelerant.runtime.monitoring.events import publish
+from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import (
     Arguments,
     Buffer,

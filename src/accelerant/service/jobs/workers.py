@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from accelerant.runtime.monitoring.events import publish
+from accelerant.runtime.monitoring.monitor import publish
 from accelerant.service.errors import JobFailed, error_named
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import WorkerStats

@@ -38,8 +38,7 @@ from accelerant.algebra.msm.device import DeviceBases, PendingMsm, start_msm
 from accelerant.algebra.msm.device_plan import coordinate_words, device_plan
 from accelerant.errors import LaunchError, OutOfMemory
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.ledger import FallbackRecord, ledger
-from accelerant.runtime.recorded_launch import RecordedLaunch
+from accelerant.runtime.ledger import FallbackRecord, RecordedLaunch, ledger
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError

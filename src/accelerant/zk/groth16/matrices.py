@@ -34,8 +34,7 @@ from accelerant.algebra.ntt.launch import transform
 from accelerant.errors import ShapeError
 from accelerant.runtime.compilation.kernel import KernelSource, LlvmProgram, portable_header
 from accelerant.runtime.compilation.llvm import FunctionBuilder, program
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record
 
 U64 = npt.NDArray[np.uint64]
 Words = Any

@@ -34,7 +34,7 @@ from accelerant.ops._launch import add_product
 from accelerant.ops.transformer.op import scaled
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.launch import Gram, bounded, chunks, margin, unresolved, wide
-from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.dispatch.race import Tuned
 
 
 class GradientContribution(ABC):

@@ -51,11 +51,11 @@ from accelerant.runtime.compilation.llvm import (
     Variable,
     constant,
     lane_constants,
+    philox,
     program,
     suffix,
     vector,
 )
-from accelerant.runtime.compilation.philox import philox
 
 # --- Philox -----------------------------------------------------------------------------------------------------------
 

@@ -49,10 +49,9 @@ from accelerant.privacy.random.stream import (
 )
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Builder, Kernel, KernelSource, portable_header
-from accelerant.runtime.compilation.philox import ROUNDS, WEYL
+from accelerant.runtime.compilation.llvm import ROUNDS, WEYL
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.streams.stream import capturing
 
 # --- programs and launches --------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ from accelerant.runtime.compilation.kernel import Builder, KernelSource, builder
 from accelerant.runtime.compilation.llvm import constant, lane_constants, vector
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
-from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.tensors import DeviceTensor
 
 # --- masks ------------------------------------------------------------------------------------------------------------
