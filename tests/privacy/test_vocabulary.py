@@ -15,7 +15,7 @@ import accelerant as acl
 from accelerant.errors import ConfigError
 from accelerant.privacy import dp, federated, he, mpc
 from accelerant.privacy.mpc.secagg.aggregate import run_round
-from accelerant.privacy.mpc.secagg.setup import make_identities
+from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 EVENT = dp.PrivacyEvent("gaussian", 1.0)
 
@@ -137,7 +137,7 @@ def test_a_ledgers_file_keeps_its_unit(tmp_path):
     lambda: dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0, secure=False),
 ])  # fmt: skip
 def test_what_weakens_noise_is_called_insecure(call):
-    with pytest.raises(TypeError, match="no argument secure= any more: it is the opposite, insecure= now"):
+    with pytest.raises(TypeError, match="no argument secure= any more: it is insecure=, its opposite, now"):
         call()
 
 

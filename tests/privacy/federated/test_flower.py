@@ -15,7 +15,7 @@ import pytest
 
 from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy import mpc
-from accelerant.privacy.mpc.secagg.setup import make_identities
+from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 pytest.importorskip("flwr", reason="the extra federated is not installed")
 

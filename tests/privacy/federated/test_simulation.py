@@ -12,7 +12,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, DivergenceError, Prot
 from accelerant.privacy import federated, mpc
 from accelerant.privacy.dp import Budget, PrivacyLedger
 from accelerant.privacy.mpc.secagg.messages import STAGES
-from accelerant.privacy.mpc.secagg.setup import make_identities
+from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 torch.manual_seed(0)
 INPUTS = torch.randn(120, 4)

@@ -12,10 +12,17 @@ import torch
 from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.client import SHARE_BYTES, combined_shares, mask_seed, survivors_digest
 from accelerant.privacy.mpc.secagg.encoding import mask_sums
-from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, crypto
-from accelerant.privacy.mpc.secagg.setup import make_identities
+from accelerant.privacy.mpc.secagg.messages import (
+    SHARE_BYTES,
+    STAGES,
+    AggregationReader,
+    combined_shares,
+    crypto,
+    mask_seed,
+    survivors_digest,
+)
+from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 REFUSED = (ProtocolError, FormatError)
 STEPS = dict(zip(STAGES, ("advertise", "share_keys", "masked_input", "consistency", "unmask"), strict=True))

@@ -29,12 +29,11 @@ from accelerant.errors import (
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, PrivacyLedger
 from accelerant.privacy.dp.noise.discrete import charge
-from accelerant.privacy.mpc.secagg import client as parties
 from accelerant.privacy.mpc.secagg import encoding, messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
 from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader
-from accelerant.privacy.mpc.secagg.setup import (
+from accelerant.privacy.mpc.secagg.protocol import (
     SECURITY,
     failure_log2,
     least_neighbours,
@@ -459,11 +458,11 @@ def test_strengths(monkeypatch):
         return hmac.digest(extracted, info + b"\1", "sha256")
 
     for purpose, first, second in ((b"mask", 0, 1), (b"shares", 1, 0), (b"shares", 70_000, 3)):
-        assert parties.derived(private[0], public, context, purpose, first, second) == hkdf(purpose, first, second)
-    assert parties.mask_seed(private[0], public, context, 7, 3) == (hkdf(b"mask", 3, 7), -1)
-    assert parties.mask_seed(private[0], public, context, 3, 7) == (hkdf(b"mask", 3, 7), 1)
+        assert messages.derived(private[0], public, context, purpose, first, second) == hkdf(purpose, first, second)
+    assert messages.mask_seed(private[0], public, context, 7, 3) == (hkdf(b"mask", 3, 7), -1)
+    assert messages.mask_seed(private[0], public, context, 3, 7) == (hkdf(b"mask", 3, 7), 1)
     with pytest.raises(ProtocolError, match="no valid X25519 key"):
-        parties.derived(private[0], bytes(32), context, b"mask", 0, 1)
+        messages.derived(private[0], bytes(32), context, b"mask", 0, 1)
     drawn, real = set(), os.urandom
     monkeypatch.setattr(os, "urandom", lambda size: (drawn.add(found := real(size)), found)[1])
     party = Party(size=2)
@@ -480,7 +479,7 @@ def test_strengths(monkeypatch):
     assert {len(seed) for seed in seeds} == {32}
     assert len(seeds) == 2 * 3 * CLIENTS  # all fresh
     assert len(aead) == 2 * CLIENTS * (CLIENTS - 1)  # a key for each message, so that nonce 0 is used once
-    assert (parties.SECRET_BYTES, parties.SHARE_BYTES, parties.SEALED_BYTES, SECURITY) == (35, 40, 96, -40.0)
+    assert (messages.SECRET_BYTES, messages.SHARE_BYTES, messages.SEALED_BYTES, SECURITY) == (35, 40, 96, -40.0)
 
 
 def test_the_context_has_every_setting():
@@ -631,7 +630,7 @@ def test_the_server_refuses_what_a_client_signs_wrongly(party):
             return [body[:-1], body[:-4], body + bytes(4), b""]
         if stage == "consistency":
             members = server._members
-            return [parties.survivors_digest(others, members) for others in (range(n), (0, 1, 2))] + [body[:-1]]
+            return [messages.survivors_digest(others, members) for others in (range(n), (0, 1, 2))] + [body[:-1]]
         reader = AggregationReader(body, n)
         sealed = reader.pieces()
         if stage == "share":

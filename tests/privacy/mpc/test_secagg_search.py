@@ -10,10 +10,9 @@ import torch
 from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.client import mask_seed
 from accelerant.privacy.mpc.secagg.encoding import mask_sums
-from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader
-from accelerant.privacy.mpc.secagg.setup import make_identities
+from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader, mask_seed
+from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 REFUSED = (ProtocolError, FormatError)
 

@@ -34,8 +34,7 @@ from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
-    from accelerant.privacy.mpc.secagg.client import AggregationClient
-    from accelerant.privacy.mpc.secagg.server import Aggregate, AggregationServer
+    from accelerant.privacy.mpc.secagg.protocol import Aggregate, AggregationClient, AggregationServer
 
 __all__ = ["secure_aggregation_mod", "secure_round"]
 

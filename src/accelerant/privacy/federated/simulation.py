@@ -27,8 +27,7 @@ from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, chec
 from accelerant.privacy.dp.ledger.ledger import LedgerLike
 from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
-from accelerant.privacy.mpc.secagg.server import Aggregate, StageReport
-from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+from accelerant.privacy.mpc.secagg.protocol import Aggregate, SecureAggregation, StageReport, make_identities
 from accelerant.runtime.files import clipped
 
 Data = tuple[Tensor, Tensor]

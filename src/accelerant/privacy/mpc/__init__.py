@@ -15,9 +15,10 @@ from accelerant._lazy import lazy
 if TYPE_CHECKING:
     from accelerant.privacy.mpc import beaver, shamir
     from accelerant.privacy.mpc.secagg.aggregate import secure_aggregate
-    from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+    from accelerant.privacy.mpc.secagg.protocol import SecureAggregation, make_identities
 
 __all__ = ["SecureAggregation", "beaver", "make_identities", "secure_aggregate", "shamir"]
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(__name__, __all__, ("secagg.setup", "secagg.aggregate"))
+    _NAMES = {"secagg.protocol": ("SecureAggregation", "make_identities"), "secagg.aggregate": ("secure_aggregate",)}
+    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)

@@ -87,7 +87,7 @@ def make_source(*, insecure: bool) -> NoiseSource:
     return FastSource() if insecure else SecureSource()
 
 
-INSECURE = renamed_arguments(secure="the opposite, insecure")
+INSECURE = renamed_arguments(secure="insecure=, its opposite,")
 """Decorates what took `secure=`."""
 
 

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, DivergenceError, ShapeError
-from accelerant.privacy.mpc.secagg.client import AggregationClient
 from accelerant.privacy.mpc.secagg.encoding import real_tensor
 from accelerant.privacy.mpc.secagg.messages import STAGES
-from accelerant.privacy.mpc.secagg.server import Aggregate, AggregationServer
-from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+from accelerant.privacy.mpc.secagg.protocol import (
+    Aggregate,
+    AggregationClient,
+    AggregationServer,
+    SecureAggregation,
+    make_identities,
+)
 from accelerant.runtime.files import clipped
 from accelerant.runtime.registry import DeviceLike, find_device
 

@@ -3,8 +3,8 @@
     magic "AcSA" | version u8 | stage u8 | context 32 | party u32 | body                     from the server
     the same, with the client's number as party, and then                   | signature 64   from a client
 
-Integers are little-endian. The context is the digest of settings, verification keys, round and request (setup.py), so a
-message of another round, or of parties that were set up or asked otherwise, is refused by its first bytes. The
+Integers are little-endian. The context is the digest of settings, verification keys, round and request (protocol.py),
+so a message of another round, or of parties that were set up or asked otherwise, is refused by its first bytes. The
 signature, Ed25519, is of everything before it. Bodies are numbers, and byte strings of known length or with a length
 before them. Nothing is allocated by a number in a message: counts are compared with the number of clients, lengths with
 the rest of the bytes.
@@ -12,13 +12,19 @@ the rest of the bytes.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+import torch
+
 from accelerant.errors import FormatError, MissingDependency, ProtocolError
 from accelerant.privacy import messages
+from accelerant.privacy.mpc import shamir
+from accelerant.privacy.mpc.secagg.encoding import SignedSeed
 
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
 STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
@@ -27,6 +33,9 @@ STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
 STATEMENT = 5
 """The code of what a client of a sparse graph states of its masks: part of messages, not one of them."""
 
+SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
+SHARE_BYTES = 40  # 5 field elements
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # the shares that a client sends to another, encrypted
 _HEAD = struct.Struct("<4sBB32sI")
 _MAGIC, _VERSION, _SIGNATURE = b"AcSA", 1, 64
 
@@ -137,3 +146,58 @@ def _read(data: bytes, stage: int, context: bytes) -> tuple[int, bytes]:
         name = STAGES[found] if found < len(STAGES) else str(found)
         raise ProtocolError(f"the message is of stage {name}, this is stage {STAGES[stage]}")
     return party, data[_HEAD.size :]
+
+
+# --- what both parties compute ----------------------------------------------------------------------------------------
+
+
+def derived(private: Any, public: bytes, context: bytes, purpose: bytes, first: int, second: int) -> bytes:
+    """Return 32 bytes that the owners of two X25519 keys have in common, for one purpose and one round."""
+    try:
+        shared = private.exchange(crypto("asymmetric.x25519").X25519PublicKey.from_public_bytes(public))
+    except ValueError:  # a point of small order
+        raise ProtocolError("a client's public key is no valid X25519 key") from None
+    info = b"accelerant secure aggregation " + purpose + first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    hkdf = crypto("kdf.hkdf").HKDF(crypto("hashes").SHA256(), 32, salt=context, info=info)
+    result: bytes = hkdf.derive(shared)
+    return result
+
+
+def mask_seed(private: Any, public: bytes, context: bytes, own: int, other: int) -> SignedSeed:
+    """Return the seed of a pair's mask, and the sign with which client `own` adds it."""
+    return derived(private, public, context, b"mask", *sorted((own, other))), 1 if own < other else -1
+
+
+def combined_shares(
+    shares: Sequence[Sequence[bytes]], indices: Sequence[int], threshold: int, count: int
+) -> list[bytes]:
+    """Return secrets of 32 bytes; shares[i] are of all secrets at index indices[i]. Errors of shamir.combine."""
+    secrets = len(shares[0])
+    sharing = shamir.Sharing("goldilocks", threshold, count, "bytes", (secrets * SECRET_BYTES,), 0, bytes(16))
+    words = (np.frombuffer(b"".join(each), "<u8").astype(np.uint64) for each in shares)
+    held = [shamir.Share(sharing, i, torch.from_numpy(each)) for i, each in zip(indices, words, strict=True)]
+    data = shamir.combine(held)
+    parts = [data[at : at + SECRET_BYTES] for at in range(0, len(data), SECRET_BYTES)]
+    if any(part[32:].strip(b"\0") for part in parts):
+        raise ProtocolError("the shares are not of secrets of 32 bytes")
+    return [part[:32] for part in parts]
+
+
+def survivors_digest(survivors: Sequence[int], members: bytes) -> bytes:
+    """Return what clients sign of the survivors and of the digest of the members' keys, 32 bytes."""
+    return hashlib.sha256(members + pack_ids(survivors)).digest()
+
+
+def statement(context: bytes, members: bytes, client: int, missing: bytes) -> bytes:
+    """Return what a client signs of those that it drew and has no mask with."""
+    return pack_message(STATEMENT, context, client, members + missing)
+
+
+def check_statement(
+    reader: AggregationReader, context: bytes, members: bytes, client: int, verification_keys: Sequence[bytes]
+) -> frozenset[int]:
+    """Read with which of those that it drew a client has no mask; ProtocolError unless it signed that."""
+    missing, signature = reader.ids(), reader.take(64)
+    signed = statement(context, members, client, pack_ids(missing))
+    check_signature(verification_keys, client, signed, signature)
+    return frozenset(missing)
