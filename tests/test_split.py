@@ -3,6 +3,7 @@
 import threading
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from accelerant.accelerator.methods import METHODS
 from accelerant.accelerator.split import devices_worth_using, run_on_devices, split_along_rows, work_s
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
+from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -118,16 +121,36 @@ def test_uneven_parts_are_joined_in_order():
 
 
 def test_devices_are_checked():
-    for value in (0, -1, True, 1.5, "some"):
+    for value in (0, -1, True, 1.5, "some", []):
         with pytest.raises(ConfigError, match="devices must be a whole number of at least 1, or 'all'"):
             AcceleratorConfig(devices=value)
     with pytest.raises(ConfigError, match="devices must be at most 1 here, got 2"):
         Accelerator("cpu", config=AcceleratorConfig(devices=2))
+    with pytest.raises(ConfigError, match=r"devices must be cpu:0 and other GPUs of its kind, got \('opencl',\)"):
+        Accelerator("cpu", config=AcceleratorConfig(devices=["opencl"]))
+    assert Accelerator("cpu", config=AcceleratorConfig(devices=["cpu:0", None])).config.devices == ("cpu:0", None)
     with Accelerator("cpu", config=AcceleratorConfig(devices="all")) as acc:
         assert acc._devices == [torch.device("cpu")]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             acc.relu([1.0])
+
+
+def test_devices_are_a_number_or_named(monkeypatch):
+    gpus = [ComputeDevice("cuda", i, "", torch_type="cuda") for i in range(3)]
+    monkeypatch.setattr(registry, "devices", lambda: gpus)
+    monkeypatch.setattr(registry, "find_devices", lambda names: [gpus[int(name[-1])] for name in names])
+
+    def shared(devices):
+        config = AcceleratorConfig(devices=devices)
+        own = SimpleNamespace(config=config, device=gpus[1], _torch_device=torch.device("cuda:1"))
+        return [device.index for device in Accelerator._shared_devices(own)]
+
+    assert shared(None) == shared(1) == shared(["cuda:1"]) == [1]
+    assert shared("all") == shared(3) == shared(("cuda:0", "cuda:1", "cuda:2", "cuda:2")) == [1, 0, 2]
+    assert shared(["cuda:2", "cuda:1"]) == [1, 2]
+    with pytest.raises(ConfigError, match="devices must be cuda:1 and other GPUs of its kind"):
+        shared(["cuda:0", "cuda:2"])
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import math
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -85,9 +85,9 @@ class AcceleratorConfig:
         fallback: "allow" (True), "warn" or "forbid" (False); the Accelerator's argument by default.
         use_gpu: True asks for a GPU where the backend is "auto", False for the CPU; either outranks ACCELERANT_BACKEND.
             An Accelerator whose backend contradicts it raises ConfigError. None by default: as the backend says.
-        devices: GPUs of this host that may share one large call, the Accelerator's included; "all" for all of its
-            backend. One by default. A call is divided where that is estimated to be faster; the ledger has a row for
-            each GPU.
+        devices: GPUs of this host that may share one large call: their number, the Accelerator's included, or "all" of
+            its backend, or a sequence of devices as `device` takes them. One by default. A call is divided where that
+            is estimated to be faster; the ledger has a row for each GPU.
     """
 
     batch_size: int | None = None
@@ -95,7 +95,7 @@ class AcceleratorConfig:
     memory_limit_bytes: int | None = None
     fallback: FallbackPolicy | bool | None = None
     use_gpu: bool | None = None
-    devices: int | Literal["all"] | None = None
+    devices: int | Literal["all"] | Sequence[registry.DeviceLike] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "timeout_s", "memory_limit_bytes"):
@@ -104,8 +104,14 @@ class AcceleratorConfig:
                 raise ConfigError(f"{name} must be above 0, got {clipped(value)}")
         if self.use_gpu is not None and not isinstance(self.use_gpu, bool):
             raise ConfigError(f"use_gpu must be True, False or None, got {clipped(self.use_gpu)}")
-        if self.devices not in ("all", None) and (type(self.devices) is not int or self.devices < 1):
-            raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {clipped(self.devices)}")
+        if isinstance(self.devices, list):
+            object.__setattr__(self, "devices", tuple(self.devices))
+        number = type(self.devices) is int and self.devices >= 1
+        if not (number or self.devices in ("all", None) or (isinstance(self.devices, tuple) and self.devices)):
+            raise ConfigError(
+                "devices must be a whole number of at least 1, or 'all', or a sequence of devices such as "
+                f"('cuda:0', 'cuda:1'); got {clipped(self.devices)}"
+            )
         if self.fallback is not None:
             object.__setattr__(self, "fallback", _policy(self.fallback))
 
@@ -204,20 +210,22 @@ class Accelerator(Operations):
 
     def _shared_devices(self) -> list[torch.device]:
         """Return the devices that may share a call, the Accelerator's first."""
-        if self.config.devices in (1, None):
+        wanted = self.config.devices
+        if wanted in (1, None):
             return [self._torch_device]
-        others = [
-            torch.device(device.torch_device)
-            for device in registry.devices()
-            if device.available
-            and device.backend == self.device.backend == "cuda"
-            and device.index != self.device.index
-        ]
-        if self.config.devices == "all":
-            return [self._torch_device, *others]
-        if self.config.devices > 1 + len(others):
-            raise ConfigError(f"devices must be at most {1 + len(others)} here, got {self.config.devices}")
-        return [self._torch_device, *others[: self.config.devices - 1]]
+        own = self.device.label
+        others = [x for x in registry.devices() if x.available and x.backend == self.device.backend == "cuda"]
+        if isinstance(wanted, tuple):
+            named = {x.label: x for x in registry.find_devices(wanted)}
+            if not {own} <= named.keys() <= {own, *(x.label for x in others)}:
+                raise ConfigError(f"devices must be {own} and other GPUs of its kind, got {clipped(wanted)}")
+            others = list(named.values())
+        others = [x for x in others if x.label != own]
+        if isinstance(wanted, int):
+            if wanted > 1 + len(others):
+                raise ConfigError(f"devices must be at most {1 + len(others)} here, got {wanted}")
+            others = others[: wanted - 1]
+        return [self._torch_device, *(torch.device(x.torch_device) for x in others)]
 
     def _wanted(self, device: registry.DeviceLike) -> registry.DeviceLike:
         """Return the device that `use_gpu` leaves."""
