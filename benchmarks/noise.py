@@ -137,7 +137,7 @@ def noise_calls(n: int, device: torch.device) -> Iterator[NoiseCall]:
     from accelerant.privacy.dp.noise import FastSource, SecureSource, choose_grid
     from accelerant.privacy.random import SecureStream
 
-    grid = choose_grid(_STD, _STD, n)
+    grid = choose_grid(_STD, sensitivity=_STD, dimensions=n)
     secure, fast, stream = SecureSource(), FastSource(), SecureStream()
     steps = f"{_STD / grid:g} grid steps in a deviation"
     yield NoiseCall("noise", "secure", OURS, secure.name, lambda x: secure.add_gaussian_([x], _STD, grid=grid), 8 * n,

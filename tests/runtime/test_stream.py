@@ -434,10 +434,10 @@ def test_a_time_out_between_chunks_leaves_out_as_it_was(device):
         return x + 1
 
     with pytest.raises(TimeLimitExceeded, match=r"0\.03 s are over after \d+ of 100 rows"):
-        stream_chunks(slow, np.zeros(100), device=device, chunk_bytes=8, out=out, timeout_s=0.03)
+        stream_chunks(slow, np.zeros(100), device=device, chunk_bytes=8, out=out, timeout=0.03)
     assert 0 < len(seen) < 50
     assert (out == 7.0).all()
-    assert (stream_chunks(slow, np.zeros(2), device=device, out=out[:2], timeout_s=30).result == 1).all()
+    assert (stream_chunks(slow, np.zeros(2), device=device, out=out[:2], timeout=30).result == 1).all()
 
 
 def test_an_error_in_fn_or_progress_leaves_nothing_under_way():

@@ -47,7 +47,7 @@ def test_the_earlier_of_two_limits_holds_and_says_how_far_the_block_came():
             check_time("here")
     assert not is_limited()
     for value in (0, -1, float("nan"), True):
-        with pytest.raises(ConfigError, match="timeout_s must be above 0"), time_limit(value):
+        with pytest.raises(ConfigError, match="timeout must be above 0"), time_limit(value):
             pass
 
 

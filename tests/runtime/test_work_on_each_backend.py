@@ -72,5 +72,5 @@ def test_an_error_in_a_chunk_leaves_the_output_as_it_was(backend):
         stream_chunks(fails_in_the_third, x, device=backend, chunk_bytes=16 * 20, out=out)
     assert (out == 7).all()
     with pytest.raises(TimeLimitExceeded):
-        stream_chunks(torch.exp, x, device=backend, chunk_bytes=16, out=out, timeout_s=1e-9)
+        stream_chunks(torch.exp, x, device=backend, chunk_bytes=16, out=out, timeout=1e-9)
     assert (out == 7).all()

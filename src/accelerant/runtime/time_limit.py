@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, TimeLimitExceeded
 
 __all__ = ["check_time", "is_limited", "time_limit"]
@@ -31,25 +32,26 @@ class _Limit(NamedTuple):
 _limit: ContextVar[_Limit | None] = ContextVar("time_limit", default=None)
 
 
+@renamed_arguments(timeout_s="timeout")
 @contextmanager
-def time_limit(timeout_s: float | None, name: str = "the block") -> Iterator[None]:
+def time_limit(timeout: float | None, name: str = "the block") -> Iterator[None]:
     """Limit the time of a block; of two nested limits the one that ends earlier holds.
 
     Args:
-        timeout_s: seconds from now, above 0; None for no further limit.
+        timeout: seconds from now, above 0; None for no further limit.
         name: of the block, for the error.
 
     Raises:
-        ConfigError: timeout_s is not above 0.
+        ConfigError: timeout is not above 0.
         TimeLimitExceeded: in the block, says how far it came.
     """
-    if timeout_s is None:
+    if timeout is None:
         yield
         return
-    if isinstance(timeout_s, bool) or not timeout_s > 0:
-        raise ConfigError(f"timeout_s must be above 0, or None for no limit; got {timeout_s!r}")
-    new, outer = _Limit(name, timeout_s, time.monotonic()), _limit.get()
-    ends_first = outer is None or new.began_s + timeout_s < outer.began_s + outer.timeout_s
+    if isinstance(timeout, bool) or not timeout > 0:
+        raise ConfigError(f"timeout must be above 0, or None for no limit; got {timeout!r}")
+    new, outer = _Limit(name, timeout, time.monotonic()), _limit.get()
+    ends_first = outer is None or new.began_s + timeout < outer.began_s + outer.timeout_s
     token = _limit.set(new if ends_first else outer)
     try:
         yield

@@ -257,7 +257,7 @@ def test_a_round_that_fails_names_its_nodes_and_their_reasons(tmp_path):
     grid = Grid(tmp_path / "a", trained=train)
 
     def run(number):
-        return secure_round(grid, grid.setup.server(number, grid.keys), number, named(MODEL), timeout_s=3.0)
+        return secure_round(grid, grid.setup.server(number, grid.keys), number, named(MODEL), timeout=3.0)
 
     for nodes in ((), (2,)):
         grid.nodes = nodes

@@ -342,7 +342,7 @@ def test_noise_is_that_of_its_formula(clients, threshold, colluders, step, neigh
     sensitivity = norm + step * math.sqrt(size) / 2
     assert found.least == least
     assert found.std == pytest.approx(math.sqrt(((z * sensitivity) ** 2 + (1.58 * step) ** 2) / least), rel=1e-12)
-    delta = clients * charge(found.std, step, size).delta + (2.0**-40 if neighbours else 0.0)
+    delta = clients * charge(found.std, grid=step, dimensions=size).delta + (2.0**-40 if neighbours else 0.0)
     assert found.delta == 2.0 ** math.ceil(math.log2(delta))
     assert (found.noise_multiplier, found.event().noise_multiplier, found.event().delta) == (z, z, found.delta)
 

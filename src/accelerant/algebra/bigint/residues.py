@@ -53,6 +53,11 @@ class Residues:
     def __len__(self) -> int:
         return len(self._values)
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self)} numbers of {int(self.modulus).bit_length()} bits, {self.space.label})"
+        )
+
     def ints(self) -> list[Any]:
         """Return the numbers as gmpy2's integers."""
         return self._values.copy()
@@ -158,6 +163,9 @@ class FixedBasePowers:
             table += [gmp().mpz(1), *row[:-1]]
             step = row[-1]
         self._table = residues_of(table, modulus, space)
+
+    def __repr__(self) -> str:
+        return f"FixedBasePowers({8 * self._bytes} bits, {self._table!r})"
 
     def power_vartime(self, exponents: Any) -> Residues:
         """Return the base to each exponent, given by words of 32 bits in the table's space, (count, bits / 32)."""

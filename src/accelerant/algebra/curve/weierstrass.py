@@ -53,6 +53,15 @@ class Coordinates(Protocol[E]):
     def parts(self, a: E) -> tuple[int, ...]: ...
     def join(self, parts: Sequence[int]) -> E: ...
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.base == self.base
+
+    def __hash__(self) -> int:
+        return hash((self.degree, self.base))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base.name})"
+
     def power(self, a: E, exponent: int) -> E:
         """Return a^exponent for exponent >= 0, by squaring and multiplying."""
         result = self.one

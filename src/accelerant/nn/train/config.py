@@ -112,7 +112,7 @@ def _path(value: str | os.PathLike[str] | None) -> str | None:
 
 @understood_arguments(**_UNDERSTOOD)
 @renamed_arguments(**_RENAMED)
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The hyperparameters and options of a training.
 

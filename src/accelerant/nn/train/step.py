@@ -81,6 +81,9 @@ class GraphedStep:
         self._stream: torch.cuda.Stream | None = None
         self._wants_graph = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._case})"
+
     # --- eager, and captured as well ---------------------------------------------------------------------------------
 
     def _precision_context(self) -> AbstractContextManager[object]:

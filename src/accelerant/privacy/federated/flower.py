@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, FormatError, MissingDependency, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.runtime.files import clipped
@@ -88,6 +89,7 @@ def secure_aggregation_mod(make_client: Callable[[Any], AggregationClient], *, w
     return mod
 
 
+@renamed_arguments(timeout_s="timeout")
 def secure_round(
     grid: Any,
     server: AggregationServer,
@@ -95,7 +97,7 @@ def secure_round(
     arrays: Any,
     *,
     config: Any = None,
-    timeout_s: float = 600.0,
+    timeout: float = 600.0,
 ) -> tuple[Any, Aggregate]:
     """Run a round on all nodes of a flwr Grid; return the arrays with the mean update added, and the round's report.
 
@@ -103,7 +105,7 @@ def secure_round(
         server: of SecureAggregation, for this round number.
         arrays: ArrayRecord of floating-point arrays that the clients train from; size of the setup in all.
         config: ConfigRecord for the app's train function.
-        timeout_s: for the replies of each stage; nodes that are later, or whose app raises, have left the round.
+        timeout: for the replies of each stage; nodes that are later, or whose app raises, have left the round.
 
     Returns:
         ArrayRecord with the names, shapes and dtypes of `arrays`, and the report.
@@ -137,7 +139,7 @@ def secure_round(
             requests.append(flwr.Message(content, node, "train", group_id=str(round_number)))
         node_of: dict[int, int] = {}
         silent = set(answers)
-        for reply in grid.send_and_receive(requests, timeout=timeout_s):
+        for reply in grid.send_and_receive(requests, timeout=timeout):
             node = reply.metadata.src_node_id
             silent.discard(node)
             try:
@@ -151,7 +153,7 @@ def secure_round(
             except (ProtocolError, FormatError, ShapeError, UnsupportedDtype, KeyError) as error:
                 left.append(f"node {node} in stage {stage}: {clipped(str(error), 300)}")
                 _log.warning("round %s without %s", round_number, left[-1])
-        left += [f"node {node} in stage {stage}: no reply in {timeout_s:g} s" for node in sorted(silent)]
+        left += [f"node {node} in stage {stage}: no reply in {timeout:g} s" for node in sorted(silent)]
         try:
             answers = {node_of[client]: answer for client, answer in server.advance().items()}
         except ProtocolError as error:

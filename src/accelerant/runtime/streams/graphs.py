@@ -116,6 +116,9 @@ class Graph:
         self._ledger = ledger() if book is None else book
         self._graph: torch.cuda.CUDAGraph | None = None
 
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}{'' if self._graph is None else ', captured'})"
+
     def capture(
         self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, pool: Any = None,
         on: torch.cuda.Stream | None = None, **kwargs: Any,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from accelerant import runtime
+from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
 from accelerant.runtime.host import fork_safe, refuse_masked
 from accelerant.runtime.memory.limits import available_bytes
@@ -183,6 +184,7 @@ class ChunkedRun:
         )
 
 
+@renamed_arguments(timeout_s="timeout")
 def stream_chunks(
     fn: Callable[..., Tensor | tuple[Tensor, ...]],
     arrays: HostArray | Sequence[HostArray],
@@ -191,7 +193,7 @@ def stream_chunks(
     chunk_bytes: int | None = None,
     out: HostArray | Sequence[HostArray] | None = None,
     atomic: bool = True,
-    timeout_s: float | None = None,
+    timeout: float | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> ChunkedRun:
     """Apply a function of rows to arrays that need not fit the device, overlapping copies and work.
@@ -207,11 +209,11 @@ def stream_chunks(
         out: arrays to write the result to, instead of new ones.
         atomic: whether to write `out` only at the end, at the cost of a second array of its size; if not, an error
             leaves the rows before it written.
-        timeout_s: checked between chunks; rows in flight are waited for.
+        timeout: checked between chunks; rows in flight are waited for.
         progress: called with the rows done and the number of rows, in order, in the caller's thread.
 
     Raises:
-        TimeLimitExceeded: timeout_s has passed; with atomic, `out` is unchanged.
+        TimeLimitExceeded: timeout has passed; with atomic, `out` is unchanged.
         ShapeError: the arrays differ in their rows, fn returns another number of rows, or out does not fit.
         UnsupportedDtype: a dtype that torch, or for the result NumPy, lacks.
         ConfigError: an invalid argument.
@@ -234,13 +236,13 @@ def stream_chunks(
         raise ShapeError(f"the arrays must have the same first dimension; got {', '.join(map(str, shapes))}")
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(f"timeout_s must be above 0, or None for no limit; got {timeout_s}")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout must be above 0, or None for no limit; got {timeout}")
     outputs = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
     targets = None if outputs is None else [as_host(array, f"out {i}", write=True) for i, array in enumerate(outputs)]
     as_numpy = isinstance(inputs[0], np.ndarray)
     pipeline = _Pipeline(fn, sources, where, chunk_bytes, None if atomic else targets, targets, as_numpy)
-    run = pipeline.run(timeout_s, progress)
+    run = pipeline.run(timeout, progress)
     if targets is not None and atomic:
         for target, value in zip(targets, pipeline.results, strict=True):
             target.copy_(value)
@@ -293,7 +295,7 @@ class _Pipeline:
         self.flights: deque[_Flight] = deque()
         self.unstager = ThreadPoolExecutor(1, thread_name_prefix="accelerant-unstage")
 
-    def run(self, timeout_s: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
+    def run(self, timeout: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
         """Run all chunks; nothing is in flight afterwards, even after an error."""
         began = time.perf_counter()
         guard = torch.cuda.device(self.torch_device) if self.cuda else nullcontext()
@@ -306,11 +308,11 @@ class _Pipeline:
                         self.flights and (self.flights[0].unstaging or self.flights[0].marks[-1]).done()
                     ):
                         spare.append(self._land(progress))
-                    self._check_time(began, timeout_s)
+                    self._check_time(began, timeout)
                     self.flights.append(self._start(spare.pop(), range(begin, min(begin + self.step, self.rows))))
                 while self.flights:
                     self._land(progress)
-                self._check_time(began, timeout_s)
+                self._check_time(began, timeout)
         finally:
             self._settle()
         self.record.elapsed_s = time.perf_counter() - began
@@ -438,12 +440,12 @@ class _Pipeline:
                 )
         return checked
 
-    def _check_time(self, began: float, timeout_s: float | None) -> None:
+    def _check_time(self, began: float, timeout: float | None) -> None:
         passed = time.perf_counter() - began
-        if timeout_s is not None and passed > timeout_s:
+        if timeout is not None and passed > timeout:
             done = self.flights[0].rows.start if self.flights else self.record.chunks * self.step
             raise TimeLimitExceeded(
-                f"stream_chunks: {timeout_s} s are over after {min(done, self.rows):,} of {self.rows:,} rows"
+                f"stream_chunks: {timeout} s are over after {min(done, self.rows):,} of {self.rows:,} rows"
             )
 
 

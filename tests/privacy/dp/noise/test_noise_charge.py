@@ -55,7 +55,7 @@ def test_plans_are_exactly_as_wide_as_asked(sigma):
 @pytest.mark.parametrize(("sigma", "dimensions"), [(3.0, 1), (1300.0, 10_000), (1.2e6, 163_000_000)])
 def test_every_part_of_the_charge_is_in_it(sigma, dimensions):
     """Cut tails and tables, pools that run dry, the smoothing of each sum, and of the random rounding."""
-    plan, found = convolution_of(Fraction(sigma)), charge(sigma, 1.0, dimensions)
+    plan, found = convolution_of(Fraction(sigma)), charge(sigma, grid=1.0, dimensions=dimensions)
     apart = dimensions * (float(plan.distance()) + sixth_trigger(plan.terms))
     smoothing = 2 * dimensions * (plan.log_ratio + log_ratio(SMOOTH))
     assert found.delta == pytest.approx(min(1.0, (1 + math.exp(16.0)) * apart + smoothing), rel=1e-9, abs=0)
@@ -66,7 +66,7 @@ def test_every_part_of_the_charge_is_in_it(sigma, dimensions):
 
 def test_the_gpt_at_multiplier_one_takes_four_terms():
     """What the time of 2^28 draws is promised for."""
-    grid = choose_grid(1.0, 1.0, 163_000_000)
+    grid = choose_grid(1.0, sensitivity=1.0, dimensions=163_000_000)
     assert grid == 2.0**-20
     assert convolution_of(grid_steps(1.0, grid)).terms == 4
 
@@ -132,7 +132,7 @@ def test_the_continuous_gaussian_rounded_at_random_is_the_discrete_one():
 @pytest.mark.parametrize("dimensions", [1, 1000, 163_000_000])
 def test_grids_are_fine_enough_and_no_finer(std, sensitivity, dimensions):
     std *= sensitivity
-    grid = choose_grid(std, sensitivity, dimensions)
+    grid = choose_grid(std, sensitivity=sensitivity, dimensions=dimensions)
     assert math.frexp(grid)[0] == 0.5
     wanted = [sensitivity / (FINENESS * math.sqrt(dimensions))] + [std / 1024] * (std > 0)
     if std and std / grid > 2**23:  # as wide as allowed: coarser than wanted
@@ -140,24 +140,24 @@ def test_grids_are_fine_enough_and_no_finer(std, sensitivity, dimensions):
     else:
         assert grid <= min(wanted) < 2 * grid
     if std:
-        found = charge(std, grid, dimensions)
+        found = charge(std, grid=grid, dimensions=dimensions)
         assert found.sensitivity == grid * math.sqrt(dimensions)
         assert std * (1 - 2e-6) < found.std <= std
 
 
 def test_the_main_jobs_delta_is_far_below_the_budget():
     """14,000 releases of 1.6e8 values each, beside a delta of 1e-5; cut at 8 deviations it would be 3e-3."""
-    found = charge(1.0, 2.0**-20, 163_000_000)
+    found = charge(1.0, grid=2.0**-20, dimensions=163_000_000)
     assert 14_000 * found.delta < 1e-7
     assert found.delta <= (1 + math.exp(EPSILON_LIMIT)) * found.distance
 
 
 def test_charges_grow_with_what_is_released():
-    small, large = (charge(1.0, 2.0**-20, d) for d in (1000, 1_000_000))
+    small, large = (charge(1.0, grid=2.0**-20, dimensions=d) for d in (1000, 1_000_000))
     assert large.delta == pytest.approx(1000 * small.delta, rel=1e-9)
     assert large.sensitivity == pytest.approx(math.sqrt(1000) * small.sensitivity)
-    assert charge(0.0, 0.5, 4).delta == 0
-    assert charge(0.0, 0.5, 4).sensitivity == 1
+    assert charge(0.0, grid=0.5, dimensions=4).delta == 0
+    assert charge(0.0, grid=0.5, dimensions=4).sensitivity == 1
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 5])
@@ -179,14 +179,14 @@ def test_rounding_moves_neighbours_at_most_as_charged():
         y = torch.randn(d, dtype=torch.float64)
         y = x + y / y.norm() * bound
         worst = max(worst, float(((x / grid).round() - (y / grid).round()).norm() * grid))
-    assert bound < worst <= bound + charge(0.0, grid, d).sensitivity
+    assert bound < worst <= bound + charge(0.0, grid=grid, dimensions=d).sensitivity
     half = torch.full((d,), 0.5 + 1e-9) * grid, torch.full((d,), 0.5 - 1e-9, dtype=torch.float64) * grid
     moved = ((half[0].double() / grid).round() - (half[1] / grid).round()).norm() * grid
-    assert float(moved) <= charge(0.0, grid, d).sensitivity * (1 + 1e-12)
+    assert float(moved) <= charge(0.0, grid=grid, dimensions=d).sensitivity * (1 + 1e-12)
 
 
 def test_laplace_charges_are_l1s():
-    found = laplace_charge(1.0, 2.0**-10, 100)
+    found = laplace_charge(1.0, grid=2.0**-10, dimensions=100)
     assert found.sensitivity == 100 * 2.0**-10
     assert found.std == 1.0
     assert 0 < found.delta < 1e-18
@@ -205,12 +205,12 @@ def test_laplace_charges_are_l1s():
 )
 def test_numbers_without_meaning_are_refused(std, grid, message):
     with pytest.raises(ConfigError, match=message):
-        charge(std, grid, 10)
+        charge(std, grid=grid, dimensions=10)
 
 
 def test_dimensions_without_meaning_are_refused():
     with pytest.raises(ConfigError, match="dimensions must be at least 1"):
-        choose_grid(1.0, 1.0, 0)
+        choose_grid(1.0, sensitivity=1.0, dimensions=0)
 
 
 # --- the base sampler's tables, every entry with integers, and distances against mpmath -------------------------------

@@ -187,7 +187,7 @@ def test_the_ledger_is_charged_for_tables_and_tails():
             classify(model, *batch.tensors).backward()
             plan = training.optimizer.prepare()
         (event,) = training.ledger.events
-        cost = charge(plan.scale, plan.grid, sum(p.numel() for p in model.parameters()))
+        cost = charge(plan.scale, grid=plan.grid, dimensions=sum(p.numel() for p in model.parameters()))
         assert cost.delta <= event.delta <= 2 * cost.delta
 
 

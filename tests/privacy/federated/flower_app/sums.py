@@ -56,7 +56,7 @@ def main(grid, context):
     while len(list(grid.get_node_ids())) < setup.clients:
         time.sleep(0.2)
     arrays = ArrayRecord(numpy_ndarrays=[np.zeros((2, 3)), np.full(2, 10.0)])
-    arrays, report = flower.secure_round(grid, setup.server(1, keys), 1, arrays, timeout_s=parties["timeout_s"])
+    arrays, report = flower.secure_round(grid, setup.server(1, keys), 1, arrays, timeout=parties["timeout_s"])
     result = {
         "survivors": report.survivors,
         "arrays": [each.tolist() for each in arrays.to_numpy_ndarrays()],

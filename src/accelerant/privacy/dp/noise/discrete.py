@@ -367,7 +367,7 @@ class Charge:
     distance: float
 
 
-def choose_grid(std: float, sensitivity: float, dimensions: int) -> float:
+def choose_grid(std: float, *, sensitivity: float, dimensions: int) -> float:
     """Return the largest power of two whose rounding adds at most 1/64 to an L2 sensitivity; less for narrow noise.
 
     Args:
@@ -403,7 +403,7 @@ def grid_steps(std: float, grid: float) -> Fraction:
     return Fraction(std) / Fraction(grid)
 
 
-def charge(std: float, grid: float, dimensions: int) -> Charge:
+def charge(std: float, *, grid: float, dimensions: int) -> Charge:
     """Return the charge of a release of `dimensions` values with add_gaussian_; see the module's docstring.
 
     Raises ConfigError for a number out of range, a grid that is no power of two, and noise too wide for the grid.
@@ -426,7 +426,7 @@ def sixth_trigger(terms: int) -> float:
     return math.comb(words, POOL + 1) * 2.0 ** (-22 * (POOL + 1)) / draws_of_unit(terms)
 
 
-def laplace_charge(scale: float, grid: float, dimensions: int) -> Charge:
+def laplace_charge(scale: float, *, grid: float, dimensions: int) -> Charge:
     """Return the charge of add_laplace_, whose sensitivity is L1: rounding adds grid * dimensions to it."""
     steps = grid_steps(scale, grid)
     apart = dimensions * laplace_distance(steps) if steps else 0.0

@@ -156,7 +156,7 @@ class NoisySum:
 
 def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> float:
     """Return `choose_grid` for noise of a scale and a sensitivity in the norm of its kind."""
-    return choose_grid(scale, sensitivity, dimensions**2 if kind == "laplace" else dimensions)
+    return choose_grid(scale, sensitivity=sensitivity, dimensions=dimensions**2 if kind == "laplace" else dimensions)
 
 
 def widened(kind: Kind, scale: float, grid: float) -> float:
@@ -174,7 +174,7 @@ def charge_of(kind: Kind, scale: float, grid: float, dimensions: int) -> Charge:
     """
     if not grid:
         return Charge(0.0, 0.0, scale, 0.0)
-    found = _CHARGES[kind](scale, grid, dimensions)
+    found = _CHARGES[kind](scale, grid=grid, dimensions=dimensions)
     return replace(found, delta=min(1.0, 2.0 ** math.ceil(math.log2(found.delta)))) if found.delta else found
 
 

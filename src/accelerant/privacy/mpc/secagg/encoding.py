@@ -310,7 +310,7 @@ def make_encoding(
         )
     delta = 0.0
     if std:
-        delta = fails + clients * charge(std, step, size).delta
+        delta = fails + clients * charge(std, grid=step, dimensions=size).delta
         delta += 2 * size * (clients - 1) * log_ratio(float(Fraction(std) / Fraction(step)) / math.sqrt(2))
         delta = min(1.0, 2.0 ** math.ceil(math.log2(delta))) if delta else 0.0
     return Encoding(size, bound, max_norm, step, std, least, float(noise_multiplier), delta, max_weight)
