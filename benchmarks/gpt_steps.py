@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerant.bench.ceilings import threads_text
-from accelerant.bench.timer import time_in_turns
+from accelerant.bench.timer import threads_text, time_in_turns
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW

@@ -31,10 +31,9 @@ from typing import Any, Self
 
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.timer import Timing
+from accelerant.bench.timer import Timing, threads_text
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.runtime.provider import ComputeDevice

@@ -33,8 +33,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from accelerant.bench.journal import SAME
-from accelerant.bench.record import Environment
+from accelerant.bench.record import SAME, Environment
 from accelerant.cli.app import exit_status
 from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig

@@ -18,10 +18,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.timer import Timing, synchronize, time_ms
+from accelerant.bench.timer import Timing, synchronize, threads_text, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.memory.limits import available_bytes

@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 
 import torch
 
-from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import OURS, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
+from accelerant.bench.timer import threads_text
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPTConfig

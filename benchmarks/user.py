@@ -31,9 +31,9 @@ from accelerant.bench.record import COMPILED, EAGER, OURS, STEP, BenchmarkRecord
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
 from accelerant.bench.suites import algebra
-from accelerant.bench.suites.neural import compiling
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
 from accelerant.bench.suites.neural_plan import for_cpu
+from accelerant.bench.suites.precompile import Task, compile_first, compiling
 from accelerant.bench.timer import (
     Timing,
     back_to_back_ms,
@@ -135,7 +135,6 @@ class UserSuite(Suite):
             measure_cases(self.name, prepared, run, cpu=self.cpu and run.gpu)
 
     def _compile(self, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
-        from accelerant.bench.suites.precompile import Task, compile_first
 
         own = tuple(name for name in self.against or () if name == "compile")
         quick = replace(self, budget_s=0.0, against=own, op=(), case=())

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from accelerant.bench import certificate as certificates
-from accelerant.bench.certificate import Certificate, certify
-from accelerant.bench.certificate_checks import EXACT, Found, checks, compare
+from accelerant.bench.certificate import EXACT, Certificate, Found, certify, checks, compare
 from accelerant.cli import main
 from accelerant.errors import ConfigError, FormatError
 from accelerant.ops._cases import Tolerance

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerant.bench.floors import Floor, check_floors, floors_text, read_floors
+from accelerant.bench.compare import Floor, check_floors, floors_text, read_floors
 from accelerant.bench.record import BenchmarkRecord, Environment, Row
 from accelerant.cli.app import main
 from accelerant.errors import FormatError

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import accelerant.ops
-from accelerant.bench import baselines, subjects
-from accelerant.bench.journal import Journal
-from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord, Environment, Row
+from accelerant.bench import subjects
+from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord, Environment, Journal, Row
 from accelerant.bench.report import build_report, roofline
 from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
@@ -188,7 +187,7 @@ def first_shape(op):
     return neural_cases.benchmarks_of(op)[0].sample.shapes[0]
 
 
-@pytest.mark.parametrize("op", sorted(baselines.COMPOSITIONS))
+@pytest.mark.parametrize("op", sorted(subjects.COMPOSITIONS))
 def test_baselines_compute_what_the_reference_does(op):
     size = {"attention": (1, 2, 6, 4), "rope": (1, 2, 6, 4)}.get(op, (6, 8))
     sample = plan.sized(op, size).sample
@@ -196,11 +195,11 @@ def test_baselines_compute_what_the_reference_does(op):
     options = {**sample.options, "causal": True} if op == "attention" else dict(sample.options)
     exact = neural_cases.as_tuple(public_op(op).reference(*[x.double() for x in inputs], **options))
     found = {
-        "unfused": neural_cases.as_tuple(baselines.unfused(op)(*inputs, **options)),
-        "numpy": neural_cases.as_tuple(baselines.numpy_call(op, inputs, options)()),
+        "unfused": neural_cases.as_tuple(subjects.unfused(op)(*inputs, **options)),
+        "numpy": neural_cases.as_tuple(subjects.numpy_call(op, inputs, options)()),
     }
-    if op not in baselines.NOT_BY_ROWS:
-        rows = baselines.naive(op, inputs, options)()
+    if op not in subjects.NOT_BY_ROWS:
+        rows = subjects.naive(op, inputs, options)()
         found["naive"] = tuple(zip(*rows, strict=True)) if isinstance(rows[0], tuple) else (rows,)
     for results in found.values():
         for y, expected in zip(results, exact, strict=True):
@@ -210,9 +209,9 @@ def test_baselines_compute_what_the_reference_does(op):
 
 def test_large_weights_are_not_made_into_lists():
     with pytest.raises(UnsupportedCase, match="weights of more than"):
-        baselines.naive("matmul", [torch.zeros(2, 4096), torch.zeros(4096, 2048)], {})
+        subjects.naive("matmul", [torch.zeros(2, 4096), torch.zeros(4096, 2048)], {})
     with pytest.raises(UnsupportedCase, match="rows of a matrix"):
-        baselines.naive("gelu", [torch.zeros(2, 3, 4)], {})
+        subjects.naive("gelu", [torch.zeros(2, 3, 4)], {})
 
 
 @pytest.mark.slow

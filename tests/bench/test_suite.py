@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from accelerant.bench.journal import Journal
-from accelerant.bench.record import BenchmarkRecord, Environment, Row
+from accelerant.bench.record import BenchmarkRecord, Environment, Journal, Row
 from accelerant.bench.suite import Clock, SuiteCase, SuiteRun, collect, measure_cases
 from accelerant.errors import AccelerantError, DeviceLost, FormatError
 from accelerant.runtime import registry

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench import BenchmarkRecord, Environment, Row, ceilings
-from accelerant.bench.ceilings import cpu_time_ms
+from accelerant.bench import BenchmarkRecord, Environment, Row, timer
 from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite, same_on_cpu
-from accelerant.bench.suites import algebra, bandwidth, neural, runtime
+from accelerant.bench.suites import algebra, neural, runtime
 from accelerant.bench.suites.algebra import AlgebraSuite
-from accelerant.bench.suites.bandwidth import BandwidthSuite
-from accelerant.bench.suites.runtime import RuntimeSuite
+from accelerant.bench.suites.runtime import BandwidthSuite, RuntimeSuite
+from accelerant.bench.timer import cpu_time_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, SampleInput
 from accelerant.runtime import registry
@@ -70,20 +69,20 @@ def test_bandwidth_counts_no_copy_that_brings_other_bytes(cpu, monkeypatch):
     def wrong(array, device):
         return SimpleNamespace(result=lambda: torch.roll(array, 1))
 
-    monkeypatch.setattr(bandwidth, "copy_async", wrong)
+    monkeypatch.setattr(runtime, "copy_async", wrong)
     with pytest.raises(AccelerantError, match="by copy_async: other bytes came than were sent"):
         run_suite(BandwidthSuite(size=("4096",), budget_s=0.0), cpu)
 
 
 def test_sizes_are_read_and_named():
-    assert bandwidth.parse_sizes(["1MiB", " 64 kib", "3", "1GiB", "1MiB"]) == (3, 2**16, 2**20, 2**30)
-    assert [bandwidth.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
+    assert runtime.parse_sizes(["1MiB", " 64 kib", "3", "1GiB", "1MiB"]) == (3, 2**16, 2**20, 2**30)
+    assert [runtime.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
 
 
 @pytest.mark.parametrize("text", ["", "1MB", "0", "-1MiB", "1.5GiB", "MiB"])
 def test_what_is_no_size_is_named(text):
     with pytest.raises(ConfigError, match="wanted sizes like 64KiB"):
-        bandwidth.parse_sizes(["1MiB", text])
+        runtime.parse_sizes(["1MiB", text])
 
 
 def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
@@ -212,7 +211,7 @@ def test_a_batch_that_differs_is_an_error(cpu):
 
 
 def test_the_cpu_column_measures_all_rows_where_they_are_quick(monkeypatch):
-    monkeypatch.setattr(ceilings, "_ENOUGH_S", 60.0)
+    monkeypatch.setattr(timer, "_ENOUGH_S", 60.0)
     sizes = []
     x = torch.randn(16, 8)
 
@@ -237,7 +236,7 @@ def test_the_cpu_column_scales_from_fewer_rows_and_skips_what_takes_too_long():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_neural_cases_have_their_cpu_figure_in_float32(direction, monkeypatch):
-    monkeypatch.setattr(ceilings, "_ENOUGH_S", 60.0)  # a pause of the machine leads to no fewer rows
+    monkeypatch.setattr(timer, "_ENOUGH_S", 60.0)  # a pause of the machine leads to no fewer rows
     benchmark = Benchmark(SampleInput("x", ((64, 32), (32,), (32,))), torch.bfloat16)
     row = Row("neural", "layer_norm", f"64x32 bfloat16 {direction}", "accelerant", "triton (own)", p50=0.001)
     found = neural._with_cpu(row, "layer_norm", benchmark, 0.0)

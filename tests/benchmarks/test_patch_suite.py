@@ -12,8 +12,7 @@ pytest.importorskip("transformers", reason="the suite measures models of transfo
 
 import torch
 
-from accelerant.bench.journal import Journal
-from accelerant.bench.record import BenchmarkRecord, Environment
+from accelerant.bench.record import BenchmarkRecord, Environment, Journal
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase

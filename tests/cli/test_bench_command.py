@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from accelerant.bench import BenchmarkRecord
-from accelerant.bench.suites import algebra, bandwidth, runtime
+from accelerant.bench.suites import algebra, runtime
 from accelerant.bench.suites.algebra import AlgebraSuite
-from accelerant.bench.suites.bandwidth import BandwidthSuite
 from accelerant.bench.suites.neural import NeuralSuite
-from accelerant.bench.suites.runtime import RuntimeSuite
+from accelerant.bench.suites.runtime import BandwidthSuite, RuntimeSuite
 from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -34,7 +33,7 @@ def status(*arguments):
 def small(monkeypatch):
     """Suites of few and small cases."""
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
-    monkeypatch.setattr(bandwidth, "default_sizes", lambda gpu: (4096, 65536))
+    monkeypatch.setattr(runtime, "default_sizes", lambda gpu: (4096, 65536))
     monkeypatch.setattr(runtime, "_compiles", lambda device: [])
 
 

@@ -31,9 +31,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul, threads_text
-from accelerant.bench.journal import Journal
-from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Row, failure_note
+from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Journal, Row, failure_note
+from accelerant.bench.timer import measure_copy, measure_link, measure_matmul, threads_text
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice

@@ -35,7 +35,7 @@ _SUITES = {
     "neural": "accelerant.bench.suites.neural:NeuralSuite",
     "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",
     "runtime": "accelerant.bench.suites.runtime:RuntimeSuite",
-    "bandwidth": "accelerant.bench.suites.bandwidth:BandwidthSuite",
+    "bandwidth": "accelerant.bench.suites.runtime:BandwidthSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
@@ -199,8 +199,7 @@ class _RunOptions:
         """Check the options, measure, print and write the results, and exit; `name` is that of an only suite."""
         from accelerant import Accelerator
         from accelerant.bench.compare import compare
-        from accelerant.bench.journal import Journal
-        from accelerant.bench.record import BenchmarkRecord, Environment
+        from accelerant.bench.record import BenchmarkRecord, Environment, Journal
         from accelerant.bench.suite import SuiteRun, collect
         from accelerant.runtime import registry
 
@@ -384,7 +383,7 @@ def check(
     json_output: _Json = False,
 ) -> None:
     """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""
-    from accelerant.bench.floors import check_floors, floors_text, read_floors
+    from accelerant.bench.compare import check_floors, floors_text, read_floors
     from accelerant.bench.record import BenchmarkRecord
     from accelerant.bench.subjects import OPS
     from accelerant.bench.suite import check_names

@@ -243,7 +243,7 @@ def _ceilings(device: torch.device) -> dict[str, float]:
     """Return the device's limits; empty where the script left no memory for the measurement."""
     import torch
 
-    from accelerant.bench.ceilings import measure_matmul
+    from accelerant.bench.timer import measure_matmul
 
     try:
         return measure_matmul(device)

@@ -11,7 +11,15 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import add_group
 from accelerant.cli.terminal import console
-from accelerant.cli.zk_prove import StageDisplay, prove_files, read_texts, resolve_targets, warn_forgeable, write_all
+from accelerant.cli.zk_prove import (
+    StageDisplay,
+    prove_files,
+    prove_many_files,
+    read_texts,
+    resolve_targets,
+    warn_forgeable,
+    write_all,
+)
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -99,8 +107,6 @@ def prove_many(
 
     Exit status 0 if all have a proof, 1 if some witness failed, 2 if nothing could be done.
     """
-    from accelerant.cli.zk_prove_many import prove_many_files
-
     prove_many_files(zkey, witnesses, out, ray=ray, workers=workers, device=device, json_output=json_output)
 
 

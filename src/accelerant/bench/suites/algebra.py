@@ -13,10 +13,9 @@ from torch import Tensor
 
 from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.ceilings import cpu_time_ms
 from accelerant.bench.record import Row, failure_note
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.timer import time_ms
+from accelerant.bench.timer import cpu_time_ms, time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice

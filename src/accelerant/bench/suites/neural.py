@@ -22,12 +22,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from accelerant.bench import baselines
-from accelerant.bench.ceilings import cpu_time_ms, cpu_timing, threads_text
 from accelerant.bench.record import (
     DETERMINISTIC,
-    NAIVE,
-    NUMPY,
     OURS,
     OUT_OF_MEMORY,
     OWN,
@@ -36,7 +32,7 @@ from accelerant.bench.record import (
     failure_note,
     installed_version,
 )
-from accelerant.bench.subjects import OPS
+from accelerant.bench.subjects import OPS, naive, numpy_call
 from accelerant.bench.suite import (
     CaseFailedError,
     Suite,
@@ -59,8 +55,29 @@ from accelerant.bench.suites.neural_cases import (
     shrunk,
     work_of,
 )
-from accelerant.bench.suites.neural_plan import Libraries, Maker, PlannedCase, parse_sizes, plan, sized, sweep_sizes
-from accelerant.bench.timer import back_to_back_ms, first_ms, rotated_ms, time_in_turns, time_ms
+from accelerant.bench.suites.neural_plan import (
+    BASELINES,
+    RUNNERS,
+    Libraries,
+    Maker,
+    PlannedCase,
+    parse_sizes,
+    plan,
+    runners_of,
+    sized,
+    sweep_sizes,
+)
+from accelerant.bench.suites.precompile import Task, compile_first, compiling, groups_of, own_kernels
+from accelerant.bench.timer import (
+    back_to_back_ms,
+    cpu_time_ms,
+    cpu_timing,
+    first_ms,
+    rotated_ms,
+    threads_text,
+    time_in_turns,
+    time_ms,
+)
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
@@ -79,15 +96,6 @@ PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")
 
 _COMPILE_S = 90.0
 """Seconds that precompiling may take; the rest is compiled as it is measured."""
-
-_RECOMPILES = 64
-"""Versions that torch.compile may make of a function: a sweep's sizes, both directions, exceed its default of 8."""
-
-BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
-"""Baselines by the names that --against takes; by default where sizes are requested."""
-
-_RUNNERS = {"compile": "torch.compile", **BASELINES}
-"""Runner of a peer, where it differs from the peer's name."""
 
 _HOST_S = 20.0
 """Seconds that the calls of a baseline on the host may take."""
@@ -212,7 +220,6 @@ class NeuralSuite(Suite):
         several = run.gpu and "compile" in (self.against or ())
         workers = self.workers or (max(1, min(14, cores - 2)) if several else 1)
         if workers > 1:
-            from accelerant.bench.suites.precompile import Task, compile_first, groups_of
 
             def groups(keys: set[str]) -> list[list[Task]]:
                 return groups_of([one for one in self.planned(run.gpu) if one.key in keys])
@@ -220,18 +227,6 @@ class NeuralSuite(Suite):
             compile_first(groups, cases, run, workers, limit_s=_COMPILE_S)
         with compiling():
             measure_cases(self.name, cases, run)
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Configure torch.compile for many sizes and for backward passes that run again and again."""
-    import torch._functorch.config as functorch
-
-    with (
-        torch._dynamo.config.patch(recompile_limit=_RECOMPILES),
-        functorch.patch(donated_buffer=False),  # a second backward pass needs the buffers again
-    ):
-        yield
 
 
 def neural_cases(planned: Sequence[PlannedCase], budget_s: float, *, cpu_column: bool = False) -> list[SuiteCase]:
@@ -271,7 +266,7 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
         # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
         base = Row("neural", one.op, label, "", "", part=one.part, note=failure_note(error, kind=OUT_OF_MEMORY))
-        names = (OURS, *(_RUNNERS.get(name, name) for name in one.peers))
+        names = (OURS, *(RUNNERS.get(name, name) for name in one.peers))
         run.add(*(replace(base, runner=name) for name in names))
     for row in rows:
         if row.wrong and row.compared:
@@ -280,7 +275,7 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
 
 def _host_row(name: str, one: PlannedCase, ours: Row, budget_s: float) -> Row:
     """Return the row of a baseline on the host's CPU, in float32, checked on a few rows of the same case."""
-    sample, make = one.benchmark.sample, baselines.naive if name == "naive" else baselines.numpy_call
+    sample, make = one.benchmark.sample, naive if name == "naive" else numpy_call
     version = f"numpy {installed_version('numpy')}" if name == "numpy" else "loops over lists"
     row = Row("neural", one.op, ours.case, BASELINES[name], version, flops=ours.flops, part=one.part)
     tensors = tuple(sample.tensors(torch.float32))
@@ -357,36 +352,6 @@ class _Runner:
     fn: Callable[..., Any] | None = None
     call: Callable[[], Any] | None = None
     decisions: list[Decision] = field(default_factory=list)
-
-
-def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
-    """Return the makers of the runners' functions by runner, ours first."""
-    subject = OPS[case.name]
-    makers: dict[str, Maker] = {OURS: lambda: public_op(case.name).function}
-    for peer in one.peers:
-        if peer == "torch":
-            makers["torch"] = lambda: subject.theirs
-        elif peer == "compile":
-            makers[_RUNNERS[peer]] = lambda: _compiled(case, one.part)
-        else:
-            makers[_RUNNERS.get(peer, peer)] = one.makers[peer]
-    return makers
-
-
-def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
-    """Compile torch's function for the case's sizes; in a sweep, for any number of rows with the largest in view."""
-    function = OPS[case.name].theirs
-    if part != "sweep" or case.inputs[0] is None:
-        return torch.compile(function, dynamic=False)
-    compiled, rows = torch.compile(function), len(case.inputs[0])
-
-    def with_any_rows(*args: Any, **options: Any) -> Any:
-        for x in args:
-            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled(*args, **options)
-
-    return with_any_rows
 
 
 def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
@@ -469,18 +434,6 @@ def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _Cas
         if same.p50 and chosen.p50:
             same = replace(same, note=f"{same.p50 / chosen.p50:.2f}x the time without")
         yield same
-
-
-def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
-    """Return the implementations to force, by op, so that our kernels run where dispatch chose a library."""
-    forced = {}
-    for decision in decisions:
-        if not decision.own:
-            refused = {name for name, _ in decision.refused}
-            own = [one.name for one in operations()[decision.op].implementations if one.own and one.name not in refused]
-            if own:
-                forced[decision.op] = own[0]
-    return forced
 
 
 def _without_targets(row: Row) -> Row:

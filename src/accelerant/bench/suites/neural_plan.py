@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
-from accelerant.bench.subjects import OPS
-from accelerant.bench.suites.neural_cases import benchmarks_of, odd_benchmarks_of
+from accelerant.bench.record import NAIVE, NUMPY, OURS, UNFUSED
+from accelerant.bench.subjects import COMPOSITIONS, NOT_BY_ROWS, OPS, unfused
+from accelerant.bench.suites.neural_cases import OpCase, benchmarks_of, odd_benchmarks_of
 from accelerant.errors import ConfigError
 from accelerant.ops._cases import Benchmark, Fractions, Indices, SampleInput, Stated
 from accelerant.ops.registry import public_op
@@ -30,6 +31,12 @@ Maker = Callable[[], Callable[..., Any]]
 
 Libraries = Mapping[str, Mapping[str, Maker]]
 """Op -> peer's name -> its maker, for peers besides those that torch has."""
+
+BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
+"""Baselines by the names that --against takes; by default where sizes are requested."""
+
+RUNNERS = {"compile": "torch.compile", **BASELINES}
+"""Runner of a peer, where it differs from the peer's name."""
 
 _OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
 """Shares of the budget of each figure: in a further dtype; at odd sizes and in the sweep."""
@@ -109,6 +116,36 @@ class PlannedCase:
     def compile_s(self) -> float:
         """Approximate seconds of one core that compiling takes."""
         return 1.0 + sum(_COMPILE_S.get(name, 0.0) for name in self.peers)
+
+
+def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
+    """Return the makers of the runners' functions by runner, ours first."""
+    subject = OPS[case.name]
+    makers: dict[str, Maker] = {OURS: lambda: public_op(case.name).function}
+    for peer in one.peers:
+        if peer == "torch":
+            makers["torch"] = lambda: subject.theirs
+        elif peer == "compile":
+            makers[RUNNERS[peer]] = lambda: _compiled(case, one.part)
+        else:
+            makers[RUNNERS.get(peer, peer)] = one.makers[peer]
+    return makers
+
+
+def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
+    """Compile torch's function for the case's sizes; in a sweep, for any number of rows with the largest in view."""
+    function = OPS[case.name].theirs
+    if part != "sweep" or case.inputs[0] is None:
+        return torch.compile(function, dynamic=False)
+    compiled, rows = torch.compile(function), len(case.inputs[0])
+
+    def with_any_rows(*args: Any, **options: Any) -> Any:
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(*args, **options)
+
+    return with_any_rows
 
 
 def plan(

@@ -16,20 +16,18 @@ import os
 import queue
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._inductor.config
 
 from accelerant.bench.suite import SuiteCase, SuiteRun
-from accelerant.bench.suites.neural import compiling, own_kernels, runners_of
 from accelerant.bench.suites.neural_cases import OpCase, call_of
-from accelerant.bench.suites.neural_plan import PlannedCase
+from accelerant.bench.suites.neural_plan import PlannedCase, runners_of
 from accelerant.config import override
 from accelerant.ops.registry import public_op
-from accelerant.runtime.dispatch import force
-from accelerant.runtime.dispatch.plan import explain_quietly
+from accelerant.runtime.dispatch import Decision, explain_quietly, force, operations
 from accelerant.runtime.provider import ComputeDevice
 
 Task = Callable[[ComputeDevice], None]
@@ -38,6 +36,9 @@ Task = Callable[[ComputeDevice], None]
 _MEMORY_SHARE, _MEMORY_ALL = 0.2, 0.9
 """Limits of the device's memory for one process and for all; a case that needs more is compiled in the run."""
 
+_RECOMPILES = 64
+"""Versions that torch.compile may make of a function: a sweep's sizes, both directions, exceed its default of 8."""
+
 _POLL_S = 0.5
 
 _START_METHODS = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
@@ -45,6 +46,30 @@ _START_METHODS = [name for name in ("forkserver", "spawn") if name in multiproce
 
 _PRELOADED = ["accelerant.bench.suites.precompile", "torch._dynamo", "torch._inductor.compile_fx"]
 """Imported once, in the server process that the others are forked from: 14 simultaneous imports take half a minute."""
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Configure torch.compile for many sizes and for backward passes that run again and again."""
+    import torch._functorch.config as functorch
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=_RECOMPILES),
+        functorch.patch(donated_buffer=False),  # a second backward pass needs the buffers again
+    ):
+        yield
+
+
+def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
+    """Return the implementations to force, by op, so that our kernels run where dispatch chose a library."""
+    forced = {}
+    for decision in decisions:
+        if not decision.own:
+            refused = {name for name, _ in decision.refused}
+            own = [one.name for one in operations()[decision.op].implementations if one.own and one.name not in refused]
+            if own:
+                forced[decision.op] = own[0]
+    return forced
 
 
 def compile_first(
