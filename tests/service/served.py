@@ -19,7 +19,6 @@ class Operation:
     parameters: type
     elementwise: bool = False
     resumable: bool = False
-    placed: type | None = None
 
 
 class Parameters(pydantic.BaseModel, extra="forbid"):
@@ -94,9 +93,8 @@ def fit(arrays, parameters, context):
     from accelerant.service import operations
 
     operations._CHECKPOINT_S = 0.1
-    return operations.OPERATIONS["train"].run(
-        arrays, operations.PlacedTrainParameters(steps=parameters.steps, path=None), context
-    )
+    context.placed = {"path": None}
+    return operations.OPERATIONS["train"].run(arrays, operations.TrainParameters(steps=parameters.steps), context)
 
 
 OPERATIONS = {

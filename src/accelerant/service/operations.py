@@ -94,7 +94,6 @@ class OpSpec:
             the library parses the bytes.
         result_bytes: size of the outputs; by default that of the inputs.
         place: returns what the settings add to the parameters for the worker, such as the folder of a model.
-        placed: model that validates the parameters in the worker, where that is another one.
         elementwise: whether calls with equal parameters, whose inputs all have one shape but for the first axis, may be
             joined along this axis and run as one.
         resumable: whether a job that was interrupted may go on from what it left in its folder.
@@ -111,7 +110,6 @@ class OpSpec:
     check: Callable[[Arrays, Any], None] = lambda inputs, parameters: None
     result_bytes: Callable[[Arrays, Any], int] = _sizes
     place: Callable[[Any, ServiceSettings], dict[str, Any]] = lambda parameters, settings: {}
-    placed: type[Parameters] | None = None
     elementwise: bool = False
     resumable: bool = False
 
@@ -124,19 +122,14 @@ _Run = TypeVar("_Run", bound=Callable[..., Results])
 
 def _operation(
     scope: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], cost: Callable[[Arrays, Any], float],
-    *, parameters: type[Parameters] | None = None, **more: Any,
+    **more: Any,
 ) -> Callable[[_Run], _Run]:  # fmt: skip
-    """Add an operation whose name, summary and parameters are those of the decorated function.
-
-    `parameters` is the model of clients' parameters, where workers get another one.
-    """
+    """Add an operation whose name, summary and parameters are those of the decorated function."""
 
     def add(run: _Run) -> _Run:
-        placed = typing.get_type_hints(run, localns={"Context": Any})["parameters"]
+        parameters = typing.get_type_hints(run, localns={"Context": Any})["parameters"]
         summary = (run.__doc__ or "").removesuffix(".")
-        OPERATIONS[run.__name__] = OpSpec(
-            run.__name__, summary, scope, inputs, outputs, parameters or placed, run, cost, placed=placed, **more
-        )
+        OPERATIONS[run.__name__] = OpSpec(run.__name__, summary, scope, inputs, outputs, parameters, run, cost, **more)
         return run
 
     return add
@@ -560,12 +553,6 @@ class GenerateParameters(Parameters):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
-class PlacedGenerateParameters(GenerateParameters):
-    """The same for a worker, with the folder."""
-
-    folder: str
-
-
 class TrainParameters(Parameters):
     """The training of a small language model: a preset, data by their name in the settings, and changes of the preset.
 
@@ -580,12 +567,6 @@ class TrainParameters(Parameters):
         Annotated[float, Field(gt=0, le=10)] | None, Field(validation_alias=AliasChoices("learning_rate", "lr"))
     ] = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-
-
-class PlacedTrainParameters(TrainParameters):
-    """The same for a worker, with the path of the data."""
-
-    path: str | None
 
 
 @functools.lru_cache(maxsize=2)
@@ -608,12 +589,12 @@ def _named(table: Mapping[str, Path], name: str, what: str) -> str:
 @_operation(
     "generate", (TensorSpec("prompt", ("BYTES",), (1,), optional=True),),
     (*_bytes("text"), TensorSpec("seed", ("INT64",), (1,))), lambda inputs, parameters: 0.02 * parameters.tokens,
-    result_bytes=lambda inputs, parameters: 64 * parameters.tokens, parameters=GenerateParameters,
+    result_bytes=lambda inputs, parameters: 64 * parameters.tokens,
     place=lambda parameters, settings: {"folder": _named(settings.models, parameters.model, "model")},
 )  # fmt: skip
-def generate(inputs: Arrays, parameters: PlacedGenerateParameters, context: Context) -> Results:
+def generate(inputs: Arrays, parameters: GenerateParameters, context: Context) -> Results:
     """Text that continues a prompt, by a model of the service."""
-    model = _model(parameters.folder, context.device)
+    model = _model(context.placed["folder"], context.device)
     ids = model.prompt(_decoded(inputs["prompt"], "the prompt") if "prompt" in inputs else "")
     seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
     tokens = model.generate(
@@ -667,16 +648,16 @@ def _place_data(parameters: TrainParameters, settings: ServiceSettings) -> dict[
 
 @_operation(
     "train", (TensorSpec("text", ("BYTES",), (1,), optional=True),), _bytes("summary", "config", "model", "tokenizer"),
-    lambda inputs, parameters: 60.0, resumable=True, place=_place_data, parameters=TrainParameters,
+    lambda inputs, parameters: 60.0, resumable=True, place=_place_data,
 )  # fmt: skip
-def train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+def train(inputs: Arrays, parameters: TrainParameters, context: Context) -> Results:
     """Training of a small language model on text."""
     # The library caches tokenizers, from which a text could be told: that of an upload goes with the job's folder.
     with override(cache_dir=context.directory / "cache") if "text" in inputs else nullcontext():
         return _trained(inputs, parameters, context)
 
 
-def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+def _trained(inputs: Arrays, parameters: TrainParameters, context: Context) -> Results:
     import torch
 
     from accelerant.nn.train import preset, resume_training, run_training
@@ -689,8 +670,8 @@ def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context
         outcome = resume_training(folder.path, device, progress=stopper)
     else:
         run = preset(parameters.preset).resized(parameters.batch_size, None)
-        if parameters.path is not None:
-            changes["data"] = (parameters.path,)
+        if path := context.placed["path"]:
+            changes["data"] = (path,)
         elif "text" in inputs:
             text = context.directory / "text.txt"
             text.write_bytes(inputs["text"].tobytes())

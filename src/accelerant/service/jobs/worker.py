@@ -50,7 +50,10 @@ class Suspended(Exception):  # noqa: N818 - not an error
 
 
 class Context:
-    """The surroundings of an operation that runs in a worker: its device, and time.time() of its deadline, if any."""
+    """The surroundings of an operation that runs in a worker: its device, and time.time() of its deadline, if any.
+
+    `placed` has what the server's settings added to the parameters: see OpSpec.place.
+    """
 
     def __init__(self, device: str, directory: Path | None, deadline: float | None, worker: Worker, job: str) -> None:
         self.device, self.deadline = device, deadline
@@ -58,6 +61,7 @@ class Context:
         self._reported = 0.0
         self.stop = ""  # the server's reason to stop
         self.lease: float | None = None
+        self.placed: dict[str, Any] = {}
 
     @property
     def directory(self) -> Path:
@@ -220,8 +224,10 @@ class Worker:
     def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:
         self._worked.set()
         operation = self.operations[given["operation"]]
-        parameters = (operation.placed or operation.parameters).model_validate(given["parameters"])
-        result: dict[str, np.ndarray] = operation.run(arrays, parameters, context)
+        parameters, known = given["parameters"], operation.parameters.model_fields
+        context.placed = {name: value for name, value in parameters.items() if name not in known}
+        own = {name: value for name, value in parameters.items() if name in known}
+        result: dict[str, np.ndarray] = operation.run(arrays, operation.parameters.model_validate(own), context)
         return result
 
     def _described(self, operation: str, error: Exception) -> list[str]:
