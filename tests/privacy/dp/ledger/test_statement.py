@@ -10,7 +10,7 @@ from accelerant.errors import ConfigError
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
-from accelerant.privacy.dp.ledger.statement import _meaning
+from accelerant.privacy.dp.ledger.ledger import _meaning
 
 STEP = PrivacyEvent(
     "discrete_gaussian",

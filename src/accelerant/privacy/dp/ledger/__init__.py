@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from accelerant.privacy.dp.ledger.accounting import Budget
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
-from accelerant.privacy.dp.ledger.ledger import Budget, PrivacyLedger
-from accelerant.privacy.dp.ledger.statement import PrivacyStatement
+from accelerant.privacy.dp.ledger.ledger import PrivacyLedger, PrivacyStatement
 
 __all__ = ["Budget", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"]
 

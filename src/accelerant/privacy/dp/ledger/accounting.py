@@ -16,13 +16,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
+from accelerant.errors import BudgetExceeded, ConfigError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger.events import (
     CHARGED_UP_TO,
     Mechanism,
@@ -33,6 +34,7 @@ from accelerant.privacy.dp.ledger.events import (
     check_number,
     check_whole,
 )
+from accelerant.runtime.files import plain
 
 Method = Literal["pld", "rdp"]
 
@@ -132,6 +134,70 @@ def check_method(method: str) -> Method:
     if method not in get_args(Method):
         raise ConfigError(f'method must be "pld" or "rdp", got {method!r}')
     return cast(Method, method)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A limit on the privacy loss: epsilon at delta, by the accountant "pld" or "rdp"."""
+
+    epsilon: float
+    delta: float
+    method: str = "pld"
+
+    def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon)
+        check_delta(self.delta)
+        check_method(self.method)
+
+    def implies(self, other: Budget) -> bool:
+        """Return whether what stays within this budget stays within another."""
+        return self.method == other.method and self.epsilon <= other.epsilon and self.delta <= other.delta
+
+
+class Allowance:
+    """The rest of a budget, checked before each event with few calls of the accountant.
+
+    Counts that are known to fit are kept: epsilon does not fall with a count, so smaller ones fit as well. When
+    they are reached, they are extended by the events since the last time, as many times over as fits.
+    """
+
+    def __init__(self, budget: Budget, neighbouring: str) -> None:
+        self.budget = budget
+        self._neighbouring = neighbouring
+        self._fits: Counter[PrivacyEvent] = Counter()
+        self._since: Counter[PrivacyEvent] = Counter()
+
+    def allowed(self, event: PrivacyEvent) -> int:
+        """Return how many of event, counted from the ledger's first, are known to fit. `require` raises the number."""
+        return self._fits[event.times(1)]
+
+    def require(self, counts: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> None:
+        """Check that event fits after counts; BudgetExceeded if it does not."""
+        one = event.times(1)
+        known = all(count <= self._fits[other] for other, count in counts.items())  # others may have written, too
+        if known and counts.get(one, 0) + event.count <= self._fits[one]:
+            return
+        after = Counter(counts)
+        after[one] += event.count
+        cost, budget = self._cost(after, self.budget.method), self.budget
+        if cost > budget.epsilon:
+            before = self._cost(Counter(counts), budget.method)
+            raise BudgetExceeded(
+                f"the budget is epsilon {budget.epsilon:g} at delta {budget.delta:g}: {plain(before, 6)} is spent, and "
+                f"{event.count} more ({event.mechanism}, noise multiplier {event.noise_multiplier:g}) would make it "
+                f"{plain(cost, 6, up=True)}. Nothing was done or recorded: stop here, or raise the budget"
+            )
+        recent = after - self._since if self._since else Counter({one: event.count})
+
+        def extended(times: int) -> Counter[PrivacyEvent]:
+            return after + Counter({one: count * times for one, count in recent.items()})
+
+        times = most_within(lambda times, method: self._cost(extended(times), method), budget.epsilon, budget.method)
+        self._fits, self._since = extended(times), Counter(counts)
+
+    def _cost(self, counts: Counter[PrivacyEvent], method: str) -> float:
+        events = [event.times(count) for event, count in counts.items()]
+        return spent(events, self.budget.delta, method=method, neighbouring=self._neighbouring).epsilon
 
 
 class Release(NamedTuple):

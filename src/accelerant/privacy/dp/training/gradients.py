@@ -18,9 +18,9 @@ from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import calibrate
+from accelerant.privacy.dp.ledger.accounting import Allowance, Budget, calibrate
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, PrivacyEvent, Sampling, check_number, check_whole
-from accelerant.privacy.dp.ledger.ledger import Allowance, Budget, LedgerLike
+from accelerant.privacy.dp.ledger.ledger import LedgerLike
 from accelerant.privacy.dp.noise.mechanisms import (
     INSECURE,
     NoiseParameters,
