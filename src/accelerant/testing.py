@@ -28,7 +28,6 @@ from accelerant.runtime.provider import (
     Arguments,
     Buffer,
     ComputeDevice,
-    CountedMemory,
     Event,
     MemoryCounter,
     MemoryInfo,
@@ -41,12 +40,6 @@ __all__ = ["FakeProvider", "fake_provider"]
 
 _COUNTED = ("allocate", "copy_to_device", "copy_to_host", "compile", "launch", "synchronize", "record_event")
 _LAUNCH_MS, _INDEX_MS, _BYTE_MS, _EVENT_MS = 0.01, 1e-6, 1e-7, 0.001
-
-
-class _FakeMemory(CountedMemory):
-    """A NumPy array of bytes."""
-
-    __slots__ = ()
 
 
 class _FakeEvent(Event):
@@ -80,7 +73,6 @@ class FakeProvider(CpuProvider):
     name: ClassVar[str] = "fake"
     torch_type: ClassVar[str] = ""
     automatic: ClassVar[bool] = False
-    _memory_type: ClassVar[type[CountedMemory]] = _FakeMemory
 
     def __init__(self, devices: int = 1, memory_bytes: int = 1 << 30) -> None:
         super().__init__()

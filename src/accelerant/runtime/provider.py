@@ -195,12 +195,12 @@ class MemoryCounter:
 
 
 class CountedMemory:
-    """The object that keeps a Buffer's memory alive, counted while it lives; its subclass names the provider."""
+    """The object that keeps a Buffer's memory alive, counted while it lives; `backend` is its provider's name."""
 
-    __slots__ = ("_counter", "_size_bytes", "memory")
+    __slots__ = ("_counter", "_size_bytes", "backend", "memory")
 
-    def __init__(self, counter: MemoryCounter, memory: Any, size_bytes: int) -> None:
-        self._counter, self.memory, self._size_bytes = counter, memory, size_bytes
+    def __init__(self, backend: str, counter: MemoryCounter, memory: Any, size_bytes: int) -> None:
+        self.backend, self._counter, self.memory, self._size_bytes = backend, counter, memory, size_bytes
         counter.add(size_bytes)
 
     def __del__(self) -> None:
@@ -788,7 +788,7 @@ _Owner = TypeVar("_Owner")
 def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -> _Owner:
     """Return the owner of a buffer's memory; raise LaunchError if it was freed, or another provider allocated it."""
     buffer.data_ptr()  # raises if it was freed
-    if not isinstance(buffer.owner, owner):
+    if not isinstance(buffer.owner, owner) or getattr(buffer.owner, "backend", backend) != backend:
         raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")
     return buffer.owner
 

@@ -403,8 +403,8 @@ def largest_owners(device: DeviceLike = None, n: int = 5) -> list[MemoryOwner]:
             if issubclass(kind, Tensor):
                 storage = None if issubclass(kind, FakeTensor) else _tensor_storage(candidate, target)
             elif issubclass(kind, Buffer):
-                owner = type(candidate.owner)
-                backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
+                owner = candidate.owner
+                backend = "cuda" if issubclass(type(owner), Tensor) else getattr(owner, "backend", "")
                 here = (backend, candidate.device) == (target.backend, target.index) and candidate.size_bytes
                 storage = (candidate.data_ptr(), candidate.size_bytes) if here else None
             else:

@@ -83,12 +83,6 @@ class _HostTime(Event):
         return (self.same_kind(later).seconds - self.seconds) * 1e3
 
 
-class _HostMemory(CountedMemory):
-    """A NumPy array of bytes."""
-
-    __slots__ = ()
-
-
 class CpuProvider(ComputeProvider):
     """The CPU as one device, whose `cores` share each launch.
 
@@ -104,9 +98,6 @@ class CpuProvider(ComputeProvider):
     def probe(cls) -> str:
         """Return an empty reason: the CPU is always available."""
         return ""
-
-    _memory_type: ClassVar[type[CountedMemory]] = _HostMemory
-    """Type of the owners of its buffers."""
 
     def __init__(self) -> None:
         self.cores = usable_cores()
@@ -142,15 +133,15 @@ class CpuProvider(ComputeProvider):
         except (MemoryError, ValueError):
             raise provider.out_of_memory(size_bytes, self.name, self.memory(device)) from None
         start = -storage.ctypes.data % _ALIGNMENT
-        owner = self._memory_type(counter, storage, size_bytes)
+        owner = CountedMemory(self.name, counter, storage, size_bytes)
         return Buffer(storage.ctypes.data + start, size_bytes, device, owner)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        provider.check_owner(buffer, self._memory_type, self.name, "out")
+        provider.check_owner(buffer, CountedMemory, self.name, "out")
         ctypes.memmove(buffer.data_ptr(), content.ctypes.data, content.nbytes)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        provider.check_owner(buffer, self._memory_type, self.name, "buffer")
+        provider.check_owner(buffer, CountedMemory, self.name, "buffer")
         ctypes.memmove(content.ctypes.data, buffer.data_ptr(), content.nbytes)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
@@ -198,7 +189,7 @@ class CpuProvider(ComputeProvider):
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         provider.check_launch(kernel, self.name, grid, block, args)
-        values = [_value(kernel, i, arg, self._memory_type) for i, arg in enumerate(args)]
+        values = [_value(kernel, i, arg) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
         total, threads = prod(grid) * prod(block), prod(block)
         provider.check_range(kernel, total, 2**63, "indices")
@@ -367,12 +358,12 @@ def _text_of(source: KernelSource, program: str | Builder) -> str:
     return program
 
 
-def _value(kernel: Kernel, position: int, arg: Any, memory_type: type[CountedMemory]) -> Any:
+def _value(kernel: Kernel, position: int, arg: Any) -> Any:
     if not kernel.arguments[position].startswith("*"):
         return provider.check_scalar(kernel.name, position, kernel.arguments[position], arg)
     where = f"kernel {kernel.name!r}, argument {position}"
     if isinstance(arg, Buffer):
-        provider.check_owner(arg, memory_type, kernel.backend, where)
+        provider.check_owner(arg, CountedMemory, kernel.backend, where)
     elif not hasattr(arg, "data_ptr"):
         raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
     elif getattr(arg, "is_cpu", True) is False:

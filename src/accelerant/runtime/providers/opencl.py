@@ -149,7 +149,7 @@ class OpenclProvider(ComputeProvider):
         try:
             if size_bytes > opened.device.max_mem_alloc_size:
                 raise self._cl.MemoryError
-            pooled = _PooledMemory(opened.counter, opened.pool.allocate(max(1, size_bytes)), size_bytes)
+            pooled = CountedMemory(self.name, opened.counter, opened.pool.allocate(max(1, size_bytes)), size_bytes)
         except (self._cl.Error, MemoryError, OverflowError):
             raise provider.out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
         return Buffer(pooled.memory.int_ptr, size_bytes, device, pooled)
@@ -298,16 +298,10 @@ class _OpenclDevice:
         self.counter = MemoryCounter()
 
 
-class _PooledMemory(CountedMemory):
-    """A block of pyopencl's pool."""
-
-    __slots__ = ()
-
-
 def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
-    return provider.check_owner(buffer, _PooledMemory, "opencl", where).memory
+    return provider.check_owner(buffer, CountedMemory, "opencl", where).memory
 
 
 _LOST = re.compile(r"DEVICE_NOT_AVAILABLE|OUT_OF_HOST_MEMORY|INVALID_COMMAND_QUEUE", re.IGNORECASE)

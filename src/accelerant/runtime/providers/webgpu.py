@@ -158,29 +158,29 @@ class WebgpuProvider(ComputeProvider):
         if rounded > opened.limits["max-buffer-size"]:
             raise provider.out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device))
         try:
-            pooled = _PooledMemory(opened, rounded, size_bytes)
+            pooled = _PoolBuffer(opened, rounded, size_bytes)
         except opened.errors:
             opened.trim()  # buffers of the pool may take what is missing
             try:
-                pooled = _PooledMemory(opened, rounded, size_bytes)
+                pooled = _PoolBuffer(opened, rounded, size_bytes)
             except opened.errors as error:
                 raise provider.out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device)) from error
         return Buffer(id(pooled.memory), size_bytes, device, pooled)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        memory = provider.check_owner(buffer, _PooledMemory, self.name, "out").memory
+        memory = provider.check_owner(buffer, _PoolBuffer, self.name, "out").memory
         if content.nbytes:
             tail = content.nbytes % 4  # a copy has whole words
             self._device(buffer.device).write(memory, np.pad(content, (0, 4 - tail)) if tail else content)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        memory = provider.check_owner(buffer, _PooledMemory, self.name, "buffer").memory
+        memory = provider.check_owner(buffer, _PoolBuffer, self.name, "buffer").memory
         if content.nbytes:
             self._device(buffer.device).read(memory, content)
 
     def part(self, buffer: Buffer, first: int, size_bytes: int) -> Buffer:
         """Return a range of a buffer as a buffer that a launch can bind; it begins at a multiple of 256 bytes."""
-        whole = provider.check_owner(buffer, _PooledMemory, self.name, "buffer")
+        whole = provider.check_owner(buffer, _PoolBuffer, self.name, "buffer")
         if first % 256 or not 0 <= first < first + size_bytes <= whole.size:
             raise LaunchError(f"bytes {first:,} to {first + size_bytes:,} are no part of {buffer!r}")
         return Buffer(buffer.data_ptr(), size_bytes, buffer.device, _Part(whole, first, -(-size_bytes // 4) * 4))
@@ -212,7 +212,7 @@ class WebgpuProvider(ComputeProvider):
         provider.check_launch(kernel, self.name, grid, block, args)
         opened, program = self._device(kernel.device), kernel.handle
         began = time.perf_counter() if launch_log.enabled else 0.0
-        buffers: list[_PooledMemory | _Part] = []
+        buffers: list[_PoolBuffer | _Part] = []
         values: list[int | float] = []
         for position, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True)):
             where = f"kernel {kernel.name!r}, argument {position}"
@@ -220,7 +220,7 @@ class WebgpuProvider(ComputeProvider):
                 values.append(_scalar(kernel, position, kind, arg))
             elif isinstance(arg, Buffer):
                 part = arg.owner if isinstance(arg.owner, _Part) else None
-                buffers.append(part or provider.check_owner(arg, _PooledMemory, self.name, where))
+                buffers.append(part or provider.check_owner(arg, _PoolBuffer, self.name, where))
             else:
                 raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         shape = opened.checked_block(program, kernel.name, block)
@@ -542,7 +542,7 @@ class _Program:
         self.windowed: dict[tuple[int, ...], _Program | None] = {}
 
 
-class _PooledMemory(CountedMemory):
+class _PoolBuffer(CountedMemory):
     """A buffer of the device's pool."""
 
     __slots__ = ("_device", "_rounded")
@@ -554,7 +554,7 @@ class _PooledMemory(CountedMemory):
 
     def __init__(self, device: _WebgpuDevice, rounded: int, size_bytes: int) -> None:
         self._device, self._rounded = device, rounded
-        super().__init__(device.counter, device.take(rounded), size_bytes)
+        super().__init__("webgpu", device.counter, device.take(rounded), size_bytes)
 
     def __del__(self) -> None:
         if hasattr(self, "memory"):  # else there was no memory for it
@@ -567,7 +567,7 @@ class _Part:
 
     __slots__ = ("first", "memory", "size", "whole")
 
-    def __init__(self, whole: _PooledMemory, first: int, size: int) -> None:
+    def __init__(self, whole: _PoolBuffer, first: int, size: int) -> None:
         self.whole, self.memory, self.first, self.size = whole, whole.memory, first, size
 
 
@@ -593,7 +593,7 @@ class _WebgpuEvent(Event):
         return (later._at_ns - self._at_ns) / 1e6
 
 
-_Binding: TypeAlias = tuple[_PooledMemory | _Part, int, int]  # memory, its first byte and the number of bytes
+_Binding: TypeAlias = tuple[_PoolBuffer | _Part, int, int]  # memory, its first byte and the number of bytes
 
 
 def _defines(source: KernelSource) -> str:
@@ -623,7 +623,7 @@ def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | floa
 
 def _split(
     opened: _WebgpuDevice, program: _Program, name: str, grid: Sequence[int], block: tuple[int, int, int],
-    buffers: Sequence[_PooledMemory | _Part], values: Sequence[int | float],
+    buffers: Sequence[_PoolBuffer | _Part], values: Sequence[int | float],
 ) -> Iterator[tuple[_Program, tuple[int, int, int], list[_Binding], Sequence[int | float]]]:  # fmt: skip
     """Yield program, grid, parts of the buffers and scalars of each dispatch of a launch."""
     limit = opened.binding_bytes
@@ -658,7 +658,7 @@ def _split(
         yield program, _grid(opened, program, name, (-(-here // block[0]),)), parts, (*values[:-1], here)
 
 
-def _windows(memory: _PooledMemory | _Part, limit: int) -> list[_Binding]:
+def _windows(memory: _PoolBuffer | _Part, limit: int) -> list[_Binding]:
     """Return a buffer as one binding, or in windows of the largest power of two of bytes that may be bound."""
     size = memory.size if memory.size <= limit else 1 << limit.bit_length() - 1
     starts = range(0, memory.size, size)
