@@ -10,7 +10,7 @@ from accelerant.cli import main
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.train import load_run, run_training
 from accelerant.nn.train.config import PRESETS
-from accelerant.nn.train.tokenizer import train_bpe_on
+from accelerant.nn.train.tokens import train_bpe_on
 from accelerant.runtime.files import escaped
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
-    from accelerant.nn.train.tokenfile import TokenFileInfo
+    from accelerant.nn.train.tokens import TokenFileInfo
 
 _EXAMPLES = """\
 prepare ~/books --out books.tokens
@@ -76,7 +76,7 @@ def prepare(
 
 def info(file: _File, check: _Check = False, json_output: _Json = False) -> None:
     """Describe a token file; with --check, check its tokens."""
-    from accelerant.nn.train.tokenfile import TokenFile
+    from accelerant.nn.train.tokens import TokenFile
 
     opened = TokenFile(Path(file).expanduser())
     if check:

@@ -15,7 +15,7 @@ from accelerant.runtime.files import clipped, decode_json, read_regular
 
 if TYPE_CHECKING:
     from accelerant.nn.models.language_model import LanguageModel
-    from accelerant.nn.train.tokenizer import Tokenizer
+    from accelerant.nn.train.tokens import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import pytest
 
 from accelerant.errors import ConfigError, MissingFile
 from accelerant.nn.train.config import TrainConfig
-from accelerant.nn.train.corpus import Document, _blocks_held_out, load_corpus, ngram_baselines
+from accelerant.nn.train.corpus import _blocks_held_out, load_corpus, ngram_baselines
 from accelerant.nn.train.data import random_windows
+from accelerant.nn.train.tokens import Document
 
 
 @pytest.fixture

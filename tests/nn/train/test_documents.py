@@ -13,8 +13,7 @@ import zlib
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.corpus import load_corpus
-from accelerant.nn.train.documents import NotTextError, Reading, encoding_of
+from accelerant.nn.train.corpus import NotTextError, Reading, encoding_of, load_corpus
 
 ENGLISH = "The quick brown fox jumps over the lazy dog.\n" * 5
 GERMAN = "Über den Wäldern flögen süße Käuzchen, groß und klein.\n" * 5

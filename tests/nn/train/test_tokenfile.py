@@ -14,8 +14,7 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import TokenFile, TrainConfig, Trainer, fit, prepare_tokens
 from accelerant.nn.train.corpus import tokenizer_path
-from accelerant.nn.train.tokenfile import BYTES, TokenWriter, is_token_file, token_dtype
-from accelerant.nn.train.tokenizer import load_bpe
+from accelerant.nn.train.tokens import BYTES, TokenWriter, is_token_file, load_bpe, token_dtype
 
 TEXT = "".join(f"the {n}th line of some text, for learning\n" for n in range(400))
 

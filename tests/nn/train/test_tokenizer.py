@@ -8,13 +8,20 @@ from tokenizers import pre_tokenizers
 
 from accelerant.config import override
 from accelerant.errors import FormatError
-from accelerant.nn.train import tokenizer as module
-from accelerant.nn.train.corpus import Corpus, Document
-from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, last_cut, load_bpe, train_bpe, train_bpe_on
+from accelerant.nn.train import tokens as module
+from accelerant.nn.train.tokens import (
+    BPETokenizer,
+    ByteTokenizer,
+    Document,
+    last_cut,
+    load_bpe,
+    train_bpe,
+    train_bpe_on,
+)
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 日本語\n", "def g(y):\n    return y\n"]
 DOCUMENTS = tuple(Document(str(i), text.encode()) for i, text in enumerate(TEXTS))
-CORPUS = Corpus("test", DOCUMENTS, DOCUMENTS[:1], "0" * 64)
+SHA256 = "0" * 64
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,7 @@ def test_bytes_come_back():
 
 
 def test_bpe_comes_back_and_knows_its_bytes():
-    tokenizer = train_bpe(CORPUS, 300)
+    tokenizer = train_bpe(DOCUMENTS, SHA256, 300)
     tokens = tokenizer.encode(DOCUMENTS)
     assert tokenizer.decode(tokens.tolist()) == "".join(text + "<|endoftext|>" for text in TEXTS)
     assert tokenizer.byte_lengths[tokens].sum() == sum(len(text.encode()) for text in TEXTS)
@@ -40,23 +47,23 @@ def test_bpe_comes_back_and_knows_its_bytes():
 
 
 def test_bpe_is_trained_once(cache, monkeypatch):
-    first = train_bpe(CORPUS, 280).to_json()
+    first = train_bpe(DOCUMENTS, SHA256, 280).to_json()
     assert len(list(cache.rglob("*.json"))) == 1
-    monkeypatch.setattr("accelerant.nn.train.tokenizer.train_bpe_on", lambda *_: pytest.fail("trained again"))
-    assert train_bpe(CORPUS, 280).to_json() == first
+    monkeypatch.setattr("accelerant.nn.train.tokens.train_bpe_on", lambda *_: pytest.fail("trained again"))
+    assert train_bpe(DOCUMENTS, SHA256, 280).to_json() == first
 
 
 def test_a_torn_cache_is_trained_again(cache):
-    first = train_bpe(CORPUS, 280).to_json()
+    first = train_bpe(DOCUMENTS, SHA256, 280).to_json()
     (path,) = cache.rglob("*.json")
     path.write_text(path.read_text()[:100])
-    assert train_bpe(CORPUS, 280).to_json() == first
+    assert train_bpe(DOCUMENTS, SHA256, 280).to_json() == first
     assert load_bpe(path).to_json() == first
 
 
 def changed(**changes):
     """Return a small tokenizer.json with other fields; `model` has those of its model."""
-    content = json.loads(train_bpe(CORPUS, 280).to_json())
+    content = json.loads(train_bpe(DOCUMENTS, SHA256, 280).to_json())
     content["model"] |= changes.pop("model", {})
     return json.dumps(content | changes)
 
@@ -82,7 +89,7 @@ PADDING = {"direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type
     ids=str,
 )
 def test_settings_for_prompts_neither_drop_nor_add_tokens(changes):
-    expected, tokenizer = train_bpe(CORPUS, 280), BPETokenizer(changed(**changes))
+    expected, tokenizer = train_bpe(DOCUMENTS, SHA256, 280), BPETokenizer(changed(**changes))
     assert np.array_equal(tokenizer.encode(DOCUMENTS), expected.encode(DOCUMENTS))
     pieces = [(TEXTS[0] * 50, False), (TEXTS[1], True)]
     assert np.array_equal(tokenizer.encode_pieces(pieces), expected.encode_pieces(pieces))
@@ -115,8 +122,8 @@ def test_tokenizers_that_lose_text_are_refused(changes, message):
 
 
 def test_the_vocabulary_size_is_part_of_the_key(cache):
-    assert train_bpe(CORPUS, 270).vocab_size == 270
-    assert train_bpe(CORPUS, 280).vocab_size == 280
+    assert train_bpe(DOCUMENTS, SHA256, 270).vocab_size == 270
+    assert train_bpe(DOCUMENTS, SHA256, 280).vocab_size == 280
     assert len(list(cache.rglob("*.json"))) == 2
 
 
@@ -134,7 +141,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_wide_vocabularies_take_wide_tokens():
-    tokenizer = BPETokenizer(train_bpe(CORPUS, 280).to_json())
+    tokenizer = BPETokenizer(train_bpe(DOCUMENTS, SHA256, 280).to_json())
     assert tokenizer.encode(DOCUMENTS).dtype == np.uint16
     tokenizer.vocab_size = 1 << 17
     assert tokenizer.encode(DOCUMENTS).dtype == np.uint32
@@ -142,7 +149,7 @@ def test_wide_vocabularies_take_wide_tokens():
 
 def test_the_end_marker_in_a_text_is_text():
     text = "a<|endoftext|>b\n<|endoftext|>"
-    tokenizer = train_bpe(CORPUS, 300)
+    tokenizer = train_bpe(DOCUMENTS, SHA256, 300)
     tokens = tokenizer.encode([Document("marked", text.encode())])
     end = tokenizer.encode([Document("nothing", b"")])
     assert len(end) == 1
@@ -156,8 +163,8 @@ def test_the_end_marker_in_a_text_is_text():
 def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch):
     text = "def f(x):\n\n    return 'it''s'  \n \n\t x\r\n\u00a0\n日本\nend.\n\n\n" * 40
     document = Document("long", text.encode())
-    corpus = Corpus("test", (document,), (document,), "1" * 64)
-    whole = train_bpe(corpus, 300)
+    corpus = (document,), "1" * 64
+    whole = train_bpe(*corpus, 300)
     expected = whole.encode([document, *DOCUMENTS])
     monkeypatch.setattr(module, "_PIECE", 7)
     monkeypatch.setattr(module, "_BATCH", 50)
@@ -168,7 +175,7 @@ def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch)
     assert shares[-1] == 1.0
     with override(cache_dir=cache / "other"):
         phases = []
-        assert train_bpe(corpus, 300, phase=phases.append).to_json() == whole.to_json()
+        assert train_bpe(*corpus, 300, phase=phases.append).to_json() == whole.to_json()
     assert phases == ["training the tokenizer (cached for the next run)", "choosing up to 300 tokens"]
 
 

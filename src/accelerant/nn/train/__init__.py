@@ -7,12 +7,12 @@ from accelerant._renamed import renamed_names
 from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
 from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
-from accelerant.nn.train.corpus import Corpus, Document, load_corpus, prepare_tokens
+from accelerant.nn.train.corpus import Corpus, load_corpus, prepare_tokens
 from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.job import Progress, TrainingOutcome, export_run, load_run, resume_training, run_training
 from accelerant.nn.train.objective import Evaluation, accuracy
 from accelerant.nn.train.step import StepResult, TrainStep
-from accelerant.nn.train.tokenfile import TokenFile
+from accelerant.nn.train.tokens import Document, TokenFile
 from accelerant.nn.train.trainer import Trainer, fit
 
 __all__ = [

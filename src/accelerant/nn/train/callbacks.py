@@ -22,7 +22,7 @@ from accelerant.nn.train.data import Batch, Source
 from accelerant.nn.train.history import StepRecord
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import StepResult
-from accelerant.nn.train.tokenfile import Tokens
+from accelerant.nn.train.tokens import Tokens
 from accelerant.runtime.html_page import Point
 from accelerant.runtime.processes import Processes
 

@@ -32,7 +32,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import forked_random
 from accelerant.nn.train.parallel import share_of
-from accelerant.nn.train.tokenfile import TokenFile, Tokens, require_tokens
+from accelerant.nn.train.tokens import TokenFile, Tokens, require_tokens
 from accelerant.runtime.processes import Processes
 
 Batch = tuple[Tensor, ...]

@@ -52,8 +52,7 @@ from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.report import build_report
-from accelerant.nn.train.tokenfile import Tokens
-from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_exported
+from accelerant.nn.train.tokens import ByteTokenizer, Tokenizer, Tokens, load_bpe, load_exported
 from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic

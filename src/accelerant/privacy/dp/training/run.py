@@ -30,7 +30,7 @@ from accelerant.nn.train.config import RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import Batch, Source, TokenSource, gather
 from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.step import StepResult
-from accelerant.nn.train.tokenfile import Tokens, is_token_file
+from accelerant.nn.train.tokens import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
