@@ -1,17 +1,76 @@
 """Names that changed name the new one."""
 
+import functools
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 
+import accelerant
 from accelerant import _renamed
 from accelerant._renamed import renamed_arguments, renamed_names, understood_arguments
 
+PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 
-@pytest.fixture(autouse=True)
-def _registry_of_its_own(monkeypatch):
+
+@functools.cache
+def registered():
+    """What the modules of the package register: (owner, old argument) and (module, old name) -> new."""
+    root = Path(accelerant.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.name != "_renamed.py" and re.search("renamed_|@INSECURE", path.read_text(encoding="utf-8")):
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    return dict(_renamed.ARGUMENTS), dict(_renamed.NAMES)
+
+
+def rows():
+    """The two cells of each row of the page, but for those of the command line and of numbers by position."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()[6:]]
+    return [(old, new) for old, new in cells if not old.startswith("command line") and "by position" not in old]
+
+
+def test_every_old_spelling_is_on_the_page():
+    arguments, names = registered()
+    assert len(arguments) > 40
+    assert len(names) > 10
+    page = rows()
+    for (owner, old), new in arguments.items():
+        named = rf"\b{owner.rpartition('.')[2]}\b"
+        found = [row for row in page if re.search(rf"\b{old}=", row[0]) and re.search(named, row[0])]
+        assert any(new.partition("=")[0].partition(",")[0] in row[1] for row in found), f"{owner}({old}=) is {new}"
+    for (module, old), new in names.items():
+        found = [row for row in page if re.search(rf"\b{old}\b", row[0])]
+        assert any(new.rpartition(".")[2] in row[1] for row in found), f"{module}.{old} is {new}"
+
+
+def test_every_spelling_on_the_page_is_refused():
+    """In the left column each name, and each argument of one, is registered; `x=[...]` is a value, not a name."""
+    arguments, names = registered()
+    old_names = {old for _, old in names} | {"draws"}  # an attribute, which raises by itself
+    old_arguments = {old for _, old in arguments}
+    owners = {owner.rpartition(".")[2] for owner, _ in arguments}
+    for left, _ in rows():
+        for spelling in re.findall(r"`([^`]+)`", left):
+            if spelling.startswith("--"):
+                continue
+            name, _, given = spelling.partition("(")
+            last = name.rpartition(".")[2]
+            if "=" in name:
+                assert name.partition("=")[0] in old_arguments, spelling
+            elif last not in old_names and "=[" not in given:
+                assert not last or last in owners, spelling
+                assert set(re.findall(r"(\w+)=", given)) <= old_arguments, spelling
+
+
+@pytest.fixture
+def registry_of_its_own(monkeypatch):
     monkeypatch.setattr(_renamed, "ARGUMENTS", {})
     monkeypatch.setattr(_renamed, "NAMES", {})
 
 
+@pytest.mark.usefixtures("registry_of_its_own")
 def test_an_old_argument_of_a_function_or_class_names_the_new_one():
     @renamed_arguments(lr="learning_rate")
     def train(learning_rate=1.0):
@@ -41,6 +100,7 @@ def test_another_usual_name_of_an_argument_is_understood():
         Config(lr=1.0, learning_rate=1.0)
 
 
+@pytest.mark.usefixtures("registry_of_its_own")
 def test_an_old_name_of_a_module_names_the_new_one():
     get = renamed_names("accelerant.sums", {"Total": "accelerant.sums.Sum"}, {"other": 1}.__getitem__)
     with pytest.raises(AttributeError, match=r"accelerant\.sums\.Total is accelerant\.sums\.Sum now"):
@@ -48,6 +108,7 @@ def test_an_old_name_of_a_module_names_the_new_one():
     assert get("other") == 1
 
 
+@pytest.mark.usefixtures("registry_of_its_own")
 def test_a_module_without_getattr_keeps_its_error():
     with pytest.raises(AttributeError, match="has no attribute 'other'"):
         renamed_names("accelerant.sums", {})("other")
