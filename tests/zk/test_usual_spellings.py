@@ -144,6 +144,23 @@ def test_one_device_and_several():
             zk.msm(SCALARS, POINTS, **where)
 
 
+@pytest.mark.parametrize("devices", [["cpu"], ("cpu", "cpu"), ["cpu"] * 40])
+def test_transforms_are_shared(devices):
+    words = FR.random((3, 5, 8))
+    expected = zk.ntt(words, FR)
+    assert np.array_equal(zk.ntt(words, FR, devices=devices), expected)
+    assert np.array_equal(zk.ntt(words[0, 0], FR, devices=devices), expected[0, 0])
+    assert zk.ntt(torch.from_numpy(words), "bn128_fr", devices=devices).numpy().tolist() == expected.tolist()
+    there = zk.ntt(FR(words), coset=3, devices=devices)
+    assert np.array_equal(zk.ntt(there, coset=3, inverse=True, devices=devices).canonical(), words)
+    assert zk.ntt([[1, 2], [3, 4]], FR, devices=devices).tolist() == zk.ntt([[1, 2], [3, 4]], FR).tolist()
+    assert zk.ntt(words[:0], FR, devices=devices).shape == (0, 5, 8, 4)
+    with pytest.raises(ConfigError, match="out= or devices=, not both"):
+        zk.ntt(words, FR, devices=devices, out=words)
+    with pytest.raises(ConfigError, match="devices must be a list of devices, and device not be given"):
+        zk.ntt(words, FR, devices=devices, device="cpu")
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +210,16 @@ def test_values_of_two_pairings_are_not_multiplied():
     assert x != y
     with pytest.raises(ConfigError, match="values of two pairings cannot be multiplied: bn254 and bls12_381"):
         x * y
+
+
+def test_reprs_say_what_a_value_is():
+    from accelerant.algebra.curve.parameters import curve_of
+    from accelerant.algebra.field.memory_space import HOST
+
+    assert [repr(x) for x in (FR, G1, curve_of("bn254_g2"), FR([1, 2]))] == [
+        "field('bn254_fr')", "curve('bn254_g1')", "Curve(bn254_g2)", "FieldArray(bn254_fr, shape (2,), cpu)",
+    ]  # fmt: skip
+    assert repr(HOST).endswith("(cpu)")
 
 
 def test_former_names():

@@ -151,7 +151,7 @@ class FixedBase:
         spaces = [operand.space] if device is devices is None else spaces_at(device, devices)
         self.curve, self.n, self.space = self._parameters.name, _count(self._parameters, operand), spaces[0]
         bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
-        self._parts = _in_threads(
+        self._parts = in_threads(
             lambda space, first, last: _DevicePart.of(self._parameters, operand, space, level, multiples, first, last),
             spaces, bounds[:-1], bounds[1:],
         )  # fmt: skip
@@ -177,7 +177,7 @@ class FixedBase:
         shares = [[part.share(home, row) for row in rows] for part in parts]
         if home is not HOST:
             home.provider.synchronize(home.index)  # the threads' streams do not wait for the caller's
-        sums = _in_threads(lambda part, share: run_sums(part.space, curve, share, part.start), parts, shares)
+        sums = in_threads(lambda part, share: run_sums(part.space, curve, share, part.start), parts, shares)
         total = functools.reduce(functools.partial(launch.add, HOST, curve), sums)
         return sums_outward(curve, total, self.space, leading, self._kind)
 
@@ -225,7 +225,7 @@ class _DevicePart(NamedTuple):
         return row[self.first : self.last].to(self.space.label)
 
 
-def _in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+def in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     """Return call(...) of each row of arguments, in a thread each, with the caller's settings; one in the caller's."""
     if len(arguments[0]) == 1:
         return [call(*each) for each in zip(*arguments, strict=True)]

@@ -9,14 +9,23 @@ import numpy as np
 
 from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
-from accelerant.algebra.field.memory_space import DeviceVerdict, MemorySpace, is_tensor, signed_view, space_at, stacked
+from accelerant.algebra.field.memory_space import (
+    DeviceVerdict,
+    MemorySpace,
+    is_tensor,
+    signed_view,
+    space_at,
+    spaces_at,
+    stacked,
+)
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.registry import DeviceLike
+from accelerant.zk.multi_scalar import Devices, in_threads
 
 
 def ntt(
@@ -27,7 +36,8 @@ def ntt(
     coset: Any = None,
     order: str = "natural",
     out: Any = None,
-    device: str | ComputeDevice | None = None,
+    device: DeviceLike = None,
+    devices: Devices = None,
     reduce: bool = False,
 ) -> Any:
     """Return number-theoretic transforms along the last axis of elements.
@@ -51,6 +61,8 @@ def ntt(
         out: output, of x's kind, shape and device, contiguous, on devices aligned to 16 bytes; x itself (in place) or
             disjoint from it. In natural order all but small transforms need scratch of the same size.
         device: device of the computation; by default that of x.
+        devices: several devices, as in ["cuda:0", "cuda:1"], instead of one: each transforms an equal part of the
+            batch, launched by a thread of its own. A single transform is the first one's.
         reduce: reduce elements that are not below p, which are an error otherwise.
 
     Returns:
@@ -70,19 +82,25 @@ def ntt(
     for name, flag in (("inverse", inverse), ("reduce", reduce)):
         if not isinstance(flag, bool | np.bool_):
             raise ConfigError(f"{name} must be True or False, got {clipped(flag)}")
+    prime = prime_field(field) if field is not None and not isinstance(field, PrimeField) else field
     if isinstance(x, FieldArray):  # the result stays in Montgomery form
-        if field is not None and (field if isinstance(field, PrimeField) else prime_field(field)) is not x.field:
+        if prime not in (None, x.field):
             raise ConfigError(f"x is an array of {x.field.name}, not of {clipped(field)}")
         if out is not None:
             raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
+        if devices is not None:
+            return _shared(x, device, devices, inverse=inverse, coset=coset, order=order)
         _check_points(x.field.parameters, x.words.shape)
         g = _coset(x.field, coset)
         x = x if device is None else x.moved(space_at(device))
         words = transform(x.space, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
         return FieldArray(x.field, x.space, words, home=x.home)
-    if field is None:
+    if prime is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
-    prime = field if isinstance(field, PrimeField) else prime_field(field)
+    if devices is not None:
+        if out is not None:
+            raise ConfigError("ntt takes out= or devices=, not both: out says where")
+        return _shared(prime(x, reduce=reduce), device, devices, inverse=inverse, coset=coset, order=order).canonical()
     if coset is None and out is None and device is None and not reduce:
         y = _checked_at_once(prime.parameters, x, inverse, order)
         if y is not None:
@@ -99,6 +117,20 @@ def ntt(
 
     answer = prime._each(run, (x,), device, reduce)
     return answer if out is None else out
+
+
+def _shared(x: FieldArray, device: DeviceLike, devices: Devices, **options: Any) -> FieldArray:
+    """Return transforms of a batch, of which each device computes an equal part."""
+    used = spaces_at(device, devices)
+    _check_points(x.field.parameters, x.words.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    used = used[: max(1, len(rows))]
+    bounds = [len(rows) * i // len(used) for i in range(len(used) + 1)]
+    parts = in_threads(
+        lambda space, first, last: ntt(rows[first:last].moved(space), **options).moved(x.space).words,
+        used, bounds[:-1], bounds[1:],
+    )  # fmt: skip
+    return FieldArray(x.field, x.space, functools.reduce(x.space.joined, parts), home=x.home).reshape(*x.shape)
 
 
 def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:

@@ -209,7 +209,7 @@ class QuadraticCoordinates(Coordinates[Pair]):
         return c0, c1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Curve(Generic[E]):
     """A curve y^2 = x^3 + b and its subgroup of odd prime order r, the size of the field `scalars`.
 
@@ -223,6 +223,9 @@ class Curve(Generic[E]):
     b: E
     generator: tuple[E, E]
     cofactor: int
+
+    def __repr__(self) -> str:
+        return f"Curve({self.name})"
 
     @property
     def order(self) -> int:

@@ -51,6 +51,9 @@ class MemorySpace(ABC):
         """The device's name in the ledger."""
         return f"{self.backend}:{self.index}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label})"
+
     def __reduce__(self) -> Any:
         return space_at, (self.label,)  # an object for each device, HOST among them
 
