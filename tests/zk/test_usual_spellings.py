@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import accelerant as acl
 from accelerant import zk
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
@@ -232,3 +233,9 @@ def test_former_names():
         formats.Contribution  # noqa: B018
     with pytest.raises(TypeError, match="has no argument curve= any more: it is family= now"):
         zk.pairing_product_is_one([], [], curve="bn254")
+
+
+def test_either_order_of_an_accelerator():
+    accelerator = acl.Accelerator("cpu")
+    for arguments in ((SCALARS, POINTS), (POINTS, SCALARS), ([5, 7], POINTS), (POINTS, [5, 7])):
+        assert np.array_equal(np.asarray(accelerator.msm(*arguments)), G1.mul(G1.generator, 31))

@@ -184,6 +184,10 @@ class _ClientMethods:
     def msm(self, scalars: Any, points: Any, *, curve: str = "bn254_g1", check: str = "curve") -> Steps[Array]:
         """Sum scalars[i] points[i]; see accelerant.zk.msm."""
         parameters = curve_of(curve)
+        from accelerant.zk.operands import swapped
+
+        if swapped(parameters, scalars, points):
+            scalars, points = points, scalars
         inputs = {"scalars": _words(parameters.scalars.name, scalars), "points": _points(parameters, points)}
         return (yield from self._array("sum", "msm", inputs, {"curve": curve, "check": check}))
 

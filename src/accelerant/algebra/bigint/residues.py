@@ -50,9 +50,6 @@ class Residues:
     def __init__(self, values: Iterable[Any], modulus: Any) -> None:
         self._values, self.modulus = list(map(gmp().mpz, values)), gmp().mpz(modulus)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} of {int(self.modulus).bit_length()} bits, {self.space.label})"
-
     def __len__(self) -> int:
         return len(self._values)
 
