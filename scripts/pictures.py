@@ -27,15 +27,15 @@ CAPTIONS = {
     "cli": "train, serve, bench, tune, ...",
     "service": "HTTP, jobs, keys, dashboard",
     "bench": "timers, suites, reports",
-    "accelerator": "any array library",
-    "privacy": "private training",
-    "zk": "MSM, Groth16",
+    "accelerator": "any array library, fuse",
+    "privacy": "dp, he, mpc",
+    "zk": "Groth16, files",
     "distributed": "split models",
-    "nn": "layers, GPT, Llama, training, patch; no kernels",
+    "nn": "layers, models, train, patching; no kernels",
     "tensors": "torch tensors on OpenCL and WebGPU",
     "ops": "one folder per tensor op",
-    "algebra": "fields, NTT, curves",
-    "runtime": "dispatch, ledger, compilation, memory, streams; knows no op",
+    "algebra": "field, ntt, curve, msm, bigint",
+    "runtime": "dispatch, ledger, compilation, memory, streams",
     "config": "settings",
     "errors": "one tree of exceptions",
 }
@@ -43,11 +43,12 @@ CAPTIONS = {
 
 LEFT, WIDTH, GAP = 32, 428, 12
 
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 784" role="img" aria-labelledby="title desc">
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 802" role="img" aria-labelledby="title desc">
   <title id="title">Accelerant's layers, and one call through them</title>
   <desc id="desc">On the left the layers of the package, each importing only those below it: $layers. Dashed ones
     are planned. On the right the path of a call: the op checks its arguments, dispatch chooses an implementation, the
-    kernel is compiled or comes from the disk cache, the provider launches it, and the ledger counts it.</desc>
+    kernel is compiled or comes from the disk cache, the provider launches it, and the ledger counts it. Below it the
+    places of an op, a backend, a curve, a form of Hugging Face and an operation of the service.</desc>
 """
 
 STYLE = """  <style>
@@ -83,11 +84,11 @@ STYLE = """  <style>
       <path class="tip" d="M0 0 L8 4 L0 8 Z"/>
     </marker>
   </defs>
-  <rect class="page" x="1" y="1" width="998" height="782" rx="14"/>
+  <rect class="page" x="1" y="1" width="998" height="800" rx="14"/>
 
 """
 
-CALL = """  <path class="line" d="M478 70 V746" marker-end="url(#tip)"/>
+CALL = """  <path class="line" d="M478 70 V764" marker-end="url(#tip)"/>
 
   <!-- one call -->
   <text class="head" x="528" y="44">One call</text>
@@ -101,11 +102,11 @@ CALL = """  <path class="line" d="M478 70 V746" marker-end="url(#tip)"/>
   <rect class="base" x="528" y="170" width="278" height="74" rx="8"/>
   <text class="left" x="546" y="196">dispatch</text>
   <text class="soft" x="546" y="216">forced, raced, shipped table, or</text>
-  <text class="soft" x="546" y="233">first in order; the plan is kept</text>
+  <text class="soft" x="546" y="233">first in order; the choice is kept</text>
 
   <rect class="box" x="528" y="290" width="132" height="62" rx="8"/>
   <text class="name" x="594" y="316">own kernel</text>
-  <text class="soft mid" x="594" y="336">Triton, CUDA, LLVM</text>
+  <text class="soft mid" x="594" y="336">Triton, C, LLVM</text>
   <rect class="box" x="674" y="290" width="132" height="62" rx="8"/>
   <text class="name" x="740" y="316">library</text>
   <text class="soft mid" x="740" y="336">torch; the fallback</text>
@@ -117,7 +118,7 @@ CALL = """  <path class="line" d="M478 70 V746" marker-end="url(#tip)"/>
 
   <rect class="base" x="528" y="516" width="278" height="92" rx="8"/>
   <text class="left" x="546" y="542">provider: launch</text>
-  <text class="soft" x="546" y="562">cuda: cuda.core, on torch's stream</text>
+  <text class="soft" x="546" y="562">cuda: the driver, on torch's stream</text>
   <text class="soft" x="546" y="579">does not wait for the device</text>
   <text class="soft" x="546" y="596">cpu: the range is split over the cores</text>
 
@@ -135,6 +136,18 @@ CALL = """  <path class="line" d="M478 70 V746" marker-end="url(#tip)"/>
   <path class="line" d="M667 472 V514" marker-end="url(#tip)"/>
   <path class="line" d="M806 207 H848" marker-end="url(#tip)"/>
   <text class="soft" x="752" y="272">or</text>
+
+  <text class="head" x="528" y="658">Where things go</text>
+  <text class="soft" x="528" y="684">an op</text>
+  <text class="code" x="690" y="684">ops/NAME/, ops/__init__.py</text>
+  <text class="soft" x="528" y="704">a backend</text>
+  <text class="code" x="690" y="704">runtime/providers/, tensors/</text>
+  <text class="soft" x="528" y="724">a curve</text>
+  <text class="code" x="690" y="724">algebra/curve/parameters.py</text>
+  <text class="soft" x="528" y="744">a Hugging Face form</text>
+  <text class="code" x="690" y="744">nn/patching/forms.py</text>
+  <text class="soft" x="528" y="764">a service operation</text>
+  <text class="code" x="690" y="764">service/operations.py</text>
 </svg>
 """
 """The right half: one call, by name of the parts that it passes."""
@@ -171,8 +184,8 @@ def providers(top: int) -> list[str]:
     own = [name for name, (module, _) in registry.PROVIDERS.items() if not module.endswith("torch_devices")]
     others = [name for name in registry.PROVIDERS if name not in own]
     parts = []
-    for place, (name, width) in enumerate([*((name, 52) for name in own), (f"{', '.join(others)}: torch only", 114)]):
-        x = LEFT + GAP + 58 * place
+    for place, (name, width) in enumerate([*((name, 60) for name in own), (f"{', '.join(others)}: torch", 80)]):
+        x = LEFT + GAP + 66 * place
         parts += [
             f'  <rect class="box" x="{x}" y="{top}" width="{width}" height="34" rx="6"/>',
             f'  <text class="soft mid" x="{x + width // 2}" y="{top + 22}">{name}</text>',
@@ -189,10 +202,12 @@ def architecture() -> str:
     parts.append('  <text class="soft" x="102" y="44">imports go down only</text>')
     top = 64
     for row in rows:
-        height = 104 if row == ["runtime"] else 58
+        height = 122 if row == ["runtime"] else 58
         parts += boxes(row, top, height)
         if row == ["runtime"]:
-            parts += providers(top + 58)
+            hooks = "knows no op: the layers above give it what it calls"
+            parts.append(f'  <text class="soft mid" x="{LEFT + WIDTH / 2:g}" y="{top + 63}">{hooks}</text>')
+            parts += providers(top + 76)
         top += height + 14
     return "\n".join(parts) + "\n" + CALL
 
