@@ -1,6 +1,8 @@
 """The classes that have a name of torch.nn or torch.optim are used as torch's are."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -147,7 +149,27 @@ def test_what_is_torchs_alone_is_there(name):
     assert name in dir(nn) or name in ("Module", "Parameter", "functional", "init", "utils")
 
 
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "lr_scheduler", "Optimizer"])
+def test_what_is_torchs_alone_is_in_optim(name):
+    assert getattr(nn.optim, name) is getattr(torch.optim, name)
+
+
+@pytest.mark.parametrize(("name", "args"), [
+    ("Linear", (8, 6)), ("LayerNorm", (8,)), ("RMSNorm", (8,)), ("Conv2d", (4, 8, 3)), ("LSTM", (8, 4)),
+    ("GRU", (8, 4)), ("RNN", (8, 4)), ("MultiheadAttention", (8, 2)),
+])  # fmt: skip
+def test_a_layer_is_made_on_a_device_in_a_dtype_and_copied(name, args):
+    layer = getattr(nn, name)(*args, device="meta", dtype=torch.bfloat16)
+    assert {(each.device.type, each.dtype) for each in layer.parameters()} == {("meta", torch.bfloat16)}
+    layer = getattr(nn, name)(*args)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert repr(copied) == repr(layer)
+        assert list(copied.state_dict()) == list(layer.state_dict())
+
+
 def test_a_name_that_torch_has_not_is_refused():
+    with pytest.raises(AttributeError, match=r"module 'accelerant\.nn\.optim' has no attribute 'Adamm'"):
+        _ = nn.optim.Adamm
     with pytest.raises(AttributeError, match=r"module 'accelerant\.nn' has no attribute 'Emmbedding'"):
         _ = nn.Emmbedding
 

@@ -1,6 +1,7 @@
 """AdamW, Adam and SGD that update all parameters in one launch, and clipping by the global norm.
 
-They are used as torch's are, and state dictionaries are interchangeable with torch's in both directions:
+They are used as torch's are, and state dictionaries are interchangeable with torch's in both directions; every other
+name of torch.optim (RMSprop, lr_scheduler, ...) is torch's:
 
     optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
     loss.backward()
@@ -559,6 +560,12 @@ def clip_grad_norm_(
 def _require_finite(norm: Tensor, error_if_nonfinite: bool) -> None:
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of the gradients is {norm.item()}: not clipped (error_if_nonfinite=True)")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(torch.optim, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(torch.optim, name)
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

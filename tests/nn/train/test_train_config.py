@@ -1,5 +1,9 @@
 """Names of settings in TrainConfig and RunConfig: those of today, of other libraries, and of earlier versions."""
 
+import copy
+import inspect
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +17,13 @@ from accelerant.nn.train import (
     TrainConfig,
     Trainer,
     TrainStep,
+    fit,
+    load_checkpoint,
     load_corpus,
     preset,
     resume_training,
     run_training,
+    save_checkpoint,
 )
 from accelerant.nn.train.objective import learning_rate
 from accelerant.runtime.registry import find_device
@@ -61,6 +68,37 @@ def test_files_of_an_earlier_version_are_read():
     recipe = {name: value for name, value in recipe.items() if name not in ("betas", "max_grad_norm", "warmup_steps")}
     before = {**today, "recipe": {**recipe, "init_from": ""}, "profile": 0}
     assert RunConfig.from_dict(before) == RunConfig.from_dict(today)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    data = torch.randn(16, 3), torch.randn(16, 2)
+    config = TrainConfig(steps=4, batch_size=4, out=tmp_path, device="cpu", betas=(0.8, 0.9), patience=None)
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 2)
+
+    whole = fit(model(), *data, replace(config, out=None))
+    fit(model(), *data, replace(config, steps=2), callbacks=[])
+    path = tmp_path / "checkpoint.safetensors"
+    tensors, document = load_checkpoint(path)
+    today = document["config"]
+    assert today["betas"] == [0.8, 0.9]
+    before = {"clip": 1.0, "beta1": 0.8, "beta2": 0.9, "folder": str(tmp_path), "patience": 0, "profile": 0}
+    same = {name: value for name, value in today.items() if name not in ("max_grad_norm", "betas", "out")}
+    save_checkpoint(path, tensors, {**document, "config": {**same, **before}, "total_steps": 4})
+    resumed = fit(model(), *data, config, resume=True)
+    assert (resumed.resumed_from, resumed.steps) == (2, whole.steps)
+    save_checkpoint(path, tensors, {**document, "config": {**same, **before, "clip": 7.0}})
+    with pytest.raises(ConfigError, match=r"was trained with max_grad_norm=7\.0, got 1\.0"):
+        fit(model(), *data, config, resume=True)
+
+
+def test_a_config_is_copied_and_pickled(tmp_path):
+    config = TrainConfig(lr=0.5, out=tmp_path, betas=[0.8, 0.9])
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert hash(config) == hash(TrainConfig.from_dict(config.to_dict()))
+    assert "learning_rate" in inspect.signature(TrainConfig).parameters
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": 3}, {"warmup": 0.3, "warmup_steps": 3}, {"warmup": 0.3}])
