@@ -3,7 +3,9 @@
 import numpy as np
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.field.program import montgomery_radix
+
+RADIX = {4: 2**256, 6: 2**384}
+"""Limbs of a coordinate's field -> R of the Montgomery form x R mod q."""
 
 
 def scaled(curve, points, factor):
@@ -13,12 +15,12 @@ def scaled(curve, points, factor):
 
 def packed(curve, points):
     """Words of points in Montgomery form."""
-    return encode_points(curve, scaled(curve, points, montgomery_radix(curve.coordinates.base)))
+    return encode_points(curve, scaled(curve, points, RADIX[curve.coordinates.base.limbs]))
 
 
 def unpacked(curve, words):
     """Points from words in Montgomery form."""
-    back = pow(montgomery_radix(curve.coordinates.base), -1, curve.coordinates.base.modulus)
+    back = pow(RADIX[curve.coordinates.base.limbs], -1, curve.coordinates.base.modulus)
     return scaled(curve, decode_points(curve, words, check=False), back)
 
 

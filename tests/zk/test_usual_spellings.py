@@ -172,6 +172,8 @@ def test_names_of_snarkjs():
     assert np.array_equal(zk.msm(SCALARS, POINTS, "bn128_g1"), zk.msm(SCALARS, POINTS))
     assert zk.FixedBase("bn128_g1", POINTS).curve == "bn254_g1"
     assert zk.pairing_product_is_one([], [], "bn128")
+    assert zk.field(FR) is FR
+    assert np.array_equal(zk.msm(SCALARS, POINTS, curve=G1), zk.msm(SCALARS, POINTS))
     for wrong in ("bn128", "bn129_g1", "bn128_g3", "bn128g1"):
         with pytest.raises(ConfigError, match=f"unknown curve '{wrong}'"):
             zk.curve(wrong)

@@ -203,8 +203,9 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
 """Functions that return the curve of a name; the first call takes milliseconds, to check the generator's order."""
 
 
-def curve_of(name: str) -> Curve[Any]:
-    """Return the curve of a name; ConfigError if there is none."""
+def curve_of(name: Any) -> Curve[Any]:
+    """Return the curve of a name, or of an object that has one as zk.curve's; ConfigError if there is none."""
+    name = getattr(name, "name", name)
     found = (CURVES.get(name) or CURVES.get(known_name(name))) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(f"unknown curve {clipped(name)}; known are {', '.join(CURVES)}")

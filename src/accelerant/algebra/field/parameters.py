@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
@@ -115,8 +116,9 @@ def known_name(name: str) -> str:
     return _FAMILY_NAMES[letters] + group if letters in _FAMILY_NAMES else name
 
 
-def field_of(name: str) -> Field:
-    """Return the field of a name; ConfigError if there is none."""
+def field_of(name: Any) -> Field:
+    """Return the field of a name, or of an object that has one as zk.field's; ConfigError if there is none."""
+    name = getattr(name, "name", name)
     found = (FIELDS.get(name) or FIELDS.get(known_name(name))) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(f"unknown field {clipped(name)}; known are {', '.join(FIELDS)}")
