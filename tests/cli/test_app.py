@@ -7,10 +7,10 @@ import sys
 import pytest
 import typer
 
-from accelerant.cli.app import GROUPS, build_app, main
+from accelerant.cli.app import _MODULES, COMMANDS, build_app, main
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", COMMANDS)
 def test_a_group_registers_the_command_of_its_name(group):
     command = typer.main.get_command(build_app((group,)))
     assert list(command.commands) == [group]
@@ -22,7 +22,7 @@ def test_a_named_group_is_imported_alone():
         "try:\n    main(['cache', '--help'])\nexcept SystemExit as end:\n    status = end.code\n"
         "print([name for name in sys.modules if name in sys.argv[1:]], status)"
     )
-    modules = [f"accelerant.cli.{module}" for module, _ in GROUPS.values()]
+    modules = [f"accelerant.cli.{_MODULES.get(name, name)}" for name in COMMANDS]
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['accelerant.cli.cache'] 0"
 

@@ -1,7 +1,6 @@
 """The command-line application: command groups and exit statuses of errors.
 
-Importing a module loads only what adds its groups to an application; commands import torch and the rest of the library
-in their bodies, so that `--help` is quick.
+A command imports torch and the rest of the library in its body, so that `--help` is quick.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C). The `zk`
 commands end with 1 only if a proof is invalid, or some of many witnesses failed, and with 2 for every other failure.
@@ -28,13 +27,18 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     import typer
 
-GROUPS = {
-    **{name: (name, "register") for name in ("train", "sample", "runs", "data", "privacy", "zk")},
-    **{name: ("service", f"register_{name}") for name in ("serve", "keys", "jobs")},
-    **{name: ("devices", f"register_{name}") for name in ("devices", "top")},
-    **{name: (name, "register") for name in ("doctor", "bench", "tune", "compile", "profile", "cache")},
+_PANELS = {
+    "Training": ("train", "sample", "runs", "data", "privacy"),
+    "Proofs": ("zk",),
+    "Service": ("serve", "keys", "jobs"),
+    "Devices": ("devices", "top", "doctor"),
+    "Kernels": ("bench", "tune", "compile", "profile", "cache"),
 }
-"""Command or group of commands -> the module of this package, and its function that adds it to an application."""
+COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names}
+"""Command or group of commands -> its panel on the page of help."""
+
+_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices"}
+"""Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 
@@ -47,11 +51,11 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-def build_app(groups: Iterable[str] = GROUPS) -> typer.Typer:
-    """Return the typer application with these groups."""
+def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Return the typer application with these commands and groups."""
     import typer
 
-    from accelerant.cli.help import Application
+    from accelerant.cli.help import Application, add_command
 
     app = Application(name="accelerant", no_args_is_help=True, add_completion=True)
 
@@ -61,9 +65,9 @@ def build_app(groups: Iterable[str] = GROUPS) -> typer.Typer:
     ) -> None:
         """Accelerated computing on any available device."""
 
-    for group in groups:
-        module, function = GROUPS[group]
-        getattr(import_module(f"accelerant.cli.{module}"), function)(app)
+    for name in names:
+        module = import_module(f"accelerant.cli.{_MODULES.get(name, name)}")
+        add_command(app, name, COMMANDS[name], getattr(module, name))
     return app
 
 
@@ -78,10 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
-        groups: Iterable[str] = (
-            args[:1] if args and args[0] in GROUPS else GROUPS
-        )  # importing the others takes up to 0.1 s
-        build_app(groups)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
+        known = args[:1] if args and args[0] in COMMANDS else COMMANDS  # importing the others takes up to 0.1 s
+        build_app(known)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

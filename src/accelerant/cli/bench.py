@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from accelerant.cli.app import exit_status
-from accelerant.cli.help import Application, HelpGroup, with_parameters
+from accelerant.cli.help import Application, Group, HelpGroup, with_parameters
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.runtime.files import escaped, write_atomic
@@ -63,19 +63,6 @@ _Compare = Annotated[
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Results")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command group."""
-    title = (
-        "Measure the kernels and the runtime, compared with their peers. `accelerant bench OP` measures one op, with "
-        "--size at sizes of your own: `accelerant bench gelu --help`."
-    )
-    group = Application(cls=_SuiteGroup, help=title, no_args_is_help=True)
-    group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
-    group.command("compare", epilog="accelerant bench compare before.json after.json")(compare_records)
-    group.command("check", epilog=_epilog("accelerant bench check", _CHECK_EXAMPLES))(check)
-    app.add_typer(group, name="bench", rich_help_panel="Kernels")
 
 
 class _SuiteGroup(HelpGroup):
@@ -315,8 +302,6 @@ def _save(
 
 # --- bench all, bench compare ----------------------------------------------------------------------------------------
 
-_ALL_EXAMPLES = ("--out now.json --report report.html", "--compare before.json", "--suite algebra --budget-seconds 0.1")
-
 
 def everything(
     device: _Device = "auto",
@@ -360,9 +345,6 @@ def compare_records(
     print(_lines(comparison.table()))
     if comparison.regressions:
         raise typer.Exit(1)
-
-
-_CHECK_EXAMPLES = ("floors.toml", "floors.toml --op gelu", "floors.toml now.json", "floors.toml now.json --write")
 
 
 def check(
@@ -444,6 +426,20 @@ def _measured(
 def _lines(table: str) -> str:
     """Return a table, which may have names from a file, without control characters."""
     return "\n".join(map(escaped, table.splitlines()))
+
+
+bench = Group(
+    "Measure the kernels and the runtime, compared with their peers. `accelerant bench OP` measures one op, with "
+    "--size at sizes of your own: `accelerant bench gelu --help`.",
+    {
+        everything: "all --out now.json --report report.html\naccelerant bench all --compare before.json\n"
+        "accelerant bench all --suite algebra --budget-seconds 0.1",
+        compare_records: "compare before.json after.json",
+        check: "check floors.toml\naccelerant bench check floors.toml --op gelu\n"
+        "accelerant bench check floors.toml now.json\naccelerant bench check floors.toml now.json --write",
+    },
+    cls=_SuiteGroup,
+)
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

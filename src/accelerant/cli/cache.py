@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from accelerant.cli.help import JsonOutput, add_group
+from accelerant.cli.help import Group, JsonOutput
 from accelerant.cli.terminal import ProgressLine, print_table, span_text
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.files import escaped
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    examples = {
-        list_entries: "list\naccelerant cache list 'softmax*' --json",
-        clear: "clear --yes\naccelerant cache clear 'gelu*'",
-        warm: "warm\naccelerant cache warm --arch sm_90 --arch sm_80\naccelerant cache warm field_add --device cpu",
-    }
-    add_group(app, "cache", "Compiled kernels on disk: list, remove, compile in advance.", "Kernels", examples)
 
 
 def list_entries(names: _Names = None, json_output: JsonOutput = False) -> None:
@@ -215,3 +205,13 @@ def _total(entries: Sequence[CacheEntry], size_bytes: int) -> str:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**10:.1f} KiB" if size_bytes < 2**20 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+cache = Group(
+    "Compiled kernels on disk: list, remove, compile in advance.",
+    {
+        list_entries: "list\naccelerant cache list 'softmax*' --json",
+        clear: "clear --yes\naccelerant cache clear 'gelu*'",
+        warm: "warm\naccelerant cache warm --arch sm_90 --arch sm_80\naccelerant cache warm field_add --device cpu",
+    },
+)

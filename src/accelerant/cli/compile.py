@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from accelerant.cli.help import command_of
+from accelerant.cli.help import examples
 from accelerant.cli.terminal import print_table
 from accelerant.errors import CompileError, ConfigError, MissingFile
 from accelerant.runtime.compilation.kernel import CompileOptions
@@ -38,16 +38,12 @@ accelerant compile mine.cu --fast-math -D WIDTH=8 -I include --entry 'scale<floa
 accelerant compile mine.cu --arch sm_80 --ptx"""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("compile", epilog=_EXAMPLES, rich_help_panel="Kernels")(command_of(CompileCommand))
-
-
 def _code(text: str, *names: str, metavar: str | None = None) -> Any:
     """Return an option of the group "Code"; without names, those that typer makes of the parameter's."""
     return typer.Option(*names, metavar=metavar, help=text, rich_help_panel="Code")
 
 
+@examples(_EXAMPLES)
 @dataclass(frozen=True, kw_only=True)
 class CompileCommand:
     """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
@@ -271,3 +267,6 @@ def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Fai
     rows.sort(key=lambda row: targets.index(row["target"]))
     compiler = amd_compiler() if all(target.startswith("gfx") for target in targets) else nvrtc_version()
     return {"file": file, "compiler": compiler, "targets": rows}
+
+
+compile = CompileCommand

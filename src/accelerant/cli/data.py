@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from accelerant.cli.help import add_group
+from accelerant.cli.help import Group
 from accelerant.cli.terminal import console, is_live
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
@@ -40,12 +40,6 @@ _Field = Annotated[str, typer.Option("--field", help="Field of each JSON object 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A token file.")]
 _Check = Annotated[bool, typer.Option("--check", help="Read all tokens and compare them with their checksum.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command group to the application."""
-    examples = {prepare: _EXAMPLES, info: "info books.tokens --check"}
-    add_group(app, "data", "Prepare text for training: token files.", "Training", examples)
 
 
 def prepare(
@@ -112,3 +106,6 @@ def _progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
             progress.update(tasks[phase], completed=share)
 
         yield show
+
+
+data = Group("Prepare text for training: token files.", {prepare: _EXAMPLES, info: "info books.tokens --check"})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.cli.help import examples
 from accelerant.cli.terminal import console, is_live, print_table, table_lines, wrapped
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
@@ -29,18 +30,7 @@ _SORTS = {"m": "memory", "p": "pid", "n": "name"}
 """Key -> order of the processes."""
 
 
-def register_devices(app: typer.Typer) -> None:
-    """Add the command."""
-    examples = "accelerant devices\naccelerant devices --json"
-    app.command("devices", epilog=examples, rich_help_panel="Devices")(devices)
-
-
-def register_top(app: typer.Typer) -> None:
-    """Add the command."""
-    examples = "accelerant top\naccelerant top --interval 0.5\naccelerant top --json"
-    app.command("top", epilog=examples, rich_help_panel="Devices")(top)
-
-
+@examples("accelerant devices\naccelerant devices --json")
 def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
     """List the devices of each backend, and why a backend is absent.
 
@@ -91,6 +81,7 @@ def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
 # --- top --------------------------------------------------------------------------------------------------------------
 
 
+@examples("accelerant top\naccelerant top --interval 0.5\naccelerant top --json")
 def top(
     interval: Annotated[float, typer.Option(help="Seconds between two readings, 0.1 to 3600.")] = 1.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and exit.")] = False,

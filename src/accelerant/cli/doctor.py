@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.help import examples
 from accelerant.cli.terminal import ProgressLine, console, print_table
 
 if TYPE_CHECKING:
@@ -23,11 +24,7 @@ accelerant doctor --certify --out certificate"""
 _COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor", epilog=_EXAMPLES, rich_help_panel="Devices")(doctor)
-
-
+@examples(_EXAMPLES)
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     certify: Annotated[bool, typer.Option("--certify", help="Compare every op on every device with its reference.")]

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -141,12 +141,38 @@ class Application(typer.Typer):
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def add_group(app: typer.Typer, name: str, title: str, panel: str, examples: Mapping[Any, str], **options: Any) -> None:
-    """Add a group of commands, each a function with its examples, whose first one follows the group's name."""
-    group = Application(name=name, help=title, no_args_is_help=True, **options)
-    for command, example in examples.items():
-        word = command.__name__.removesuffix(f"_{name}").removesuffix("_entries").replace("_", "-")
-        group.command(word, epilog=f"accelerant {name} {example}")(command)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def examples(text: str, **options: Any) -> Callable[[_Command], _Command]:
+    """Return a decorator that gives a command, a function or a dataclass with a method `run`, its examples.
+
+    `options` are typer's of the command.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        command.options = {"epilog": text, **options}  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+class Group:
+    """A group of commands: its help, and each function with its examples, of which the first begins with its word."""
+
+    def __init__(self, title: str, commands: Mapping[Any, str], **options: Any) -> None:
+        self.title, self.commands, self.options = title, commands, options
+
+
+def add_command(app: typer.Typer, name: str, panel: str, command: Any) -> None:
+    """Add a command or a group to an application."""
+    if not isinstance(command, Group):
+        call = command_of(command) if isinstance(command, type) else command
+        app.command(name, rich_help_panel=panel, **command.options)(call)
+        return
+    group = Application(name=name, help=command.title, no_args_is_help=True, **command.options)
+    for function, text in command.commands.items():
+        group.command(text.split()[0], epilog=f"accelerant {name} {text}")(function)
     app.add_typer(group, rich_help_panel=panel)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.help import JsonOutput, add_group
+from accelerant.cli.help import Group, JsonOutput
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped, exact, plain
 
@@ -22,16 +22,6 @@ _Rate = Annotated[float, typer.Option(help="Probability of each record to be in 
 _Steps = Annotated[int, typer.Option(help="Number of steps.")]
 _Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta); well below one over the number of records.")]
 _Method = Annotated[str, typer.Option(help="pld (privacy loss distributions) or rdp (Renyi divergence; looser).")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command group."""
-    examples = {
-        epsilon: "epsilon --noise-multiplier 1.1 --sample-rate 0.00426667 --steps 14062 --delta 1e-5",
-        calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --sample-rate 0.00426667 --steps 14062",
-        statement: "statement privacy.jsonl --delta 1e-5 --markdown",
-    }
-    add_group(app, "privacy", "Differential privacy: epsilon, noise and the ledger.", "Training", examples)
 
 
 def epsilon(
@@ -143,3 +133,13 @@ def _number(value: float, digits: int = 0) -> float | str:
     if math.isinf(value):
         return "infinite" if digits else "inf"
     return plain(value, digits, up=True) if digits else value
+
+
+privacy = Group(
+    "Differential privacy: epsilon, noise and the ledger.",
+    {
+        epsilon: "epsilon --noise-multiplier 1.1 --sample-rate 0.00426667 --steps 14062 --delta 1e-5",
+        calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --sample-rate 0.00426667 --steps 14062",
+        statement: "statement privacy.jsonl --delta 1e-5 --markdown",
+    },
+)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.bench import check_writable
+from accelerant.cli.help import examples
 from accelerant.cli.terminal import print_table
 from accelerant.errors import MissingFile
 from accelerant.runtime.files import escaped
@@ -29,12 +30,6 @@ _EXAMPLES = """\
 accelerant profile train.py --epochs 1
 accelerant profile --trace trace.json --max-rows 10 train.py
 accelerant profile --json train.py > profile.json"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    settings = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-    app.command("profile", epilog=_EXAMPLES, rich_help_panel="Kernels", context_settings=settings)(profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +53,7 @@ class ProfileRow:
     ceiling: float | None = None
 
 
+@examples(_EXAMPLES, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def profile(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.cli.help import examples
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped, escaped, plain, write_atomic
 from accelerant.runtime.html_page import Line, card, document, line_chart, smoothed, table, text_table
@@ -35,11 +36,7 @@ _FIGURES = {
 """Fields of summary.json, and their names for people."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("runs", epilog=_EXAMPLES, rich_help_panel="Training")(runs)
-
-
+@examples(_EXAMPLES)
 def runs(
     folders: Annotated[
         list[str] | None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.help import examples
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -38,11 +39,7 @@ _Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: a
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text before.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("sample", epilog=_EXAMPLES, rich_help_panel="Training")(sample)
-
-
+@examples(_EXAMPLES)
 def sample(
     folder: _Folder, prompt: _Prompt = "", tokens: _Tokens = 200, temperature: _Temperature = 0.8, top_k: _TopK = 50,
     top_p: _TopP = 1.0, seed: _Seed = None, device: _Device = None, json_output: _Json = False,

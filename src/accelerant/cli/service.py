@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.help import JsonOutput, add_group
+from accelerant.cli.help import Group, JsonOutput, examples
 from accelerant.cli.terminal import print_table, span_text
 from accelerant.errors import ConfigError, MissingDependency
 from accelerant.runtime.files import escaped
@@ -39,32 +39,6 @@ _LAST_S = 32503680000.0  # the year 3000, after which time.localtime may overflo
 _STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 
 
-def register_serve(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("serve", epilog=_EXAMPLES, rich_help_panel="Service")(serve)
-
-
-def register_keys(app: typer.Typer) -> None:
-    """Add the group."""
-    examples = {
-        create: "create --name ci --scope field --scope zk --rate 50",
-        list_keys: "list --json",
-        revoke: "revoke 3f2a9c0d1e4b",
-        rotate: "rotate 3f2a9c0d1e4b --grace-days 2",
-    }
-    add_group(app, "keys", "API keys of the service.", "Service", examples)
-
-
-def register_jobs(app: typer.Typer) -> None:
-    """Add the group."""
-    examples = {
-        list_jobs: "list\naccelerant jobs list --state failed --json",
-        show: "show 4f1c\naccelerant jobs show 4f1c --json",
-        cancel: "cancel 4f1c",
-    }
-    add_group(app, "jobs", "Jobs of a running service: list, show, cancel.", "Service", examples)
-
-
 def _service(module: str) -> Any:
     """Import a module of the service; MissingDependency without its extra."""
     try:
@@ -73,6 +47,7 @@ def _service(module: str) -> Any:
         raise MissingDependency(error.name or "a package", "service", "the service") from None
 
 
+@examples(_EXAMPLES)
 def serve(
     host: Annotated[str | None, typer.Option(help="Address; any but 127.0.0.1 needs API keys.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 for a free one.")] = None,
@@ -250,3 +225,22 @@ def _print(job: Job, json_output: bool) -> None:
     for name, value in rows.items():
         if value not in (None, ""):
             print(f"{name.replace('_', ' '):{width}}  {escaped(str(value))}")
+
+
+keys = Group(
+    "API keys of the service.",
+    {
+        create: "create --name ci --scope field --scope zk --rate 50",
+        list_keys: "list --json",
+        revoke: "revoke 3f2a9c0d1e4b",
+        rotate: "rotate 3f2a9c0d1e4b --grace-days 2",
+    },
+)
+jobs = Group(
+    "Jobs of a running service: list, show, cancel.",
+    {
+        list_jobs: "list\naccelerant jobs list --state failed --json",
+        show: "show 4f1c\naccelerant jobs show 4f1c --json",
+        cancel: "cancel 4f1c",
+    },
+)

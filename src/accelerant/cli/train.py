@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.help import command_of
+from accelerant.cli.help import examples
 from accelerant.cli.launch import joined, launch, own_device, rank, world_size
 from accelerant.config import settings
 from accelerant.errors import ConfigError, TimeLimitExceeded
@@ -37,11 +37,6 @@ accelerant train --resume runs/books"""
 _PROFILED_STEPS = 5
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("train", epilog=_EXAMPLES, rich_help_panel="Training")(command_of(TrainCommand))
-
-
 def _option(text: str, *flags: str, panel: str | None = None, metavar: str | None = None) -> Any:
     """Return an option in a group of the help; without flags, those that typer makes of the parameter's name."""
     return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel)
@@ -53,6 +48,7 @@ _privacy = partial(_option, panel="Private training")
 _shape = partial(_option, panel="The model")
 
 
+@examples(_EXAMPLES)
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
     """Train a language model on text and write model, metrics, sample and report to a folder.
@@ -507,3 +503,6 @@ def choose_device(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+train = TrainCommand

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.bench import check_writable
+from accelerant.cli.help import examples
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, escaped, plain, read_regular, write_atomic
@@ -28,11 +29,7 @@ accelerant tune --list
 accelerant tune --out nvidia-h200.json --serves 'NVIDIA H100'"""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("tune", epilog=_EXAMPLES, rich_help_panel="Kernels")(tune)
-
-
+@examples(_EXAMPLES)
 def tune(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     dtype: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.app import InvalidProofError, write
-from accelerant.cli.help import add_group
+from accelerant.cli.help import Group
 from accelerant.cli.terminal import console
 from accelerant.cli.zk_prove import (
     StageDisplay,
@@ -42,23 +42,6 @@ _KeyOut = Annotated[Path, _file("VERIFICATION_KEY.JSON", "Verification key to wr
 _R1cs = Annotated[Path, _file("CIRCUIT.R1CS", "Constraints, as written by circom.")]
 _ZkeyOut = Annotated[Path, _file("CIRCUIT.ZKEY", "Proving key to write.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command group to the app."""
-    examples = {
-        prove: "prove circuit.zkey witness.wtns proof.json public.json",
-        prove_many: "prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
-        "accelerant zk prove-many circuit.zkey witnesses/*.wtns --out proofs --ray 10.0.0.1:6379",
-        verify: "verify verification_key.json public.json proof.json && echo accepted",
-        inspect: "inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
-        "accelerant zk inspect downloaded.zkey --check",
-        export_vk: "export-vk circuit.zkey verification_key.json",
-        calldata: "calldata public.json proof.json",
-        verifier: "verifier verification_key.json --out verifier.sol",
-        setup: "setup circuit.r1cs circuit.zkey --insecure-known-tau",
-    }
-    add_group(app, "zk", "Zero-knowledge proofs: Groth16 with snarkjs's files.", "Proofs", examples)
 
 
 def prove(
@@ -275,3 +258,20 @@ def _parse_proof(
     from accelerant.zk.groth16 import Proof
 
     return Proof.from_json(proof_text, public_text, n_public=n_public, name=str(proof), public_name=str(public))
+
+
+zk = Group(
+    "Zero-knowledge proofs: Groth16 with snarkjs's files.",
+    {
+        prove: "prove circuit.zkey witness.wtns proof.json public.json",
+        prove_many: "prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
+        "accelerant zk prove-many circuit.zkey witnesses/*.wtns --out proofs --ray 10.0.0.1:6379",
+        verify: "verify verification_key.json public.json proof.json && echo accepted",
+        inspect: "inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
+        "accelerant zk inspect downloaded.zkey --check",
+        export_vk: "export-vk circuit.zkey verification_key.json",
+        calldata: "calldata public.json proof.json",
+        verifier: "verifier verification_key.json --out verifier.sol",
+        setup: "setup circuit.r1cs circuit.zkey --insecure-known-tau",
+    },
+)
