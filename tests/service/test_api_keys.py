@@ -8,8 +8,8 @@ from serving import Server
 
 from accelerant.cli import main
 from accelerant.errors import ConfigError, FormatError
+from accelerant.service.app import require_keys
 from accelerant.service.keys import KeyStore
-from accelerant.service.server import require_keys
 from accelerant.service.settings import ServiceSettings
 
 

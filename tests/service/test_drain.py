@@ -13,12 +13,11 @@ import uvicorn
 from test_job_service import X, request, started
 
 from accelerant.service import AsyncClient
-from accelerant.service.app import create_app
+from accelerant.service.app import _Server, create_app
 from accelerant.service.errors import Draining
 from accelerant.service.guard import guarded_protocol
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
-from accelerant.service.server import _Server
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,7 @@ _PANELS = {
 COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names}
 """Command or group of commands -> its panel on the page of help."""
 
-_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices"}
+_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices", "sample": "runs"}
 """Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

@@ -80,7 +80,7 @@ def serve(
     if engine == "ray":
         _service("ray_engine").run(settings, address=address, replicas=replicas)
     else:
-        _service("server").run(settings)
+        _service("app").run(settings)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -26,10 +26,9 @@ from fastapi import FastAPI
 
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.jobs import connect_ray, ray_module
-from accelerant.service.app import create_app
+from accelerant.service.app import create_app, require_keys
 from accelerant.service.jobs.service import open_directory
 from accelerant.service.jobs.store import JobStore
-from accelerant.service.server import require_keys
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import Telemetry, log_to
 
