@@ -11,7 +11,7 @@ forward: one that differs depends on other examples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -200,21 +200,9 @@ class OwnParametersRule(OwnParameters):
                 raise self._not_here("returns a number that all examples share")
 
     def _without_trace(self, call: Callable[[], Any]) -> Any:
-        """Call without gradients, and restore the random generators, buffers and attributes."""
-        parameters = [each for each in self.module.parameters() if each.is_cuda]
-        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.module.buffers()]
-        devices = list({each.get_device() for each in parameters})
-        with (
-            torch.no_grad(),
-            self._clipper.unannounced(),
-            modules_restored(self.module),
-            torch.random.fork_rng(devices),
-        ):
-            result = call()
-            for buffer, version, value in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
-        return result
+        """Call without gradients, and leave the module as it was."""
+        with torch.no_grad(), self._clipper.unannounced(), undisturbed(self.module):
+            return call()
 
 
 class WholeModel(OwnParametersRule):
@@ -303,3 +291,24 @@ def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Generator[None]:
+    """Restore random generators, and the modules' attributes, lists, mappings, sets and buffers, at the end."""
+    plain = [
+        each
+        for module in model.modules()
+        for each in vars(module).values()
+        if isinstance(each, Tensor) and each.is_leaf and not each.requires_grad
+    ]
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in (*model.buffers(), *plain)]
+    devices = {param.get_device() for param in model.parameters() if param.is_cuda}
+    try:
+        with modules_restored(model), torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -23,7 +23,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -620,16 +620,18 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }  # accelerant.nn.optim reads some there
     named = dict.fromkeys(name for group in groups for name in group)
     found: dict[str, object] = {"optimizer": type(optimizer).__name__}
-    found |= {f"optimizer's {name}": [_number(group.get(name)) for group in groups] for name in named}
-    return found | {f"optimizer's default {name}": _number(value) for name, value in own.items()}
+    found |= {f"optimizer's {name}": [as_number(group.get(name)) for group in groups] for name in named}
+    return found | {f"optimizer's default {name}": as_number(value) for name, value in own.items()}
 
 
-def _number(value: Any) -> object:
-    """Return a value of an optimizer's option as text shows it: 1, 1.0 and tensors of them are the same."""
+def as_number(value: Any) -> object:
+    """Return an option's value as text shows it: 1, 1.0 and tensors of them are the same."""
+    if isinstance(value, Mapping):
+        return {name: as_number(each) for name, each in sorted(value.items())}
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_number(each) for each in value]
+        return [as_number(each) for each in value]
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

@@ -59,6 +59,7 @@ from accelerant.privacy.dp.training.optimizer import (
     AdaptiveClipping,
     AdaptiveNorm,
     PrivateOptimizer,
+    as_number,
     require_float32,
     settings_of,
 )
@@ -534,7 +535,7 @@ class _TrainingArguments:
 
     def agreed(self) -> dict[str, object]:
         """Return what all processes must be given: ledger and microbatch may differ."""
-        found: dict[str, object] = {name: _number(getattr(self, name)) for name in _AGREED}
+        found: dict[str, object] = {name: as_number(getattr(self, name)) for name in _AGREED}
         found |= {"clipping": self.adaptive or self.clipping, "loss_reduction": self.loss_reduction}
         return found | {"insecure": self.insecure, "groups": self.units.digest}
 
@@ -577,13 +578,6 @@ _AGREED = (
     "noise_multiplier", "target_epsilon", "steps", "delta", "max_grad_norm", "sample_rate", "expected_batch_size",
 )  # fmt: skip
 _HIDDEN = {"groups": "groups must be those of all rows, the same in each process: a unit would be in two shares"}
-
-
-def _number(value: Any) -> object:
-    """Return an argument as text shows it: 1 and 1.0 are the same."""
-    if isinstance(value, Mapping):
-        return {name: float(each) for name, each in sorted(value.items())}
-    return None if value is None else float(value)
 
 
 def _agreed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:

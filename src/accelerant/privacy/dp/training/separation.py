@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size
+from accelerant.privacy.dp.clipping.own_parameters import undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
-from accelerant.runtime.memory.peak import modules_restored
 
 _TOLERANCE = 2e-5
 """Largest change of an example's gradient that counts as none in float32, relative to the layer's largest."""
@@ -414,7 +414,7 @@ class _Passes:
 
         args, kwargs = inputs(self._rows if self.backward else index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
-        with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             if earlier is not None:
                 before, more = inputs(earlier)
                 devices = [param.get_device() for _, param in self._clipper.parameters[:1] if param.is_cuda]
@@ -560,24 +560,3 @@ def _may_be_shares(node: Any) -> bool:
         if kind in _ARRANGED:
             found += [below for below, _ in node.next_functions]
     return False
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Generator[None]:
-    """Restore random generators, and the modules' attributes, lists, mappings, sets and buffers, at the end."""
-    plain = [
-        each
-        for module in model.modules()
-        for each in vars(module).values()
-        if isinstance(each, Tensor) and each.is_leaf and not each.requires_grad
-    ]
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in (*model.buffers(), *plain)]
-    devices = {param.get_device() for param in model.parameters() if param.is_cuda}
-    try:
-        with modules_restored(model), torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, value in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, DivergenceError, ShapeError
@@ -83,10 +84,10 @@ def secure_aggregate(
         raise ConfigError(f"updates must be a list of one update per client, got a {type(client_updates).__name__}")
     if getattr(client_updates, "ndim", 1) == 0:
         raise ConfigError("updates must be a list of one update per client, got an array of no dimension")
-    forms = [_listed(update) for update in client_updates]
-    if len(forms) < 2:
-        raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(forms)}")
-    parts = [dict(_parts(form, f"update {i}")) for i, form in enumerate(forms)]
+    listed = list(client_updates)
+    if len(listed) < 2:
+        raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(listed)}")
+    parts, forms = zip(*(_tensors(update, f"update {i}") for i, update in enumerate(listed)), strict=True)
     _check_alike(parts)
     first, place = parts[0], torch.device(find_device(device, torch_tensors=True).torch_device)
     updates = [
@@ -119,12 +120,9 @@ def secure_aggregate(
     server = setup.server(0, keys, ledger=ledger, device=device)
     report = run_round(server, clients, lambda i: (updates[i], given[i]), 0, leaving or {})
     sums = iter(report.sum.split([part.numel() for part in first.values()]))
-    totals = {path: next(sums).reshape(part.shape) for path, part in first.items()}
-    exact = {path: total.round().to(torch.int64) if whole[path] else total for path, total in totals.items()}
-    return AggregationResult(_filled(forms[0], exact), report)
-
-
-_Path = tuple[Any, ...]
+    totals = [next(sums).reshape(part.shape) for part in first.values()]
+    exact = [x.round().to(torch.int64) if whole[path] else x for path, x in zip(first, totals, strict=True)]
+    return AggregationResult(pytree.tree_unflatten(exact, forms[0]), report)
 
 
 def _listed(update: Any) -> Any:
@@ -147,44 +145,24 @@ def _holds_arrays(part: Any) -> bool:
     return isinstance(part, (Tensor, np.ndarray, Mapping, nn.Module, Iterator))
 
 
-def _inner(form: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the names and parts of an update of `_listed`; None of an array."""
-    if isinstance(form, dict):
-        return form.items()
-    return enumerate(form) if isinstance(form, (list, tuple)) and any(map(_holds_arrays, form)) else None
+def _tensors(update: Any, name: str) -> tuple[dict[str, Tensor], pytree.TreeSpec]:
+    """Return the tensors of an update by their places, such as "['layers'][0]", and its form."""
+    leaves, form = pytree.tree_flatten_with_path(_listed(update), is_leaf=lambda part: not _holds_arrays(part))
+    places = {pytree.keystr(path): leaf for path, leaf in leaves}
+    return {place: real_tensor(leaf, name + place) for place, leaf in places.items()}, form
 
 
-def _parts(form: Any, name: str, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
-    """Yield the tensors of an update by their paths, such as ("layers", 0)."""
-    inner = _inner(form)
-    if inner is None:
-        yield path, real_tensor(form, name + "".join(f"[{each!r}]" for each in path))
-        return
-    for key, part in inner:
-        yield from _parts(part, name, (*path, key))
-
-
-def _filled(form: Any, found: Mapping[_Path, Tensor], path: _Path = ()) -> Any:
-    """Return the tensors that are found in the form of an update."""
-    inner = _inner(form)
-    if inner is None:
-        return found[path]
-    parts = {key: _filled(part, found, (*path, key)) for key, part in inner}
-    return parts if isinstance(form, dict) else type(form)(parts.values())
-
-
-def _check_alike(parts: Sequence[Mapping[_Path, Tensor]]) -> None:
+def _check_alike(parts: Sequence[Mapping[str, Tensor]]) -> None:
     """Raise ShapeError unless all updates have the names, shapes and kinds (integers or floats) of the first."""
     first = parts[0]
     for i, part in enumerate(parts):
         if part.keys() != first.keys():
-            path, *_ = [path for path in (*part, *first) if (path in part) != (path in first)]
-            has, lacks = (i, 0) if path in part else (0, i)
-            raise ShapeError(f"update {has} has {list(path) or 'one array'}, which update {lacks} does not have")
-        for path, x in part.items():
-            y = first[path]
+            place, *_ = [place for place in (*part, *first) if (place in part) != (place in first)]
+            has, lacks = (i, 0) if place in part else (0, i)
+            raise ShapeError(f"update {has} has {place or 'one array'}, which update {lacks} does not have")
+        for at, x in part.items():
+            y = first[at]
             if x.shape != y.shape or x.is_floating_point() != y.is_floating_point():
-                at = "".join(f"[{each!r}]" for each in path)
                 raise ShapeError(
                     f"updates must have one shape and kind: update {i}{at} is {x.dtype} {tuple(x.shape)}, update 0{at} "
                     f"{y.dtype} {tuple(y.shape)}"
