@@ -507,9 +507,7 @@ def _invert(x: Traced) -> Traced:
 
 def _transposed(x: Traced, *dims: Any, swaps: bool, axes: Any = None, dim0: Any = None, dim1: Any = None) -> Traced:
     dims = dims if dim0 is None else (dim0, dim1)
-    if swaps:
-        return _swapped(x, *dims)
-    return _permuted(x, *(dims or (axes,) if axes is not None else dims or reversed(range(x.ndim))))
+    return _swapped(x, *dims) if swaps else _permuted(x, *(dims or axes or reversed(range(x.ndim))))
 
 
 def _permuted(x: Traced, *dims: Any) -> Traced:

@@ -1,7 +1,7 @@
 """Functions that the kernels of fused functions call; the kernels themselves are written by code.py.
 
-tanh is as in ops/elementwise. expm1 and log1p correct the rounding of exp and log near 0. exp keeps the rounding error
-of x log2(e), which tl.exp loses: 60 units in the last place at 88. Powers are computed in float64.
+expm1 and log1p correct the rounding of exp and log near 0. exp keeps the rounding error of x log2(e), which tl.exp
+loses: 60 units in the last place at 88. Powers are computed in float64.
 
 Source: Kahan's correction of log1p and expm1, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 1.14.1.
 erfc: Press, Teukolsky, Vetterling and Flannery 2007, Numerical Recipes, third edition, section 6.2.2, 1.2e-7 relative.
@@ -10,13 +10,8 @@ erfc: Press, Teukolsky, Vetterling and Flannery 2007, Numerical Recipes, third e
 import triton
 import triton.language as tl
 
-TANH_1 = tl.constexpr(-0.3333329751012878)
-TANH_2 = tl.constexpr(0.13331915298814714)
-TANH_3 = tl.constexpr(-0.053783293000263965)
-TANH_4 = tl.constexpr(0.020794617709806007)
-TANH_5 = tl.constexpr(-0.005893945302802656)
-TANH_SMALL_SQUARE = tl.constexpr(0.36)
-TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+from accelerant.ops.elementwise.triton_kernels import _tanh
+
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950216293335)  # in float32, and the rest
 LOG2_E_REST = tl.constexpr(1.9259629911266175e-08)
@@ -69,10 +64,7 @@ def erfc(x):
 
 @triton.jit
 def tanh(x):
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * TWO_LOG2_E) + 1.0)
-    z = x * x
-    p = (((TANH_5 * z + TANH_4) * z + TANH_3) * z + TANH_2) * z + TANH_1
-    return tl.where(z < TANH_SMALL_SQUARE, tl.where(x == 0.0, x, x + x * (z * p)), tl.where(x < 0.0, -large, large))
+    return tl.where(x == 0.0, x, _tanh(x))  # -0.0 stays
 
 
 @triton.jit
