@@ -31,7 +31,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_, itemgetter
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -39,7 +39,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from accelerant.config import choice_overrides
-from accelerant.errors import UnsupportedCase
 from accelerant.ops._library import (
     active_modes,
     below_autograd,
@@ -84,10 +83,10 @@ _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _ledger = ledger()
 _count_lock = _ledger.lock
 
-FEW = 2**20
+SMALL = 2**20
 """Elements of the first tensor on a GPU below which a call that records a gradient waits for the host."""
 
-_FEW_SAMPLE_EVERY = 16 * SAMPLE_EVERY
+_SMALL_SAMPLE_EVERY = 16 * SAMPLE_EVERY
 """One such call in so many is timed: two events and a watched backward pass cost more than the call."""
 
 _guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -99,9 +98,15 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Kind(NamedTuple):
-    """Guards that recognize a kind of call, and the function that serves it.
+    """What recognizes the calls of a kind, and what serves them; kept as a plain tuple, which is faster to unpack.
 
-    That is torch's function or the op's autograd function (`apply`); with neither, the public function.
+    Attributes:
+        length, tensors: the number of arguments, and of those that are tensors, the first ones.
+        check: whether other tensors differ from this call's in their memory alone.
+        others, names, grad: the other arguments, the names of keywords, and whether gradients are recorded.
+        small: the call is on a GPU, and torch serves it because it has few elements.
+        record: of the ledger, if torch's function serves it.
+        apply: the op's autograd function, if that does. With neither, the public function.
     """
 
     length: int
@@ -110,23 +115,23 @@ class _Kind(NamedTuple):
     others: tuple[Any, ...]
     names: tuple[str, ...]
     grad: bool
-    few: bool
+    small: bool
     record: Any = None
-    apply: Callable[..., Any] | None = None
+    apply: Callable[[tuple[Any, ...]], Any] | None = None
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return what tells whether other tensors differ from these in their memory alone."""
-    places = [next(at for at, other in enumerate(tensors) if other is x) for x in tensors]
+    firsts = [next(at for at, other in enumerate(tensors) if other is x) for x in tensors]
     if _guards is not None:
-        distinct = sorted(set(places))
+        distinct = sorted(set(firsts))
         check: Callable[..., bool] = _guards(
             *[tensors[at] for at in distinct], dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
         if len(distinct) == len(tensors):
             return check
         take = _taker(distinct)  # guards take no tensor twice
-        return lambda *xs: all(map(is_, xs, map(xs.__getitem__, places))) and check(*take(xs))
+        return lambda *xs: all(map(is_, xs, map(xs.__getitem__, firsts))) and check(*take(xs))
 
     def description(x: Tensor) -> tuple[object, ...]:
         strides = x.stride() if x.layout is torch.strided else ()
@@ -139,19 +144,23 @@ def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     )
 
 
-def _equal(values: Sequence[object], others: Sequence[object]) -> bool:
+def _are(values: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether options equal the others, in type and value."""
     return all(type(x) is type(y) and x == y for x, y in zip(values, others, strict=True))
 
 
-class _Taken(threading.local):
-    """A thread's last call left to torch, by record and Operation, and whether it is in one of few elements.
+class _ThreadState(threading.local):
+    """What a thread's op tells the CpuFastPath of its public function.
 
-    While `watches`, `applied` becomes the op, its arguments and the results of a call of its autograd function.
+    Attributes:
+        by_torch: record and Operation of the last call that ran torch's implementation.
+        small: the public function is called on few elements of a GPU, which torch is to serve.
+        watching: `applied` is to become the op's `bound`, arguments and results where it applies its autograd function.
     """
 
-    last: Any = None
-    few: bool = False
-    watches: bool = False
+    by_torch: Any = None
+    small: bool = False
+    watching: bool = False
     applied: Any = None
 
 
@@ -174,14 +183,14 @@ class CpuFastPath:
     alternating kinds do not pay for it.
 
     On a GPU, training on few elements waits for the host, of which torch's functions need half as much as our autograd
-    function. With `few`, calls that record a gradient are torch's there too, outside of captures.
+    function. With `small`, calls that record a gradient are torch's there too, outside of captures.
 
     Args:
         function: torch's function, with the parameters of the public one.
         serves: whether `function` gives what the public function gives, for these arguments; called once per kind.
             None: always.
         any_layout: `function` also takes tensors that are not contiguous.
-        few: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
+        small: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
             as often; called once per kind. None: never.
         pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
             differ in their tensors alone. (One that draws a seed does not.)
@@ -192,19 +201,19 @@ class CpuFastPath:
         self,
         function: Callable[..., Any],
         *,
-        serves: Callable[..., bool] | None = None,
+        serves: Callable[..., bool] = lambda *_, **__: True,
         any_layout: bool = False,
-        few: Callable[..., bool] | None = None,
+        small: Callable[..., bool] | None = None,
         pure: bool = False,
         args: tuple[Any, ...] = (),
     ) -> None:
         self.args = args
         self.case_of: Callable[..., Case | None] | None = None
-        self._function, self._serves, self._serves_few = function, serves, few
+        self._function, self._serves, self._serves_small = function, serves, small
         self._any_layout, self._pure = any_layout, pure
         self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}
         self._missed = 0
-        self.taken = _Taken()
+        self.thread = _ThreadState()
 
     def case(self, function: CaseOf) -> CaseOf:
         """Decorate what replaces the op's case here: it gives None for a call that torch's function does not serve."""
@@ -219,139 +228,117 @@ class CpuFastPath:
         if plan is None or not plan.torch_autograd:
             return NotImplemented
         result = operation.execute(case, plan, args)
-        self.taken.last = plan.record, operation
+        self.thread.by_torch = plan.record, operation
         return result
 
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
-        function, known = self._function, self._known
-        any_way, on_gpu = self._pure or self._any_layout, self._serves_few is not None
-        name, torchs = public.__name__, torch_keywords(public.__name__)
+        function, known, name = self._function, self._known, public.__name__
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> Any:
-            if options and not torchs.isdisjoint(options):
-                return call(*args, **own_keywords(name, args, options))
-            if recorders and not is_compiling():
-                return recorders[-1](call, args, options)
             if is_dynamo_compiling():
-                return public(*args, **options)
+                return public(*args, **own_keywords(name, args, options))
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             grad = is_grad_enabled()
-            kinds = known.get(_LATEST, ())
-            while True:
-                for kind in kinds:
-                    length, tensors, check, others, names, with_grad, few, record, apply = kind
-                    if (
-                        len(values) == length
-                        and grad is with_grad
-                        and (
-                            length == tensors
-                            or all(map(is_, values[tensors:], others))
-                            or _equal(values[tensors:], others)
-                        )
-                        and (tuple(options) == names if options else not names)
-                        and check(*(values if length == tensors else values[:tensors]))
-                    ):
-                        break
-                else:
-                    try:
-                        x = values[0]
-                        latest, kinds = kinds, known.get(x.shape, ())
-                        served = any_way or ((x.is_cpu or on_gpu) and x.is_contiguous())
-                    except (AttributeError, IndexError, RuntimeError):  # no tensor; a sparse or a nested one
-                        return public(*args, **options)
-                    if not kinds or kinds is latest:
-                        learns = served and type(x) in _TENSORS
-                        return self._learn(public, args, options) if learns else public(*args, **options)
-                    known[_LATEST] = kinds
-                    continue
-                break
-            unusual = choice_overrides or torch_wants_determinism() or active_modes() or forward_ad._current_level >= 0
-            if unusual or (few and captures_ahead()) or (record is None and apply is None):
-                return public(*args, **options)
-            if not observers:
-                if apply is not None:
-                    return apply(*values[:tensors])
-                with _count_lock:
-                    calls = record.calls + 1
-                    counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)
-                    if counted:
-                        record.calls = calls
-                        record.recording += grad
+            for kind in known.get(_LATEST, ()):
+                length, count, check, others, names, with_grad, small, record, apply = kind
+                if (
+                    len(values) == length
+                    and grad is with_grad
+                    and (length == count or all(map(is_, values[count:], others)) or _are(values[count:], others))
+                    and (tuple(options) == names if options else not names)
+                    and check(*(values if length == count else values[:count]))
+                ):
+                    break
+            else:
+                learns = options or recorders or (args and type(args[0]) in _TENSORS)
+                return self._unrecognized(public, call, args, options) if learns else public(*args)  # type: ignore
+            watched = active_modes() or forward_ad._current_level >= 0
+            if recorders or choice_overrides or torch_wants_determinism() or watched or (small and captures_ahead()):
+                return self._unrecognized(public, call, args, options) if recorders else public(*args, **options)
+            if observers or record is None:
+                return apply(values) if apply and not observers else self._call(public, args, options, small)
+            with _count_lock:
+                calls = record.calls + 1
+                counted = calls > 4 and calls % (_SMALL_SAMPLE_EVERY if small else SAMPLE_EVERY)
                 if counted:
-                    try:
-                        return function(*args, **options)
-                    except _TORCH_ERRORS:
-                        _ledger.discount(record)  # the public function says what is wrong, in its own words
-                    except BaseException:
-                        _ledger.failed(record)
-                        raise
-            return self._of_few(public, args, options) if few else public(*args, **options)
+                    record.calls = calls
+                    record.recording += grad
+            if counted:
+                try:
+                    return function(*args, **options)
+                except _TORCH_ERRORS:
+                    _ledger.discount(record)  # the public function says what is wrong, in its own words
+                except BaseException:
+                    _ledger.failed(record)
+                    raise
+            return self._call(public, args, options, small)
 
         call.torch_function = function  # type: ignore[attr-defined]  # what the benchmark compares with
         return call
 
-    def _of_few(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
-        """Call the public function, which leaves these arguments to torch's implementation."""
-        self.taken.few = True
+    def _call(self, public: Callable[..., Any], args: Any, options: Any, small: bool) -> Any:
+        """Call the public function; `small` has torch's implementation serve few elements of a GPU."""
+        self.thread.small = small
         try:
             return public(*args, **options)
         finally:
-            self.taken.few = False
+            self.thread.small = False
 
-    def _learn(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
-        """Call the public function, and remember what served the call, if another of its kind may be served so."""
+    def _unrecognized(self, public: Callable[..., Any], call: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Call by the kinds of the first tensor's shape, if the latest are of another; else learn."""
+        if recorders and not is_compiling():
+            return recorders[-1](call, args, options)
         values = (*args, *options.values())
-        tensors: list[Tensor] = []
-        on_cpu = True
-        for x in values:
-            kind = type(x)
-            if kind in _TENSORS:
-                tensors.append(x)
-                on_cpu = on_cpu and x.is_cpu and (self._any_layout or (x.layout is torch.strided and x.is_contiguous()))
-            elif kind not in _VALUES:
-                return public(*args, **options)
-        few = self._serves_few is not None and is_grad_enabled() and 0 < tensors[0].numel() < FEW
-        others_first = tensors[-1] is not values[len(tensors) - 1]
-        if not (on_cpu or few or self._pure) or others_first or self._is_unusual():
+        known = self._known
+        try:
+            x = values[0]
+            kinds = known.get(x.shape, ())
+            served = self._pure or self._any_layout or ((x.is_cpu or self._serves_small) and x.is_contiguous())
+        except (AttributeError, IndexError, RuntimeError):  # no tensor, a sparse or a nested one
+            kinds, served = (), False
+        if kinds and kinds is not known.get(_LATEST):
+            known[_LATEST] = kinds
+            return call(*args, **options)
+        if options and not torch_keywords(public.__name__).isdisjoint(options):
+            return call(*args, **own_keywords(public.__name__, args, options))
+        learns = served and type(x) in _TENSORS
+        return self._learn(public, args, options, values) if learns else public(*args, **options)
+
+    def _learn(self, public: Callable[..., Any], args: Any, options: Any, values: tuple[Any, ...]) -> Any:
+        """Call the public function, and remember what served the call, if another of its kind may be served so."""
+        tensors = [x for x in values if type(x) in _TENSORS]
+        traced = is_compiling() or active_modes() or transforming() or forward_ad._current_level >= 0
+        if traced or _autocasts() or not _VALUES.issuperset(map(type, values[len(tensors) :])):
             return public(*args, **options)
-        if not on_cpu and self._serves_few is not None:
-            return self._learn_few(public, args, options, tensors)
-        if observers or choice_overrides or torch_wants_determinism():
+        on_cpu = all(x.is_cpu and (self._any_layout or _is_contiguous(x)) for x in tensors)
+        if not on_cpu and self._serves_small is not None:
+            return self._learn_small(public, args, options, tensors)
+        if not (on_cpu or self._pure) or observers or choice_overrides or torch_wants_determinism():
             return public(*args, **options)
-        self.taken.last = None
+        self.thread.by_torch = None
         y = self._watched(public, args, options)
-        if on_cpu and self.taken.last is not None:
-            record, operation = self.taken.last
-            operation.plans.add_dependent(self._known)
-            served = self._serves is None or self._serves(*args, **options)
-            self._remember(args, options, record=record if served else None)
+        if on_cpu:
+            self._remember_torch(args, options, small=False)
         return y
 
-    def _is_unusual(self) -> bool:
-        """Return whether torch, or who traces it, must see the public function."""
-        traced = is_compiling() or active_modes() or transforming()
-        return bool(traced or forward_ad._current_level >= 0 or _autocasts())
-
-    def _learn_few(self, public: Callable[..., Any], args: Any, options: Any, tensors: Sequence[Tensor]) -> Any:
-        """Do what _learn does on a GPU, for calls that record a gradient of few elements."""
-        learns = any(x.requires_grad for x in tensors) and all(x.is_cuda and x.is_contiguous() for x in tensors)
+    def _learn_small(self, public: Callable[..., Any], args: Any, options: Any, tensors: Sequence[Tensor]) -> Any:
+        """Do the same on a GPU, for calls on few elements that record a gradient."""
+        records = is_grad_enabled() and 0 < tensors[0].numel() < SMALL and any(x.requires_grad for x in tensors)
+        learns = records and all(x.is_cuda and _is_contiguous(x) for x in tensors)
         if not learns or choice_overrides or torch_wants_determinism() or captures_ahead():
             return public(*args, **options)
         try:
-            leaves = self._serves_few is not None and self._serves_few(*args, **options)
+            serves = self._serves_small is not None and self._serves_small(*args, **options)
         except _TORCH_ERRORS:  # nothing has checked these arguments yet: the public function says what is wrong
-            leaves = False
-        if not leaves:
+            serves = False
+        if not serves:
             self._remember(args, options)
             return public(*args, **options)
-        self.taken.last = None
-        y = self._of_few(public, args, options)
-        if self.taken.last is not None:
-            record, operation = self.taken.last
-            operation.plans.add_dependent(self._known)
-            self._remember(args, options, few=True, record=record)
+        self.thread.by_torch = None
+        y = self._call(public, args, options, small=True)
+        self._remember_torch(args, options, small=True)
         return y
 
     def _watched(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
@@ -360,34 +347,39 @@ class CpuFastPath:
         The function must get the tensors as they were given, and the public result must be its own, or its first.
         """
         self._missed += 1
-        taken = self.taken
+        thread = self.thread
         if not self._pure or not is_grad_enabled() or self._missed & (self._missed - 1):
             return public(*args, **options)
-        taken.watches, taken.applied = True, None
+        thread.watching, thread.applied = True, None
         try:
             y = public(*args, **options)
-            if taken.applied is None:
+            if thread.applied is None:
                 return y
-            bound, given, results = taken.applied
+            bound, given, results = thread.applied
         finally:
-            taken.watches, taken.applied = False, None
+            thread.watching, thread.applied = False, None
         first = isinstance(results, tuple) and y is results[0]
         tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-        rest = given[len(tensors) :]
+        count = len(tensors)
+        rest = given[count:]
         # Tensors that are one object do not tell the order of keywords.
-        same = len(set(map(id, tensors))) == len(tensors) <= len(given) and all(map(is_, tensors, given))
+        same = len(set(map(id, tensors))) == count <= len(given) and all(map(is_, tensors, given))
         if same and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
             op = bound(given, results, first)
-
-            def apply(*tensors: Tensor) -> Any:
-                return op(*tensors, *rest)
-
-            for shape, kinds in list(self._known.items()):
-                self._known[shape] = tuple(kind for kind in kinds if kind[-1] is None)
-            self._remember(args, options, apply=apply)
+            for shape, known in list(self._known.items()):
+                self._known[shape] = tuple(each for each in known if each[-1] is None)
+            self._remember(args, options, apply=lambda values: op(*values[:count], *rest))
         return y
 
-    def _remember(self, args: Any, options: Any, few: bool = False, **serves: Any) -> None:
+    def _remember_torch(self, args: Any, options: Any, *, small: bool) -> None:
+        """Remember the kind of a call that torch's implementation served, if it did."""
+        if self.thread.by_torch is not None:
+            record, operation = self.thread.by_torch
+            operation.plans.add_dependent(self._known)
+            serves = small or self._serves(*args, **options)
+            self._remember(args, options, small, record=record if serves else None)
+
+    def _remember(self, args: Any, options: Any, small: bool = False, **serves: Any) -> None:
         values = (*args, *options.values())
         tensors = [x for x in values if isinstance(x, Tensor)]
         others = values[len(tensors) :]
@@ -397,11 +389,14 @@ class CpuFastPath:
             return
         if len(self._known) >= _CALLS_LIMIT:
             self._known.clear()
-        kind = _Kind(
-            len(values), len(tensors), _check_of(tensors), others, tuple(options), is_grad_enabled(), few, **serves
-        )
+        check, grad = _check_of(tensors), is_grad_enabled()
+        kind = _Kind(len(values), len(tensors), check, others, tuple(options), grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
         self._known[tensors[0].shape] = self._known[_LATEST] = (tuple(kind), *earlier)
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    return x.layout is torch.strided and x.is_contiguous()
 
 
 # --- differentiable ops ----------------------------------------------------------------------------------------------
@@ -418,42 +413,36 @@ class DifferentiableOp:
         schema: of torch's registration, with a name for every result: "silu(Tensor x) -> (Tensor y)". Results after the
             public ones are for the backward pass alone.
         operation: the forward Operation: the arguments -> all results, a tuple unless there is one.
-        case: the arguments -> the case of `operation`.
-        infer_args: arguments of `operation` after the op's own where no gradient is needed.
-        forward: replaces `operation` and `case` where the forward pass does more: the arguments -> all results.
-        infer: replaces them where no gradient is needed: the arguments -> the public results.
+        case: the arguments -> the case of `operation`; None for a call that only a subclass's `forward` serves.
         backward: (gradient of each differentiable result, None where nothing depends on it; the saved tensors; the
             arguments that are no tensors; needs) -> a gradient for each entry of `gradients`, None where it is not
             needed. `needs` is a tuple of bools, one for each.
         saves: names of the arguments and results that the backward pass takes, all of them tensors.
-        only_for: saved argument -> the differentiable ones whose gradients alone need it; saved as None if none of
-            these is needed.
         gradients: differentiable argument -> the saved tensor of its shape and dtype, or the result of its shape and
             dtype (whose gradient is at hand), so that nothing need be saved for the shape alone; or another
             such argument, whose gradient is its own too, as in a sum.
         composite: the arguments -> the public results, from torch's differentiable functions.
         fake: the arguments -> all results, empty, with the right shape, dtype and strides.
-        public: number of results that the caller gets.
-        differentiable: number of the public results that carry a gradient, the first ones.
         composite_backward: as `backward`, from torch's differentiable functions; None: composite is run again on the
             saved arguments and differentiated, which requires that every tensor argument is saved.
         keeps_layout: gradients have the strides of the tensor named in `gradients`, not only its shape.
-        decomposes: torch.compile sees the composite rather than the op, to fuse it with its surroundings.
         cpu: leaves calls on a CPU to torch; None: never.
-        eager_gradient: makes the gradient together with the value, in one pass over the input: (needs, the arguments)
-            -> None where this call does not; else all results (None for one that is no longer needed), the state that
-            `finish_gradient` takes, and whether saved arguments were overwritten, so that there can be only one
-            backward pass. Meant for losses, whose upstream gradient is nearly always 1.
-        finish_gradient: (gradient of the first result, that state, the arguments that are no tensors, needs) -> as
-            `backward`. The first backward pass gives the state away; another one (retain_graph=True), one that is
-            differentiated itself, and traced calls use `backward`.
-        bind: (the arguments, the public results) -> what replaces `forward`, `backward`, `eager_gradient` and
-            `finish_gradient` in calls whose tensors differ from these in their memory alone, by Operation.bound. The
-            gradients that it is called with may have other strides, and nothing but plain calls come to it.
+
+    An op that does more is a subclass, with attributes and methods of its own.
 
     Attributes:
-        forward, backward: for callers that differentiate several ops in one autograd function.
+        backward: for callers that differentiate several ops in one autograd function, as the method `forward`.
+        public: number of results that the caller gets.
+        differentiable: number of the public results that carry a gradient, the first ones.
+        needed_by: saved argument -> the differentiable ones whose gradients alone need it; saved as None if none of
+            these is needed.
+        decomposes: torch.compile sees the composite rather than the op, to fuse it with its surroundings.
     """
+
+    public = 1
+    differentiable = 1
+    needed_by: ClassVar[Mapping[str, Sequence[str]]] = {}
+    decomposes = False
 
     def __init__(
         self,
@@ -464,21 +453,11 @@ class DifferentiableOp:
         gradients: Mapping[str, str],
         composite: Callable[..., Any],
         fake: Callable[..., Any],
-        operation: Operation | None = None,
-        case: Callable[..., Case] | None = None,
-        infer_args: tuple[Any, ...] = (),
-        forward: Callable[..., Any] | None = None,
-        infer: Callable[..., Any] | None = None,
-        only_for: Mapping[str, Sequence[str]] | None = None,
-        public: int = 1,
-        differentiable: int = 1,
+        operation: Operation,
+        case: Callable[..., Case | None],
         composite_backward: Callable[..., Sequence[Tensor | None]] | None = None,
         keeps_layout: bool = False,
-        decomposes: bool = False,
         cpu: CpuFastPath | None = None,
-        eager_gradient: Callable[..., tuple[tuple[Tensor | None, ...], Any, bool] | None] | None = None,
-        finish_gradient: Callable[..., Sequence[Tensor | None]] | None = None,
-        bind: Callable[..., Mapping[str, Callable[..., Any]]] | None = None,
     ) -> None:
         head, _, results = schema.partition("->")
         self.name = head.partition("(")[0]
@@ -488,36 +467,34 @@ class DifferentiableOp:
         self._width = len(arguments)
         self._tensors = tuple(i for i, (kind, _) in enumerate(arguments) if kind.startswith("Tensor"))
         self._options = tuple(i for i, (kind, _) in enumerate(arguments) if not kind.startswith("Tensor"))
-        self._only_for = tuple(
-            (list(saves).index(name), tuple(map(names.index, users))) for name, users in (only_for or {}).items()
+        self._needed_by = tuple(
+            (list(saves).index(name), tuple(map(names.index, users))) for name, users in self.needed_by.items()
         )
         shares = {name: of for name, of in gradients.items() if of in gradients and of not in (*saves, *outputs)}
         gradients = {name: of for name, of in gradients.items() if name not in shares}
         self._positions = tuple(names.index(name) for name in gradients)  # of differentiable arguments
         self._shared = tuple((names.index(name), list(gradients).index(of)) for name, of in shares.items())
-        inputs = [*(f"d_{name}" for name in outputs[:differentiable]), *saves]
+        inputs = [*(f"d_{name}" for name in outputs[: self.differentiable]), *saves]
         self._likes = tuple(inputs.index(like if like in saves else f"d_{like}") for like in gradients.values())
         self._saved = tuple((name in names, (names if name in names else outputs).index(name)) for name in saves)
         self._take_saved = _taker([at if given else self._width + at for given, at in self._saved])
         self._take_options = _taker(self._options)
-        self._outputs, self._public, self._differentiable = len(outputs), public, differentiable
-        self._backward_rank = (len(outputs[:differentiable]), len(saves))
-        self._operation, self._case, self._infer_args = operation, case, infer_args
-        self._forward, self._infer = forward, infer
+        self._outputs = len(outputs)
+        self._backward_rank = (len(outputs[: self.differentiable]), len(saves))
+        self._operation = operation
+        self._case: Callable[..., Any] = case
         self.backward = backward
         self.composite_backward = composite_backward or self._recomputed
-        self._composite, self._decomposes = composite, decomposes
+        self._composite = composite
         self._empty = torch.empty_like if keeps_layout else _contiguous
         self._cpu = cpu
         self._cpu_case = case if cpu is None or cpu.case_of is None else cpu.case_of
-        self._eager_gradient, self._finish_gradient = eager_gradient, finish_gradient
-        self._bind = bind
         self._second = Operation(
             f"{self.name}_bwd_create_graph",
             (Implementation("torch", self.composite_backward),),
             cost=lambda _: Cost(0, 0),
         )
-        self._apply = self._eager_function(public)
+        self._apply = self.autograd_function(self.public)
         self._op = define(
             schema,
             kernel=self.forward,
@@ -526,9 +503,9 @@ class DifferentiableOp:
             composite=self._padded(composite),
         )
         kinds = {name: kind for kind, name in arguments} | dict.fromkeys(outputs, "Tensor")
-        kinds |= dict.fromkeys(only_for or (), "Tensor?")
+        kinds |= dict.fromkeys(self.needed_by, "Tensor?")
         self._op_backward = self._define_backward(
-            [f"Tensor{'' if differentiable == 1 else '?'} d_{name}" for name in outputs[:differentiable]]
+            [f"Tensor{'' if self.differentiable == 1 else '?'} d_{name}" for name in outputs[: self.differentiable]]
             + [f"{kinds[name]} {name}" for name in saves]
             + [f"{arguments[i][0]} {names[i]}" for i in self._options],
             len(gradients),
@@ -546,10 +523,14 @@ class DifferentiableOp:
             composite=self._all_tensors(self.composite_backward),
         )
 
+    def __repr__(self) -> str:
+        """Name the op, and the Operation of its forward pass."""
+        return f"<{type(self).__name__} {self.name}: {self._operation!r}>"
+
     def __call__(self, *args: Any) -> Any:
         """Return the public results."""
         if is_compiling():
-            return self._composite(*args) if self._decomposes else self._cut(self._op(*args))
+            return self._composite(*args) if self.decomposes else self._cut(self._op(*args))
         if active_modes() or forward_ad._current_level >= 0 or transforming():
             return self._cut(self._op(*args))
         cpu = self._cpu
@@ -562,77 +543,52 @@ class DifferentiableOp:
                         return self._cut(self._op(*args))
                     cpu = None
                 learns = learns or x.requires_grad
-        few = cpu is None and self._cpu is not None and self._cpu.taken.few
-        cpu = self._cpu if few else cpu
+        small = cpu is None and self._cpu is not None and self._cpu.thread.small
+        cpu = self._cpu if small else cpu
         if cpu is not None:
-            case = self._cpu_case(*args)  # type: ignore[misc]  # comes with cpu
+            case = self._cpu_case(*args)
             if case is not None:
-                case = case._replace(options=(*case.options, FEW_ELEMENTS)) if few else case
-                result = cpu.run(self._operation, case, args + cpu.args)  # type: ignore[arg-type]  # as above
+                case = case._replace(options=(*case.options, FEW_ELEMENTS)) if small else case
+                result = cpu.run(self._operation, case, args + cpu.args)
                 if result is not NotImplemented:
                     return self._cut(result)
         if learns and torch.is_grad_enabled():
             results = self._apply(*args)
-            if self._cpu is not None and self._cpu.taken.watches:
-                self._cpu.taken.applied = self._bound, args, results
+            if self._cpu is not None and self._cpu.thread.watching:
+                self._cpu.thread.applied = self.bound, args, results
             return results
-        if self._infer is not None:
-            return self._infer(*args)
-        if self._forward is not None:
-            return self._cut(self._forward(*args))
-        results = self._operation(self._case(*args), *args, *self._infer_args)  # type: ignore[misc]  # as in forward
-        return results[0] if self._public == 1 and isinstance(results, tuple) else self._cut(results)
+        return self.infer(*args)
 
     def forward(self, *args: Any) -> Any:
         """Return all results, without autograd."""
-        if self._forward is not None:
-            return self._forward(*args)
-        return self._operation(self._case(*args), *args)  # type: ignore[misc]  # one of the two is declared
+        return self._operation(self._case(*args), *args)
+
+    def infer(self, *args: Any) -> Any:
+        """Return the public results where no gradient is needed."""
+        results = self.forward(*args)
+        return results[0] if self.public == 1 and isinstance(results, tuple) else self._cut(results)
 
     # --- autograd ----------------------------------------------------------------------------------------------------
 
-    def _eager_function(
-        self, shown: int, *, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
-        eager_gradient: Callable[..., Any] | None = None, finish_gradient: Callable[..., Any] | None = None,
-    ) -> Callable[..., Any]:  # fmt: skip
+    def autograd_function(
+        self, shown: int, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """Return the call of an autograd function for plain tensors that gives the first `shown` results."""
-        run = forward or self._forward
-        eager_gradient = eager_gradient or self._eager_gradient
-        finish = finish_gradient or self._finish_gradient
+        run, operation, case = forward or self.forward, self._operation, self._case
+        plain = getattr(run, "__func__", None) is DifferentiableOp.forward  # whose call is saved
 
         def eager_forward(ctx: Any, *args: Any) -> Any:
-            if eager_gradient is None:
-                if run is not None:
-                    return self._save(ctx, args, run(*args), shown)
-                results = self._operation(self._case(*args), *args)  # type: ignore[misc]  # as in forward
-                return self._save(ctx, args, results, shown)
-            ctx.eager, ctx.overwritten = None, False
-            made = eager_gradient(self._needs(ctx), *args)
-            if made is None:
-                return self._save(ctx, args, self.forward(*args), shown)
-            results, ctx.eager, ctx.overwritten = made
+            results = operation(case(*args), *args) if plain else run(*args)
             return self._save(ctx, args, results, shown)
 
         def eager_backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-            dys = dys[: self._differentiable]
-            dy = dys[0]
-            if finish is None:
-                return self._gradients(ctx, dys, backward)
-            state = ctx.eager
-            if state is None or dy is None or is_grad_enabled() or not _is_plain(dy):
-                if ctx.overwritten:
-                    raise UnsupportedCase(
-                        f"{self.name} wrote its gradient over its input: there can be one backward pass, and none that "
-                        "is differentiated itself (create_graph=True) or transformed; call it without the in-place "
-                        "option for more"
-                    )
-                return self._gradients(ctx, dys, backward)
-            ctx.eager = None  # the caller may keep or change the gradients
-            needs = self._needs(ctx)
-            return self._placed(finish(dy, state, *ctx.options, needs), needs)
+            return self._gradients(ctx, dys[: self.differentiable], backward)
 
+        return self._applied(eager_forward, eager_backward)
+
+    def _applied(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         # Past Function.apply, which looks for transforms and dead wrappers in Python: plain tensors have neither.
-        function = self._function(eager_forward, eager_backward)
+        function = self._function(forward, backward)
         apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
         return apply
 
@@ -645,7 +601,7 @@ class DifferentiableOp:
             return self._save(ctx, args, results, self._outputs)
 
         def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-            return self._gradients(ctx, dys[: self._differentiable])
+            return self._gradients(ctx, dys[: self.differentiable])
 
         apply: Callable[..., Any] = self._function(forward, backward, "Traced").apply
         return apply
@@ -655,10 +611,11 @@ class DifferentiableOp:
         steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         return type(title, (torch.autograd.Function,), steps)
 
-    def _bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
-        """Return what gives the results of `_apply`, or the first, for tensors that differ in their memory alone."""
-        if self._bind is not None:
-            return self._eager_function(1 if first else self._public, **self._bind(args, results))
+    def bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
+        """Return what gives the results of a call, or the first, for tensors that differ in their memory alone.
+
+        Only plain calls come to it; the gradients that they get may have other strides.
+        """
         apply = self._apply
         return (lambda *args: apply(*args)[0]) if first else apply
 
@@ -669,13 +626,13 @@ class DifferentiableOp:
     def _save(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
         saved = self._take_saved(args + outputs)
-        for at, users in self._only_for:
+        for at, users in self._needed_by:
             if not any(ctx.needs_input_grad[position] for position in users):
                 saved = (*saved[:at], None, *saved[at + 1 :])
         ctx.save_for_backward(*saved)
         ctx.options = self._take_options(args)
-        if shown > self._differentiable:
-            ctx.mark_non_differentiable(*outputs[self._differentiable : shown])
+        if shown > self.differentiable:
+            ctx.mark_non_differentiable(*outputs[self.differentiable : shown])
         if shown > 1:
             ctx.set_materialize_grads(False)
         return outputs[:shown] if shown > 1 else outputs[0]
@@ -751,11 +708,11 @@ class DifferentiableOp:
         """Return the public ones of all results."""
         if not isinstance(results, (tuple, list)):
             return results
-        return results[0] if self._public == 1 else tuple(results[: self._public])
+        return results[0] if self.public == 1 else tuple(results[: self.public])
 
     def _padded(self, composite: Callable[..., Any]) -> Callable[..., Any]:
         """Return the composite with an empty tensor for each result that is not public, as the schema has it."""
-        hidden = self._outputs - self._public
+        hidden = self._outputs - self.public
         if not hidden:
             return composite
 
@@ -794,19 +751,19 @@ class DifferentiableOp:
         return tuple(whole) if len(whole) > 1 else whole[0]
 
 
+class DecomposedOp(DifferentiableOp):
+    """An op that torch.compile sees as its composite, to fuse it with its surroundings."""
+
+    decomposes = True
+
+
 def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Do what is_plain does, in one function."""
-    watched = active_modes() or forward_ad._current_level >= 0 or transforming()
-    return not watched and (ordinary_keys.get(keys_of(x).raw_repr()) or is_ordinary(x))
-
-
 def _taker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a function that takes these places of a tuple, in one call of C."""
+    """Return a function that takes the elements of a tuple at these positions, in one call of C."""
     first = positions[0] if positions else 0
-    if list(positions) == list(range(first, first + len(positions))):  # one place, too: itemgetter gives it bare
+    if list(positions) == list(range(first, first + len(positions))):  # one alone, too: itemgetter gives it bare
         return itemgetter(slice(first, first + len(positions)))
     return itemgetter(*positions)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._launch import SHORT, STREAM, StreamKernel, accesses, launch_map, triton_operation
 from accelerant.ops._library import check_dtype
 from accelerant.runtime.dispatch import case_of
@@ -64,7 +64,7 @@ def _case(x, slope):
     return case_of((x.device, x.dtype, x.shape, (slope,)))
 
 
-_leaky_relu = DifferentiableOp(
+_leaky_relu = DecomposedOp(
     "leaky_relu(Tensor x, float slope) -> (Tensor y)",
     operation=leaky_relu_fwd,
     case=_case,
@@ -75,6 +75,5 @@ _leaky_relu = DifferentiableOp(
     composite_backward=lambda dy, x, slope, needs: (_torch_backward(dy, x, slope),),
     fake=lambda x, slope: torch.empty_like(x),
     keeps_layout=True,
-    decomposes=True,
     cpu=_cpu,
 )

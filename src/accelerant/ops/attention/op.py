@@ -505,13 +505,6 @@ def _backward(
     return gradients
 
 
-def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
-    """Return forward and backward pass for more tensors like these."""
-    case = _case(*args)
-    forward, backward = attention_fwd.bound(case), attention_bwd.bound(case)
-    return {"forward": forward, "backward": lambda *args: backward(*args[:-1])}
-
-
 def _composite(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     o, lse = attend(q, k, v, causal, scale, window)
     return o, lse.detach()
@@ -522,7 +515,21 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: i
     return like(q), q.new_empty(q.shape[:3], dtype=wide)
 
 
-_attention = DifferentiableOp(
+class AttentionOp(DifferentiableOp):
+    """One that returns the logarithms of the sums, too, without a gradient."""
+
+    public = 2
+
+
+class _Attention(AttentionOp):
+    def bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
+        """Return forward and backward pass for more tensors like these."""
+        case = _case(*args)
+        forward, backward = attention_fwd.bound(case), attention_bwd.bound(case)
+        return self.autograd_function(1 if first else 2, forward, lambda *args: backward(*args[:-1]))
+
+
+_attention = _Attention(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window) -> (Tensor o, Tensor lse)",
     operation=attention_fwd,
     case=_case,
@@ -531,10 +538,8 @@ _attention = DifferentiableOp(
     gradients={"q": "q", "k": "k", "v": "v"},
     composite=_composite,
     fake=_fake,
-    public=2,
     keeps_layout=True,
     cpu=_cpu,
-    bind=_bind,
 )
 
 
@@ -587,7 +592,7 @@ def _masked_composite(
     return o, lse.detach()
 
 
-_masked = DifferentiableOp(
+_masked = AttentionOp(
     "attention_masked(Tensor q, Tensor k, Tensor v, Tensor mask, bool causal, float scale, int window) "
     "-> (Tensor o, Tensor lse)",
     operation=attention_masked_fwd,
@@ -597,7 +602,6 @@ _masked = DifferentiableOp(
     gradients={"q": "q", "k": "k", "v": "v"},
     composite=_masked_composite,
     fake=lambda q, k, v, mask, causal, scale, window: _fake(q, k, v, causal, scale, window),
-    public=2,
     keeps_layout=True,
 )
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import name_of, not_a_tensor
 from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.ops.attention.op import (
+    AttentionOp,
     check_heads,
     checked,
     checked_window,
@@ -208,7 +208,7 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
 
 
-_attention_varlen = DifferentiableOp(
+_attention_varlen = AttentionOp(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, bool causal, "
     "float scale, int window) -> (Tensor o, Tensor lse)",
     operation=attention_varlen_fwd,
@@ -218,6 +218,5 @@ _attention_varlen = DifferentiableOp(
     gradients={"q": "q", "k": "k", "v": "v"},
     composite=_composite,
     fake=_fake,
-    public=2,
     keeps_layout=True,
 )

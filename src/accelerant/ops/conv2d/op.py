@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._images import Pair, as_images, output_sizes, pair, to_channels_first, to_channels_last
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, check_dtype, check_matches
 from accelerant.runtime.compilation.triton import refuses_triton
@@ -362,7 +362,7 @@ def _channels_first(x: Tensor) -> bool:
     return x.is_contiguous() and (x.shape[1] != 1 or x.stride(1) != 1)
 
 
-_conv2d = DifferentiableOp(
+_conv2d = DecomposedOp(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor y)",
     operation=conv2d_fwd,
@@ -374,6 +374,5 @@ _conv2d = DifferentiableOp(
     composite=torch.conv2d,
     fake=torch.conv2d,
     keeps_layout=True,
-    decomposes=True,
     cpu=_cpu,
 )

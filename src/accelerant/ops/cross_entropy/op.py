@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
@@ -369,24 +369,6 @@ def _finish_gradient(
     return (cross_entropy_bwd(_case(dx, "scale"), dy, *ahead, ignore_index, smoothing, reduction, dx),)
 
 
-def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
-    """Return how to make and finish the gradient of more logits like these, where it comes with the loss."""
-    logits, _, ignore_index, smoothing, reduction, wide, inplace = args
-    if reduction == "none" or inplace or logits.dtype not in _EAGER or logits.is_cpu:  # there targets are checked
-        return {}
-    settings = ignore_index, smoothing, reduction
-    forward, scale = cross_entropy_fwd.bound(_case(logits, "gradient")), cross_entropy_bwd.bound(_case(logits, "scale"))
-
-    def eager(needs: Sequence[bool], logits: Tensor, targets: Tensor, *_: object) -> Any:
-        *results, dx = forward(logits, targets, *settings, wide, False, True)
-        return tuple(results), (dx, targets, *results[1:]), False
-
-    def finish(dy: Tensor, ahead: tuple[Tensor, ...], *_: object) -> tuple[Tensor]:
-        return (scale(dy, *ahead, *settings, ahead[0]),)
-
-    return {"eager_gradient": eager, "finish_gradient": finish}
-
-
 def _backward(
     dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, *settings: Any
 ) -> tuple[Tensor]:
@@ -407,12 +389,80 @@ def _fake(
     )
 
 
-_cross_entropy = DifferentiableOp(
+class LossOp(DifferentiableOp):
+    """A loss whose gradient is computed with its value, in one pass over the input: dy is nearly always 1.
+
+    Methods of subclasses:
+        eager_gradient: (needs, the arguments) -> None where this call does not; else all results (None for one that is
+            no longer needed), the state that `finish_gradient` takes, and whether saved arguments were overwritten, so
+            that there can be only one backward pass.
+        finish_gradient: (gradient of the first result, that state, the arguments that are no tensors, needs) -> as
+            `backward`. The first backward pass gives the state away; another one (retain_graph=True), one that is
+            differentiated itself, and traced calls use `backward`.
+    """
+
+    eager_gradient: Callable[..., tuple[tuple[Tensor | None, ...], Any, bool] | None]
+    finish_gradient: Callable[..., Sequence[Tensor | None]]
+
+    def autograd_function(
+        self, shown: int, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """Return the call of an autograd function; forward and backward replace eager_gradient and finish_gradient."""
+        eager_gradient, finish = forward or self.eager_gradient, backward or self.finish_gradient
+
+        def eager_forward(ctx: Any, *args: Any) -> Any:
+            ctx.eager, ctx.overwritten = None, False
+            made = eager_gradient(self._needs(ctx), *args)
+            if made is None:
+                return self._save(ctx, args, self.forward(*args), shown)
+            results, ctx.eager, ctx.overwritten = made
+            return self._save(ctx, args, results, shown)
+
+        def eager_backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+            dy, state = dys[0], ctx.eager
+            if state is None or dy is None or torch.is_grad_enabled() or not is_plain(dy):
+                if ctx.overwritten:
+                    raise UnsupportedCase(
+                        f"{self.name} wrote its gradient over its input: there can be one backward pass, and none that "
+                        "is differentiated itself (create_graph=True) or transformed; call it without the in-place "
+                        "option for more"
+                    )
+                return self._gradients(ctx, dys[:1])
+            ctx.eager = None  # the caller may keep or change the gradients
+            needs = self._needs(ctx)
+            return self._placed(finish(dy, state, *ctx.options, needs), needs)
+
+        return self._applied(eager_forward, eager_backward)
+
+
+class _CrossEntropy(LossOp):
+    forward = staticmethod(_forward)
+    eager_gradient = staticmethod(_eager_gradient)
+    finish_gradient = staticmethod(_finish_gradient)
+
+    def bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
+        """Return how to make and finish the gradient of more logits like these, where it comes with the loss."""
+        logits, _, ignore_index, smoothing, reduction, wide, inplace = args
+        if reduction == "none" or inplace or logits.dtype not in _EAGER or logits.is_cpu:  # there targets are checked
+            return super().bound(args, results, first)
+        settings = ignore_index, smoothing, reduction
+        forward = cross_entropy_fwd.bound(_case(logits, "gradient"))
+        scale = cross_entropy_bwd.bound(_case(logits, "scale"))
+
+        def eager(needs: Sequence[bool], logits: Tensor, targets: Tensor, *_: object) -> Any:
+            *results, dx = forward(logits, targets, *settings, wide, False, True)
+            return tuple(results), (dx, targets, *results[1:]), False
+
+        def finish(dy: Tensor, ahead: tuple[Tensor, ...], *_: object) -> tuple[Tensor]:
+            return (scale(dy, *ahead, *settings, ahead[0]),)
+
+        return self.autograd_function(1, eager, finish)
+
+
+_cross_entropy = _CrossEntropy(
     "cross_entropy(Tensor logits, Tensor targets, int ignore_index, float smoothing, str reduction, bool wide, "
     "bool inplace) -> (Tensor loss, Tensor statistics, Tensor counts)",
-    eager_gradient=_eager_gradient,
-    finish_gradient=_finish_gradient,
-    forward=_forward,
+    case=_cpu_case,
     backward=_backward,
     saves=("logits", "targets", "statistics", "counts"),
     gradients={"logits": "logits"},
@@ -420,5 +470,4 @@ _cross_entropy = DifferentiableOp(
     fake=_fake,
     operation=cross_entropy_fwd,
     cpu=_cpu,
-    bind=_bind,
 )

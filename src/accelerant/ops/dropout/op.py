@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._launch import accesses, ceil_div
 from accelerant.ops._library import check_dtype, is_plain, name_of, refuses_triton_kernel
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, LANES, DropoutKernel, MaskKernel, refuses_half
@@ -325,7 +325,7 @@ def _case(x: Tensor, *_: object) -> Case:
 
 
 _cpu.case(lambda x, p: _case(x) if x.is_contiguous() else None)
-_dropout = DifferentiableOp(
+_dropout = DecomposedOp(
     "dropout(Tensor x, Tensor seed, float p) -> (Tensor y)",
     operation=dropout_fwd,
     case=_case,
@@ -335,9 +335,8 @@ _dropout = DifferentiableOp(
     gradients={"x": "y"},
     composite=torch_dropout,
     fake=lambda x, seed, p: x.new_empty(x.shape),
-    decomposes=True,
 )
-_masked = DifferentiableOp(
+_masked = DecomposedOp(
     "dropout_masked(Tensor x, Tensor seed, float p) -> (Tensor y, Tensor mask)",
     operation=_masked_fwd,
     case=_case,
@@ -347,9 +346,8 @@ _masked = DifferentiableOp(
     gradients={"x": "y"},
     composite=torch_dropout,
     fake=lambda x, seed, p: (x.new_empty(x.shape), empty_mask(x)),
-    decomposes=True,
 )
-_native = DifferentiableOp(
+_native = DecomposedOp(
     "dropout_native(Tensor x, float p) -> (Tensor y, Tensor mask)",
     operation=_native_fwd,
     case=_case,
@@ -360,5 +358,4 @@ _native = DifferentiableOp(
     composite=F.dropout,
     cpu=_cpu,
     fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
-    decomposes=True,
 )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._launch import (
     SHORT,
     STREAM,
@@ -255,7 +255,7 @@ def silu_reference(x: Tensor) -> Tensor:
 def _unary(
     name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], *, saves: str,
     flops: tuple[int, int], cpu: CpuFastPath, again: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> DifferentiableOp:  # fmt: skip
+) -> DecomposedOp:  # fmt: skip
     """Return an op of one tensor from torch's functions for it, with the kernels of its name.
 
     `backward` takes dy and the saved tensor, x or y; `again` is the same where `backward` is not differentiable;
@@ -276,7 +276,7 @@ def _unary(
     def case(x: Tensor) -> Case:
         return case_of((x.device, x.dtype, x.shape, ()))
 
-    return DifferentiableOp(
+    return DecomposedOp(
         f"{name}(Tensor x) -> (Tensor y)",
         operation=fwd,
         case=case,
@@ -287,7 +287,6 @@ def _unary(
         composite_backward=lambda dy, saved, needs: (again(dy, saved),),
         fake=torch.empty_like,
         keeps_layout=True,
-        decomposes=True,
         cpu=cpu,
     )
 
@@ -300,7 +299,7 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 _relu_cpu, _sigmoid_cpu, _tanh_cpu, _silu_cpu = (
-    CpuFastPath(function, few=lambda _: True) for function in (torch.relu, torch.sigmoid, torch.tanh, F.silu)
+    CpuFastPath(function, small=lambda _: True) for function in (torch.relu, torch.sigmoid, torch.tanh, F.silu)
 )
 _relu: Callable[..., Tensor] = _unary(
     "relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1), cpu=_relu_cpu
@@ -568,11 +567,11 @@ def _number_case(a: Tensor, b: float) -> Case:
 
 
 _sum = partial(
-    DifferentiableOp, operation=add_fwd, composite=torch.add, fake=torch.add, keeps_layout=True, decomposes=True,
+    DecomposedOp, operation=add_fwd, composite=torch.add, fake=torch.add, keeps_layout=True,
     cpu=_add_cpu,
 )  # fmt: skip
 _product = partial(
-    DifferentiableOp, operation=mul_fwd, composite=torch.mul, fake=torch.mul, keeps_layout=True, decomposes=True,
+    DecomposedOp, operation=mul_fwd, composite=torch.mul, fake=torch.mul, keeps_layout=True,
     cpu=_mul_cpu,
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -323,7 +324,7 @@ _bwd = Operation(
 )
 
 
-def _case(indices: Tensor, weight: Tensor) -> Case:
+def _case(indices: Tensor, weight: Tensor, *_: object) -> Case:
     return Case(weight.device, weight.dtype, weight.shape, (indices.dtype, indices.shape))
 
 
@@ -337,15 +338,16 @@ def _cpu_case(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
     return _case(indices, weight)
 
 
-def _forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    _check_range(indices, weight.shape[0])
-    y: Tensor = _fwd(_case(indices, weight), indices, weight, padding_idx)
-    return y
+class _Embedding(DifferentiableOp):
+    def forward(self, *args: Any) -> Any:
+        """Check the indices first."""
+        _check_range(args[0], args[1].shape[0])
+        return super().forward(*args)
 
 
-_embedding = DifferentiableOp(
+_embedding = _Embedding(
     "embedding(Tensor indices, Tensor weight, int padding_idx) -> (Tensor y)",
-    forward=_forward,
+    case=_case,
     backward=lambda dy, indices, weight, padding_idx, needs: _bwd(
         _case(indices, weight), dy, indices, weight, padding_idx, needs
     ),

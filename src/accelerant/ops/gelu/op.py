@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._launch import SHORT, StreamKernel, accesses, launch_map, triton_operation
 from accelerant.ops._library import check_dtype
 from accelerant.runtime.dispatch import Case, case_of
@@ -51,7 +51,7 @@ gelu_bwd = triton_operation(
     _torch_backward,
     cost=accesses(3, 18),
 )
-_cpu = CpuFastPath(lambda x, approximate="none": F.gelu(x, approximate=approximate), few=lambda *_, **__: True)
+_cpu = CpuFastPath(lambda x, approximate="none": F.gelu(x, approximate=approximate), small=lambda *_, **__: True)
 
 
 @_cpu
@@ -87,7 +87,7 @@ def _case(x: Tensor, approximate: str) -> Case:
     return case_of((x.device, x.dtype, x.shape, (approximate,)))
 
 
-_gelu: Callable[..., Tensor] = DifferentiableOp(
+_gelu: Callable[..., Tensor] = DecomposedOp(
     "gelu(Tensor x, str approximate) -> (Tensor y)",
     operation=gelu_fwd,
     case=_case,
@@ -98,6 +98,5 @@ _gelu: Callable[..., Tensor] = DifferentiableOp(
     composite_backward=lambda dy, x, approximate, needs: (_torch_backward(dy, x, approximate),),
     fake=lambda x, approximate: torch.empty_like(x),
     keeps_layout=True,
-    decomposes=True,
     cpu=_cpu,
 )

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._launch import add_product, ceil_div, product_cost, triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, name_of
 from accelerant.ops._per_example import Forming
 from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.op import (
+    LossOp,
     check_loss,
     check_targets,
     cross_entropy_reference,
@@ -483,14 +484,21 @@ def _fake(
     )
 
 
-_linear_cross_entropy = DifferentiableOp(
+class _LinearCrossEntropy(LossOp):
+    def forward(self, *args: Any) -> Any:
+        """Check the targets first."""
+        return _forward(*args)
+
+    infer = staticmethod(_infer)
+    eager_gradient = staticmethod(_eager_gradient)
+    finish_gradient = staticmethod(_finish_gradient)
+
+
+_linear_cross_entropy = _LinearCrossEntropy(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float smoothing, "
     "str reduction, str dtype, bool wide, bool gradient_hidden, bool gradient_weight) "
     "-> (Tensor loss, Tensor dhidden, Tensor dweight)",
-    eager_gradient=_eager_gradient,
-    finish_gradient=_finish_gradient,
-    forward=_forward,
-    infer=_infer,
+    case=_cpu_case,
     backward=_backward,
     saves=("hidden", "weight", "targets", "dhidden", "dweight"),
     gradients={"hidden": "hidden", "weight": "weight"},

@@ -340,7 +340,7 @@ def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, app
     return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
-_cpu = CpuFastPath(_torch_equivalent, few=lambda *_, **__: True, args=(False,))
+_cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True, args=(False,))
 
 
 @_cpu
@@ -403,11 +403,6 @@ def _infer_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
     return _forward_case(x, weight, bias, approximate, "")
 
 
-def _infer(*args: Any) -> Tensor:
-    y: Tensor = linear_gelu_fwd(_infer_case(*args), *args, False)[0]
-    return y
-
-
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, approximate: str, needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
@@ -425,11 +420,16 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> t
     return x.new_empty(shape), x.new_empty(shape)
 
 
-_linear_gelu = DifferentiableOp(
+class _LinearGelu(DifferentiableOp):
+    def infer(self, *args: Any) -> Any:
+        """Return y alone."""
+        return linear_gelu_fwd(_infer_case(*args), *args, False)[0]
+
+
+_linear_gelu = _LinearGelu(
     "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor z)",
     operation=linear_gelu_fwd,
     case=_forward_case,
-    infer=_infer,
     backward=_backward,
     saves=("x", "weight", "bias", "z"),
     gradients={"x": "x", "weight": "weight", "bias": "bias"},

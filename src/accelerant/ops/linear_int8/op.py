@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -498,6 +498,8 @@ def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic
 class _LinearInt8(DifferentiableOp):
     """A DifferentiableOp whose dx may have the shape of no saved tensor, since x is saved only for scale's gradient."""
 
+    needed_by: ClassVar = {"x": ("scale",)}
+
     def _fake_backward(self, *args: Any) -> Any:
         dy, _, weight, scale, bias, _, needs = args
         dx = dy.new_empty((dy.shape[0], weight.shape[1]) if needs[0] else 0)
@@ -512,7 +514,6 @@ _linear_int8 = _LinearInt8(
     case=_case,
     backward=_backward,
     saves=("x", "weight", "scale", "bias"),
-    only_for={"x": ("scale",)},
     gradients={"x": "x", "scale": "scale", "bias": "bias"},
     composite=_composite,
     composite_backward=_torch_backward,

@@ -207,7 +207,7 @@ def _all_wide(*args: Any, **options: Any) -> bool:
 
 
 _layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
-    CpuFastPath(function, serves=_all_wide, few=_one_dtype, args=(False,))
+    CpuFastPath(function, serves=_all_wide, small=_one_dtype, args=(False,))
     for function in (
         lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
         lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps),
@@ -399,6 +399,17 @@ def _fake(centre: bool, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((x.shape[:-1].numel(), 1 + centre), dtype=wide)
 
 
+class _Norm(DifferentiableOp):
+    def infer(self, *args: Any) -> Any:
+        """Compute no statistics."""
+        return self._cut(self._operation(self._case(*args), *args, False))
+
+
+class _AddNorm(_Norm):
+    public = 2
+    differentiable = 2
+
+
 def _norm(name: str, centre: bool, cpu: CpuFastPath) -> DifferentiableOp:
     """Return an op on x alone; rms_norm's bias is always None."""
     fwd, bwd = _operations(
@@ -407,11 +418,10 @@ def _norm(name: str, centre: bool, cpu: CpuFastPath) -> DifferentiableOp:
         (partial(launch_forward, centre), partial(torch_forward, centre)),
         (partial(launch_backward, centre), partial(torch_backward, centre)),
     )
-    return DifferentiableOp(
+    return _Norm(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor statistics)",
         operation=fwd,
         case=_case,
-        infer_args=(False,),  # no statistics
         backward=lambda dy, x, weight, bias, *rest: bwd(_case(x, weight, bias), dy, x, weight, bias, *rest),
         saves=("x", "weight", "bias", "statistics"),
         gradients={"x": "x", "weight": "weight", "bias": "bias"},
@@ -458,20 +468,17 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
         y, statistics = _fake(centre, x)
         return y, torch.empty_like(y), statistics
 
-    return DifferentiableOp(
+    return _AddNorm(
         f"{name}(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
         "-> (Tensor y, Tensor s, Tensor statistics)",
         operation=fwd,
         case=lambda x, residual, weight, bias, *_: _case(x, weight, bias),
-        infer_args=(False,),
         backward=lambda dy, ds, s, weight, bias, *rest: bwd(_case(s, weight, bias), dy, ds, s, weight, bias, *rest),
         saves=("s", "weight", "bias", "statistics"),
         gradients={"x": "s", "residual": "x", "weight": "weight", "bias": "bias"},
         composite=composite,
         composite_backward=composite_backward,
         fake=fake,
-        public=2,
-        differentiable=2,
         cpu=cpu,
     )
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._images import Pair, as_images, output_sizes, pair
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, refuses_float64
@@ -476,13 +476,6 @@ def _max_case(
     return _case(x, y, kernel, stride, padding, dilation, ceil, saved, _layout(x))
 
 
-def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute without positions, returning None for them, unless the call returns indices."""
-    settings = (*settings[:-1], settings[-1] or None)
-    y, indices = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
-    return y, indices
-
-
 def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
     *window, flat, _ = settings
     case = _case(x, dy.shape, *window, "indices" if flat else "places", _layout(x))
@@ -493,21 +486,29 @@ def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> t
 _max_pool2d_cpu.case(
     lambda x, *settings: _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
 )
-_max_pool2d = DifferentiableOp(
+
+
+class _MaxPool2d(DecomposedOp):
+    public = 2
+
+    def infer(self, *args: Any) -> Any:
+        """Compute without positions, returning None for them, unless the call returns indices."""
+        x, *settings, flat = args
+        return self.forward(x, *settings, flat or None)
+
+
+_max_pool2d = _MaxPool2d(
     "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil, bool flat)"
     " -> (Tensor y, Tensor positions)",
     operation=max_pool2d_fwd,
     case=_max_case,
-    infer=_max_infer,
     backward=_max_backward,
     composite_backward=lambda dy, x, positions, *settings: (_torch_max_backward(dy, x, *settings[:-2], positions),),
     saves=("x", "positions"),
     gradients={"x": "x"},
     composite=_torch_max,
     fake=_torch_max,
-    public=2,
     keeps_layout=True,
-    decomposes=True,
     cpu=_max_pool2d_cpu,
 )
 
@@ -554,7 +555,7 @@ def _avg_case(
     return _case(x, sizes, kernel, stride, padding, ceil, count_include_pad, divisor, _layout(x))
 
 
-_avg_pool2d = DifferentiableOp(
+_avg_pool2d = DecomposedOp(
     "avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool count_include_pad, int? divisor)"
     " -> (Tensor y)",
     operation=avg_pool2d_fwd,
@@ -568,6 +569,5 @@ _avg_pool2d = DifferentiableOp(
     composite=F.avg_pool2d,
     fake=F.avg_pool2d,
     keeps_layout=True,
-    decomposes=True,
     cpu=_avg_pool2d_cpu,
 )

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -334,13 +335,16 @@ def _backward(
     return dx, dcos, dsin
 
 
-_rope = DifferentiableOp(
+class _Rope(DifferentiableOp):
+    needed_by: ClassVar = {"x": ("cos", "sin")}
+
+
+_rope = _Rope(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> (Tensor y)",
     operation=_fwd,
     case=_case,
     backward=_backward,
     saves=("x", "cos", "sin"),
-    only_for={"x": ("cos", "sin")},
     gradients={"x": "y", "cos": "cos", "sin": "sin"},
     composite=_composite,
     composite_backward=_composite_backward,

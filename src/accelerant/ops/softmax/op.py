@@ -176,7 +176,7 @@ _softmax_cpu, _log_softmax_cpu = (
     CpuFastPath(
         lambda x, dim=-1, *, axis=None, function=function: function(x, dim if axis is None else axis),
         serves=lambda x, *_, **__: x.dim() > 0,
-        few=lambda x, *_, **__: x.dim() > 0,
+        small=lambda x, *_, **__: x.dim() > 0,
     )
     for function in (torch.softmax, torch.log_softmax)
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ShapeError
-from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._launch import (
     SHORT,
     STREAM,
@@ -209,7 +209,7 @@ def _composite_backward(
     return (torch.cat((dgate, dup), -1), None) if packed else (dgate, dup)
 
 
-_swiglu: Callable[..., Tensor] = DifferentiableOp(
+_swiglu: Callable[..., Tensor] = DecomposedOp(
     "swiglu(Tensor gate, Tensor? up) -> (Tensor y)",
     operation=swiglu_fwd,
     case=_case,
@@ -219,6 +219,5 @@ _swiglu: Callable[..., Tensor] = DifferentiableOp(
     gradients={"gate": "gate", "up": "up"},
     composite=_composite,
     fake=lambda gate, up: gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)),
-    decomposes=True,
     cpu=_cpu,
 )
