@@ -574,7 +574,3 @@ def test_a_case_is_printed_with_its_shapes_and_options():
     case = Case(torch.device("cpu"), torch.float32, (256, 128), options)
     assert str(case) == "256x128 float32 int64 8x64 2 tanh (True, False) None"
     assert str(Case(torch.device("cpu"), torch.float16, ())) == "scalar float16"
-
-
-def test_an_operation_names_its_implementations():
-    assert repr(dispatch.operations()["gelu_fwd"]) == "<Operation gelu_fwd: triton, torch>"

@@ -134,10 +134,6 @@ class Operation:
         self._sources = Sources([candidate.run for candidate in implementations])
         _operations[name] = self
 
-    def __repr__(self) -> str:
-        """Name the op and its implementations, in their order of preference."""
-        return f"<Operation {self.name}: {', '.join(each.name for each in self.implementations)}>"
-
     def __call__(self, case: Case, *args: Any) -> Any:
         """Run the case's implementation."""
         if predictions and has_fakes(args):
