@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -210,14 +209,13 @@ def test_the_self_test_sees_a_kernel_that_does_nothing(monkeypatch):
 def opencl_gpu(monkeypatch):
     """The OpenCL devices of this machine, beside the CPU; all is real but that they say they are GPUs."""
     require_backend("opencl")
-    described = OpenclProvider._described
+    described = OpenclProvider.devices
 
-    def as_gpu(self: OpenclProvider, index: int, device: Any):
-        found = described(self, index, device)
-        return replace(found, properties=found.properties | {"kind": "gpu"})
+    def as_gpus(self: OpenclProvider):
+        return [replace(found, properties=found.properties | {"kind": "gpu"}) for found in described(self)]
 
     monkeypatch.setattr(registry, "PROVIDERS", {name: registry.PROVIDERS[name] for name in ("opencl", "cpu")})
-    monkeypatch.setattr(OpenclProvider, "_described", as_gpu)
+    monkeypatch.setattr(OpenclProvider, "devices", as_gpus)
     monkeypatch.setattr(OpenclProvider, "may_have_hardware", classmethod(lambda cls: True))
 
 

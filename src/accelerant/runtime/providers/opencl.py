@@ -7,7 +7,6 @@ cache as the driver's binaries, under the driver's version, and built from sourc
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import itertools
 import os
 import re
@@ -34,20 +33,19 @@ from accelerant.runtime.compilation.kernel import (
     portable_header,
 )
 from accelerant.runtime.files import remove_folder_of
-from accelerant.runtime.host import fork_safe, has_gpu_node
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,
     Buffer,
     ComputeDevice,
-    ComputeProvider,
     CountedMemory,
     Event,
     MemoryCounter,
-    MemoryInfo,
     Pointer,
 )
+from accelerant.runtime.providers.drivers import DriverProvider
 
 _PROBE = """
 import os, sys, tempfile
@@ -61,7 +59,6 @@ except Exception as error:
 if not devices:
     sys.exit("no OpenCL driver shows a device")
 """
-_PROBE_TIMEOUT_S = 60
 _OPTIONS = ("-cl-std=CL1.2",)
 _SCALARS = {kind: np.dtype(ctype).type for kind, ctype in SCALAR_CTYPES.items()}
 
@@ -81,25 +78,16 @@ class _ClEvent(Event):
         return float(self.same_kind(later).mark.profile.end - self.mark.profile.end) / 1e6
 
 
-class OpenclProvider(ComputeProvider):
+class OpenclProvider(DriverProvider):
     """Devices of every OpenCL driver."""
 
     name: ClassVar[str] = "opencl"
     dialects: ClassVar[tuple[str, ...]] = ("opencl", "portable")
     torch_type: ClassVar[str] = "opencl"
-    automatic: ClassVar[bool] = True
-    automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)
-
-    @classmethod
-    def probe(cls) -> str:
-        """List the devices in a child process: a broken driver aborts its process."""
-        if importlib.util.find_spec("pyopencl") is None:
-            return "pyopencl is not installed: pip install 'accelerant[opencl]'"
-        return provider.probe_in_child(_PROBE, "an OpenCL driver", _PROBE_TIMEOUT_S)
-
-    @classmethod
-    def may_have_hardware(cls) -> bool:
-        return has_gpu_node()
+    library: ClassVar[str] = "pyopencl"
+    probing: ClassVar[str] = _PROBE
+    driver: ClassVar[str] = "an OpenCL driver"
+    standard: ClassVar[str] = "OpenCL"
 
     def __init__(self) -> None:
         os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs
@@ -114,34 +102,8 @@ class OpenclProvider(ComputeProvider):
         warnings.filterwarnings("ignore", category=cl.CompilerWarning)  # the log is in the kernel's report
         self._cl = cl
         devices = (device for platform in cl.get_platforms() for device in platform.get_devices())
-        self._devices = [_OpenclDevice(cl, device) for device in devices]
+        super().__init__([_OpenclDevice(cl, device) for device in devices])
         self._lock = fork_safe(threading.Lock())
-        self._pid = os.getpid()
-
-    def devices(self) -> list[ComputeDevice]:
-        return [self._described(index, opened.device) for index, opened in enumerate(self._devices)]
-
-    def _described(self, index: int, device: Any) -> ComputeDevice:
-        types = self._cl.device_type
-        kinds = {"gpu": types.GPU, "cpu": types.CPU, "accelerator": types.ACCELERATOR}
-        names = device.extensions.split()
-        return ComputeDevice(
-            backend="opencl",
-            index=index,
-            name=device.name.strip(),
-            memory_bytes=device.global_mem_size,
-            architecture=device.version.strip(),
-            properties={
-                "kind": next((name for name, bit in kinds.items() if device.type & bit), "custom"),
-                "platform": device.platform.version.strip(),
-                "driver": device.driver_version.strip(),
-                "multiprocessors": device.max_compute_units,
-                "clock_mhz": device.max_clock_frequency,
-                "threads_per_block": device.max_work_group_size,
-                "shared_bytes_per_block": device.local_mem_size,
-                "dtypes": [*["float64"] * ("cl_khr_fp64" in names), "float32", *["float16"] * ("cl_khr_fp16" in names)],
-            },
-        )
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         opened = self._device(device)
@@ -232,30 +194,11 @@ class OpenclProvider(ComputeProvider):
         except self._cl.Error as error:
             raise _as_error(error, f"opencl:{device}") from error
 
-    def memory(self, device: int = 0) -> MemoryInfo:
-        opened = self._device(device)
-        return MemoryInfo(
-            total_bytes=opened.device.global_mem_size,
-            free_bytes=max(0, opened.device.global_mem_size - opened.pool.managed_bytes),
-            allocated_bytes=opened.counter.allocated_bytes,
-            reserved_bytes=opened.pool.managed_bytes,
-            peak_bytes=opened.counter.peak_bytes,
-        )
-
     def record_event(self, device: int = 0) -> Event:
         queue = self._device(device).queue
         mark = self._cl.enqueue_marker(queue)
         queue.flush()  # or it stays in the queue until another call flushes
         return _ClEvent(mark)
-
-    def trim(self, device: int = 0) -> None:
-        self._device(device).pool.free_held()
-
-    def _device(self, device: int) -> _OpenclDevice:
-        """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        provider.refuse_forked(self._pid, f"opencl:{device}", "OpenCL")
-        provider.check_device(self.name, device, len(self._devices))
-        return self._devices[device]
 
     def _prepare(self, opened: _OpenclDevice, source: KernelSource, program: str, header: str) -> tuple[str, list[str]]:
         """Return a program's whole text and the driver's options; CompileError for one that it cannot keep."""
@@ -296,6 +239,36 @@ class _OpenclDevice:
         self.pool = MemoryPool(ImmediateAllocator(self.queue))
         self.identity = " ".join((device.platform.version, device.name, device.driver_version))
         self.counter = MemoryCounter()
+        self.memory_bytes = int(device.global_mem_size)
+        self._types = cl.device_type
+
+    def described(self, index: int) -> ComputeDevice:
+        device, types = self.device, self._types
+        kinds = {"gpu": types.GPU, "cpu": types.CPU, "accelerator": types.ACCELERATOR}
+        names = device.extensions.split()
+        return ComputeDevice(
+            backend="opencl",
+            index=index,
+            name=device.name.strip(),
+            memory_bytes=self.memory_bytes,
+            architecture=device.version.strip(),
+            properties={
+                "kind": next((name for name, bit in kinds.items() if device.type & bit), "custom"),
+                "platform": device.platform.version.strip(),
+                "driver": device.driver_version.strip(),
+                "multiprocessors": device.max_compute_units,
+                "clock_mhz": device.max_clock_frequency,
+                "threads_per_block": device.max_work_group_size,
+                "shared_bytes_per_block": device.local_mem_size,
+                "dtypes": [*["float64"] * ("cl_khr_fp64" in names), "float32", *["float16"] * ("cl_khr_fp16" in names)],
+            },
+        )
+
+    def reserved_bytes(self) -> int:
+        return int(self.pool.managed_bytes)
+
+    def trim(self) -> None:
+        self.pool.free_held()
 
 
 def _memory(buffer: Pointer, where: str) -> Any:

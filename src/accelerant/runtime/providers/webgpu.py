@@ -39,18 +39,17 @@ from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import windowed
-from accelerant.runtime.host import fork_safe, has_gpu_node, host_memory
+from accelerant.runtime.host import fork_safe, host_memory
 from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import (
     Arguments,
     Buffer,
     ComputeDevice,
-    ComputeProvider,
     CountedMemory,
     Event,
     MemoryCounter,
-    MemoryInfo,
 )
+from accelerant.runtime.providers.drivers import DriverProvider
 
 _PROBE = """
 import sys
@@ -64,7 +63,6 @@ except Exception as error:
 if not found:
     sys.exit("no driver of Vulkan, Metal or Direct3D 12 shows a device")
 """
-_PROBE_TIMEOUT_S = 60
 _BATCH = 256  # dispatches in a command buffer
 _SCALAR_BYTES = 256  # bytes for the scalars of a dispatch: a uniform binding starts at a multiple of 256
 _SCALARS = {"f32": "f", "bool": "I", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i")}
@@ -102,54 +100,20 @@ def _load_triton() -> None:
                 ctypes.CDLL(str(library))
 
 
-class WebgpuProvider(ComputeProvider):
+class WebgpuProvider(DriverProvider):
     """Devices of wgpu. A software device (lavapipe, SwiftShader) says so in its properties."""
 
     name: ClassVar[str] = "webgpu"
     dialects: ClassVar[tuple[str, ...]] = ("wgsl",)
     torch_type: ClassVar[str] = "webgpu"
-    automatic: ClassVar[bool] = True
-    automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)
-
-    @classmethod
-    def probe(cls) -> str:
-        """Open each device in a child process: a broken driver takes down its process."""
-        if importlib.util.find_spec("wgpu") is None:
-            return "wgpu is not installed: pip install 'accelerant[webgpu]'"
-        return provider.probe_in_child(_PROBE, "a Vulkan, Metal or Direct3D driver", _PROBE_TIMEOUT_S)
-
-    @classmethod
-    def may_have_hardware(cls) -> bool:
-        return has_gpu_node()
+    library: ClassVar[str] = "wgpu"
+    probing: ClassVar[str] = _PROBE
+    driver: ClassVar[str] = "a Vulkan, Metal or Direct3D driver"
+    standard: ClassVar[str] = "WebGPU"
 
     def __init__(self) -> None:
         _load_triton()
-        self._devices = [_WebgpuDevice(adapter) for adapter in adapters()]
-        self._pid = os.getpid()
-
-    def devices(self) -> list[ComputeDevice]:
-        return [self._described(index, opened) for index, opened in enumerate(self._devices)]
-
-    def _described(self, index: int, opened: _WebgpuDevice) -> ComputeDevice:
-        info, limits = opened.info, opened.limits
-        return ComputeDevice(
-            backend="webgpu",
-            index=index,
-            name=info["device"],
-            memory_bytes=opened.memory_bytes,
-            architecture=info["architecture"] or info["backend_type"],
-            properties={
-                "kind": opened.kind,
-                "software": opened.kind == "cpu",
-                "platform": info["backend_type"],
-                "driver": info["description"],
-                "threads_per_block": limits["max-compute-invocations-per-workgroup"],
-                "shared_bytes_per_block": limits["max-compute-workgroup-storage-size"],
-                "binding_bytes": opened.binding_bytes,
-                "buffer_bytes": limits["max-buffer-size"],
-                "dtypes": ["float32"],
-            },
-        )
+        super().__init__([_WebgpuDevice(adapter) for adapter in adapters()])
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         opened = self._device(device)
@@ -232,28 +196,11 @@ class WebgpuProvider(ComputeProvider):
     def synchronize(self, device: int = 0) -> None:
         self._device(device).wait()
 
-    def memory(self, device: int = 0) -> MemoryInfo:
-        opened = self._device(device)
-        total = opened.memory_bytes
-        return MemoryInfo(
-            total_bytes=total,
-            free_bytes=max(1, total - opened.reserved_bytes()),
-            allocated_bytes=opened.counter.allocated_bytes,
-            reserved_bytes=opened.reserved_bytes(),
-            peak_bytes=opened.counter.peak_bytes,
-        )
-
     def record_event(self, device: int = 0) -> Event:
         return self._device(device).mark()
 
-    def trim(self, device: int = 0) -> None:
-        self._device(device).trim()
-
     def _device(self, device: int) -> _WebgpuDevice:
-        """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
-        provider.refuse_forked(self._pid, f"webgpu:{device}", "WebGPU")
-        provider.check_device(self.name, device, len(self._devices))
-        opened = self._devices[device]
+        opened: _WebgpuDevice = super()._device(device)
         if opened.lost:
             raise DeviceLost(f"webgpu:{device}: {opened.lost}")
         return opened
@@ -298,6 +245,27 @@ class _WebgpuDevice:
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._layouts: dict[int, tuple[Any, Any]] = {}
         self._modules: dict[str, Any] = {}
+
+    def described(self, index: int) -> ComputeDevice:
+        info, limits = self.info, self.limits
+        return ComputeDevice(
+            backend="webgpu",
+            index=index,
+            name=info["device"],
+            memory_bytes=self.memory_bytes,
+            architecture=info["architecture"] or info["backend_type"],
+            properties={
+                "kind": self.kind,
+                "software": self.kind == "cpu",
+                "platform": info["backend_type"],
+                "driver": info["description"],
+                "threads_per_block": limits["max-compute-invocations-per-workgroup"],
+                "shared_bytes_per_block": limits["max-compute-workgroup-storage-size"],
+                "binding_bytes": self.binding_bytes,
+                "buffer_bytes": limits["max-buffer-size"],
+                "dtypes": ["float32"],
+            },
+        )
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
