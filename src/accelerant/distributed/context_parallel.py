@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelerant import ops
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.nn.layers import MultiHeadAttention
 from accelerant.nn.models.gpt import GPT
 from accelerant.nn.models.language_model import LanguageModel, require_tokens
 from accelerant.nn.models.llama import Llama, LlamaAttention
+from accelerant.nn.transformer import MultiHeadAttention
 from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops.attention.op import attention_bwd, check_heads, checked, options_of, shapes_of
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton

@@ -7,21 +7,19 @@ from torch import nn as _torch_nn
 from accelerant.nn.layers import (
     GRU,
     LSTM,
-    MLP,
     RNN,
     AvgPool2d,
     Conv2d,
     LayerNorm,
     Linear,
     MaxPool2d,
-    MultiHeadAttention,
     MultiheadAttention,
     RMSNorm,
-    TransformerBlock,
 )
 from accelerant.nn.models import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.patching import PatchReport, patch, unpatch
 from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize, unquantize
+from accelerant.nn.transformer import MLP, MultiHeadAttention, TransformerBlock
 
 from accelerant.nn import optim, train  # isort: skip  it imports the names above
 

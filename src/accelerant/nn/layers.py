@@ -1,17 +1,16 @@
-"""Layers on Accelerant's ops: those of torch.nn, under its names and with its arguments, and a transformer's.
+"""Layers of torch.nn on Accelerant's ops, under its names and with its arguments; low-precision copies of weights.
 
-The classes that have a name of torch.nn derive from its class and have its state dict; only Linear is drawn from
-another distribution. Under `torch.autocast` the layers take and return the autocast dtype, so the residual stream has
-the low precision too; parameters and their gradients keep the master dtype, and norms accumulate in float32.
+Each class derives from torch's and has its state dict; only Linear is drawn from another distribution. Under
+`torch.autocast` the layers take and return the autocast dtype, so the residual stream has the low precision too;
+parameters and their gradients keep the master dtype, and norms accumulate in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,10 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, Unsuppor
 from accelerant.ops._images import Pair, pair
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain, name_of
 from accelerant.ops._per_example import is_traced
-from accelerant.ops.attention.op import attend_by_torch
 from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, Float8Weights, refuses_device
 from accelerant.ops.recurrent.op import recurrent
 from accelerant.ops.transformer.block import (
-    BlockSpec,
-    ColumnSums,
-    fused_attention,
-    fused_block,
     fused_linear,
-    fused_mlp,
 )
 from accelerant.runtime.memory.live_set import only_counts
 
@@ -111,11 +104,12 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _pair(layer: Any) -> tuple[Tensor, Tensor | None]:
+def pair_of(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's weight and bias."""
     return layer.weight, layer.bias
 
 
-def _cast_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor | Float8Weight, Tensor | None]:
+def cast_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor | Float8Weight, Tensor | None]:
     """Return weight and bias in the dtype of their products."""
     weight: Tensor | Float8Weight | None = float8_of(layer.weight) if dtype == torch.bfloat16 else None
     if weight is None:
@@ -155,7 +149,7 @@ class Linear(nn.Linear):
         require_width(input, self.in_features, "Linear")
         dtype = compute_dtype(input)
         if fuses(input, dtype, self):
-            return fused_linear(input.to(dtype), *_pair(self), *_cast_pair(self, dtype))
+            return fused_linear(input.to(dtype), *pair_of(self), *cast_pair(self, dtype))
         if float8_of(self.weight) is not None and input.numel():
             layer = f"Linear({self.in_features}, {self.out_features}, bias={self.bias is not None})"
             raise UnsupportedCase(
@@ -429,25 +423,6 @@ class RNN(_Recurrent, nn.RNN):
         super().__init__(input_size, hidden_size, num_layers, *args, nonlinearity=nonlinearity, **options)
 
 
-class MLP(nn.Module):
-    """Two linear maps with a tanh-approximated GELU between: down(gelu(up(x)))."""
-
-    def __init__(self, width: int, hidden: int | None = None, *, bias: bool = True) -> None:
-        super().__init__()
-        self.up = Linear(width, 4 * width if hidden is None else hidden, bias=bias)
-        self.down = Linear(self.up.out_features, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to the last dimension of x (..., width)."""
-        dtype = compute_dtype(x)
-        if fuses(x, dtype, self.up, self.down):
-            require_width(x, self.up.in_features, "MLP")
-            params = (*_pair(self.up), *_pair(self.down))
-            return fused_mlp(x.to(dtype), *params, *_cast_pair(self.up, dtype), *_cast_pair(self.down, dtype))
-        y: Tensor = self.down(ops.gelu(self.up(x), approximate="tanh"))
-        return y
-
-
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -520,247 +495,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
-
-
-class MultiHeadAttention(nn.Module):
-    """Attention: softmax(q k^T / sqrt(width / heads) + mask) v in each head, then a projection back to width.
-
-    Args:
-        width, heads: heads divides width.
-        bias: whether the linear maps have one.
-        causal: in self-attention each position attends to itself and to earlier ones only.
-        dropout: probability of zero for attention weights, in training.
-        context_width: makes this cross-attention: keys and values are those of a context (B, S, context_width).
-
-    Attributes:
-        qkv: self-attention's linear map to queries, keys and values, in this order.
-        query, key_value: the two maps of cross-attention in its place.
-        projection: from the heads back to width.
-
-    Raises:
-        ConfigError: heads does not divide width; dropout is not in [0, 1).
-    """
-
-    def __init__(
-        self, width: int, heads: int, *, bias: bool = True, causal: bool = True, dropout: float = 0.0,
-        context_width: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if heads < 1 or width % heads:
-            raise ConfigError(f"width must be a multiple of heads, got width {width} and {heads} heads")
-        self.width = width
-        self.heads = heads
-        self.causal = causal
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
-        self.dropout = float(dropout)
-        self.context_width = context_width
-        if context_width is None:
-            self.qkv = Linear(width, 3 * width, bias=bias)
-        else:
-            self.query = Linear(width, width, bias=bias)
-            self.key_value = Linear(context_width, 2 * width, bias=bias)
-        self.projection = Linear(width, width, bias=bias)
-
-    def forward(
-        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Attend along the second dimension.
-
-        Args:
-            x: (B, T, width).
-            context: (B, S, context_width) for cross-attention; None for self-attention, where S = T.
-            mask: broadcasts to (B, heads, T, S), as for accelerant.ops.attention: bools, True where a position attends,
-                or numbers to add to the scores. (torch.nn.MultiheadAttention's attn_mask of bools is the opposite.)
-            key_padding_mask: (B, S) bool, True for padding, which nothing attends to, as torch.nn names it.
-
-        Returns:
-            (B, T, width). A position that attends to nothing gets the projection of zeros.
-
-        Raises:
-            ShapeError: another shape, or a context for self-attention or none for cross-attention.
-            UnsupportedDtype: a mask of another dtype.
-        """
-        if x.dim() != 3:
-            raise ShapeError(f"MultiHeadAttention takes (batch, time, {self.width}), got {tuple(x.shape)}")
-        if (context is None) != (self.context_width is None):
-            given = "none" if context is None else f"{tuple(context.shape)}"
-            wanted = "no context" if self.context_width is None else f"a context (batch, time, {self.context_width})"
-            raise ShapeError(f"this MultiHeadAttention takes {wanted}, got {given}")
-        batch, time, _ = x.shape
-        width = self.width // self.heads
-        dropout = self.dropout if self.training else 0.0
-        y: Tensor
-        if context is None:
-            heads: Tensor = self.qkv(x).view(batch, time, 3, self.heads, width)
-            plain = mask is None and key_padding_mask is None and not dropout
-            if plain and self.causal and fuses(heads, heads.dtype):
-                y = self.projection(fused_attention(heads))
-                return y
-            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        else:
-            if context.dim() != 3 or context.shape[0] != batch:
-                raise ShapeError(f"context must be ({batch}, time, {self.context_width}), got {tuple(context.shape)}")
-            q = self.query(x).view(batch, time, self.heads, width).transpose(1, 2)
-            pairs = self.key_value(context).view(batch, context.shape[1], 2, self.heads, width)
-            k, v = pairs.permute(2, 0, 3, 1, 4).unbind(0)
-        causal = self.causal and context is None
-        seen = _with_padding(mask, key_padding_mask, (batch, k.shape[2]))
-        if dropout or (seen is None and (q.is_cpu or not fuses(q, q.dtype))):
-            mixed = attend_by_torch(q, k, v, causal=causal, mask=seen, dropout=dropout)
-        else:
-            mixed = ops.attention(q, k, v, causal, mask=seen)  # type: ignore[assignment]  # no log-sum-exp
-        y = self.projection(mixed.transpose(1, 2).reshape(batch, time, self.width))
-        return y
-
-
-def _with_padding(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Return the mask with padded keys (B, S) hidden as well."""
-    if padding is None:
-        return mask
-    if padding.dtype != torch.bool or padding.shape != shape:
-        given = f"{tuple(padding.shape)} {name_of(padding.dtype)}"
-        raise ShapeError(f"key_padding_mask must be {shape} bool, got {given}")
-    real = ~padding[:, None, None]
-    if mask is None:
-        return real
-    return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
-
-
-class TransformerBlock(nn.Module):
-    """A transformer block, by default the pre-norm block of GPT-2: x + attention(norm(x)), then x + mlp(norm(x)).
-
-    Args:
-        width, heads: heads divides width.
-        bias: whether linear maps and norms have one.
-        eps: of the norms.
-        d_ff: width of the MLP's hidden layer; None for 4 * width.
-        norm_first: False for post-norm, as in the original transformer and BERT: norm(x + attention(x)).
-        causal: whether self-attention hides later positions.
-        dropout: probability of zero, in training: for attention weights, and for each branch before it is added.
-        context_width: adds cross-attention to a context of this width, between self-attention and the MLP, with a norm
-            of its own (a decoder block).
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-
-    float8_linears: ClassVar[bool] = True
-
-    def __init__(
-        self, width: int, heads: int, *, bias: bool = True, eps: float = 1e-5, d_ff: int | None = None,
-        norm_first: bool = True, causal: bool = True, dropout: float = 0.0, context_width: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.norm_1 = LayerNorm(width, eps=eps, bias=bias)
-        self.attention = MultiHeadAttention(width, heads, bias=bias, causal=causal, dropout=dropout)
-        self.norm_2 = LayerNorm(width, eps=eps, bias=bias)
-        self.mlp = MLP(width, d_ff, bias=bias)
-        self.norm_first = norm_first
-        self.dropout = self.attention.dropout
-        self.context_width = context_width
-        if context_width is not None:
-            self.norm_context = LayerNorm(width, eps=eps, bias=bias)
-            self.cross_attention = MultiHeadAttention(
-                width, heads, bias=bias, causal=False, dropout=dropout, context_width=context_width
-            )
-
-    def forward(
-        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None, context_mask: Tensor | None = None,
-        context_padding_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Apply the block to x (B, T, width).
-
-        Args:
-            context: (B, S, context_width), for a block with cross-attention.
-            mask, key_padding_mask: of self-attention; see MultiHeadAttention.
-            context_mask, context_padding_mask: the same of cross-attention.
-
-        Raises:
-            ShapeError: another shape, or a context for a block without cross-attention or none for one with it.
-        """
-        if (context is None) != (self.context_width is None):
-            wanted = "no context" if self.context_width is None else f"a context (batch, time, {self.context_width})"
-            raise ShapeError(f"this TransformerBlock takes {wanted}")
-        if context is None and mask is None and key_padding_mask is None and self._is_whole(x):
-            return self._fused(x, None, None, None, joined=self.norm_first)[0]
-        branches: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
-            (self.norm_1, partial(self.attention, mask=mask, key_padding_mask=key_padding_mask)),
-            (self.norm_2, self.mlp),
-        ]
-        if context is not None:
-            masks = {"mask": context_mask, "key_padding_mask": context_padding_mask}
-            branches.insert(1, (self.norm_context, partial(self.cross_attention, context=context, **masks)))
-        for norm, branch in branches:
-            if self.norm_first:
-                x = x + ops.dropout(branch(norm(x)), self.dropout, self.training)
-            else:
-                x = norm(x + ops.dropout(branch(x), self.dropout, self.training))
-        return x
-
-    @property
-    def is_gpt2(self) -> bool:
-        """True if the block computes what one of GPT-2 does: pre-norm, causal, without cross-attention and dropout."""
-        plain = self.norm_first and self.context_width is None and self.attention.causal
-        return plain and not (self.training and (self.dropout or self.attention.dropout))
-
-    def fuses(self, x: Tensor) -> bool:
-        """Return whether `split` supports x: a block of GPT-2 on a GPU, with the layers that this class makes."""
-        return self.is_gpt2 and self._is_whole(x)
-
-    def _is_whole(self, x: Tensor) -> bool:
-        """Return whether the block runs as one autograd function."""
-        drops = self.training and (self.dropout or self.attention.dropout)
-        if torch.compiler.is_compiling() or drops or self.context_width is not None:
-            return False
-        inner = (self.attention, self.mlp)
-        if type(self.attention) is not MultiHeadAttention or type(self.mlp) is not MLP or any(map(has_hooks, inner)):
-            return False
-        return x.dim() == 3 and x.shape[-1] == self.attention.width and fuses(x, compute_dtype(x), *self._layers())
-
-    def split(
-        self, x: Tensor, residual: Tensor | None = None, before: ColumnSums | None = None
-    ) -> tuple[Tensor, Tensor, ColumnSums | None]:
-        """Apply the block to x + residual and leave its last addition to the norm that reads the sum.
-
-        Args:
-            x: (B, T, width), for which `fuses` holds.
-            residual: shape of x; None for zeros.
-            before: as returned by the preceding block.
-
-        Returns:
-            the MLP's result, the residual stream to add it to, and the column sums to share with the following block
-            (see accelerant.ops.transformer.block.ColumnSums).
-        """
-        bias = self.mlp.down.bias
-        after = None if bias is None or not bias.requires_grad else ColumnSums(bias)
-        branch, stream = self._fused(x, residual, before, after, joined=False)
-        assert stream is not None  # for the type checker: only a joined block returns one tensor
-        return branch, stream, after
-
-    def _fused(
-        self, x: Tensor, residual: Tensor | None, before: ColumnSums | None, after: ColumnSums | None, *, joined: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype = compute_dtype(x)
-        layers = self._layers()
-        params = [tensor for layer in layers for tensor in _pair(layer)]
-        casts = [tensor for layer in layers if isinstance(layer, Linear) for tensor in _cast_pair(layer, dtype)]
-        eps, causal = (self.norm_1.eps, self.norm_2.eps), self.attention.causal
-        spec = BlockSpec(self.attention.heads, eps, causal, post_norm=not self.norm_first, joined=joined)
-        residual = None if residual is None else residual.to(dtype)
-        return fused_block(x.to(dtype), residual, spec, before, after, *params, *casts)
-
-    def _layers(self) -> tuple[nn.Module, ...]:
-        attention, mlp = self.attention, self.mlp
-        # In the order in which Block takes their parameters.
-        return self.norm_1, attention.qkv, attention.projection, self.norm_2, mlp.up, mlp.down
-
-
-DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
-"""Modules that draw no random numbers, without dropout; checkpointing saves the generator's state for others, for which
-no step can be captured."""
 
 
 # --- weights cast once a step ----------------------------------------------------------------------------------------

@@ -20,19 +20,10 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn.layers import (
-    LayerNorm,
-    Linear,
-    MultiHeadAttention,
-    TransformerBlock,
-    compute_dtype,
-    fuses,
-    has_hooks,
-    is_fusable,
-    lowered,
-)
+from accelerant.nn.layers import LayerNorm, Linear, compute_dtype, fuses, has_hooks, is_fusable, lowered
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import Cache, LanguageModel, ModelConfig, padded_prompt_length, require_tokens
+from accelerant.nn.transformer import MultiHeadAttention, TransformerBlock
 from accelerant.ops._per_example import sink_of
 from accelerant.ops.cross_entropy.op import mean_by_torch
 from accelerant.ops.decode.steps import append

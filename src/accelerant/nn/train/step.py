@@ -26,10 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, ConfigError, FallbackWarning, LaunchError, ShapeError
-from accelerant.nn.layers import DRAW_NOTHING, LowWeights, float8_weights, require_float8
+from accelerant.nn.layers import LowWeights, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.parallel import GradientReduction, described, is_reduced_elsewhere, start_equal
+from accelerant.nn.transformer import DRAW_NOTHING
 from accelerant.ops._library import is_distributed
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import Processes
