@@ -22,7 +22,7 @@ import torch
 import torch.utils.dlpack
 
 from accelerant import ops
-from accelerant.algebra.field.field import prime_field
+from accelerant.algebra.field.field import PrimeField, prime_field
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
@@ -496,31 +496,26 @@ class Operations(ABC):
             mse_loss, mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
         ) = map(_op_method, ops.__all__)  # fmt: skip
 
-    def field_add(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
+    def field_add(self, x: Any, y: Any, field: str | PrimeField = DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""
         return self._call("field_add", (x, y), {"field": field})
 
-    def field_sub(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
+    def field_sub(self, x: Any, y: Any, field: str | PrimeField = DEFAULT_FIELD) -> Any:
         """Subtract field elements; arguments as for field_add."""
         return self._call("field_sub", (x, y), {"field": field})
 
-    def field_mul(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
+    def field_mul(self, x: Any, y: Any, field: str | PrimeField = DEFAULT_FIELD) -> Any:
         """Multiply field elements; arguments as for field_add."""
         return self._call("field_mul", (x, y), {"field": field})
 
-    def field_inv(self, x: Any, *, field: str = DEFAULT_FIELD) -> Any:
+    def field_inv(self, x: Any, field: str | PrimeField = DEFAULT_FIELD) -> Any:
         """Invert nonzero field elements; arguments as for field_add."""
         return self._call("field_inv", (x,), {"field": field})
 
     def ntt(
-        self,
-        x: Any,
-        *,
-        field: str = DEFAULT_FIELD,
-        inverse: bool = False,
-        coset: int | None = None,
+        self, x: Any, field: str | PrimeField = DEFAULT_FIELD, *, inverse: bool = False, coset: int | None = None,
         order: str = "natural",
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Apply the number-theoretic transform along the last axis of elements; see accelerant.zk.ntt.
 
         Takes words or integers of the named field. A coset that is no integer raises ConfigError.
@@ -531,7 +526,7 @@ class Operations(ABC):
             )
         return self._call("ntt", (x,), {"field": field, "inverse": inverse, "coset": coset, "order": order})
 
-    def msm(self, scalars: Any, points: Any, *, curve: str = DEFAULT_CURVE, check: bool | str = "curve") -> Any:
+    def msm(self, scalars: Any, points: Any, curve: str = DEFAULT_CURVE, *, check: bool | str = "curve") -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         if swapped(curve_named(curve).parameters, scalars, points):
             scalars, points = points, scalars
