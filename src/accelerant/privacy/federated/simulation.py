@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from accelerant._renamed import renamed_arguments
+from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant.errors import ConfigError, DivergenceError, MissingDependency, ShapeError
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
@@ -76,6 +76,7 @@ class Simulation(NamedTuple):
     report: FederatedReport
 
 
+@understood_arguments(lr="learning_rate")
 @renamed_arguments(clip="max_abs")
 def simulate(
     model: nn.Module, data: Data, *, clients: int = 100, rounds: int = 3, threshold: int | None = None,

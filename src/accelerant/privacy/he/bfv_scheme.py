@@ -374,9 +374,8 @@ class Scheme:
         total = np.zeros((len(phase), self.n), np.uint64)
         for i, q in enumerate(self.data):
             c = self.t * pow(self.q // q, -1, q) % q
-            total += phase[:, 0, i].astype(np.uint64) * np.uint64(
-                (c << 64) // q
-            )  # modulo 2^64, which is the fraction modulo 1
+            fraction = np.uint64((c << 64) // q)  # times 2^64: products modulo 2^64 are fractions modulo 1
+            total += phase[:, 0, i].astype(np.uint64) * fraction
         signed = total.view(np.int64)
         ends = signed.max(-1, initial=0), -signed.min(-1, initial=0).astype(np.float64)
         largest: npt.NDArray[np.float64] = np.maximum(*ends) / 2.0**64

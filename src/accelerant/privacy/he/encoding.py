@@ -72,10 +72,8 @@ def encode_words(array: npt.NDArray[Any], exponent: int, bound: int) -> tuple[np
     """Return words of the same numbers plus an offset above all magnitudes, and the offset."""
     flat, columns = array.reshape(-1), bound.bit_length() // 32 + 1
     if array.dtype.kind in "iu":
-        below, magnitudes = (
-            flat < 0,
-            np.abs(flat.astype(np.int64 if array.dtype.kind == "i" else np.uint64)).view(np.uint64),
-        )
+        wide = flat.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
+        below, magnitudes = flat < 0, np.abs(wide).view(np.uint64)
         shifts = np.full(flat.shape, -4 * exponent)
     else:
         numbers, shifts = _mantissas(flat, exponent)

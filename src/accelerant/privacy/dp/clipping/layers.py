@@ -108,20 +108,12 @@ def linear(
 
 @register
 class _LinearRule(LayerRule):
-    layers = (nn.Linear,)
+    layers = (nn.Linear, our.Linear)
 
     def forward(self, input: Tensor) -> Tensor:
         x, examples = self.examples_first(input)
+        x = x.to(compute_dtype(x)) if isinstance(self.module, our.Linear) else x
         return linear(x, self.module.weight, self.module.bias, self.sink, examples)
-
-
-@register
-class _OurLinearRule(LayerRule):
-    layers = (our.Linear,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, examples = self.examples_first(x)
-        return linear(x.to(compute_dtype(x)), self.module.weight, self.module.bias, self.sink, examples)
 
 
 # --- embeddings and parameters that are added ------------------------------------------------------------------------
@@ -398,24 +390,15 @@ class _RMSNormRule(LayerRule):
 
 
 @register
-class _GroupNormRule(LayerRule):
-    layers = (nn.GroupNorm,)
+class _ChannelNormRule(LayerRule):
+    layers = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 
     def forward(self, input: Tensor) -> Tensor:
-        module = self.module
-        x, _ = self.examples_first(input)
-        y = F.group_norm(x, module.num_groups, None, None, module.eps)
+        module, groups = self.module, getattr(self.module, "num_groups", None)
+        x, _ = self.examples_first(input, 3 if groups is None else 2)
+        eps = module.eps
+        y = F.instance_norm(x, eps=eps) if groups is None else F.group_norm(x, groups, None, None, eps)
         return scale_shift(y, module.weight, module.bias, (1,), self.sink, y.dtype)
-
-
-@register
-class _InstanceNormRule(LayerRule):
-    layers = (nn.modules.instancenorm._InstanceNorm,)
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, _ = self.examples_first(input, 3)
-        y = F.instance_norm(x, eps=self.module.eps)
-        return scale_shift(y, self.module.weight, self.module.bias, (1,), self.sink, y.dtype)
 
 
 @register

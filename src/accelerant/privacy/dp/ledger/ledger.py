@@ -296,8 +296,13 @@ class PrivacyLedger:
     @property
     def events(self) -> tuple[PrivacyEvent, ...]:
         """All events, equal ones as one with their count; of runs that did not end in order, all reserved events."""
+        return tuple(event.times(count) for event, count in self.counts.items() if count)
+
+    @property
+    def counts(self) -> Counter[PrivacyEvent]:
+        """How often each event happened, or may have happened, by the event with a count of 1."""
         with self._lock:
-            return tuple(event.times(count) for event, count in (self._past + self._used).items() if count)
+            return self._past + self._used
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -381,7 +386,7 @@ class PrivacyLedger:
 
     def _require(self, event: PrivacyEvent) -> None:
         for allowance in self._allowances:
-            allowance.require(self._past + self._used, event)
+            allowance.require(self.counts, event)
 
     def _leave_parent(self) -> None:
         """Begin another run in a fork of the process: what it spends is not what its parent spends from now on."""

@@ -7,7 +7,6 @@ bound on an example's contribution holds in the computer's arithmetic, not only 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import Allowance, Budget, calibrate
-from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, PrivacyEvent, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Sampling, check_number, check_whole
 from accelerant.privacy.dp.ledger.ledger import LedgerLike
 from accelerant.privacy.dp.noise.mechanisms import (
     INSECURE,
@@ -213,10 +212,7 @@ class Privatizer:
         plan = release.plan(sensitivity)
         event = release.event(plan, self._sampling, self._rate, idealised=idealised or not plan.grid)
         if self._allowance is not None:  # the ledger checks its own budgets
-            counts: Counter[PrivacyEvent] = Counter()
-            for past in self.ledger.events:
-                counts[past.times(1)] += past.count
-            self._allowance.require(counts, event)
+            self._allowance.require(self.ledger.counts, event)
         self.ledger.record(event)
         self.made += 1
         return release, plan

@@ -22,7 +22,6 @@ import math
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -507,7 +506,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _require_allowed(self, event: PrivacyEvent) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
         if self._allowance is not None:
-            self._allowance.require(Counter({past.times(1): past.count for past in self.ledger.events}), event)
+            self._allowance.require(self.ledger.counts, event)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 

@@ -354,10 +354,8 @@ class _Passes:
     def _difference(self, replaced: Tensor) -> tuple[dict[str, Tensor], dict[_Part, _Difference]]:
         """Return how the rows' norms moved when some rows were replaced, and what changed of those that were kept."""
         kept = ~replaced
-        alone, after = (
-            self._passed(self._rows, kept),
-            self._passed(torch.where(replaced, self._other, self._rows), kept),
-        )
+        alone = self._passed(self._rows, kept)
+        after = self._passed(torch.where(replaced, self._other, self._rows), kept)
         moved = {name: (self._before[name] - after[name].norms).abs() for name in after.keys() & self._before.keys()}
         changes = {name: after[name].minus(alone.pop(name), kept) for name in after}
         return moved, {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
