@@ -99,6 +99,28 @@ def _memory_for_other_processes(request):
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def one_thread():
+    """Small tensors: threads that wait for one another cost more than they give where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def command_line(capsys):
+    """Runs a command line in this process; returns status, output and errors."""
+    from accelerant.cli.app import main
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
 def pytest_unconfigure():
     if _CACHE:
         shutil.rmtree(_CACHE, ignore_errors=True)

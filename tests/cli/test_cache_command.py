@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from accelerant.algebra.field.program import field_add_source
-from accelerant.cli.app import main
 from accelerant.cli.cache import shipped_kernels
 from accelerant.config import override
 from accelerant.runtime import registry
@@ -29,13 +29,8 @@ def cache(tmp_path):
 
 
 @pytest.fixture
-def run(capsys, cache):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["cache", *arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+def run(command_line, cache):
+    return functools.partial(command_line, "cache")
 
 
 def test_an_empty_cache(run, cache):

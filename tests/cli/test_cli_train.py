@@ -8,43 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from train_workers import small
+from train_workers import losses, small
 
-from accelerant.cli import main
 from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
-from accelerant.nn.train.config import PRESETS
 from accelerant.runtime.host import usable_cores
 from processes import Command
 from requirements import require_backend
 
 SOURCE = Path(__file__).parents[2] / "src"
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(200)))
-    return path
-
-
-@pytest.fixture
-def accelerant(capsys, tmp_path, monkeypatch):
-    """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"])
-    small()
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-def losses(out):
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import accelerant
-from accelerant.cli.app import main
 from accelerant.cli.compile import TEMPLATES
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
@@ -36,16 +35,9 @@ extern "C" __global__ void __launch_bounds__(128, 2) reverse(float *x) {
 
 
 @pytest.fixture
-def accelerant_cli(capsys, tmp_path, monkeypatch):
-    """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
+def accelerant_cli(command_line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+    return command_line
 
 
 def report(accelerant_cli, *arguments):

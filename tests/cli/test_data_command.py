@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accelerant.cli import main
 from accelerant.nn.train.config import PRESETS
 
 
@@ -18,18 +17,11 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def accelerant(capsys, tmp_path, monkeypatch):
-    """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
+def accelerant(command_line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A short validation and sample: most of the time of a run of few steps.
     monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+    return command_line
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`accelerant runs`: runs are listed, compared and exported."""
 
+import functools
 import json
 import re
 import shutil
@@ -9,7 +10,6 @@ import pytest
 import torch
 from train_workers import small
 
-from accelerant.cli import main
 from accelerant.nn.train import PRESETS, run_training
 
 
@@ -32,15 +32,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def runs(folder, capsys, monkeypatch):
+def runs(command_line, folder, monkeypatch):
     monkeypatch.chdir(folder)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["runs", *map(str, arguments)])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+    return functools.partial(command_line, "runs")
 
 
 def test_two_runs_are_compared_by_what_differs(runs, tmp_path):

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-from accelerant.cli import main
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.train import load_run, run_training
 from accelerant.nn.train.config import PRESETS
@@ -24,13 +23,8 @@ class Silent:
 
 
 @pytest.fixture
-def sample(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["sample", *map(str, arguments)])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+def sample(command_line):
+    return functools.partial(command_line, "sample")
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from train_workers import commands, small
+from train_workers import commands, losses
 
-from accelerant.cli import launch, main
+from accelerant.cli import launch
 from accelerant.cli.train import _Processes, _restarted
 from accelerant.errors import ConfigError
 from accelerant.nn.train.checkpoint import Checkpoints, save_checkpoint
@@ -31,32 +31,6 @@ gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="tor
 SOURCE = Path(__file__).parents[2] / "src"
 WINDOWS = 114
 """Of the training part of the text below, of 65 bytes each."""
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(200)))
-    return path
-
-
-@pytest.fixture
-def accelerant(capsys, tmp_path, monkeypatch):
-    """Runs a command line in this process; returns status, output and errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"])
-    small()
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-def losses(out):
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @gloo

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -11,7 +12,6 @@ import pytest
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.cli import zk_prove
-from accelerant.cli.app import main
 from accelerant.errors import OutOfMemory
 from accelerant.zk.formats import R1cs, Witness, Zkey, write_wtns
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
@@ -23,13 +23,8 @@ R, Q = family_of("bn254").r, family_of("bn254").q
 
 
 @pytest.fixture
-def run(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["zk", *map(str, arguments)])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+def run(command_line):
+    return functools.partial(command_line, "zk")
 
 
 @pytest.fixture

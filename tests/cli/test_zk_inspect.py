@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from accelerant.cli import main
 from accelerant.zk.formats import Zkey, write_zkey
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "formats"
 
 
 @pytest.fixture
-def inspect(capsys):
-    """Runs the command; its exit status, output and errors."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["zk", "inspect", *map(str, arguments)])
-        return (ended.value.code or 0, *capsys.readouterr())
-
-    return run
+def inspect(command_line):
+    return functools.partial(command_line, "zk", "inspect")
 
 
 def test_a_key_is_shown(inspect):

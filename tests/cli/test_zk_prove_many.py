@@ -1,5 +1,6 @@
 """`accelerant zk prove-many` on processes of this host; tests/runtime/test_jobs.py has it on a cluster."""
 
+import functools
 import json
 import re
 import shutil
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from accelerant.cli.app import main
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
 
 GROTH16 = Path(__file__).parents[1] / "vectors" / "groth16"
@@ -15,13 +15,8 @@ RANGE = GROTH16 / "range"
 
 
 @pytest.fixture
-def run(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["zk", "prove-many", *map(str, arguments)])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+def run(command_line):
+    return functools.partial(command_line, "zk", "prove-many")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,11 @@ def small():
     from accelerant.nn.train.config import PRESETS
 
     PRESETS["tiny"] = PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=1024, sample_tokens=8)
+
+
+def losses(out):
+    """The losses of a run's folder, step by step."""
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def commands(lines, change=None, interrupt=None):
