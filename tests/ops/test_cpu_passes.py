@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import ConfigError
-from accelerant.ops.rope.tables import rope_tables
+from accelerant.ops.rope.op import rope_tables
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 

@@ -7,7 +7,7 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import steps as launch
 from accelerant.ops.decode.steps import DecodeTile, append, decode_linear, linear
-from accelerant.ops.rope.tables import rope_tables
+from accelerant.ops.rope.op import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from accelerant.ops._hopper.launch import LaunchCache, readable, tensor_map
+from accelerant.ops._hopper import LaunchCache, readable, tensor_map
 
 
 def test_a_full_cache_is_emptied():

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from accelerant import ops
-from accelerant.ops._hopper.launch import refuses_product
+from accelerant.ops._hopper import refuses_product
 from accelerant.ops.linear_gelu.hopper import KINDS, PLANS, launch_hopper, plan_for, program
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case, force

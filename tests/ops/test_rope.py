@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.rope import op as launch
-from accelerant.ops.rope.op import rope_reference
-from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
+from accelerant.ops.rope.op import Llama3Scaling, rope_reference, rope_tables
 from accelerant.runtime.ledger import ledger
 
 PAIRS = pytest.mark.parametrize("interleaved", [False, True])

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from accelerant.config import override
 from accelerant.ops._cases import draw
-from accelerant.ops.transformer import cases, hopper, op
+from accelerant.ops.transformer import cases, op
 from accelerant.ops.transformer import op as ends
 from accelerant.ops.transformer.block import (
     Attention,
@@ -187,14 +187,14 @@ def test_tied_loss_leaves_rows_that_are_no_classes_alone(needs, way):
 
 def test_hopper_serves_what_it_says():
     case = Case(torch.device("cpu"), BF16, (128, 3072, 768), ("tanh",))
-    assert hopper.refuses(case) == "is for sm_90"
+    assert op.refuses_dz(case) == "is for sm_90"
 
 
 @pytest.mark.slow
 def test_hopper_kernel_compiles_without_spills():
-    (resources,) = hopper.program().build("sm_90a").resources.values()
+    (resources,) = op.dz_program().build("sm_90a").resources.values()
     assert resources.spill_bytes == resources.stack_bytes == 0
-    assert hopper.program().shared_bytes <= 227 * 1024
+    assert op.dz_program().shared_bytes <= 227 * 1024
 
 
 # --- the autograd functions ------------------------------------------------------------------------------------------
@@ -414,8 +414,8 @@ def test_product_with_gelus_gradient(shape):
     M, N, K = shape
     dy, weight, z = draw((M, K), BF16, "cuda"), draw((K, N), BF16, "cuda", 1) * K**-0.5, draw((M, N), BF16, "cuda", 2)
     case = Case(dy.device, BF16, shape, ("tanh",))
-    if hopper.refuses(case):
-        pytest.skip(f"the kernel {hopper.refuses(case)}")
+    if op.refuses_dz(case):
+        pytest.skip(f"the kernel {op.refuses_dz(case)}")
     with force(linear_dz="hopper"):
         dz, a, sums = op.linear_dz(dy, weight.to(BF16), z, F32)
     da = dy.double() @ weight.to(BF16).double()

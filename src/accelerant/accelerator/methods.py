@@ -28,7 +28,7 @@ from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
 from accelerant.ops._cases import Fractions, Indices, SampleInput, Stated
-from accelerant.ops._torch_names import own_keywords
+from accelerant.ops._library import own_keywords
 from accelerant.ops.registry import PublicOp, public_op, watch
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step

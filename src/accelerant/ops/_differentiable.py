@@ -46,9 +46,10 @@ from accelerant.ops._library import (
     is_ordinary,
     keys_of,
     ordinary_keys,
+    own_keywords,
+    torch_keywords,
     transforming,
 )
-from accelerant.ops._torch_names import own_keywords, torch_keywords
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import FEW_ELEMENTS, observers, torch_wants_determinism
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger

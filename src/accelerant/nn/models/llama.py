@@ -33,7 +33,7 @@ from accelerant.nn.models.language_model import (
 )
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.steps import append, linear
-from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
+from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import (
+from accelerant.ops._hopper import (
     ELEMENTS,
     HopperProgram,
     LaunchCache,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import (
+from accelerant.ops._hopper import (
     ELEMENTS,
     HopperProgram,
     LaunchCache,

@@ -318,7 +318,7 @@ def append(
         positions: (B,) int32 or int64, the token's index in each sequence's cache; stays on the device and is not
             checked: T or more writes nothing.
         k_cache, v_cache: (B, kv_heads, T, D), dtype of qkv, contiguous; changed.
-        cos, sin: (at least T, D / 2), from accelerant.ops.rope.tables.rope_tables, contiguous; None: no rotation.
+        cos, sin: (at least T, D / 2), from accelerant.ops.rope.op.rope_tables, contiguous; None: no rotation.
 
     Returns:
         the rotated queries (B, heads, 1, D).

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import launch as hopper
-from accelerant.ops._hopper.launch import HopperProgram, Mma
+from accelerant.ops import _hopper as hopper
+from accelerant.ops._hopper import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 

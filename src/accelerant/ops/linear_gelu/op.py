@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._hopper.launch import is_hopper, refuses_product
+from accelerant.ops._hopper import is_hopper, refuses_product
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors, product_cost, triton_operation
 from accelerant.ops._library import (
     autocast_dtype,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import LaunchError
-from accelerant.ops._hopper.launch import ELEMENTS, HopperProgram, hopper_program, load, refuses_device
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, load, refuses_device
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case

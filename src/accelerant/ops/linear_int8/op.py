@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._hopper.launch import is_hopper
+from accelerant.ops._hopper import is_hopper
 from accelerant.ops._launch import ceil_div, triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, name_of, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper

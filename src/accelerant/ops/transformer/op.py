@@ -6,14 +6,19 @@ are in py.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops import _hopper as hopper
+from accelerant.ops._hopper import HopperProgram, Mma
 from accelerant.ops._launch import accesses, as_rows, ceil_div, multiprocessors, product_cost, triton_operation
 from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops._per_example import Forming
@@ -27,10 +32,10 @@ from accelerant.ops.linear_fp8.op import Float8Weight
 from accelerant.ops.linear_gelu import op as linear_gelu
 from accelerant.ops.norm.launch import WIDE_BACKWARD, launch_backward, launch_backward_each
 from accelerant.ops.norm.op import torch_backward
-from accelerant.ops.transformer import hopper
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 KERNELS = {
     name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}")
@@ -241,10 +246,73 @@ def _launch_turn(x: Tensor) -> Tensor:
     return y
 
 
+DZ_KINDS = ("struct", "struct", "struct", "struct", "struct", "*f32", "struct")
+"""Kinds of the kernel's arguments: tensor maps of x, weight, z, dz and a; partial sums; struct Shape."""
+
+_TILE_M, _TILE_N = 128, 128
+_STAGES = 4  # steps of K in flight
+_HELD = 4  # boxes of z that a warp holds
+_BOX = 16  # rows of a box of z, dz or a
+_GROUP = 8
+_SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * ((_HELD + 2) * _BOX * 128 + 8)
+"""Operand tiles in flight; for each warp its boxes of z, two boxes of a and a barrier."""
+
+_FILE = Path(__file__).with_name("hopper.cu")
+
+
+def refuses_dz(case: Case) -> str | None:
+    """Return why the kernel cannot serve a case of shape (M, N, K), or None."""
+    return hopper.refuses_product(case) or (
+        None if "tanh" in case.options else "computes gelu by the tanh approximation only"
+    )
+
+
+@functools.cache
+def dz_program() -> HopperProgram:
+    """Return the program text."""
+    return hopper.product_program(
+        "transformer_dz", _FILE, torch.bfloat16, Mma(_TILE_N), _TILE_M // 64, _STAGES, _SHARED_BYTES, GIVE=24, TAKE=240
+    )
+
+
+_launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
+
+
+def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dz = (x weight^T) gelu'(z), a = gelu(z) (M, N), and float32 sums of dz's columns, a row per 32 rows of M.
+
+    x is (M, K) bfloat16, weight (N, K) the transpose of the linear map's weight, z (M, N) contiguous.
+    """
+    x, weight = hopper.readable(x), hopper.readable(weight)
+    M, N = z.shape
+    dz, a = torch.empty_like(z), torch.empty_like(z)
+    partial = torch.empty(4 * ceil_div(M, _TILE_M), N, dtype=torch.float32, device=z.device)
+    if M % _TILE_M:
+        partial[-4:].zero_()  # warps whose rows are all past the end write nothing
+    key = (
+        x.data_ptr(), weight.data_ptr(), z.data_ptr(), dz.data_ptr(), a.data_ptr(), partial.data_ptr(),
+        x.shape, x.stride(), N, weight.stride(), x.get_device(),
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches.keep(key, _prepare_dz(x, weight, z, dz, a, partial))
+    launch.start()
+    return dz, a, partial
+
+
+def _prepare_dz(x: Tensor, weight: Tensor, z: Tensor, dz: Tensor, a: Tensor, partial: Tensor) -> PackedLaunch:
+    (M, N), K = z.shape, x.shape[1]
+    tiles = hopper.product_tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
+    shape = (ctypes.c_int32 * 7)(N, M, *tiles)
+    boxes = ((x, _TILE_M), (weight, _TILE_N), (z, _BOX), (dz, _BOX), (a, _BOX))
+    args = (*(hopper.tensor_map(*box) for box in boxes), partial, bytes(shape))
+    return hopper.pack(dz_program(), DZ_KINDS, min(tiles[-1], multiprocessors(x.device)), args, x.get_device())
+
+
 def _hopper_dz(
     dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
 ) -> _GeluGradient:
-    dz, a, partial_sums = hopper.launch_dz(dy, _launch_turn(weight), z)
+    dz, a, partial_sums = launch_dz(dy, _launch_turn(weight), z)
     if sums is None:
         return dz, a, None
     if examples is None:
@@ -267,7 +335,7 @@ def _separate_dz(
 
 _linear_dz: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = Operation(
     "linear_dz",
-    (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
+    (Implementation("hopper", _hopper_dz, refuses=refuses_dz, own=True), Implementation("separate", _separate_dz)),
     cost=partial(product_cost, results=3, operations=30),
 )
 

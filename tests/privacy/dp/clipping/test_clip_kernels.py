@@ -12,7 +12,7 @@ import torch
 from clip_checks import MODES, Chain, check, loss_of
 from torch import nn
 
-from accelerant.ops._hopper.launch import readable
+from accelerant.ops._hopper import readable
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.backward_pass import Rows
 from accelerant.privacy.dp.clipping.launch import KINDS, launch_form, program, refuses

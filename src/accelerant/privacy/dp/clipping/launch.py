@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import launch as hopper
-from accelerant.ops._hopper.launch import ELEMENTS, HopperProgram, Mma
+from accelerant.ops import _hopper as hopper
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma
 from accelerant.ops._launch import accesses, ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops.transformer.op import embed_backward
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, UnsupportedDtype
-from accelerant.ops._hopper.launch import HopperProgram
+from accelerant.ops._hopper import HopperProgram
 from accelerant.ops._launch import multiprocessors
 from accelerant.ops._library import name_of
 from accelerant.privacy.dp.noise.discrete import (
