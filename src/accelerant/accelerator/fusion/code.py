@@ -19,10 +19,10 @@ import math
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -40,7 +40,14 @@ _TRITON_TYPES = {
 
 
 class _Printer(ABC):
-    """Writes a program; subclasses have the words of a language."""
+    """Writes a program; subclasses have the words of a language.
+
+    Attributes:
+        reductions: operation and whether it is of floats -> lines before the loop, in it, and after it. `{i}` is the
+            node, `{v}` the value of a column, `{T}` the type and `{least}` its least number.
+    """
+
+    reductions: ClassVar[Mapping[tuple[str, bool], tuple[Sequence[str], Sequence[str], Sequence[str]]]]
 
     def __init__(self, program: FusedProgram, schedule: Schedule) -> None:
         self.program, self.schedule = program, schedule
@@ -114,31 +121,30 @@ class _Printer(ABC):
         nodes = self.program.nodes
         self.before_loop([arg for i in reductions for arg in nodes[i].args])
         for i in reductions:
-            self.begin(i, nodes[i].op)
+            self._part_of(i, 0)
         outer = dict(self.known)
-        self.open_loop()
+        self.open_loop(reductions)
         for i in reductions:
-            self.accumulate(i, nodes[i].op, self.value(nodes[i].args[0]))
+            self._part_of(i, 1, self.value(nodes[i].args[0]))
         self.close_loop()
         self.known = outer
         for i in reductions:
-            self.end(i, nodes[i].op)
+            self._part_of(i, 2)
             self.known[i] = f"v{i}"
 
-    @abstractmethod
-    def begin(self, index: int, op: str) -> None: ...
-
-    @abstractmethod
-    def accumulate(self, index: int, op: str, value: str) -> None: ...
-
-    @abstractmethod
-    def end(self, index: int, op: str) -> None: ...
+    def _part_of(self, index: int, part: int, value: str = "") -> None:
+        """Write the lines of a reduction before (0), in (1) or after (2) the loop."""
+        node = self.program.nodes[index]
+        kind, floats = C_TYPES.get(node.dtype, ""), node.dtype.is_floating_point
+        least = "" if floats else _least(node.dtype)
+        for each in self.reductions[node.op, floats][part]:
+            self.line(each.format(i=index, v=value, T=kind, least=least))
 
     @abstractmethod
     def store(self, number: int, value: str) -> None: ...
 
     @abstractmethod
-    def open_loop(self) -> None: ...
+    def open_loop(self, reductions: Sequence[int] = ()) -> None: ...
 
     def close_loop(self) -> None:
         self.depth -= 1
@@ -147,7 +153,23 @@ class _Printer(ABC):
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 
+_WIDE = "tl.broadcast_to({v}, [ROWS, BLOCK])"
+
+
 class _TritonPrinter(_Printer):
+    reductions: ClassVar = {
+        ("sum", True): (
+            ("all{i} = tl.full([ROWS, BLOCK], 0.0, tl.float32)", "rest{i} = tl.zeros([ROWS, BLOCK], tl.float32)"),
+            (f"all{{i}}, rest{{i}} = math.compensated(all{{i}}, rest{{i}}, tl.where(in_row, {_WIDE}, 0.0))",),
+            ("v{i} = tl.sum(all{i}, 1, keep_dims=True)",),
+        ),
+        ("max", True): (
+            ('all{i} = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)',),
+            (f'all{{i}} = math.larger(tl.where(in_row, {_WIDE}, float("-inf")), all{{i}})',),
+            ("v{i} = math.largest(all{i})",),
+        ),
+    }
+
     def text(self) -> str:
         program, stream = self.program, self.schedule == "stream"
         names = [f"x{i}" for i in program.used] + [f"y{i}" for i in range(len(program.results))]
@@ -239,30 +261,12 @@ class _TritonPrinter(_Printer):
         element = f"y{number}.dtype.element_ty"
         self.line(f"tl.store(y{number} + {where}, tl.broadcast_to({value}, {shape}).to({element}), mask={mask})")
 
-    def open_loop(self) -> None:
+    def open_loop(self, reductions: Sequence[int] = ()) -> None:
         self.line("for start in tl.range(0, N, BLOCK):")
         self.depth += 1
         self.line("columns = start + tl.arange(0, BLOCK)[None, :]")
         self.line("in_row = columns < N")
         self.line("inside = present & in_row")
-
-    def begin(self, index: int, op: str) -> None:
-        identity = "0.0" if op == "sum" else 'float("-inf")'
-        self.line(f"all{index} = tl.full([ROWS, BLOCK], {identity}, tl.float32)")
-        if op == "sum":
-            self.line(f"rest{index} = tl.zeros([ROWS, BLOCK], tl.float32)")
-
-    def accumulate(self, index: int, op: str, value: str) -> None:
-        wide = f"tl.broadcast_to({value}, [ROWS, BLOCK])"
-        if op == "sum":
-            self.line(
-                f"all{index}, rest{index} = math.compensated(all{index}, rest{index}, tl.where(in_row, {wide}, 0.0))"
-            )
-        else:
-            self.line(f'all{index} = math.larger(tl.where(in_row, {wide}, float("-inf")), all{index})')
-
-    def end(self, index: int, op: str) -> None:
-        self.line(f"v{index} = {OPERATIONS[op].triton.format(f'all{index}')}")
 
 
 _TRITON_HEAD = """\
@@ -316,12 +320,24 @@ def _double(text: str) -> str:
 class _CPrinter(_Printer):
     """Writes OpenCL C: a thread computes an element, or a row where there are reductions."""
 
-    head = ""
-
-    def __init__(self, program: FusedProgram, schedule: Schedule) -> None:
-        super().__init__(program, schedule)
-        self._sums: list[int] = []
-        self._largest: list[int] = []
+    reductions: ClassVar = {
+        ("sum", True): (
+            ("FUSED_SUM(sum{i})",),
+            ("FUSED_ADD(sum{i}, {v})",),
+            ("const {T} v{i} = ({T})FUSED_TOTAL(sum{i});",),
+        ),
+        ("sum", False): (
+            ("i64 sum{i} = 0;",),
+            ("sum{i} = (i64)((u64)sum{i} + {v});",),
+            ("const {T} v{i} = ({T})sum{i};",),
+        ),
+        ("max", True): (
+            ("{T} v{i} = -ACL_INFINITY; int nans{i} = 0;",),
+            ("nans{i} += {v} != {v};", "v{i} = {v} > v{i} ? {v} : v{i};"),
+            ("v{i} = nans{i} ? ACL_NAN : v{i};",),
+        ),
+        ("max", False): (("{T} v{i} = {least};",), ("v{i} = {v} > v{i} ? {v} : v{i};",), ()),
+    }
 
     def text(self) -> str:
         program = self.program
@@ -376,16 +392,15 @@ class _CPrinter(_Printer):
         where = "at" if self.schedule == "stream" else "row * N + column" if full else "row"
         self.line(f"y{number}[{where}] = {value};")
 
-    def open_loop(self) -> None:
-        if self._largest:  # clang's maximum of a loop begins with the least finite number
-            self.lines.append("#if !defined(__clang__)")
-        sums = [f"sum{i}" for i in self._sums]
-        sums += [f"nans{i}" for i in self._largest if self.program.nodes[i].dtype.is_floating_point]
+    def open_loop(self, reductions: Sequence[int] = ()) -> None:
+        nodes = self.program.nodes
+        largest = [i for i in reductions if nodes[i].op == "max"]
+        sums = [f"sum{i}" for i in reductions if nodes[i].op == "sum"]
+        sums += [f"nans{i}" for i in largest if nodes[i].dtype.is_floating_point]
         clauses = [f" reduction(+:{', '.join(sums)})"] * bool(sums)
-        clauses += [f" reduction(max:{', '.join(f'v{i}' for i in self._largest)})"] * bool(self._largest)
-        self.lines.append(f"#pragma omp simd{''.join(clauses)}")
-        if self._largest:
-            self.lines.append("#endif")
+        clauses += [f" reduction(max:{', '.join(f'v{i}' for i in largest)})"] * bool(largest)
+        pragma = f"#pragma omp simd{''.join(clauses)}"  # clang's maximum of a loop begins with the least finite number
+        self.lines += ["#if !defined(__clang__)", pragma, "#endif"] if largest else [pragma]
         self.line(f"for (i64 column = {self.columns[0]}; column < {self.columns[1]}; column++) {{")
         self.depth += 1
 
@@ -394,36 +409,6 @@ class _CPrinter(_Printer):
     def close_loop(self) -> None:
         super().close_loop()
         self.line("}")
-        self._sums, self._largest = [], []
-
-    def begin(self, index: int, op: str) -> None:
-        (self._sums if op == "sum" else self._largest).append(index)
-        kind = self.program.nodes[index].dtype
-        if op == "sum":
-            self.line(f"FUSED_SUM(sum{index})" if kind.is_floating_point else f"i64 sum{index} = 0;")
-        elif kind.is_floating_point:
-            self.line(f"{C_TYPES[kind]} v{index} = -ACL_INFINITY; int nans{index} = 0;")
-        else:
-            self.line(f"{C_TYPES[kind]} v{index} = {_least(kind)};")
-
-    def accumulate(self, index: int, op: str, value: str) -> None:
-        floats = self.program.nodes[index].dtype.is_floating_point
-        if op == "sum":
-            self.line(
-                f"FUSED_ADD(sum{index}, {value})" if floats else f"sum{index} = (i64)((u64)sum{index} + {value});"
-            )
-            return
-        if floats:
-            self.line(f"nans{index} += {value} != {value};")
-        self.line(f"v{index} = {value} > v{index} ? {value} : v{index};")
-
-    def end(self, index: int, op: str) -> None:
-        kind = self.program.nodes[index].dtype
-        if op == "sum":
-            total = f"FUSED_TOTAL(sum{index})" if kind.is_floating_point else f"sum{index}"
-            self.line(f"const {C_TYPES[kind]} v{index} = ({C_TYPES[kind]}){total};")
-        elif kind.is_floating_point:
-            self.line(f"v{index} = nans{index} ? ACL_NAN : v{index};")
 
 
 def _least(kind: torch.dtype) -> str:
