@@ -22,6 +22,7 @@ from accelerant.bench.record import Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import time_in_turns, time_ms
 from accelerant.cli.bench import run_command
+from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError
 from accelerant.ops.recurrent.op import gru_fwd, lstm_fwd, rnn_fwd
 from accelerant.runtime.dispatch import Case, force
@@ -32,6 +33,7 @@ __all__ = ["RecurrentSuite"]
 _LAYERS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "tanh": torch.nn.RNN}
 _OPERATIONS = {"lstm": lstm_fwd, "gru": gru_fwd, "tanh": rnn_fwd}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHORT = {whole: short for short, whole in DTYPE_NAMES.items() if short in _DTYPES}
 _ERROR = {torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Allowed ||x - reference|| / ||reference||; in float32 products may be TF32's."""
 
@@ -55,11 +57,12 @@ class RecurrentSuite(Suite):
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite; raises ConfigError for an unknown cell or dtype, or a size below 1."""
         check_names("--cell", "cell", self.cell, tuple(_LAYERS))
-        check_names("--dtype", "dtype", self.dtype or (), tuple(_DTYPES))
+        dtype = None if self.dtype is None else tuple(_SHORT.get(name, name) for name in self.dtype)
+        check_names("--dtype", "dtype", dtype or (), tuple(_DTYPES))
         for flag, sizes in (("--hidden", self.hidden), ("--batch", self.batch), ("--steps", self.steps)):
             if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
                 raise ConfigError(f"{flag}: wanted numbers of at least 1, got {','.join(sizes) or 'none'}")
-        return self
+        return replace(self, dtype=dtype)
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each cell, dtype and size."""

@@ -49,7 +49,12 @@ from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError, MissingFile
 
-__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "policy_named", "settings", "similar"]
+__all__ = [
+    "DTYPE_NAMES", "FallbackPolicy", "Settings", "When", "carried", "override", "policy_named", "settings", "similar",
+]  # fmt: skip
+
+DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+"""Other names of dtypes, understood where one is taken by name -> torch's."""
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 When = Literal["off", "first_use"]

@@ -365,3 +365,10 @@ def test_committed_records_compare_with_themselves_and_with_a_slower_run(path, t
     ]
     record.save(tmp_path / "slow.json")
     assert status("compare", str(path), str(tmp_path / "slow.json")) == 1
+
+
+def test_the_cases_of_all_suites_are_listed(capsys):
+    assert status("all", *QUICK, "--op", "gelu", "--list", "--json") == 0
+    cases = [case["case"] for case in json.loads(capsys.readouterr().out)]
+    assert {"field_add 16,384 elements", "launch", "256 KiB"} <= set(cases)
+    assert any(case.startswith("gelu ") for case in cases)

@@ -63,6 +63,12 @@ def test_no_concept_has_two_spellings():
             assert all(name == "--no-" + first[2:] for name in option.secondary_opts), words
 
 
+def test_an_unknown_option_exits_2(capsys):
+    for words, _ in commands():
+        status, errors = run(capsys, *words, "--nope")
+        assert (status, "nope" in errors) == (2, True), words
+
+
 def test_an_unknown_choice_exits_2(capsys, tmp_path, monkeypatch):
     """The values of options that name something: a device, an op, a dtype, a state, and so on."""
     names = {"--device", "--op", "--dtype", "--suite", "--state", "--method", "--engine", "--preset", "--precision"}

@@ -121,7 +121,7 @@ def test_other_names_of_arguments_are_understood_once(client):
     found = client.attention(query=x, key=x, value=x, is_causal=True)
     np.testing.assert_array_equal(found, client.attention(x, x, x, causal=True))
     np.testing.assert_array_equal(client.softmax(input=x), client.softmax(x))
-    with pytest.raises(TypeError, match="causal is given twice, also as is_causal"):
+    with pytest.raises(TypeError, match="causal= and is_causal=, which are the same: give one"):
         client.attention(x, x, x, causal=True, is_causal=True)
     for names in ({"is_causal": True}, {"causal": True}):  # of the operation, as other programs call it
         np.testing.assert_array_equal(client.call("attention", {"q": x, "k": x, "v": x}, **names)["y"], found)

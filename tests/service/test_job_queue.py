@@ -127,7 +127,7 @@ async def test_calls_that_were_given_up_do_not_stay_behind_those_of_a_higher_pri
     assert queue.take("cpu", alone=True) == [first]
     first.future.set_result({})
     await asyncio.sleep(0)
-    assert (len(queue), queue.by_key()) == (0, {})
+    assert (len(queue), queue._waiting) == (0, {})
 
 
 async def test_identical_elementwise_calls_are_one_launch():

@@ -33,6 +33,7 @@ import torch
 
 from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Journal, Row, failure_note
 from accelerant.bench.timer import measure_copy, measure_link, measure_matmul, threads_text
+from accelerant.config import DTYPE_NAMES
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -154,12 +155,11 @@ def check_names(flag: str, kind: str, names: Iterable[str], known: Sequence[str]
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def dtypes_named(names: Iterable[str], flag: str = "--dtype") -> dict[str, torch.dtype]:
     """Return dtypes by their whole names; short ones, as bf16, are understood. ConfigError for others."""
-    whole = [_SHORT.get(name, name) for name in names]
+    whole = [DTYPE_NAMES.get(name, name) for name in names]
     check_names(flag, "dtype", whole, tuple(_DTYPES))
     return {name: _DTYPES[name] for name in whole}
 

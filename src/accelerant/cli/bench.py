@@ -303,34 +303,31 @@ def _save(
 # --- bench all, bench compare ----------------------------------------------------------------------------------------
 
 
-def everything(
-    device: _Device = "auto",
-    suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class _AllCommand(_RunOptions):
+    """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
+
+    suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None
+    op: Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")] = None
     budget_s: Annotated[
         float, typer.Option("--budget-seconds", min=0.0, help="Seconds of calls behind each figure.")
-    ] = 0.3,
+    ] = 0.3
     against: Annotated[
-        list[str] | None, typer.Option(help="Peers of the neural suite: see bench neural --help.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option(help="Add a CPU column where the device is another.")] = True,
-    out: _Out = None,
-    report: _Report = None,
-    compare: _Compare = None,
-    csv: _Csv = None,
-    json_output: _Json = False,
-) -> None:
-    """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
-    from accelerant.bench.suite import check_names
+        list[str] | None, typer.Option(help="A peer of the neural suite: see bench neural --help; may be repeated.")
+    ] = None
+    cpu: Annotated[bool, typer.Option(help="Add a CPU column where the device is another.")] = True
 
-    check_names("--suite", "suite", suite or (), tuple(_SUITES))
-    peers = _value(against)
-    compiled = {} if peers is None else {"compiled": "compile" in peers}
-    neural = {"op": tuple(op or ())} | ({} if peers is None else {"against": peers})
-    own: dict[str, dict[str, Any]] = {"neural": neural, "algebra": compiled}
-    chosen = [name for name in _SUITES if name in (suite or _SUITES)]
-    options = _RunOptions(device=device, out=out, csv=csv, report=report, compare=compare, json_output=json_output)
-    options.run([_load(name)(**{"budget_s": budget_s, "cpu": cpu, **own.get(name, {})}) for name in chosen])
+    def run(self, suites: Sequence[Suite] = (), name: str = "") -> None:
+        """Run the chosen suites."""
+        from accelerant.bench.suite import check_names
+
+        check_names("--suite", "suite", self.suite or (), tuple(_SUITES))
+        peers = _value(self.against)
+        compiled = {} if peers is None else {"compiled": "compile" in peers}
+        neural = {"op": tuple(self.op or ())} | ({} if peers is None else {"against": peers})
+        own: dict[str, dict[str, Any]] = {"neural": neural, "algebra": compiled}
+        chosen = [one for one in _SUITES if one in (self.suite or _SUITES)]
+        super().run([_load(one)(**{"budget_s": self.budget_s, "cpu": self.cpu, **own.get(one, {})}) for one in chosen])
 
 
 def compare_records(
@@ -432,7 +429,7 @@ bench = Group(
     "Measure the kernels and the runtime, compared with their peers. `accelerant bench OP` measures one op, with "
     "--size at sizes of your own: `accelerant bench gelu --help`.",
     {
-        everything: "all --out now.json --report report.html\naccelerant bench all --compare before.json\n"
+        _AllCommand: "all --out now.json --report report.html\naccelerant bench all --compare before.json\n"
         "accelerant bench all --suite algebra --budget-seconds 0.1",
         compare_records: "compare before.json after.json",
         check: "check floors.toml\naccelerant bench check floors.toml --op gelu\n"

@@ -172,7 +172,8 @@ def add_command(app: typer.Typer, name: str, panel: str, command: Any) -> None:
         return
     group = Application(name=name, help=command.title, no_args_is_help=True, **command.options)
     for function, text in command.commands.items():
-        group.command(text.split()[0], epilog=f"accelerant {name} {text}")(function)
+        call = command_of(function) if isinstance(function, type) else function
+        group.command(text.split()[0], epilog=f"accelerant {name} {text}")(call)
     app.add_typer(group, rich_help_panel=panel)
 
 

@@ -98,13 +98,7 @@ def tune(
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
-        if not entries:
-            print(f"no results for {escaped(chosen.name)}: `accelerant tune` measures them")
-        for key, entry in sorted(entries.items()):
-            times = ", ".join(
-                f"{name} {plain(ms)} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1])
-            )
-            print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
+        _print_known(entries, chosen.name)
         for line in choices().ignored(torch_device):
             print(escaped(f"not used: {line}"), file=sys.stderr)
     if out is not None:
@@ -112,6 +106,14 @@ def tune(
         print(f"{out}: {count} entries", file=sys.stderr)
     if any(result.error for result in results):
         raise typer.Exit(1)
+
+
+def _print_known(entries: Mapping[str, Any], device: str) -> None:
+    if not entries:
+        print(f"no results for {escaped(device)}: `accelerant tune` measures them")
+    for key, entry in sorted(entries.items()):
+        times = ", ".join(f"{name} {plain(ms)} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
+        print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
 
 
 def _op_of(key: str) -> str:

@@ -31,7 +31,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from accelerant._renamed import renamed_arguments
+from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant._version import __version__
 from accelerant.algebra.curve.parameters import Curve, curve_of
 from accelerant.algebra.field.field import FieldArray
@@ -69,15 +69,6 @@ _AWAY_S = (1.0, 60.0)
 """Time for which a read is repeated while the service is out of reach: of one that never answered, and of others."""
 
 
-_ALIASES = {
-    "attention": {"query": "q", "key": "k", "value": "v", "is_causal": "causal"},
-    **{name: {"input": "x"} for name in ("gelu", "softmax", "layer_norm")},
-    "matmul": {"input": "a", "other": "b"},
-    "privacy_epsilon": {"sigma": "noise_multiplier", "q": "sample_rate"},
-}
-"""Method -> other names of its arguments: torch's, and short ones."""
-
-
 class _ClientMethod(Generic[_P, _T]):
     """A method of both clients: of Client it returns the result, of AsyncClient an awaitable."""
 
@@ -95,13 +86,7 @@ class _ClientMethod(Generic[_P, _T]):
         if client is None:
             return self
 
-        aliases = _ALIASES.get(self._steps.__name__, {})
-
         def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-            for alias in aliases.keys() & kwargs.keys():
-                if (name := aliases[alias]) in kwargs:
-                    raise TypeError(f"{name} is given twice, also as {alias}")
-                kwargs[name] = kwargs.pop(alias)
             return client._run(self._steps(client, *args, **kwargs))
 
         return update_wrapper(call, self._steps)
@@ -211,16 +196,19 @@ class _ClientMethods:
     # --- neural operations, as accelerant.ops has them; arrays of float16, float32 or float64 ------------------------
 
     @_ClientMethod
+    @understood_arguments(input="x")
     def gelu(self, x: Any, *, approximate: str = "none") -> Steps[Array]:
         """Apply the Gaussian error linear unit."""
         return (yield from self._array("y", "gelu", _floats(x=x), {"approximate": approximate}))
 
     @_ClientMethod
+    @understood_arguments(input="x")
     def softmax(self, x: Any, *, dim: int = -1) -> Steps[Array]:
         """Apply softmax along an axis."""
         return (yield from self._array("y", "softmax", _floats(x=x), {"dim": dim}))
 
     @_ClientMethod
+    @understood_arguments(input="x")
     def layer_norm(self, x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Steps[Array]:
         """Normalize rows."""
         given = {"x": x, "weight": weight, "bias": bias}
@@ -228,11 +216,13 @@ class _ClientMethods:
         return (yield from self._array("y", "layer_norm", _floats(**inputs), {"eps": eps}))
 
     @_ClientMethod
+    @understood_arguments(input="a", other="b")
     def matmul(self, a: Any, b: Any) -> Steps[Array]:
         """Multiply matrices."""
         return (yield from self._array("y", "matmul", _floats(a=a, b=b), {}))
 
     @_ClientMethod
+    @understood_arguments(query="q", key="k", value="v", is_causal="causal")
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Steps[Array]:
         """Attend with q (B, Hq, S, D), k and v (B, Hkv, T, D)."""
         inputs = _floats(q=q, k=k, v=v)
@@ -248,6 +238,7 @@ class _ClientMethods:
     # --- privacy -----------------------------------------------------------------------------------------------------
 
     @_ClientMethod
+    @understood_arguments(sigma="noise_multiplier", q="sample_rate")
     def privacy_epsilon(
         self, *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, method: str = "pld"
     ) -> Steps[float]:

@@ -200,8 +200,8 @@ class Telemetry:
                     if (change := upcoming.result()) is None:
                         return  # the service has stopped
                     upcoming = asyncio.ensure_future(anext(changes, None))
-                    if change["event"] == "job" and key_id in (None, change["job"]["key_id"]):
-                        yield "job", change["job"]
+                    if key_id in (None, change["key_id"]):
+                        yield "job", change
         finally:
             upcoming.cancel()
             with suppress(asyncio.CancelledError):

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from accelerant._renamed import renamed_arguments, understood_arguments
+from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeDevice
@@ -36,9 +37,6 @@ _POSITIVE = frozenset({
     "evaluate_every", "evaluations", "patience", "checkpoint_every", "profile", "timeout_s", "vocab_size", "layers",
     "heads", "width", "validation_tokens", "sample_tokens", "side_share", "cpu_threads",
 })  # fmt: skip
-_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-"""Other names of dtypes, in `precision` and `reduce_dtype`."""
-
 _RENAMED = {"clip": "max_grad_norm", "beta1": "betas", "beta2": "betas", "micro_batch": "microbatch", "folder": "out"}
 _UNDERSTOOD = {
     "lr": "learning_rate", "output_dir": "out", "gradient_accumulation_steps": "accumulate", "max_steps": "steps",
@@ -208,7 +206,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("precision", "reduce_dtype"):
             given = str(getattr(self, name)).removeprefix("torch.")
-            object.__setattr__(self, name, _DTYPES.get(given, given))
+            object.__setattr__(self, name, DTYPE_NAMES.get(given, given))
         object.__setattr__(self, "device", _device_name(self.device))
         object.__setattr__(self, "out", _path(self.out))
         for name in ("betas", "no_decay", "recompute"):

@@ -105,13 +105,12 @@ class WorkerStats:
 class QueueStats:
     """Numbers of requests in this server's memory (short calls) and of jobs in the store.
 
-    `queued`, `running` and `bytes` count both. `jobs` counts by state and `by_key` the waiting ones by key; they are as
-    old as the last look at the store, at most some seconds.
+    `queued`, `running` and `bytes` count both. `jobs` counts by state; it is as old as the last look at the store, at
+    most some seconds.
     """
 
     queued: int
     running: int
     bytes: int
     jobs: dict[str, int]
-    by_key: dict[str, int]
     workers: tuple[WorkerStats, ...]

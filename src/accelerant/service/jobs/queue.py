@@ -90,10 +90,6 @@ class CallQueue:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def by_key(self) -> dict[str, int]:
-        """Return the number of waiting calls by key."""
-        return {key: len(heap) for key, heap in self._waiting.items()}
-
     @property
     def retry_after_s(self) -> float:
         """Estimate of the seconds in which half of the queue will have been served."""

@@ -119,8 +119,8 @@ class JobService:
         self._hurried = False
         self._away: dict[str, float] = {}  # what fails, and since when
         self._renewed = time.monotonic()
-        self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
-        self._subscribers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._counts: tuple[dict[str, int], int] = ({}, 0)
+        self._subscribers: set[asyncio.Queue[dict[str, Any] | None]] = set()  # None ends them
         self._seconds = 1.0  # of a job, averaged over the latest
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class JobService:
         if self._store is not None:
             await self._in_thread(self._store.close)
         for queue in self._subscribers:
-            _put(queue, {"event": "end"})
+            _put(queue, None)
         for threads in (self._threads, self._disk_threads, self._lease_thread):
             threads.shutdown(wait=False)
 
@@ -369,7 +369,6 @@ class JobService:
             else:
                 self._queue.put_back(call)
         self._feed()
-        self._publish_queue()
 
     # --- jobs: callers -----------------------------------------------------------------------------------------------
 
@@ -556,7 +555,6 @@ class JobService:
         """Take over the jobs of servers that are gone."""
         while True:
             await self._tried(self._watch_once)
-            self._publish_queue()
             await asyncio.sleep(self._poll_s)
 
     async def _tidy(self) -> None:
@@ -663,17 +661,13 @@ class JobService:
 
     def stats(self) -> QueueStats:
         """Return the state of queue and workers."""
-        states, keys, size = self._counts
-        by_key = dict(keys)
-        for key, count in self._queue.by_key().items():
-            by_key[key] = by_key.get(key, 0) + count
+        states, size = self._counts
         waiting = len(self._queue)
         return QueueStats(
             queued=waiting + states.get(JobState.QUEUED, 0),
             running=self._queue.held - waiting + states.get(JobState.RUNNING, 0),
             bytes=self._queue.held_bytes + size,
             jobs={state.value: states.get(state.value, 0) for state in JobState},
-            by_key=by_key,
             workers=tuple(worker.stats() for worker in self._workers),
         )
 
@@ -687,34 +681,28 @@ class JobService:
         return tuple(worker.ledger for worker in self._workers if worker.ledger)
 
     async def subscribe(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield events, {"event": "job", "job": ...} and {"event": "queue", ...}; a slow reader misses the oldest."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(1000)
+        """Yield each job that changes, as a dictionary; a slow reader misses the oldest."""
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(1000)
         self._subscribers.add(queue)
         try:
-            while (event := await queue.get())["event"] != "end":
-                yield event
+            while (job := await queue.get()) is not None:
+                yield job
         finally:
             self._subscribers.discard(queue)
 
     def _publish(self, job: Job) -> None:
         for queue in self._subscribers:
-            _put(queue, {"event": "job", "job": asdict(job)})
-
-    def _publish_queue(self) -> None:
-        if self._subscribers:
-            event = {"event": "queue", **asdict(self.stats())}
-            for queue in self._subscribers:
-                _put(queue, event)
+            _put(queue, asdict(job))
 
     def _wake(self) -> None:
         for worker in self._workers:
             worker.wake.set()
 
 
-def _put(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
+def _put(queue: asyncio.Queue[dict[str, Any] | None], job: dict[str, Any] | None) -> None:
     if queue.full():
         queue.get_nowait()
-    queue.put_nowait(event)
+    queue.put_nowait(job)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

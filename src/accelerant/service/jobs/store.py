@@ -246,18 +246,12 @@ class JobStore:
             connection.execute(_jobs.update().where(_jobs.c.id == id, _jobs.c.state == _RUNNING).values(cancel=True))
             return False
 
-    def counts(self) -> tuple[dict[str, int], dict[str, int], int]:
-        """Return the number of jobs by state, that of queued ones by key, and the bytes of those."""
-        by_state = sa.select(_jobs.c.state, sa.func.count().label("total")).group_by(_jobs.c.state)
-        by_key = (
-            sa.select(_jobs.c.key_id, sa.func.count(), sa.func.sum(_jobs.c.input_bytes))
-            .where(_jobs.c.state == _QUEUED)
-            .group_by(_jobs.c.key_id)
-        )
+    def counts(self) -> tuple[dict[str, int], int]:
+        """Return the number of jobs by state, and the bytes of the inputs of those that are queued."""
+        columns = (_jobs.c.state, sa.func.count().label("total"), sa.func.sum(_jobs.c.input_bytes).label("size"))
         with self._begin(reads=True) as connection:
-            states = {row.state: row.total for row in connection.execute(by_state)}
-            keys = connection.execute(by_key).all()
-        return states, {key: count for key, count, _ in keys}, sum(int(size or 0) for _, _, size in keys)
+            rows = connection.execute(sa.select(*columns).group_by(_jobs.c.state)).all()
+        return {row.state: row.total for row in rows}, sum(int(row.size or 0) for row in rows if row.state == _QUEUED)
 
     # --- the server that runs jobs -----------------------------------------------------------------------------------
 
