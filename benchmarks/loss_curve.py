@@ -528,7 +528,7 @@ def curve(
         )
         loss_curve_page.update_page(page, loss_curve_page.markdown(record, image, source))
         return
-    chosen = registry.choose(device)
+    chosen = registry.find_device(device)
     if not chosen.torch_device:
         raise ConfigError(f"--device: training needs cuda or cpu; {device} is not one")
     gpu = chosen.torch_device.startswith("cuda")

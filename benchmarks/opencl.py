@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sums", type=int, nargs="*", default=[16, 20, 22], help="log2 of the numbers of points")
     parser.add_argument("--steps", type=int, default=200, help="of the training; 0 for none. Default: 200.")
     options = parser.parse_args(arguments)
-    device = registry.choose("opencl")
+    device = registry.find_device("opencl")
     cuda = [each for each in registry.devices() if each.available and each.backend == "cuda"][:1]
     print(f"{device.label}: {device.name}, driver {device.properties['driver']}, torch {torch.__version__}", flush=True)
     devices = [*cuda, device]

@@ -81,7 +81,7 @@ class PresetsSuite(Suite):
             run.record.notes.append("this run has no GPU that torch sees: the CPU alone was measured")
             return
         run.progress(f"train {self.preset}: the CPU")
-        there, other = self._row(replace(run, device=registry.choose("cpu")))
+        there, other = self._row(replace(run, device=registry.find_device("cpu")))
         if abs(losses[0] - other[0]) > _NEAR:
             raise AccelerantError(f"train {self.preset}: losses {losses}, on the CPU {other}")
         run.add(replace(there, runner="cpu"))

@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         for flag, value, known in (("model", options.model, MODEL_CASES), ("runner", options.runner, MODEL_RUNNERS)):
             if value is not None and value not in known:
                 raise ConfigError(f"--{flag}: {value!r} is none of {'; '.join(known)}")
-        device = registry.choose(options.device)
+        device = registry.find_device(options.device)
         if not device.torch_device.startswith("cuda"):
             raise ConfigError("--device: the profiler's times are a GPU's; take --device cuda")
         if options.model is not None:

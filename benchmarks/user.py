@@ -118,7 +118,7 @@ class UserSuite(Suite):
         What either needs is compiled in several processes before its first case.
         """
         run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
-        host = registry.choose("cpu")
+        host = registry.find_device("cpu")
         run.record.notes.append(f"host: {host.name}, {host.properties['cores']} cores")
         cases, models = self.cases(run), {key for op, key, _ in _cases(run.gpu) if op in MODELS}
         parts = [[case for case in cases if (case.key in models) is late] for late in (False, True)]

@@ -630,7 +630,7 @@ def test_an_absent_backend_raises_or_falls_back_with_a_warning():
         Accelerator(name)
     with pytest.warns(FallbackWarning, match=f"{name} is not used"):  # each one that is made
         acc = Accelerator(name)
-    assert acc.backend == registry.choose("auto").backend
+    assert acc.backend == registry.find_device("auto").backend
     assert any(entry["wanted"] == name for entry in accelerant.ledger().to_dict()["fallbacks"])
 
 
@@ -718,12 +718,12 @@ def test_backends_have_the_names_that_people_call_them_by():
     }  # fmt: skip
     for name, backend in other.items():
         if registry.reason_absent(backend):
-            for choose in (registry.choose, registry.find_device, lambda name: Accelerator(name, fallback=False)):
+            for choose in (registry.find_device, lambda name: Accelerator(name, fallback=False)):
                 with pytest.raises(BackendUnavailable, match=f"backend '{backend}' is not available"):
                     choose(name)
     with override(backend="CPU"):
         assert Accelerator().backend == "cpu"
-    chosen = registry.choose().backend
+    chosen = registry.find_device().backend
     assert registry.backend_named("GPU") == ("cuda" if chosen == "cpu" else chosen)
     with pytest.raises(ConfigError, match=r"unknown backend 'cudda' \(did you mean 'cuda'\?\)"):
         Accelerator("cudda")
@@ -775,7 +775,7 @@ def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):
         raise LaunchError("refused")
 
     acc = Accelerator("cpu")
-    monkeypatch.setattr(acc, "device", registry.choose("cpu"))
+    monkeypatch.setattr(acc, "device", registry.find_device("cpu"))
     monkeypatch.setitem(METHODS, "gelu", replace(METHODS["gelu"], run=failing))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

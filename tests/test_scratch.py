@@ -17,7 +17,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import peak_recorded
 from accelerant.zk.multi_scalar import scratch_bytes
 
-CPU = registry.choose("cpu")
+CPU = registry.find_device("cpu")
 
 
 def _limited(limit):
@@ -159,7 +159,7 @@ def test_a_gpus_limit_counts_scratch_and_a_call_keeps_it(name):
     }[name]
     options = _op_options(name, arrays=arrays)
     inputs, result = sizes_of(name, arrays, options)
-    scratch = scratch_of(name, metas_of(name, arrays), options, registry.choose("cuda"))
+    scratch = scratch_of(name, metas_of(name, arrays), options, registry.find_device("cuda"))
     with peak_recorded("cuda") as record:
         kept = getattr(ops, name)(*arrays)
     del kept

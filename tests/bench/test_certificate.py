@@ -18,7 +18,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.dispatch import operations
 from accelerant.testing import FakeProvider, fake_provider
 
-CPU = [registry.choose("cpu")]
+CPU = [registry.find_device("cpu")]
 
 
 def rows(certificate):
@@ -92,7 +92,7 @@ class WrongOnce(FakeProvider):
 @pytest.fixture
 def wrong_device():
     registry.register(WrongOnce())
-    yield registry.choose("fake")
+    yield registry.find_device("fake")
     registry.unregister("fake")
 
 
@@ -121,7 +121,7 @@ def test_a_wrong_provider_fails_the_certificate_and_the_command(wrong_device, tm
 def test_a_call_that_raises_is_wrong_and_one_that_is_refused_is_not_served(error, verdict, note):
     with fake_provider() as fake:
         fake.fail("launch", error, times=1)
-        found = rows(certify([registry.choose("fake")], ops=["field_add", "gelu"], quick=True))
+        found = rows(certify([registry.find_device("fake")], ops=["field_add", "gelu"], quick=True))
     assert found["field_add", "babybear"].verdict == "exact"
     broken = [row for row in found.values() if row.op == "field_add" and row.verdict != "exact"]
     assert [(row.verdict, row.note) for row in broken] == [(verdict, note)]

@@ -12,7 +12,7 @@ ROW = Row("neural", "gelu", "4x4 float32 forward", "accelerant", "triton (own)",
 
 
 def record(*rows):
-    return BenchmarkRecord(Environment.of(registry.choose("cpu")), {}, list(rows))
+    return BenchmarkRecord(Environment.of(registry.find_device("cpu")), {}, list(rows))
 
 
 def at(p50, spread=0.01, **changes):

@@ -20,7 +20,7 @@ TORCH = replace(OURS, runner="torch", p20=2.3, p50=2.4, p80=2.5)
 
 
 def record(*rows):
-    return BenchmarkRecord(replace(Environment.of(registry.choose("cpu")), device="Abacus 9000"), {}, list(rows))
+    return BenchmarkRecord(replace(Environment.of(registry.find_device("cpu")), device="Abacus 9000"), {}, list(rows))
 
 
 def floors_file(tmp_path, text):
@@ -120,7 +120,7 @@ def test_the_shipped_floors_are_those_of_the_committed_records():
 
 @pytest.mark.slow
 def test_without_records_the_ops_are_measured_now(tmp_path, capsys):
-    name = registry.choose("cpu").name
+    name = registry.find_device("cpu").name
     path = floors_file(tmp_path, f'["{name}"]\ntanh = 1e-9\n"msm g1" = {{ ms = 1 }}')
     assert status(path, "--device", "cpu", "--budget-seconds", "0") == 0
     assert capsys.readouterr().out == "2 of 2 figures reach their floors\n1 floors need a record: msm g1\n"
@@ -133,7 +133,7 @@ def test_without_records_the_ops_are_measured_now(tmp_path, capsys):
 @pytest.mark.parametrize("op", ["gelu", "softmax", "layer_norm", "rms_norm", "swiglu", "rope", "quantize_int8"])
 def test_this_gpu_reaches_the_shipped_floors(op, capsys):
     path = ROOT / "benchmarks" / "floors.toml"
-    name = registry.choose("cuda").name
+    name = registry.find_device("cuda").name
     if not any(floor.device in name for floor in read_floors(path)):
         pytest.skip(f"benchmarks/floors.toml has no floors for {name}")
     code = status(path, "--op", op)

@@ -27,7 +27,7 @@ NOT_MEASURED_HERE: set[str] = set()
 
 
 def environment():
-    return Environment.of(registry.choose("cpu"))
+    return Environment.of(registry.find_device("cpu"))
 
 
 def test_every_op_has_a_subject():
@@ -36,7 +36,7 @@ def test_every_op_has_a_subject():
 
 def test_an_unknown_peer_is_refused():
     with pytest.raises(ConfigError, match=r"no peer 'torhc'; there are torch, compile.*benchmarks\.neural"):
-        NeuralSuite(against=("torch", "torhc")).resolve(registry.choose("cpu"))
+        NeuralSuite(against=("torch", "torhc")).resolve(registry.find_device("cpu"))
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_large_weights_are_not_made_into_lists():
 
 @pytest.mark.slow
 def test_a_size_is_measured_whole_with_labelled_baselines():
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     suite = NeuralSuite(op=("softmax",), size=("5000x4",), budget_s=0.0).resolve(device)
     record = BenchmarkRecord(Environment.of(device), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
     suite.measure(SuiteRun(device, record))
@@ -234,7 +234,7 @@ def test_a_size_is_measured_whole_with_labelled_baselines():
 
 @pytest.mark.gpu
 def test_scores_in_memory_take_more_of_it_than_fused_attention():
-    gpu = registry.choose("cuda")
+    gpu = registry.find_device("cuda")
     suite = NeuralSuite(op=("attention",), size=("1x4x1024x64",), budget_s=0.01, cpu=True).resolve(gpu)
     record = BenchmarkRecord(Environment.of(gpu), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
     suite.measure(SuiteRun(gpu, record))
@@ -255,7 +255,7 @@ def test_scores_in_memory_take_more_of_it_than_fused_attention():
 )
 def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(options, message):
     with pytest.raises(ConfigError, match=message):
-        NeuralSuite(**options).resolve(registry.choose("cpu"))
+        NeuralSuite(**options).resolve(registry.find_device("cpu"))
 
 
 # --- results beside the reference ------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(optio
 
 def case_of(name, *arguments, **options):
     benchmark = Benchmark(SampleInput("x", arguments, options), torch.float32)
-    return OpCase.of(name, benchmark, registry.choose("cpu"), torch.float32)
+    return OpCase.of(name, benchmark, registry.find_device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -328,7 +328,7 @@ def test_the_upstream_gradient_is_no_argument():
 def test_sums_over_many_rows_stay_in_the_range_of_float16(op):
     weights = [(8,)] * (2 if op == "layer_norm" else 1)
     benchmark = Benchmark(SampleInput("x", ((65536 + 8192, 8), *weights)), torch.float16)
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     drawn = benchmark.sample.tensors(torch.float16)
     case = OpCase(op, "x", tuple(drawn), {}, benchmark, False)
     assert case.device.type == device.torch_device
@@ -390,7 +390,7 @@ def small(op, *arguments, **options):
 
 
 def measure(record, cases, **options):
-    run = SuiteRun(registry.choose("cpu"), record, **options)
+    run = SuiteRun(registry.find_device("cpu"), record, **options)
     measure_cases("neural", neural.neural_cases(cases, 0.0), run)
 
 
@@ -511,9 +511,11 @@ def test_what_is_compared_on_a_cpu_takes_turns():
 
 def test_a_rotated_case_says_so():
     each = small("relu", (4, 32), rotated=True)
-    case = OpCase.of("relu", each.benchmark, registry.choose("cpu"), torch.float32)
+    case = OpCase.of("relu", each.benchmark, registry.find_device("cpu"), torch.float32)
     bench, row = (
-        neural._CaseRun(each, case, Oracle(case), SuiteRun(registry.choose("cpu"), BenchmarkRecord(environment()))),
+        neural._CaseRun(
+            each, case, Oracle(case), SuiteRun(registry.find_device("cpu"), BenchmarkRecord(environment()))
+        ),
         Row("neural", "relu", "x", "torch", ""),
     )
     for direction, how in (("forward", "64 copies in turn"), ("backward", "")):
@@ -579,9 +581,9 @@ def test_progress_counts_the_cases():
 def test_cases_are_compiled_ahead_in_processes(tmp_path):
     said = []
     cases = groups_of([small("relu", (4, 32)), small("tanh", (4, 32))])
-    assert precompile(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
+    assert precompile(cases, registry.find_device("cpu"), 1, limit_s=120.0, progress=said.append) == ""
     assert said[-1] == "precompiled: 2 of 2 groups of cases"
-    late = precompile(cases, registry.choose("cpu"), 1, limit_s=0.0)
+    late = precompile(cases, registry.find_device("cpu"), 1, limit_s=0.0)
     assert late == "2 of 2 groups of cases were not precompiled"
 
 

@@ -19,7 +19,7 @@ ROW = Row("neural", "gelu", "4x4 float32 forward", "accelerant", "triton (own)",
 
 
 def record(*rows):
-    return BenchmarkRecord(Environment.of(registry.choose("cpu")), {"copy GB/s": 10.0}, list(rows))
+    return BenchmarkRecord(Environment.of(registry.find_device("cpu")), {"copy GB/s": 10.0}, list(rows))
 
 
 def test_a_record_survives_the_disk_and_is_written_whole(tmp_path):

@@ -14,11 +14,11 @@ from accelerant.runtime import registry
 
 
 def new_record():
-    return BenchmarkRecord(Environment.of(registry.choose("cpu")))
+    return BenchmarkRecord(Environment.of(registry.find_device("cpu")))
 
 
 def run_cases(record, cases, **options):
-    measure_cases("suite", cases, SuiteRun(registry.choose("cpu"), record, **options))
+    measure_cases("suite", cases, SuiteRun(registry.find_device("cpu"), record, **options))
 
 
 def case(key, seen, *, fails=None):
@@ -130,7 +130,7 @@ class FakeSuite:
 
 def collected(**suites):
     record = new_record()
-    run = SuiteRun(registry.choose("cpu"), record)
+    run = SuiteRun(registry.find_device("cpu"), record)
     return record, collect([FakeSuite(name, add) for name, add in suites.items()], run)
 
 

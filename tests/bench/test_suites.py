@@ -33,7 +33,7 @@ def _quick(one_thread):
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpus_copies_and_launches_have_a_cpu_column():
-    gpu = registry.choose("cuda")
+    gpu = registry.find_device("cuda")
     for suite in (BandwidthSuite(size=("4MiB",), budget_s=0.01, cpu=True), RuntimeSuite(budget_s=0.01, cpu=True)):
         run = SuiteRun(gpu, BenchmarkRecord(Environment.of(gpu)))
         suite.resolve(gpu).measure(run)

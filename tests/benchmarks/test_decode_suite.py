@@ -16,7 +16,7 @@ from benchmarks.decode import DecodeSuite
 
 @pytest.mark.slow
 def test_both_dtypes_are_measured_and_right():
-    record = run_suite(DecodeSuite(against=("torch",), budget_s=0.0), registry.choose("cpu"))
+    record = run_suite(DecodeSuite(against=("torch",), budget_s=0.0), registry.find_device("cpu"))
     assert [(row.case.rpartition(" ")[2], row.runner) for row in record.rows] == [
         ("bfloat16", "torch"),
         ("bfloat16", "accelerant"),
@@ -34,7 +34,7 @@ def test_both_dtypes_are_measured_and_right():
 
 @pytest.mark.slow
 def test_the_longest_measurement_fits_the_models_context():
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device), ceilings={"copy GB/s": 1.0})
     DecodeSuite(("bfloat16",), ("torch",), budget_s=600.0).measure(SuiteRun(device, record))  # 40 samples end it
     assert [len(row.samples) for row in record.rows] == [40, 40]
@@ -55,7 +55,7 @@ def test_a_model_that_computes_something_else_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "_block", broken)
     with pytest.raises(AccelerantError, match=r"decode, bfloat16: logits are .* from float32's"):
-        run_suite(DecodeSuite(against=(), budget_s=0.0), registry.choose("cpu"))
+        run_suite(DecodeSuite(against=(), budget_s=0.0), registry.find_device("cpu"))
 
 
 @pytest.mark.slow
@@ -64,7 +64,9 @@ def test_a_peer_that_fails_says_why(monkeypatch):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", failing)
-    record = run_suite(DecodeSuite(dtype=("bfloat16",), against=("compile",), budget_s=0.0), registry.choose("cpu"))
+    record = run_suite(
+        DecodeSuite(dtype=("bfloat16",), against=("compile",), budget_s=0.0), registry.find_device("cpu")
+    )
     notes = {row.runner: row.note for row in record.rows}
     assert notes["compile"] == "RuntimeError: no compiler here"
     assert "tokens/s" in notes["accelerant"]
@@ -79,14 +81,14 @@ def test_without_a_reference_nothing_is_measured(name, monkeypatch):
 
     monkeypatch.setattr(suite._PlainStep, name, failing)
     with pytest.raises(AccelerantError, match=r"torch's step, which others are checked by: OutOfMemoryError"):
-        run_suite(DecodeSuite(dtype=("bfloat16",), against=(), budget_s=0.0), registry.choose("cpu"))
+        run_suite(DecodeSuite(dtype=("bfloat16",), against=(), budget_s=0.0), registry.find_device("cpu"))
 
 
 def test_unknown_names():
     with pytest.raises(ConfigError, match="no dtype 'int4'; there are bfloat16, int8"):
-        DecodeSuite(("int4",)).resolve(registry.choose("cpu"))
+        DecodeSuite(("int4",)).resolve(registry.find_device("cpu"))
     with pytest.raises(ConfigError, match="no peer 'vllm'; there are torch, compile"):
-        DecodeSuite(against=("vllm",)).resolve(registry.choose("cpu"))
+        DecodeSuite(against=("vllm",)).resolve(registry.find_device("cpu"))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ SHAPE = "4x8 2 layers of 16, untied, float32"
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 def measured(device, **options):
@@ -168,7 +168,7 @@ def test_on_a_gpu_ours_come_first_and_a_peer_that_fails_costs_no_other_row(cpu, 
 
 @pytest.mark.gpu
 def test_on_a_gpu_private_steps_are_graphs_and_memory_is_measured():
-    cuda = registry.choose("cuda")
+    cuda = registry.find_device("cuda")
     record = measured(cuda, width=128, vocab=256, case=("4x64/2",), against=("torch",))
     assert [row.implementation for row in record.rows] == ["TrainStep", *["PrivateStep, graphs"] * 3, "torch"]
     assert all(row.peak_bytes > 0 and "4x64 2 layers of 128, untied, bf16 autocast" in row.case for row in record.rows)

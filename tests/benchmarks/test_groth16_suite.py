@@ -168,7 +168,7 @@ STAGES = ("witness", "blinding", "quotient", "sum A", "sum B1", "sum B2", "sum C
 
 @pytest.mark.slow
 def test_every_row_is_there(small, peer):
-    record = run_suite(Groth16Suite((20,), snarkjs=peer, runs=2), registry.choose("cpu"))
+    record = run_suite(Groth16Suite((20,), snarkjs=peer, runs=2), registry.find_device("cpu"))
     case = suite.case_name(20)
     peers = {"proof": ", key warm, {}", "command": ", {}"}
     rows = {(row.op, row.case, row.runner): row for row in record.rows}
@@ -199,7 +199,7 @@ def test_every_row_is_there(small, peer):
 def test_a_wrong_proof_stops_the_case(small, monkeypatch):
     monkeypatch.setattr(suite, "verify", lambda *_: False)
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     with pytest.raises(AccelerantError, match="3 constraints: a proof does not verify"):
         Groth16Suite((3,), runs=2).measure(SuiteRun(device, record))
@@ -208,12 +208,12 @@ def test_a_wrong_proof_stops_the_case(small, monkeypatch):
 
 def test_another_peer_is_refused():
     with pytest.raises(ConfigError, match="no peer 'rapidsnark'; there are snarkjs"):
-        Groth16Suite(against=("snarkjs", "rapidsnark")).resolve(registry.choose("cpu"))
+        Groth16Suite(against=("snarkjs", "rapidsnark")).resolve(registry.find_device("cpu"))
 
 
 @pytest.mark.slow
 def test_the_first_proof_compiles(monkeypatch, tmp_path):
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, True, SuiteRun(device, record), tmp_path, 2, None)
     suite._write_files(case)
@@ -272,7 +272,7 @@ def test_proofs_of_the_memory_program(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux's kernel counts memory as it is counted")
 def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
     """A cache that cannot be written makes one, in the same output."""
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
     case.folder.mkdir()
@@ -289,7 +289,7 @@ def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_proof_files_are_those_of_the_command(small, tmp_path):
     """What is judged is what the command wrote."""
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
     suite._write_files(case, count=1)

@@ -42,7 +42,7 @@ def settings(text, **changes):
 
 
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 def made(**curves):

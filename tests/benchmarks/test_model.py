@@ -26,7 +26,7 @@ from requirements import require_module
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def test_a_tiny_net_trains_on_the_cpu_and_a_sentence_says_that_there_is_no_gpu(c
 
 @pytest.mark.gpu
 def test_a_gpu_trains_as_the_cpu_does():
-    record = run_suite(PresetsSuite(budget_s=0.1), registry.choose("cuda"))
+    record = run_suite(PresetsSuite(budget_s=0.1), registry.find_device("cuda"))
     assert [row.runner for row in record.rows] == ["accelerant", "cpu"]
     assert record.rows[0].speedup > 0
 
 
 @pytest.mark.gpu
 def test_a_models_memory_on_a_gpu_is_near_its_prediction():
-    gpu = registry.choose("cuda")
+    gpu = registry.find_device("cuda")
     suite = ModelSuite(parameters=("14M",), batch=4, budget_s=0.1).resolve(gpu)
     *phases, step = run_suite(suite, gpu).rows
     assert [row.case.split()[-1] for row in phases] == ["forward", "backward", "update"]

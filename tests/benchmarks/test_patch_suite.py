@@ -24,7 +24,7 @@ from benchmarks.patch import PatchSuite
 @pytest.mark.parametrize("name", suite.MODELS)
 @pytest.mark.sample(6, 2)
 def test_every_model_is_measured_and_right(name):
-    record = run_suite(PatchSuite(model=(name,), against=(), budget_s=0.0), registry.choose("cpu"))
+    record = run_suite(PatchSuite(model=(name,), against=(), budget_s=0.0), registry.find_device("cpu"))
     assert record.environment.packages["transformers"] == importlib.metadata.version("transformers")
     rows = {(row.op, row.case.partition("16 ")[2] or row.case, row.runner): row for row in record.rows}
     assert len(rows) == 6  # two cases of eager and of ours, and their ratio
@@ -37,7 +37,7 @@ def test_every_model_is_measured_and_right(name):
 
 def case_keys(**options):
     """Return the keys of the cases that a run would measure."""
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     return [
         case.key
         for case in PatchSuite(("gpt2",), **options).cases(SuiteRun(device, BenchmarkRecord(Environment.of(device))))
@@ -62,7 +62,7 @@ def test_models_of_another_depth(name, setting):
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_the_models_that_it_has(tmp_path):
-    path, device = tmp_path / "rows.jsonl", registry.choose("cpu")
+    path, device = tmp_path / "rows.jsonl", registry.find_device("cpu")
     first, second = (BenchmarkRecord(Environment.of(device)) for _ in range(2))
     PatchSuite(("gpt2",), (), budget_s=0.0).measure(SuiteRun(device, first, Journal(path, first, resume=False)))
     begun = []
@@ -81,7 +81,7 @@ def test_a_patched_model_that_computes_something_else_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "patch", broken)
     with pytest.raises(AccelerantError, match=r"gpt2, accelerant: the (loss|norm of the gradients) is"):
-        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.choose("cpu"))
+        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.find_device("cpu"))
 
 
 def test_no_runner_holds_its_model_while_the_next_is_measured(monkeypatch):
@@ -97,7 +97,7 @@ def test_no_runner_holds_its_model_while_the_next_is_measured(monkeypatch):
 
     monkeypatch.setattr(suite, "_built", built)
     monkeypatch.setattr(suite, "_apply_liger", lambda *_: None)
-    run_suite(PatchSuite(model=("llama-1b",), against=("liger",), budget_s=0.0), registry.choose("cpu"))
+    run_suite(PatchSuite(model=("llama-1b",), against=("liger",), budget_s=0.0), registry.find_device("cpu"))
     assert alive == [[], [], []]
 
 
@@ -110,14 +110,14 @@ def test_a_case_that_our_ops_refuse_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "patch", refusing)
     with pytest.raises(UnsupportedCase, match="not this"):
-        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.choose("cpu"))
+        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.find_device("cpu"))
 
 
 def test_unknown_names():
     with pytest.raises(ConfigError, match="no model 'gpt5'; there are gpt2, llama-1b"):
-        PatchSuite(("gpt5",)).resolve(registry.choose("cpu"))
+        PatchSuite(("gpt5",)).resolve(registry.find_device("cpu"))
     with pytest.raises(ConfigError, match="no peer 'tensorflow'; there are compile, liger"):
-        PatchSuite(against=("tensorflow",)).resolve(registry.choose("cpu"))
+        PatchSuite(against=("tensorflow",)).resolve(registry.find_device("cpu"))
 
 
 def test_the_command_and_a_peer_that_says_why_it_did_not_run(tmp_path, capsys, monkeypatch):

@@ -40,7 +40,7 @@ def test_plain_calls_that_miss_their_target_come_first():
     )
     rows = [won, Row("user", "gelu", won.case, "torch", "torch", p20=2.0, p50=2.0, p80=2.0), lost]
     rows.append(Row("user", "gelu", won.case, "liger", "liger", note="not installed"))
-    record = BenchmarkRecord(Environment.of(registry.choose("cpu")), {}, rows, ["stopped by its time limit"])
+    record = BenchmarkRecord(Environment.of(registry.find_device("cpu")), {}, rows, ["stopped by its time limit"])
     record.conclude()
     assert readme_chart._user_section(record).splitlines()[2:] == [
         "| msm 2^20 | accelerant | 30 ms | 8 ms |  |  |  | 10 ms | no |",

@@ -10,7 +10,7 @@ from benchmarks.recurrent import RecurrentSuite
 
 def test_both_directions_are_measured_and_compared():
     suite = RecurrentSuite(cell=("gru",), hidden=("32", "20"), batch=("2",), steps=("16",), budget_s=0.0)
-    rows = run_suite(suite, registry.choose("cpu")).rows
+    rows = run_suite(suite, registry.find_device("cpu")).rows
     timed = [(row.case, row.implementation) for row in rows if row.p50]
     assert timed == [
         ("2x16x32 float32", "llvm"),

@@ -133,7 +133,7 @@ WANTED = {
 
 
 def run_on_cpu():
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     return SuiteRun(device, BenchmarkRecord(Environment.of(device)))
 
 
@@ -160,14 +160,14 @@ def test_a_case_in_two_processes(case, tmp_path):
 )
 def test_sums_and_proofs(case, wanted):
     suite = ScaleSuite(case=(case,), log_points=6, constraints=30, proofs=2, steps=3)
-    record = run_suite(suite, registry.choose("cpu"))
+    record = run_suite(suite, registry.find_device("cpu"))
     assert [row.op for row in record.rows if row.p50] == wanted
 
 
 @pytest.mark.soak  # starts a cluster
 def test_jobs_beside_tasks_of_ray():
     pytest.importorskip("ray")
-    record = run_suite(ScaleSuite(case=("jobs",)), registry.choose("cpu"))
+    record = run_suite(ScaleSuite(case=("jobs",)), registry.find_device("cpu"))
     assert [(row.runner, row.implementation) for row in record.rows if row.p50] == [
         ("device", "local workers"), ("accelerant", "on Ray"), ("ray", "bare tasks")
     ]  # fmt: skip
@@ -178,7 +178,7 @@ def test_jobs_beside_tasks_of_ray():
 @pytest.mark.soak  # as the cases above, with launchers
 def test_the_launcher_and_the_predictions():
     suite = ScaleSuite(case=("collectives", "data"), processes=("2",), parameters="0.5M", batch=("1",), steps=3)
-    record = run_suite(suite, registry.choose("cpu"))
+    record = run_suite(suite, registry.find_device("cpu"))
     predicted = next(row for row in record.rows if row.op == "predicted step")
     assert "of the measured time" in predicted.note
     assert any("us a message" in note for note in record.notes)

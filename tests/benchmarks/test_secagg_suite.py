@@ -7,7 +7,7 @@ from benchmarks.secagg import SecaggSuite
 
 
 def test_masks_cancel_and_are_timed():
-    cpu = registry.choose("cpu")
+    cpu = registry.find_device("cpu")
     suite = SecaggSuite(clients=3, size=1000, budget_s=0.0).resolve(cpu)
     record = BenchmarkRecord(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))

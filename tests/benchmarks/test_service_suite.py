@@ -17,7 +17,7 @@ from requirements import require_module
 def test_a_small_run():
     for package in ("fastapi", "uvicorn", "sqlalchemy", "alembic"):
         require_module(package)
-    cpu = registry.choose("cpu")
+    cpu = registry.find_device("cpu")
     suite = ServiceSuite(requests=40, clients=8, minutes=0.05).resolve(cpu)
     record = BenchmarkRecord(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))

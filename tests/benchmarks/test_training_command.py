@@ -113,7 +113,7 @@ def test_the_cpu_column_is_extrapolated_from_two_lengths():
 def test_the_cpu_columns_of_training_and_private_training_name_the_rows_of_a_gpu(monkeypatch):
     monkeypatch.setattr(gpt_steps, "_FEW", 8)  # a model this small takes as long for its update as for 256 tokens
     monkeypatch.setattr(gpt_steps, "_MORE", 1024)
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     config = GPTConfig(256, 1024, 2, 4, 128, tied=False)
 
     def column(case):

@@ -37,7 +37,7 @@ def test_steps_go_the_same_way():
 
 @pytest.mark.slow
 def test_rows():
-    record = run_suite(TrainingSuite((2,), ("torch",), 0.01, TINY), registry.choose("cpu"))
+    record = run_suite(TrainingSuite((2,), ("torch",), 0.01, TINY), registry.find_device("cpu"))
     ours, theirs = record.rows
     assert (ours.runner, theirs.runner) == ("accelerant", "torch")
     assert ours.key[:3] == theirs.key[:3] == ("training", "gpt step", "2x8 2 layers of 16 bf16 autocast")
@@ -54,7 +54,7 @@ def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
         raise RuntimeError("no compiler here\nand much more")
 
     monkeypatch.setattr(torch, "compile", failing)
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     TrainingSuite((2,), ("compile", "torch"), 0.0, TINY).measure(SuiteRun(device, record))
     assert [(row.runner, row.p50 is None) for row in record.rows] == [
@@ -67,7 +67,7 @@ def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
 
 def test_a_peer_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="no peer 'jax'"):
-        TrainingSuite(against=("jax",)).resolve(registry.choose("cpu"))
+        TrainingSuite(against=("jax",)).resolve(registry.find_device("cpu"))
 
 
 @pytest.mark.parametrize(

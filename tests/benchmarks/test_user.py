@@ -24,7 +24,7 @@ from benchmarks.user import UserSuite
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_of_two_models_in_turns_one_that_fails_leaves_the_other_its_figure(cpu, 
 
 @pytest.mark.gpu
 def test_a_gpu_has_wall_and_device_times_and_targets():
-    gpu = registry.choose("cuda")
+    gpu = registry.find_device("cuda")
     suite = UserSuite(op=("gelu", "ntt"), against=("torch",), budget_s=0.02, workers=1).resolve(gpu)
     record = run_suite(suite, gpu)
     for row in record.rows:
@@ -229,7 +229,7 @@ def test_a_gpu_has_wall_and_device_times_and_targets():
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_runs_by_each_runner():
     pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
-    gpu = registry.choose("cuda")
+    gpu = registry.find_device("cuda")
     suite = UserSuite(case=("gpt2 4x512 bf16 autocast, AdamW, clipping",), against=("torch",), budget_s=0.0, workers=1)
     rows = {row.runner: row for row in run_suite(suite.resolve(gpu), gpu).rows}
     assert {"torch", "accelerant", EAGER, STEP} <= set(rows) <= {"torch", "accelerant", EAGER, STEP, COMPILED}

@@ -38,7 +38,7 @@ SMALL = (
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_cases_are_chosen_by_parts_of_their_names():
         assert ZkSuite().chosen(gpu) == list(cases)
         assert len({case.key for case in cases}) == len(cases)
     with pytest.raises(ConfigError, match="no case has 'stark' in its name; there are field_mul bn254_fr 2\\^14, ntt"):
-        ZkSuite(("msm", "stark")).resolve(registry.choose("cpu"))
+        ZkSuite(("msm", "stark")).resolve(registry.find_device("cpu"))
 
 
 @pytest.mark.slow
@@ -346,7 +346,7 @@ def test_rates_are_of_kernels_whose_answers_were_compared(monkeypatch):
 
 @pytest.mark.gpu
 def test_the_rates_are_those_of_a_gpu():
-    rates = zk_multiplier.measure_multiplier(registry.choose("cuda"), budget_s=0.05)
+    rates = zk_multiplier.measure_multiplier(registry.find_device("cuda"), budget_s=0.05)
     assert set(rates) == {zk_multiplier.WIDE, zk_multiplier.CARRY}
     assert rates[zk_multiplier.WIDE] >= 0.9 * rates[zk_multiplier.CARRY] > 0
 

@@ -230,7 +230,7 @@ def test_the_device_that_is_measured_is_the_current_one(index, wanted, monkeypat
     """Else events and flushes would be another device's: calls on cuda:1 would seem to take no time."""
     device = ComputeDevice("cuda", index, "abacus", architecture="sm_90", torch_type="cuda")
     made_current = []
-    monkeypatch.setattr(registry, "choose", lambda name, **options: device)
+    monkeypatch.setattr(registry, "find_device", lambda name, **options: device)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     assert status("neural", "--device", f"cuda:{index}", "--op", "gelu", "--list") == 0
     assert made_current == wanted

@@ -236,7 +236,7 @@ def test_bad_input_is_one_line_and_status_2(run, arguments, message):
 
 @pytest.mark.gpu
 def test_a_device_finds_what_was_compiled_ahead(run, cache):
-    device = registry.choose("cuda")
+    device = registry.find_device("cuda")
     assert run("warm", "field_add")[0] == 0
     assert {entry.target for entry in KernelCache().entries()} == {device.architecture}
     assert registry.create("cuda").compile(field_add_source()).from_cache

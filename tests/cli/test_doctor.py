@@ -114,7 +114,7 @@ def test_the_lines_and_their_advice(capsys, monkeypatch):
 
 
 def test_a_wrong_result_is_found():
-    provider, device = registry.create("cpu"), registry.choose("cpu")
+    provider, device = registry.create("cpu"), registry.find_device("cpu")
     launch, x, y = doctor._prepare(provider, device)
     assert "are wrong" in first_wrong(x, y, launch.sums())  # nothing ran yet
     launch.start()
@@ -194,7 +194,7 @@ def test_no_c_compiler_is_a_warning(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_the_gpu_is_seen_at_work():
     pytest.importorskip("pynvml")
-    computed, seen = doctor.prove(registry.choose("cuda"))
+    computed, seen = doctor.prove(registry.find_device("cuda"))
     assert computed.status == "ok", computed
     assert seen.status == "ok", seen
     assert "% busy" in seen.found

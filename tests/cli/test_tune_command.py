@@ -110,7 +110,7 @@ def test_progress_says_how_much_is_left(cache):
     from accelerant.runtime import registry
 
     said = []
-    calls = tuning.tune_ops(registry.choose("cpu"), names=["relu"], launches=False, progress=said.append)
+    calls = tuning.tune_ops(registry.find_device("cpu"), names=["relu"], launches=False, progress=said.append)
     assert len(list(calls)) == tuning.count_calls(["relu"], [torch.bfloat16, torch.float32]) == 10
     assert said[0].startswith("[1/10] relu ")
     assert said[-1].startswith("[10/10, about ")

@@ -216,7 +216,7 @@ def test_gelu_refuses_what_it_does_not_take(device):
 def test_a_backend_without_portable_c_says_so(monkeypatch):
     monkeypatch.setattr(type(registry.create("cpu")), "dialects", ("llvm",))
     with pytest.raises(UnsupportedCase, match="the cpu backend compiles no portable C"):
-        gelu_on(registry.choose("cpu"), np.ones(3, np.float32))
+        gelu_on(registry.find_device("cpu"), np.ones(3, np.float32))
 
 
 def keystream(provider):

@@ -149,7 +149,7 @@ def test_shutdown_refuses_every_use_and_start_ends_it(provider):
             lambda: accelerator.gelu([1.0]),
             lambda: accelerator.submit(accelerator.field_add, words, words),
             lambda: accelerator.batch(),
-            lambda: registry.choose(provider.name),
+            lambda: registry.find_device(provider.name),
             provider.synchronize,
             provider.memory,
         ):

@@ -71,30 +71,30 @@ def test_the_order_is_that_of_the_backends(present):
     names = list(CLASSES)
     for i in range(len(names) + 1):
         present(*names[i:])
-        assert registry.choose().backend == [*names, "cpu"][i]
+        assert registry.find_device().backend == [*names, "cpu"][i]
         assert registry.find_device("auto").backend == [*names, "cpu"][i]
 
 
 def test_software_is_used_by_name_alone(present, monkeypatch):
     present("opencl", "webgpu")
     monkeypatch.setattr(CLASSES["opencl"], "software", True)
-    assert registry.choose().backend == "webgpu"
+    assert registry.find_device().backend == "webgpu"
     monkeypatch.setattr(CLASSES["webgpu"], "software", True)
-    assert registry.choose().backend == "cpu"
-    assert registry.choose("opencl").software
-    assert not registry.choose("cpu").software
+    assert registry.find_device().backend == "cpu"
+    assert registry.find_device("opencl").software
+    assert not registry.find_device("cpu").software
     assert registry.create("opencl").counts["launch"] == 0  # not even tested
 
 
 @pytest.mark.gpu
 def test_a_gpu_of_nvidia_is_chosen_by_cuda_and_without_it_by_opencl(monkeypatch):
-    assert registry.choose().label == "cuda:0"
+    assert registry.find_device().label == "cuda:0"
     require_backend("opencl")
     kinds = {device.properties["kind"] for device in registry.create("opencl").devices()}
     if "gpu" not in kinds:
         pytest.skip("no OpenCL driver shows a GPU; set OCL_ICD_VENDORS to a file that names its library")
     monkeypatch.setattr(registry, "PROVIDERS", {name: registry.PROVIDERS[name] for name in ("opencl", "cpu")})
-    chosen = registry.choose()
+    chosen = registry.find_device()
     assert (chosen.backend, chosen.properties["kind"]) == ("opencl", "gpu")
 
 
@@ -105,17 +105,17 @@ def test_pocl_and_lavapipe_are_software(name, monkeypatch):
     monkeypatch.setattr(host, "_GPU_NODES", ("/dev/null",))  # as on a machine with a GPU that they do not drive
     kinds = {device.properties["kind"]: device.software for device in registry.create(name).devices()}
     assert kinds == {kind: kind == "cpu" for kind in kinds}
-    assert not registry.choose("auto").software
+    assert not registry.find_device("auto").software
 
 
 def test_an_index_of_the_automatic_choice_is_of_hardware_that_passes_its_self_test(present, monkeypatch):
     present("opencl")
-    assert registry.choose("auto", 1).label == "opencl:1"
+    assert registry.find_device("auto:1").label == "opencl:1"
     present("opencl")
     wrong_on(1, monkeypatch, CLASSES["opencl"])
     with pytest.raises(BackendUnavailable, match="opencl:1 is not chosen automatically, 1 of 1000 numbers are wrong"):
-        registry.choose("auto", 1)
-    assert registry.choose("opencl:1").index == 1
+        registry.find_device("auto:1")
+    assert registry.find_device("opencl:1").index == 1
 
 
 def wrong_on(device, monkeypatch, kind):
@@ -134,14 +134,14 @@ def wrong_on(device, monkeypatch, kind):
 def test_a_device_that_computes_wrong_numbers_is_set_aside_with_the_reason(present, monkeypatch, caplog):
     present("opencl")
     wrong_on(0, monkeypatch, CLASSES["opencl"])
-    assert registry.choose().label == "opencl:1"
+    assert registry.find_device().label == "opencl:1"
     reason = "1 of 1000 numbers are wrong"
     assert f"opencl:0 (fake device 0) is set aside: {reason}" in caplog.text
     listed = {device.label: device for device in registry.devices() if device.index >= 0}
     assert not listed["opencl:0"].available
     assert listed["opencl:0"].reason == f"set aside: {reason}"
     assert listed["opencl:1"].available
-    assert registry.choose("opencl:0").index == 0  # by name it is the user's choice
+    assert registry.find_device("opencl:0").index == 0  # by name it is the user's choice
     assert accelerant.Accelerator(fallback=False).device.label == "opencl:1"
 
 
@@ -150,13 +150,13 @@ def test_a_device_that_fails_is_set_aside_and_the_next_backend_serves(present, m
     present("cuda", "webgpu")
     provider = registry.create("cuda")
     provider.fail(method, DeviceLost("gone"), times=2)  # of either device
-    assert registry.choose().backend == "webgpu"
+    assert registry.find_device().backend == "webgpu"
     reasons = [device.reason for device in registry.devices() if device.backend == "cuda"]
     assert reasons == ["set aside: the self-test does not run: DeviceLost: gone"] * 2
-    assert registry.choose().backend == "webgpu"
+    assert registry.find_device().backend == "webgpu"
     assert provider.counts[method] == 2  # tested once
     with pytest.raises(BackendUnavailable):
-        registry.choose("apple")
+        registry.find_device("apple")
 
 
 def test_a_test_that_is_postponed_is_made_at_a_later_choice(present, monkeypatch):
@@ -164,16 +164,16 @@ def test_a_test_that_is_postponed_is_made_at_a_later_choice(present, monkeypatch
     present("cuda")
     answers = [None, None, "1 of 1000 numbers are wrong", ""]
     monkeypatch.setattr(CLASSES["cuda"], "self_test", lambda self, device=0: answers.pop(0))
-    assert [registry.choose().label for _ in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [registry.find_device().label for _ in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert not answers
 
 
 @pytest.mark.gpu
 def test_a_choice_makes_no_context_on_a_gpu_and_one_in_use_is_tested():
     program = (
-        "import torch; from accelerant.runtime import registry; chosen = registry.choose(); "
+        "import torch; from accelerant.runtime import registry; chosen = registry.find_device(); "
         "print(chosen.label, torch._C._cuda_hasPrimaryContext(0), registry._tested); "
-        "torch.zeros(1, device='cuda:0'); registry.choose(); print(list(registry._tested.values()))"
+        "torch.zeros(1, device='cuda:0'); registry.find_device(); print(list(registry._tested.values()))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.splitlines() == ["cuda:0 False {}", "['']"]
@@ -229,18 +229,18 @@ def test_drivers_are_probed_only_where_the_system_shows_a_gpu(monkeypatch, tmp_p
     if node:
         (tmp_path / "renderD128").touch()
     kinds = {device.properties["kind"] for device in OpenclProvider().devices()}
-    assert registry.choose().backend == ("opencl" if node and "gpu" in kinds else "cpu")
+    assert registry.find_device().backend == ("opencl" if node and "gpu" in kinds else "cpu")
     assert ("opencl" in registry._reasons) == node
 
 
 def test_an_opencl_gpu_is_chosen_and_another_kind_is_not(opencl_gpu, monkeypatch):
-    assert registry.choose().label == registry.choose("gpu").label == "opencl:0"
+    assert registry.find_device().label == registry.find_device("gpu").label == "opencl:0"
     assert registry.find_device().label == "opencl:0"
-    assert registry.choose(torch_tensors=True).label == "cpu:0"
+    assert registry.find_device(torch_tensors=True).label == "cpu:0"
     monkeypatch.setattr(OpenclProvider, "automatic_kinds", ("accelerator",))
-    assert registry.choose().label == "cpu:0"
+    assert registry.find_device().label == "cpu:0"
     with pytest.raises(BackendUnavailable):
-        registry.choose("gpu")
+        registry.find_device("gpu")
 
 
 def test_the_library_runs_on_the_opencl_gpu_that_auto_means(opencl_gpu):

@@ -132,7 +132,7 @@ def test_launches_work_after_a_fork(cpu):
 def test_the_memory_fraction_of_the_settings_holds_from_the_start(monkeypatch):
     monkeypatch.setattr(registry, "_created", {})
     monkeypatch.setattr(provider, "allocation_limits", {})
-    total = registry.choose("cpu").memory_bytes
+    total = registry.find_device("cpu").memory_bytes
     part = 16 * MIB / total
     monkeypatch.setattr(registry, "_created", {})
     with override(memory_fraction=part):

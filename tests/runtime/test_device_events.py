@@ -65,7 +65,7 @@ def test_a_state_that_lasts_is_one_event():
 
 
 def test_a_watch_calls_back_and_counts(monkeypatch):
-    device = registry.choose("cpu")
+    device = registry.find_device("cpu")
     state = {"ecc": 7, "slow": ()}
     figures = {"ecc_uncorrected": lambda: state["ecc"], "slow_down": lambda: state["slow"]}
     monkeypatch.setattr(monitor, "_readers", {("cpu", 0): TableReader(figures, "not here")})
@@ -128,8 +128,8 @@ def test_an_interval_out_of_range_is_refused(interval_s):
 
 @pytest.mark.gpu
 def test_nvml_reports_the_figures_of_events():
-    now = monitor.sample(registry.choose("cuda"))
+    now = monitor.sample(registry.find_device("cuda"))
     assert isinstance(now.slow_down, tuple)
     assert now.ecc_corrected is not None or "Not Supported" in now.reasons["ecc_corrected"]
-    with watch_devices(devices=[registry.choose("cuda")], interval_s=0.05):
+    with watch_devices(devices=[registry.find_device("cuda")], interval_s=0.05):
         time.sleep(0.2)

@@ -131,7 +131,7 @@ def test_a_processor_slows_down_when_its_counters_rise(machine):
 
 @pytest.fixture
 def cpu():
-    return registry.choose("cpu")
+    return registry.find_device("cpu")
 
 
 def test_a_sample_has_every_figure_or_its_reason(cpu):
@@ -315,7 +315,7 @@ def test_a_senseless_interval_is_refused(cpu, interval):
 @pytest.fixture
 def gpu():
     pytest.importorskip("pynvml")
-    return registry.choose("cuda")
+    return registry.find_device("cuda")
 
 
 def matmuls(seconds):

@@ -148,7 +148,7 @@ def test_the_automatic_fraction_leaves_what_others_hold():
 
 @pytest.mark.gpu
 def test_the_specification_of_a_gpu():
-    device = registry.choose("cuda")
+    device = registry.find_device("cuda")
     facts = device.properties
     assert facts["warp_size"] == 32
     assert 1024 <= facts["threads_per_multiprocessor"] <= 2048

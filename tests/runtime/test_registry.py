@@ -36,20 +36,20 @@ def test_every_backend_is_named_and_an_absent_one_says_why():
 def test_an_explicit_absent_backend_raises_with_the_reason():
     absent = next(device for device in accelerant.devices() if not device.available)
     with pytest.raises(BackendUnavailable, match=absent.backend) as caught:
-        registry.choose(absent.backend)
+        registry.find_device(absent.backend)
     assert caught.value.reason == absent.reason
 
 
 def test_choice_by_setting_argument_and_index():
-    assert registry.choose("cpu").torch_device == "cpu"
+    assert registry.find_device("cpu").torch_device == "cpu"
     with override(backend="cpu"):
-        assert registry.choose().backend == "cpu"
+        assert registry.find_device().backend == "cpu"
     hardware = [device for device in accelerant.devices() if device.available and not device.software]
-    assert registry.choose("auto") == hardware[0]
+    assert registry.find_device("auto") == hardware[0]
     with pytest.raises(ConfigError, match="unknown backend 'abacus'"):
-        registry.choose("abacus")
+        registry.find_device("abacus")
     with pytest.raises(ConfigError, match="there is no number 7"):
-        registry.choose("cpu", 7)
+        registry.find_device("cpu:7")
 
 
 def test_tensors_find_their_provider():
@@ -92,7 +92,7 @@ def test_the_cuda_provider_returns_unused_memory_through_torch(monkeypatch):
 def test_a_backend_of_the_settings_that_is_absent_is_an_error():
     """tests/test_config.py reads the settings from the environment."""
     with override(backend="rocm"), pytest.raises(BackendUnavailable, match="backend 'rocm' is not available"):
-        registry.choose()
+        registry.find_device()
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
 
     monkeypatch.setattr(cuda.CudaProvider, "probe", classmethod(lambda cls: ""))
     monkeypatch.setattr(cuda.CudaProvider, "__init__", refuses)
-    for first in (registry.devices, registry.choose, lambda: registry.choose("cuda")):
+    for first in (registry.devices, registry.find_device, lambda: registry.find_device("cuda")):
         monkeypatch.setattr(registry, "_reasons", {"opencl": "not asked here"})
         monkeypatch.setattr(registry, "_created", {})
         with contextlib.suppress(BackendUnavailable):
@@ -112,10 +112,10 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
         absent = next(device for device in registry.devices() if device.backend == "cuda")
         assert not absent.available
         assert absent.reason == "it does not start: RuntimeError: The NVIDIA driver on your system is too old"
-        assert registry.choose("auto").backend == "cpu"
+        assert registry.find_device("auto").backend == "cpu"
         assert registry.reason_absent("cuda")
         with pytest.raises(BackendUnavailable, match="driver on your system is too old"):
-            registry.choose("cuda")
+            registry.find_device("cuda")
 
 
 # --- backends of other packages --------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_package_adds_a_backend_by_an_entry_point_and_a_broken_one_is_a_reason
     assert listed["cpu"].name != "fake device 0"
     assert "entry point 'cpu' (plugin_of_tests:Sound)" in caplog.text
     assert listed["sound"].available
-    assert registry.choose("Sound").label == "sound:0"
+    assert registry.find_device("Sound").label == "sound:0"
     assert accelerant.Accelerator("sound", fallback=False).field_add([1], [2]).tolist() == [3]
     reasons = {
         "started": "it does not start: OSError: no such bus",
@@ -211,7 +211,7 @@ def test_a_package_adds_a_backend_by_an_entry_point_and_a_broken_one_is_a_reason
         accelerant.Accelerator("started", fallback=False)
     registry.create("silent").allocate(8)
     assert {d.backend: d.reason for d in registry.devices()}["silent"].endswith("OSError: the bus is gone")
-    assert registry.choose("auto").backend in registry.BACKENDS
+    assert registry.find_device("auto").backend in registry.BACKENDS
 
 
 class Registered(FakeProvider):
@@ -221,15 +221,15 @@ class Registered(FakeProvider):
 @pytest.mark.usefixtures("own_registry")
 def test_a_class_or_a_provider_is_registered_and_removed():
     assert registry.register(Registered) is Registered
-    assert registry.choose("registered").name == "fake device 0"
+    assert registry.find_device("registered").name == "fake device 0"
     first = registry.create("registered")
     second = registry.register(Registered(devices=3))
     assert registry.create("registered") is second is not first
-    assert registry.choose("registered:2").index == 2
+    assert registry.find_device("registered:2").index == 2
     registry.unregister("registered")
     registry.unregister("registered")
     with pytest.raises(ConfigError, match="unknown backend 'registered'"):
-        registry.choose("registered")
+        registry.find_device("registered")
     with pytest.raises(ConfigError, match=r"not the registry's for 'registered': registry.register\(it\) first"):
         registry.register(Registered) and second.execute_kernel("field_add", [1], [2])
 
@@ -254,7 +254,7 @@ def test_vulkan_is_a_name_of_webgpu():
     assert registry.backend_named("Vulkan") == "webgpu"
     reason = registry.reason_absent("webgpu")
     with override(backend="vulkan"):
-        for use in (lambda: registry.create("vulkan"), lambda: find_device("vulkan:0"), registry.choose):
+        for use in (lambda: registry.create("vulkan"), lambda: find_device("vulkan:0"), registry.find_device):
             with (
                 pytest.raises(BackendUnavailable, match="'webgpu' is not available")
                 if reason

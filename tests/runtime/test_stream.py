@@ -494,7 +494,7 @@ def test_bad_calls_are_refused_before_anything_runs():
     for arguments, error, text in [
         ({"chunk_bytes": 0}, ConfigError, "chunk_bytes must be at least 1, got 0"),
         ({"chunk_bytes": -5}, ConfigError, "-5"),
-        ({"timeout_s": 0}, ConfigError, "timeout_s must be above 0.* got 0"),
+        ({"timeout": 0}, ConfigError, "timeout must be above 0.* got 0"),
         ({"device": "abacus"}, ConfigError, "abacus"),
         ({"device": "cpu:x"}, ConfigError, "cpu:x"),
     ]:

@@ -643,7 +643,11 @@ def test_pointers_to_anything_and_to_vectors():
     with pytest.raises(UnsupportedDtype, match=r"argument 1 \(v\): wanted an array of float32, got int32"):
         kernel(1, 1, X, np.zeros(4, np.int32))
     crooked = np.frombuffer(bytearray(64), np.float32)[1:5]
-    kernel._kernels["cpu:0", False] = (registry.choose("cpu"), registry.create("cpu"), None)  # float4 is CUDA's type
+    kernel._kernels["cpu:0", False] = (
+        registry.find_device("cpu"),
+        registry.create("cpu"),
+        None,
+    )  # float4 is CUDA's type
     with pytest.raises(LaunchError, match=r"argument 1 \(v\): its address must be a multiple of 16 bytes"):
         kernel(1, 1, X, crooked)
 

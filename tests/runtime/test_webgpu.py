@@ -58,8 +58,8 @@ def submits(monkeypatch):
 def test_a_software_device_says_so_and_is_never_chosen(provider):
     for device in provider.devices():
         assert device.properties["software"] == (device.properties["kind"] == "cpu")
-    assert not registry.choose().software
-    assert registry.choose("vulkan").backend == "webgpu"
+    assert not registry.find_device().software
+    assert registry.find_device("vulkan").backend == "webgpu"
 
 
 def test_dispatches_are_one_submit(provider, submits):

@@ -248,13 +248,12 @@ class Accelerator(Operations):
         try:
             if not numbered:
                 return registry.find_device(given)
-            name = given.label if isinstance(given, ComputeDevice) else "auto" if given is None else given
-            return registry.choose(name, device)  # type: ignore[arg-type]  # it refuses what is no number
+            return registry.find_device(given, index=device)  # type: ignore[arg-type]  # it refuses what is no number
         except BackendUnavailable as error:
             if self._policy == "forbid":
                 raise
             with override(backend="auto"):
-                chosen = registry.choose()
+                chosen = registry.find_device()
             self._announce("Accelerator", error.backend, chosen.backend, error.reason)
             return chosen
 

@@ -177,7 +177,7 @@ def certify(
     """Run every op's cases on devices and compare with the reference.
 
     Args:
-        devices: from registry.devices() or registry.choose(); absent ones are left out.
+        devices: from registry.devices() or registry.find_device(); absent ones are left out.
         ops: names of ops, all by default.
         quick: a case of each op, in float32, and one field and curve of a shape.
         progress: called with what is being checked.

@@ -13,7 +13,7 @@ append rows to the record of a `SuiteRun`:
         def cases(self, run: SuiteRun) -> list[SuiteCase]:
             return [SuiteCase(f"{size} bytes", functools.partial(_copy, size)) for size in self.sizes]
 
-    record = run_suite(CopySuite(), registry.choose("cpu"))
+    record = run_suite(CopySuite(), registry.find_device("cpu"))
 
 The suites of the package are in bench/suites; comparisons with other libraries are in the repository's benchmarks/.
 """
@@ -302,7 +302,7 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
 def _add_cpu_column(on_cpu: Callable[[SuiteRun], CpuColumn], key: str, run: SuiteRun, first: int) -> None:
     """Add the CPU's times to our rows from `first` on; a failure there is a note and keeps what the device measured."""
     run.progress(f"{key}: on the CPU")
-    device, found, failed = registry.choose("cpu"), dict[tuple[str, str], tuple[float, str]](), ""
+    device, found, failed = registry.find_device("cpu"), dict[tuple[str, str], tuple[float, str]](), ""
     try:
         found = dict(on_cpu(SuiteRun(device, BenchmarkRecord(Environment.of(device)), progress=run.progress)))
     except Exception as error:  # noqa: BLE001 - the column is an addition to rows that are measured

@@ -191,7 +191,7 @@ class _RunOptions:
         from accelerant.runtime import registry
 
         until = None if self.max_seconds is None else time.monotonic() + self.max_seconds
-        device = registry.choose(self.device, torch_tensors=True)
+        device = registry.find_device(self.device, torch_tensors=True)
         if not device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {self.device} is not one")
         if device.torch_device.startswith("cuda") and device.index:
@@ -377,7 +377,7 @@ def check(
         return
     known = read_floors(floors)
     check_names("--op", "op", op or (), sorted({*OPS, *(floor.key.split()[0] for floor in known)}))
-    names = [record.environment.device for record in loaded] or [registry.choose(device, torch_tensors=True).name]
+    names = [record.environment.device for record in loaded] or [registry.find_device(device, torch_tensors=True).name]
     mine = [floor for floor in known if any(floor.device in name for name in names)]
     mine = [floor for floor in mine if not op or any(f"{floor.key} ".startswith(f"{one} ") for one in op)]
     if not mine:
@@ -407,7 +407,7 @@ def _measured(
     from accelerant.bench.suites.neural import NeuralSuite
     from accelerant.runtime import registry
 
-    chosen, show = registry.choose(device, torch_tensors=True), ProgressLine()
+    chosen, show = registry.find_device(device, torch_tensors=True), ProgressLine()
     until = None if max_seconds is None else time.monotonic() + max_seconds
     run = SuiteRun(chosen, BenchmarkRecord(Environment.of(chosen)), until=until, progress=show)
     suites = [NeuralSuite(op=ops, against=("torch",), budget_s=budget_s).resolve(chosen)] if ops else []

@@ -127,7 +127,7 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
 
     if arch:
         return [(target, OfflineCudaProvider(target)) for target in known_targets_of(arch)]
-    chosen = registry.choose(device)
+    chosen = registry.find_device(device)
     if chosen.backend == "cuda":
         return [(chosen.architecture, OfflineCudaProvider(chosen.architecture))]
     return [(chosen.backend, registry.create(chosen.backend))]

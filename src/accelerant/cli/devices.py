@@ -47,7 +47,7 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     from accelerant.runtime.monitoring.monitor import free_memory
 
     rows = []
-    chosen = registry.choose()
+    chosen = registry.find_device()
     for device in listed:
         if not device.available:
             size = f"{device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""

@@ -88,7 +88,7 @@ def _certify(names: list[str], ops: list[str], quick: bool, out: Path | None, js
     from accelerant.bench.certificate import certify
     from accelerant.runtime import registry
 
-    devices = [registry.choose(name) for name in names] or registry.devices()
+    devices = [registry.find_device(name) for name in names] or registry.devices()
     show = ProgressLine()
     certificate = certify(devices, ops=ops, quick=quick, progress=show)
     show("")

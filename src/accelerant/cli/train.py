@@ -496,7 +496,7 @@ def choose_device(
         names = f"{', '.join(known[:-1])} or cpu"
         advice = "" if origin == "--device" else f": training needs {names[6:]}, give --device to choose"
         raise ConfigError(f"{origin} must be {names}, got {clipped(backend)}{advice}")
-    chosen = registry.choose(backend, torch_tensors=torch_tensors or not tensor_devices)
+    chosen = registry.find_device(backend, torch_tensors=torch_tensors or not tensor_devices)
     if chosen.backend in TENSOR_DEVICES:
         return named(chosen)
     device = own_device(torch.device(chosen.torch_device))

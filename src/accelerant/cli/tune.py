@@ -69,7 +69,7 @@ def tune(
 
     check_names("--op", "op", op or (), tuple(OPS))
     dtypes = list(dtypes_named(dtype or ("bfloat16", "float32")).values())
-    chosen = registry.choose(device, torch_tensors=True)
+    chosen = registry.find_device(device, torch_tensors=True)
     if not chosen.torch_device:
         raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
     if out is not None:

@@ -292,44 +292,6 @@ def devices() -> Devices:
     return listed
 
 
-def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensors: bool = False) -> ComputeDevice:
-    """Return a device of a backend that must be present, or raise ConfigError or BackendUnavailable, which says why.
-
-    The backend may end in the index, as in "cuda:1"; see backend_named for its names. "auto" is the setting's
-    (ACCELERANT_BACKEND), and if that is "auto" too, the first device of automatic_backends() that is hardware and
-    passes its self-test; with an index, the one of that number on its backend, which must do so too. With
-    `torch_tensors` that choice passes over devices on which torch has no tensors (ComputeDevice.torch_device).
-    """
-    name, number = _parsed(backend)
-    if isinstance(index, bool) or not isinstance(index, int):
-        several = "; to share calls among several: AcceleratorConfig(devices=2)" * isinstance(index, list | tuple)
-        raise ConfigError(f"device must be a number of the backend, such as 0; got {clipped(index)}{several}")
-    if number is not None:
-        if index not in (0, number):
-            raise ConfigError(f"device {str(backend)!r} and index {index} are not the same device")
-        index = number
-    if name == "auto":
-        name = backend_named(settings().backend)
-    automatic = name == "auto"
-    if automatic:
-        chosen = _automatic_choice(torch_tensors=torch_tensors)
-        if not index:
-            return chosen
-        name = chosen.backend
-    present = create(name).devices()
-    if not 0 <= index < len(present):
-        raise ConfigError(
-            f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; "
-            f"there is no number {clipped(index)}"
-        )
-    if automatic and (reason := _unfit(present[index])):
-        label = present[index].label
-        raise BackendUnavailable(
-            name, f"{label} is not chosen automatically, {reason}; its name chooses it in any case"
-        )
-    return present[index]
-
-
 def _automatic_choice(*, torch_tensors: bool = False) -> ComputeDevice:
     for name in automatic_backends():
         kind = _provider_class(name)
@@ -369,21 +331,53 @@ def _set_aside(device: ComputeDevice) -> str:
         return _tested[device]
 
 
-def find_device(device: DeviceLike = None, *, torch_tensors: bool = False) -> ComputeDevice:
+def find_device(device: DeviceLike = None, *, index: int | None = None, torch_tensors: bool = False) -> ComputeDevice:
     """Return the device that a `device` argument means.
 
     "cuda" is torch's current CUDA device; another backend's name alone is its first device. None and "auto" are the
     first device of the setting's backend (ACCELERANT_BACKEND), and if that is "auto" too, the automatic choice: the
-    first hardware that passes its self-test, with `torch_tensors` among devices on which torch has tensors.
+    first hardware that passes its self-test, with `torch_tensors` among devices on which torch has tensors. "auto:1",
+    or an `index` beside a name without a number, is the one of that number on the same backend.
 
     Raises:
         ConfigError: no such backend or number, or a value of another type.
         BackendUnavailable: the backend is absent; says why.
     """
+    if index is not None and (isinstance(index, bool) or not isinstance(index, int)):
+        several = "; to share calls among several: AcceleratorConfig(devices=2)" * isinstance(index, list | tuple)
+        raise ConfigError(f"device must be a number of the backend, such as 0; got {clipped(index)}{several}")
+    name, number = _backend_and_number(device)
+    if number is not None and index not in (None, 0, number):
+        raise ConfigError(f"device {str(device)!r} and index {index} are not the same device")
+    number = index if number is None else number
+    if name == "auto":
+        name = backend_named(settings().backend)
+    automatic = name == "auto"
+    if automatic:
+        chosen = _automatic_choice(torch_tensors=torch_tensors)
+        if not number:
+            current = chosen if number == 0 else _current(chosen)
+            return chosen if current is not chosen and _set_aside(current) else current
+        name = chosen.backend
+    present = create(name).devices()
+    if not 0 <= (number or 0) < len(present):
+        raise ConfigError(
+            f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; "
+            f"there is no number {clipped(number or 0)}"
+        )
+    found = present[number or 0]
+    if automatic and (reason := _unfit(found)):
+        raise BackendUnavailable(
+            name, f"{found.label} is not chosen automatically, {reason}; its name chooses it in any case"
+        )
+    return _current(found) if number is None else found
+
+
+def _backend_and_number(device: DeviceLike) -> tuple[str, int | None]:
     if isinstance(device, ComputeDevice):
         if device.index < 0:  # an entry of devices() for a backend that is absent
             raise BackendUnavailable(device.backend, device.reason)
-        return choose(device.backend, device.index)
+        return device.backend, device.index
     loaded = sys.modules.get("torch")
     if not (device is None or isinstance(device, str) or (loaded and isinstance(device, loaded.device))):
         raise ConfigError(f"device must be {_FORMS}; got {clipped(device)}")
@@ -392,16 +386,17 @@ def find_device(device: DeviceLike = None, *, torch_tensors: bool = False) -> Co
         import torch
 
         name = "rocm" if torch.version.hip else name
-    if number is not None:
-        return choose(name, number, torch_tensors=torch_tensors)
-    chosen = choose(name, torch_tensors=torch_tensors)
-    if chosen.torch_type == "cuda":
-        import torch
+    return name, number
 
-        if torch.cuda.current_device() != chosen.index:
-            current = choose(chosen.backend, torch.cuda.current_device())
-            return chosen if name == "auto" and _set_aside(current) else current
-    return chosen
+
+def _current(device: ComputeDevice) -> ComputeDevice:
+    """Return torch's current device of a backend whose tensors have the type "cuda"; other devices as they are."""
+    if device.torch_type != "cuda":
+        return device
+    import torch
+
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else device.index
+    return device if index == device.index else create(device.backend).devices()[index]
 
 
 def is_automatic(device: object) -> bool:

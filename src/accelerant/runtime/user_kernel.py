@@ -475,10 +475,10 @@ class UserKernel:
         return self._defaults[setting]
 
     def _first_device(self) -> ComputeDevice:
-        preferred = registry.choose()
+        preferred = registry.find_device()
         for name in (preferred.backend, *registry.BACKENDS):
             if not registry.reason_absent(name) and self.dialect in registry.create(name).dialects:
-                return preferred if name == preferred.backend else registry.choose(name)
+                return preferred if name == preferred.backend else registry.find_device(name)
         wanted = "opencl" if self.dialect == "opencl" else "cuda"
         reason = registry.reason_absent(wanted)
         language = _LANGUAGES[self.dialect]
@@ -585,7 +585,7 @@ def _label_of(device: Any) -> str:
 
 @functools.cache
 def _device_named(label: str) -> ComputeDevice:
-    return registry.choose(label)
+    return registry.find_device(label)
 
 
 def _shown(arg: object) -> str:

@@ -283,7 +283,7 @@ def _present(labels: Iterable[str]) -> list[ComputeDevice]:
     found = {}
     for label in labels:
         with suppress(BackendUnavailable):  # its worker says why it does not start
-            device = registry.choose(label)
+            device = registry.find_device(label)
             found[device.label] = device
     return list(found.values())
 

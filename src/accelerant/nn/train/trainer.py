@@ -333,7 +333,7 @@ def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None
 def _device(name: str) -> torch.device:
     """Return the torch device of a config's name; raise ConfigError or BackendUnavailable if there is none."""
     if ":" not in name:
-        chosen = registry.choose(name, torch_tensors=True)
+        chosen = registry.find_device(name, torch_tensors=True)
         if not chosen.torch_device:
             what = "this precision, model or number of processes; give another device"
             raise ConfigError(f"device: {chosen.label}, the setting's backend, does not train {what}")
@@ -346,7 +346,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name.lower())
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or a torch device, got {name!r}: {error}") from None
-    registry.choose(device.type)  # raises with the reason if it is absent
+    registry.find_device(device.type)  # raises with the reason if it is absent
     return device
 
 

@@ -127,7 +127,7 @@ class Explanation:
             if name != "auto":
                 setting = f"the setting backend (ACCELERANT_BACKEND) is {wanted!r}, which moves no arrays"
                 lines = [f"warning: {setting}: ops run where theirs are, here on the CPU; nothing was copied"]
-            device = registry.choose()
+            device = registry.find_device()
             reason = registry.reason_without_gpu() if device.backend == "cpu" else ""
         except (BackendUnavailable, ConfigError) as error:
             return [*lines, f"no GPU: {error}"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import platform
@@ -111,7 +112,11 @@ class CpuProvider(ComputeProvider):
         self._libraries = 0
 
     def devices(self) -> list[ComputeDevice]:
-        device = ComputeDevice(
+        return [self._described]
+
+    @functools.cached_property
+    def _described(self) -> ComputeDevice:
+        return ComputeDevice(
             backend=self.name,
             index=0,
             name=processor_name(),
@@ -120,7 +125,6 @@ class CpuProvider(ComputeProvider):
             properties={"cores": self.cores, "system": platform.platform(terse=True), **processor_facts()},
             torch_type=self.torch_type,
         )
-        return [device]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         provider.check_device(self.name, device, 1)

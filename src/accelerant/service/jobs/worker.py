@@ -264,7 +264,7 @@ def find_devices(device: str) -> tuple[str, str, list[str]]:
     """Return the name of a device for operations, its label, and the names of others of its kind if it is "auto"."""
     if device == "cpu":
         return device, "cpu:0", []
-    chosen = registry.choose(device)
+    chosen = registry.find_device(device)
     if device != "auto":
         return device, chosen.label, []
     if chosen.backend == "cpu":
