@@ -348,7 +348,7 @@ def _summed(tensors: list[Tensor]) -> Tensor:
 
 
 @dataclass(slots=True)
-class Group:
+class ClippingGroup:
     """Parameters that are clipped by one norm, in the model's order: sums over them have the same bits in each run."""
 
     name: str
@@ -362,11 +362,11 @@ class ClippingSettings:
     """The settings that all passes of a clipper share; `sums` by their parameter's identity, None for its .grad."""
 
     names: Mapping[int, str]
-    groups: Sequence[Group]
+    groups: Sequence[ClippingGroup]
     norms: str
     mean: bool
     sums: dict[int, Tensor] | None = None
-    group_of: Mapping[int, Group] = field(init=False)
+    group_of: Mapping[int, ClippingGroup] = field(init=False)
 
     def __post_init__(self) -> None:
         self.group_of = {parameter: group for group in self.groups for parameter in group.parameters}
@@ -461,7 +461,7 @@ class BackwardPass:
                 squares = parts[0].terms()
         share.contributions, share.squares = parts, squares
 
-    def _sum(self, group: Group) -> None:
+    def _sum(self, group: ClippingGroup) -> None:
         """Clip a group: norms, factors, and the weighted sums into .grad."""
         shares = {key: self._shares.pop(key) for key in group.parameters if key in self._shares}
         bundles = _bundled(shares)

@@ -20,10 +20,10 @@ from accelerant.ops.transformer.op import column_sums_each
 from accelerant.privacy.dp.clipping import launch, own_parameters, rules, sequences  # noqa: F401  they register rules
 from accelerant.privacy.dp.clipping.backward_pass import (
     BackwardPass,
+    ClippingGroup,
     ClippingSettings,
     Dense,
     GradientContribution,
-    Group,
     Lookup,
     Rows,
     makes_gradient,
@@ -514,11 +514,11 @@ def _random_like(result: Tensor, index: Tensor | None) -> Tensor:
     return found if index is None or len(index) != len(found) else found[index.to(found.device)]
 
 
-def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[Group]:
-    groups: dict[str, Group] = {}
+def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[ClippingGroup]:
+    groups: dict[str, ClippingGroup] = {}
     for name, parameter in parameters:
         layer = "" if clipping == "flat" else name.rpartition(".")[0]
         if layer not in groups:
-            groups[layer] = Group(layer, {}, 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
+            groups[layer] = ClippingGroup(layer, {}, 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
         groups[layer].parameters[id(parameter)] = parameter
     return list(groups.values())

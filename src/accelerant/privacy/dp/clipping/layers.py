@@ -302,7 +302,7 @@ scale_shift: Callable[..., Tensor] = _ScaleShift.apply
 Weight and bias may be None."""
 
 
-class _Norm(torch.autograd.Function):
+class _ExampleNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float,
@@ -341,7 +341,7 @@ class _Norm(torch.autograd.Function):
         return dx, None, None, None, None, None, None, None
 
 
-_norm: Callable[..., Tensor] = _Norm.apply
+_norm: Callable[..., Tensor] = _ExampleNorm.apply
 """x (examples, ..., *shape), weight, bias, shape, eps, op, sink, examples -> x normalized over `shape`.
 
 op: layer_norm or rms_norm of accelerant.ops; None for torch's layer_norm. Weight and bias may be None."""

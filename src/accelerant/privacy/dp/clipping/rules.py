@@ -171,7 +171,7 @@ def region(examples: int) -> Generator[Region]:
         _regions.append(now)
         hooks._saved_tensors_hooks_disable(_CHECKPOINT, False)
         try:
-            with _Attention(now):
+            with _BatchAttention(now):
                 yield now
         finally:
             if message is None:
@@ -181,7 +181,7 @@ def region(examples: int) -> Generator[Region]:
             _regions.pop()
 
 
-class _Attention(TorchFunctionMode):
+class _BatchAttention(TorchFunctionMode):
     """Calls torch's attention with the whole batch where it can: for each example it would run once each."""
 
     def __init__(self, now: Region) -> None:

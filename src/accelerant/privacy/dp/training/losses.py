@@ -77,7 +77,7 @@ class LossCheck:
     def __init__(self, clipper: PerExampleClipper) -> None:
         self._clipper = clipper
         self._left, self._begun, self._chance = _FIRST, 0, random.Random()
-        self._trace: _Trace | None = None
+        self._trace: _LossTrace | None = None
         self._calls = 0  # of the model that have not returned
         self._warned = False
 
@@ -87,8 +87,8 @@ class LossCheck:
         """Record from here on, if it is time to: the batch is in use."""
         self.end()
         if self._due():
-            self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=True)
-            _Trace.remove(instead=self._trace)
+            self._trace = _LossTrace(self._clipper, pytree.tree_leaves(inputs), drawn=True)
+            _LossTrace.remove(instead=self._trace)
 
     def enter_model(self, inputs: Any, *, trial: bool) -> None:
         """Leave out what the model calls, and note its inputs."""
@@ -96,7 +96,7 @@ class LossCheck:
             if self._trace is not None and not self._calls and not trial:
                 self._trace.add_inputs(pytree.tree_leaves(inputs))
             self._calls += 1
-            _Trace.remove()
+            _LossTrace.remove()
 
     def leave_model(self, inputs: Any, result: Any, *, trial: bool) -> None:
         """Go on recording, with the model's results as what the loss depends on."""
@@ -106,16 +106,16 @@ class LossCheck:
         if self._calls or trial:
             return
         if self._trace is None and torch.is_grad_enabled() and self._due():
-            self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=False)
+            self._trace = _LossTrace(self._clipper, pytree.tree_leaves(inputs), drawn=False)
         if self._trace is not None:
             self._trace.add_results(tensors_of(result))
-            _Trace.remove(instead=self._trace)
+            _LossTrace.remove(instead=self._trace)
 
     def end(self) -> None:
         """Stop recording."""
         self._calls = 0
         self._trace = None
-        _Trace.remove()
+        _LossTrace.remove()
 
     def _due(self) -> bool:
         if (self._left > 0 and self._begun < 4 * _FIRST) or self._chance.random() < _SHARE:
@@ -128,7 +128,7 @@ class LossCheck:
     def check(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
         """Check the losses of a backward pass that begins; UnsupportedCase if a row's gradient mixes rows."""
         trace, self._trace = self._trace, None
-        _Trace.remove()
+        _LossTrace.remove()
         rows = self._clipper.examples
         if rows is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
@@ -254,7 +254,7 @@ _DRAWING = ("drop", "gumbel", "rrelu", "rand", "bernoulli")
 _RANDOM = {"bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "normal"}
 
 
-class _Trace(TorchFunctionMode):
+class _LossTrace(TorchFunctionMode):
     """The calls of torch's functions in a loss.
 
     It lies below all other modes, such that a `with torch.device(...)` around the model's call ends as it began. If
@@ -291,16 +291,16 @@ class _Trace(TorchFunctionMode):
     # --- the stack of modes ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def remove(instead: _Trace | None = None) -> None:
+    def remove(instead: _LossTrace | None = None) -> None:
         """Take traces off this thread's stack of modes, and put one below all others."""
         count = torch._C._len_torch_function_stack()
         modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
         for each in modes:
-            if isinstance(each, _Trace):
+            if isinstance(each, _LossTrace):
                 each._active = False
                 if each.call in recorders:
                     recorders.remove(each.call)
-        kept = [each for each in reversed(modes) if not isinstance(each, _Trace)]
+        kept = [each for each in reversed(modes) if not isinstance(each, _LossTrace)]
         for mode in kept if instead is None else [instead, *kept]:
             torch._C._push_on_torch_function_stack(mode)
         if instead is not None:
