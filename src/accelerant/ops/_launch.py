@@ -136,16 +136,16 @@ class Repeats:
             yield
         finally:
             del recorders[thread]
-        places = {pointer: place for place, pointer in enumerate(pointers)}
-        if found and len(places) == len(pointers) and all(places.keys() >= set(used) for _, used in found):
+        positions = {pointer: at for at, pointer in enumerate(pointers)}
+        if found and len(positions) == len(pointers) and all(positions.keys() >= set(used) for _, used in found):
             if len(self._known) >= _KNOWN_LIMIT:
                 self._known.clear()
-            self._known[key] = tuple((prepared, tuple(map(places.__getitem__, used))) for prepared, used in found)
+            self._known[key] = tuple((prepared, tuple(map(positions.__getitem__, used))) for prepared, used in found)
 
 
 def _start(known: Sequence[tuple[PreparedLaunch, tuple[int, ...]]], pointers: Sequence[int]) -> None:
-    for prepared, places in known:
-        prepared.start([pointers[place] for place in places])
+    for prepared, positions in known:
+        prepared.start([pointers[at] for at in positions])
 
 
 def are_repeatable() -> bool:

@@ -165,11 +165,11 @@ def launch_backward_sorted(
             weight.device, weight.dtype, (T, D),
             lambda chunk: launch_backward_sorted(dy, indices, weight, padding_idx, needs, chunk),
         )  # fmt: skip
-    numbers, places = order or torch.sort(indices.reshape(-1), stable=True)
+    numbers, tokens = order or torch.sort(indices.reshape(-1), stable=True)
     chunks = ceil_div(T, chunk)
     parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)
     fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d, "ADDS": into is not None}, 1  # 16 bytes per thread
-    args = (dy, numbers, places, dweight, parts, T, V, D, padding_idx)
+    args = (dy, numbers, tokens, dweight, parts, T, V, D, padding_idx)
     KERNELS["bwd"].launch((chunks, blocks), args, fixed, num_warps=warps)
     if chunks > 1:
         join = (numbers, dweight, parts, T, V, D, padding_idx)

@@ -472,13 +472,13 @@ def _max_case(
     flat: bool | None,
 ) -> Case:  # fmt: skip
     y = (*x.shape[:2], *output_sizes(x, kernel, stride, padding, dilation, ceil=ceil))
-    saved = "" if flat is None else "indices" if flat else "places"
+    saved = "" if flat is None else "indices" if flat else "bytes"
     return _case(x, y, kernel, stride, padding, dilation, ceil, saved, _layout(x))
 
 
 def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
     *window, flat, _ = settings
-    case = _case(x, dy.shape, *window, "indices" if flat else "places", _layout(x))
+    case = _case(x, dy.shape, *window, "indices" if flat else "bytes", _layout(x))
     return (max_pool2d_bwd(case, dy, x, *window, positions),)
 
 
