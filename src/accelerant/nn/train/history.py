@@ -23,6 +23,7 @@ from torch import Tensor
 from accelerant.errors import FormatError
 from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import decode_json, open_regular, read_regular, typed, write_atomic
+from accelerant.runtime.host import read_meminfo
 from accelerant.runtime.html_page import table
 from accelerant.runtime.memory.limits import size_text
 
@@ -172,7 +173,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far: torch's allocations on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if (size := _process_status("VmHWM:")) is not None:  # getrusage's value includes the parent's before exec
+    if (size := _process_status("VmHWM")) is not None:  # getrusage's value includes the parent's before exec
         return size
     try:
         import resource
@@ -186,19 +187,16 @@ def used_memory_bytes(device: torch.device) -> int:
     """Return the memory in use now, of the kind that `peak_memory_bytes` counts; where it is unknown, the peak."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    size = _process_status("VmRSS:")
+    size = _process_status("VmRSS")
     return peak_memory_bytes(device) if size is None else size
 
 
 def _process_status(name: str) -> int | None:
     """Return a size in bytes from Linux's /proc/self/status; None elsewhere, and for another format."""
     try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        return read_meminfo(Path("/proc/self/status")).get(name)
+    except (OSError, ValueError):
+        return None
 
 
 # --- profiling -------------------------------------------------------------------------------------------------------
