@@ -179,6 +179,8 @@ def test_a_name_that_torch_has_not_is_refused():
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: nn.LSTM(inputs=3, hidden=4), r"LSTM\(\) has no argument (inputs|hidden)= any more: it is \w+_size="),
+    (lambda: nn.GRU(3, 4, wide=True), r"GRU\(\) got an unexpected keyword argument 'wide'"),
+    (lambda: nn.LSTM(3, 4, nonlinearity="relu"), r"LSTM\(\) got an unexpected keyword argument 'nonlinearity'"),
     (lambda: nn.RNN(3, 4, layers=2), r"RNN\(\) has no argument layers= any more: it is num_layers= now"),
     (lambda: nn.LayerNorm(width=4), r"LayerNorm\(\) has no argument width= any more: it is normalized_shape= now"),
     (lambda: nn.RMSNorm(width=4), r"RMSNorm\(\) has no argument width= any more: it is normalized_shape= now"),
@@ -221,3 +223,19 @@ def test_optimize_of_before_names_patch():
         _ = accelerant.optimize
     with pytest.raises(AttributeError, match=r"Outcome is accelerant\.nn\.train\.TrainingOutcome now"):
         _ = nn.train.Outcome
+
+
+def test_dtypes_are_understood_by_their_names(tmp_path):
+    gpt = nn.GPT(nn.GPTConfig(vocab_size=8, context=4, layers=1, heads=1, width=8))
+    gpt.save_pretrained(tmp_path)
+    gpt.save_pretrained(save_directory=tmp_path)
+    for name in ("bf16", "bfloat16", torch.bfloat16):
+        assert next(nn.GPT.from_pretrained(tmp_path, dtype=name).parameters()).dtype == torch.bfloat16
+    optimizer = nn.optim.AdamW(gpt.parameters(), state_dtype="fp32")
+    step = nn.train.TrainStep(gpt, optimizer, gpt.loss, precision="bf16", reduce_dtype="float")
+    assert step([torch.zeros(2, 1, 4, dtype=torch.int64).unbind()], learning_rate=0.1).loss.isfinite()
+    for make in (lambda: nn.GPT.from_pretrained(tmp_path, dtype="bf17"), lambda: nn.optim.SGD([], state_dtype="nn")):
+        with pytest.raises(ConfigError, match="a dtype must be one of torch's or its name"):
+            make()
+    with pytest.raises(TypeError, match=r"save_pretrained\(\) has no argument path= any more: it is out= now"):
+        gpt.save_pretrained(path=tmp_path)

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from accelerant import ops
 from accelerant._renamed import renamed_arguments
+from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._images import Pair, pair
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain, name_of
@@ -52,6 +53,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in for x: the autocast dtype of its device if autocast is on, else x's own."""
     low = autocast_dtype(x.device.type) if x.is_floating_point() else None
     return x.dtype if low is None else low
+
+
+def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that may be given by its name ("bfloat16", "bf16"); raise ConfigError for another value."""
+    found = getattr(torch, DTYPE_NAMES.get(value, value), None) if isinstance(value, str) else value
+    if (found is None and value is None) or isinstance(found, torch.dtype):
+        return found
+    raise ConfigError(f"a dtype must be one of torch's or its name, such as 'bfloat16' or 'bf16', got {value!r}")
 
 
 def is_fusable(x: Tensor) -> bool:
@@ -312,7 +321,7 @@ def _check_window(kernel_size: Pair, stride: Pair | None, padding: Pair, dilatio
 _CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "tanh", "RNN_RELU": "relu"}
 
 
-class _Recurrent(nn.RNNBase):
+class RecurrentLayer(nn.RNNBase):
     """Base of the layers: constructor and forward over those of torch's class, next in the method resolution order."""
 
     def __init__(
@@ -321,6 +330,8 @@ class _Recurrent(nn.RNNBase):
         dtype: torch.dtype | None = None, **options: Any,
     ) -> None:  # fmt: skip
         name = type(self).__name__
+        if more := options.keys() - ({"nonlinearity"} if isinstance(self, nn.RNN) else set()):
+            raise TypeError(f"{name}() got an unexpected keyword argument {min(more)!r}")
         if input_size < 1 or hidden_size < 1 or num_layers < 1:
             got = f"{input_size}, {hidden_size}, {num_layers}"
             raise ConfigError(f"{name} needs input_size, hidden_size and num_layers of at least 1, got {got}")
@@ -392,7 +403,7 @@ _RECURRENT = renamed_arguments(inputs="input_size", hidden="hidden_size", layers
 
 
 @_RECURRENT
-class LSTM(_Recurrent, nn.LSTM):
+class LSTM(RecurrentLayer, nn.LSTM):
     """Long short-term memory, as torch.nn.LSTM: by cuDNN on a GPU, and by kernels of our own where those are faster.
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000.
@@ -400,7 +411,7 @@ class LSTM(_Recurrent, nn.LSTM):
 
 
 @_RECURRENT
-class GRU(_Recurrent, nn.GRU):
+class GRU(RecurrentLayer, nn.GRU):
     """Gated recurrent units, as torch.nn.GRU; h alone is the state.
 
     Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as in cuDNN.
@@ -408,7 +419,7 @@ class GRU(_Recurrent, nn.GRU):
 
 
 @_RECURRENT
-class RNN(_Recurrent, nn.RNN):
+class RNN(RecurrentLayer, nn.RNN):
     """Elman's layers, as torch.nn.RNN: h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu.
 
     Source: Elman 1990, "Finding structure in time".

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.nn.layers import dtype_of
 from accelerant.ops._library import is_distributed, is_ordinary, is_plain, name_of
 from accelerant.ops.multi_tensor.op import (
     AdamWGroup,
@@ -89,6 +90,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         _check_non_negative("lr", defaults["lr"])
         if defaults["max_grad_norm"] is not None:
             _check_non_negative("max_grad_norm", defaults["max_grad_norm"])
+        defaults["state_dtype"] = dtype_of(defaults["state_dtype"])
         self._reset()
         super().__init__(params, defaults)
 
@@ -341,7 +343,7 @@ class AdamW(MultiTensorOptimizer):
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
         max_grad_norm: float | None = None, master_weights: bool = False,
-        state_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | str | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
@@ -415,7 +417,7 @@ class SGD(MultiTensorOptimizer):
         self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None,
         differentiable: bool = False, fused: bool | None = None, max_grad_norm: float | None = None,
-        master_weights: bool = False, state_dtype: torch.dtype | None = torch.float32,
+        master_weights: bool = False, state_dtype: torch.dtype | str | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
-from accelerant.nn.layers import compute_dtype, modes_kept
+from accelerant.nn.layers import compute_dtype, dtype_of, modes_kept
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.hugging_face import is_run
 from accelerant.runtime.files import JsonRecord
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | None = None,
+        cls, source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> Self:  # fmt: skip
         """Build a model from Hugging Face weights: a GPT from GPT-2's, a Llama from Llama's.
@@ -192,7 +192,7 @@ class LanguageModel(nn.Module):
             source: a folder with config.json and model.safetensors, or shards with their index, as written by
                 transformers' save_pretrained (transformers itself is not needed); the folder of a run of
                 `accelerant train`; or a transformers model.
-            dtype: dtype of the parameters; None: that of the embedding.
+            dtype: dtype of the parameters, or its name; None: that of the embedding.
             device: device of the parameters; None: the CPU for a folder, the model's device for a model.
 
         Returns:
@@ -204,6 +204,7 @@ class LanguageModel(nn.Module):
                 of another shape or dtype. Names the file or tensor.
             UnsupportedCase: a field of the configuration, which is named, asks for a feature that this model lacks.
         """
+        dtype = dtype_of(dtype)
         if not isinstance(source, nn.Module) and is_run(source):
             from accelerant.nn.train.job import load_run  # which imports the models
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, ConfigError, FallbackWarning, LaunchError, ShapeError
-from accelerant.nn.layers import LowWeights, float8_weights, require_float8
+from accelerant.nn.layers import LowWeights, dtype_of, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.parallel import GradientReduction, described, is_reduced_elsewhere, start_equal
@@ -280,13 +280,14 @@ class TrainStep(GraphedStep):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], *,
         max_grad_norm: float | None = None, accumulate: int = 1,
         weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
-        precision: torch.dtype | None = None, graph: bool | None = None, loss_scale: LossScale | None = None,
-        reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int | None = None,
+        precision: torch.dtype | str | None = None, graph: bool | None = None, loss_scale: LossScale | None = None,
+        reduce_dtype: torch.dtype | str = torch.float32, bucket_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, or None; got {max_grad_norm}")
+        precision, reduce_dtype = dtype_of(precision), dtype_of(reduce_dtype) or torch.float32
         if precision not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
             raise ConfigError(f"precision must be bfloat16, float16, float8_e4m3fn, float32 or None, got {precision}")
         self.model, self.optimizer, self.loss = model, optimizer, loss
