@@ -91,7 +91,7 @@ CpuColumn = Mapping[tuple[str, str], tuple[float, str]]
 
 
 def same_on_cpu(measure: Callable[[SuiteRun], None]) -> Callable[[SuiteRun], CpuColumn]:
-    """Return the CPU column of a case that runs on the CPU as on another device: the rows of the same names."""
+    """Return the `on_cpu` of a case that runs unchanged on the CPU: the times of its rows of the same names."""
 
     def column(run: SuiteRun) -> CpuColumn:
         measure(run)
@@ -219,7 +219,7 @@ class SuiteRun:
         return self.device.torch_device.startswith("cuda")
 
     def is_model(self, name: str) -> bool:
-        """Return whether targets that hold for a device model, such as "H200", hold here."""
+        """Return whether the device is a GPU of a model, such as "H200", for which targets are set."""
         return self.gpu and name in self.device.name
 
     def add(self, *rows: Row) -> None:
@@ -248,7 +248,7 @@ _FAILED = "failed"
 
 
 def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu: bool = False) -> None:
-    """Measure cases one after the other, then raise the first error of a case, also where the journal holds it.
+    """Measure cases in order, then raise the first error of a case, which may be one that the journal recorded.
 
     A case that raises leaves its rows so far and one that names the error; the next case goes on. After DeviceLost the
     others are left to a resumed run. `cpu` adds the CPU column to the cases that have one.

@@ -378,7 +378,7 @@ def _require_address(settings: ServiceSettings) -> None:
 
 
 def _allow_files(settings: ServiceSettings) -> None:
-    """Let this process open as many files as its connections are, and those of its work, where the system does."""
+    """Raise the limit of open files to what the connections and the service's own files need, if the system permits."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

@@ -79,7 +79,7 @@ class JobNotFound(ServiceError):
 
 
 class JobNotFinished(ServiceError):
-    """The result of a job is asked for that is queued or runs."""
+    """The result of a job was requested that is still queued or running."""
 
     status = 409
 

@@ -389,7 +389,7 @@ class Connections:
             self._forget_stranger(connection, address)
 
     def heard(self, connection: GuardedProtocol, *, is_busy: bool) -> None:
-        """Note that a request has come, or has been answered."""
+        """Record the start or the end of a request."""
         strangers = self._strangers.get(self._open.get(connection, ""), {})
         if connection in strangers:
             del strangers[connection]  # to the end
@@ -412,7 +412,7 @@ class Connections:
         return any(self._end_oldest(group, before, must=must) for group in (largest, *others, self._idle))
 
     def _end_oldest(self, group: Mapping[GuardedProtocol, float], before: float, *, must: bool = False) -> bool:
-        """End the connection of a group that was heard of first, if that was before a time, or it has had its turn."""
+        """End the least recently active connection of a group, if it was active before a time, or has had its turn."""
         for connection, heard in itertools.islice(group.items(), _LOOKED_AT):
             if heard <= before or (must and connection.had_its_turn):
                 self.remove(connection)
@@ -427,7 +427,7 @@ def reserve_of(connections: int) -> int:
 
 
 def _network(transport: Any) -> str:
-    """Return the address of a peer; of one of IPv6 the network of 64 bits, which one host has."""
+    """Return the address of a peer; for IPv6 its /64 network, all of which one host may have."""
     peer = transport.get_extra_info("peername")
     try:
         address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -441,7 +441,7 @@ def _network(transport: Any) -> str:
 
 
 class _Secured(SSLProtocol):
-    """TLS of a connection, also one whose handshake does not end, of which its protocol is told nothing."""
+    """TLS that also reports the end of a connection during its handshake, of which asyncio tells no protocol."""
 
     lost: Callable[[], None]
 
@@ -546,7 +546,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(Refused(431, "HeadersTooLarge", _LARGE_HEADERS.format(self.limits.header_bytes)))
 
     def on_message_begin(self) -> None:
-        """Count from here."""
+        """Start counting the bytes of a request's headers."""
         if self._repeats_head:
             return
         super().on_message_begin()

@@ -230,7 +230,7 @@ class Inference:
         return call, request, values
 
     def hold(self, record: RequestRecord, size: int) -> None:
-        """Count bytes of a request's body or result until it is answered; Refused if, with others', they are too many.
+        """Count bytes of a request's body or result until it is answered; Refused if all requests hold too many.
 
         A request alone is served: its own limits bound it.
         """

@@ -110,7 +110,7 @@ def shrunk(name: str, inputs: Sequence[Tensor | None], rows: int) -> Inputs:
 
 
 def first_rows(inputs: Sequence[Tensor | None], rows: int, shared: Sequence[int] = ()) -> Inputs:
-    """Return the first rows of the first argument and of those that have a row, or a number, for each of its rows.
+    """Return the first rows of the first argument, and of the arguments that have one entry for each of its rows.
 
     `shared` has the indices of arguments that are the same for every row, such as weights.
     """
@@ -268,7 +268,7 @@ class Oracle:
         return max((_relative(one, other) for one, other in zip(results, exact, strict=True)), default=0.0)
 
     def _reference(self, direction: str) -> list[Tensor]:
-        """Return the results in float64, those of the last direction from memory; with fewer rows if memory lacks."""
+        """Return the results in float64, which are kept for one direction; of fewer rows if memory is short."""
         reference = public_op(self.case.name).reference
         compute = _attention_results if self.case.name == "attention" else _results
         while direction not in self._exact:
@@ -332,7 +332,7 @@ def _attention_results(
 
 
 def _upstream(y: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return an upstream gradient of a result, the same to the precision of `dtype` whatever dtype the result has."""
+    """Return an upstream gradient of a result: the same numbers, rounded to `dtype`, whatever dtype the result has."""
     generator = torch.Generator(y.device).manual_seed(_UPSTREAM_SEED + seed)
     drawn = torch.randn(y.shape, generator=generator, device=y.device, dtype=torch.float32)
     return drawn.to(dtype).to(y.dtype)
@@ -351,7 +351,7 @@ def _relative(result: Tensor, exact: Tensor) -> float:
 
 
 def _affordable(case: OpCase, flops: int) -> Inputs:
-    """Return the arguments, cut to the memory and time of a reference in float64."""
+    """Return the arguments, cut so that a float64 reference of them fits memory and time."""
     first = case.inputs[0]
     if first is None or not first.ndim or case.name in ("attention", "attention_varlen"):
         return case.inputs  # attention's references hold the scores of a few heads at a time

@@ -355,7 +355,7 @@ def _dimensions(sample: SampleInput) -> list[int]:
 
 
 def _names(op: str, sample: SampleInput) -> list[int]:
-    """Return, for each dimension of a sample, the position of the first that equals it in all samples of its form."""
+    """Return, for each dimension, the index of the first that equals it in all samples of the same ranks."""
 
     def form(one: SampleInput) -> list[int | None]:
         return [None if shape is None else len(shape) for shape in one.shapes]
@@ -367,7 +367,7 @@ def _names(op: str, sample: SampleInput) -> list[int]:
 
 
 def _ties(pair: tuple[Benchmark, list[int]]) -> tuple[int, int]:
-    """Return how many further dimensions follow the first argument's, and how many dimensions there are."""
+    """Return how many other dimensions equal one of the first argument's, and the number of dimensions."""
     benchmark, names = pair
     dimensions, first = _dimensions(benchmark.sample), len(benchmark.sample.shapes[0] or ())
     tied = sum(dimensions[name] in dimensions[:first] for name in set(names) if name >= first)
@@ -375,7 +375,7 @@ def _ties(pair: tuple[Benchmark, list[int]]) -> tuple[int, int]:
 
 
 def sweep_sizes(largest: int = 28) -> list[int]:
-    """Return 2^10 to 2^largest by powers of four, and after every other one an odd number, whose tensor has one row."""
+    """Return 2^10 to 2^largest in powers of four, and after every second an odd number, whose tensor has one row."""
     both = ((1 << power, (1 << power) - power % 4 // 2) for power in range(10, largest + 1, 2))
     return [size for pair in both for size in dict.fromkeys(pair)]
 

@@ -44,7 +44,7 @@ def _file(name: str) -> bytes:
 
 
 def _page(name: str, title: str, script: str) -> Response:
-    """Return a page, whose file follows the head that all have."""
+    """Return a page: the head of all pages, then its own file."""
     head = _file("head.html").decode().format(title=title, script=script)
     return Response(head.encode() + _file(name), headers=_HEADERS, media_type="text/html; charset=utf-8")
 
