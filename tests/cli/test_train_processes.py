@@ -17,7 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from train_workers import commands, losses
 
-from accelerant.cli import launch
+from accelerant.cli import train
 from accelerant.cli.train import _Processes, _restarted
 from accelerant.errors import ConfigError
 from accelerant.nn.train.checkpoint import Checkpoints, save_checkpoint
@@ -156,9 +156,9 @@ def test_a_port_that_is_used_or_closed_is_one_line(monkeypatch, rank):
         values = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(launch, "_MEETING_S", 0.5)
+        monkeypatch.setattr(train, "_MEETING_S", 0.5)
         message = rf"^rank {rank} cannot meet the other processes at 127\.0\.0\.1:{port}: .+$"
-        with pytest.raises(ConfigError, match=message), launch.joined(torch.device("cpu")):
+        with pytest.raises(ConfigError, match=message), train.joined(torch.device("cpu")):
             pass
     assert not torch.distributed.is_initialized()
 
@@ -186,9 +186,9 @@ def test_a_gpu_for_each_process_of_the_machine(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert launch.own_device(torch.device("cpu")) == torch.device("cpu")
+    assert train.own_device(torch.device("cpu")) == torch.device("cpu")
     with pytest.raises(ConfigError, match="rank 3 is process 1 of this machine, counted from 0, which has 1 GPU"):
-        launch.own_device(torch.device("cuda", 0))
+        train.own_device(torch.device("cuda", 0))
 
 
 def test_a_restart_continues_the_same_run_alone(monkeypatch, tmp_path):
@@ -236,7 +236,7 @@ def test_a_restart_by_a_launcher_with_a_name_continues_what_the_same_one_began(m
 )  # fmt: skip
 def test_which_ends_are_final(codes, cause):
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in codes.items()}
-    assert launch._cause(ChildFailedError("train", failures)) == cause
+    assert train._cause(ChildFailedError("train", failures)) == cause
 
 
 def broken_device():
@@ -287,7 +287,7 @@ def test_a_run_goes_on_in_as_many_processes_as_before(accelerant, monkeypatch, o
         "a run trained in 2 processes, and this machine has 1 GPU: give --gpus to go on in another", errors
     )
     started = []
-    monkeypatch.setattr("accelerant.cli.train.launch", lambda count, *_, **__: started.append(count))
+    monkeypatch.setattr("accelerant.cli.train.spawn", lambda count, *_, **__: started.append(count))
     accelerant("train", "--resume", of_two.path, "--device", "cpu")
     accelerant("train", "--resume", of_two.path, "--device", "cpu", "--gpus", 3)
     of_two.summary.write_text('{"steps": 7}')
@@ -298,7 +298,7 @@ def test_a_run_goes_on_in_as_many_processes_as_before(accelerant, monkeypatch, o
 def test_a_private_run_does_not_begin_again_by_itself(monkeypatch, tmp_path):
     """Its new ledger would lack the steps that were made before the kill; from a checkpoint it goes on."""
     asked = []
-    monkeypatch.setattr("accelerant.cli.train.launch", lambda *_, kept, advice, **__: asked.append((kept, advice)))
+    monkeypatch.setattr("accelerant.cli.train.spawn", lambda *_, kept, advice, **__: asked.append((kept, advice)))
     processes = _Processes(2, None, ["train", "a text", "--gpus", "2"])
     for private in (True, False):
         processes.start(tmp_path, "cpu", None, private=private)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from problems import Dense, spiral
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from accelerant.cli.launch import joined
+from accelerant.cli.train import joined
 from accelerant.errors import OutOfMemory
 from accelerant.nn.train import Callback, TrainConfig, fit
 
