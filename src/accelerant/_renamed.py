@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["renamed_arguments", "renamed_names", "understood_arguments"]
+__all__ = ["checked_arguments", "renamed_arguments", "renamed_names", "understood_arguments"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 ARGUMENTS: dict[tuple[str, str], str] = {}
@@ -26,7 +26,7 @@ def renamed_arguments(**renamed: str) -> Callable[[F], F]:
     def decorate(target: F) -> F:
         owner = f"{target.__module__}.{target.__qualname__}"
         ARGUMENTS.update({(owner, old): new for old, new in renamed.items()})
-        return _checked(target, refuse)
+        return checked_arguments(target, refuse)
 
     return decorate
 
@@ -40,10 +40,10 @@ def understood_arguments(**names: str) -> Callable[[F], F]:
                 raise TypeError(f"{target.__name__}() got {names[usual]}= and {usual}=, which are the same: give one")
             kwargs[names[usual]] = kwargs.pop(usual)
 
-    return lambda target: _checked(target, translate)
+    return lambda target: checked_arguments(target, translate)
 
 
-def _checked(target: F, check: Callable[[F, dict[str, Any]], None]) -> F:
+def checked_arguments(target: F, check: Callable[[F, dict[str, Any]], None]) -> F:
     """Return a function, or a class with its constructor, whose keyword arguments `check` sees first and may change."""
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
 

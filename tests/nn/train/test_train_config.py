@@ -42,6 +42,13 @@ def test_other_names_of_settings_are_understood(tmp_path):
     assert TrainConfig(device=find_device("cpu")).device == "cpu"
     assert TrainConfig(max_steps=3, gradient_accumulation_steps=2, batch_size=4).accumulate == 2
     assert preset("tiny").replaced(lr=0.5).training.learning_rate == 0.5
+    assert TrainConfig(timeout=9.0).timeout_s == 9.0
+    assert TrainConfig(microbatch=8) == TrainConfig(accumulate=4)
+    assert TrainConfig(batch_size=12, microbatch=4).microbatch == 4
+    with pytest.raises(ConfigError, match="microbatch must divide the batch of 32, got 5"):
+        TrainConfig(microbatch=5)
+    with pytest.raises(ConfigError, match="accumulate=2 and microbatch=16 say the same: give one"):
+        TrainConfig(accumulate=2, microbatch=16)
     with pytest.raises(TypeError, match="got learning_rate= and lr=, which are the same: give one"):
         TrainConfig(lr=0.5, learning_rate=0.5)
 

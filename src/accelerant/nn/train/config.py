@@ -9,11 +9,11 @@ import shlex
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-from accelerant._renamed import renamed_arguments, understood_arguments
+from accelerant._renamed import checked_arguments, renamed_arguments, understood_arguments
 from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
@@ -41,6 +41,7 @@ _RENAMED = {"clip": "max_grad_norm", "beta1": "betas", "beta2": "betas", "micro_
 _UNDERSTOOD = {
     "lr": "learning_rate", "output_dir": "out", "gradient_accumulation_steps": "accumulate", "max_steps": "steps",
     "num_train_epochs": "epochs", "lr_scheduler_type": "schedule", "warmup_ratio": "warmup", "optim": "optimizer",
+    "timeout": "timeout_s",
 }  # fmt: skip
 """Names of a setting in other libraries, first those of transformers' TrainingArguments."""
 
@@ -55,6 +56,8 @@ _MOST = {"layers": 1 << 12, "validations": 1 << 16, "sample_tokens": 1 << 20}
 """Largest values of a RunConfig's fields, for files with values that would keep the machine busy for days."""
 
 _MOST_STEPS = 10**9
+_BATCH_SIZE = 32
+T = TypeVar("T")
 
 
 def _check_field(name: str, value: object, hint: Any) -> None:
@@ -108,8 +111,28 @@ def _path(value: str | os.PathLike[str] | None) -> str | None:
     return os.fspath(value) if isinstance(value, os.PathLike) else value or None
 
 
+def _divided(values: dict[str, Any], batch: int) -> None:
+    """Replace `microbatch`, if it is among settings, by accumulate; ConfigError unless it divides the batch."""
+    if "microbatch" not in values:
+        return
+    rows = values.pop("microbatch")
+    _check_field("batch_size", batch, int)
+    _check_field("microbatch", rows, int)
+    if "accumulate" in values:
+        raise ConfigError(f"accumulate={values['accumulate']} and microbatch={rows} say the same: give one")
+    if batch % rows:
+        raise ConfigError(f"microbatch must divide the batch of {batch}, got {rows}")
+    values["accumulate"] = batch // rows
+
+
+def _takes_microbatch(kind: type[T]) -> type[T]:
+    """Let the constructor of a configuration take `microbatch`."""
+    return checked_arguments(kind, lambda _, values: _divided(values, values.get("batch_size", _BATCH_SIZE)))
+
+
 @understood_arguments(**_UNDERSTOOD)
 @renamed_arguments(**_RENAMED)
+@_takes_microbatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The hyperparameters and options of a training.
@@ -121,7 +144,8 @@ class TrainConfig:
         epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored if `steps` is given.
         steps: optimizer steps; None to derive them from epochs.
         batch_size: rows in a step; ignored for a DataLoader, which has its own.
-        accumulate: number of micro-batches in a step; divides batch_size. Their gradients are accumulated, and only one
+        accumulate: number of micro-batches in a step; divides batch_size. `microbatch`, the rows of each, is taken in
+            its place. Their gradients are accumulated, and only one
             micro-batch's activations are in memory at a time. For a DataLoader, the number of its batches in a step.
             Of several processes each has as many micro-batches as its rows need, of at most batch_size / accumulate.
             With "cross_entropy" a micro-batch is weighted by its targets other than -100; with a custom loss or the
@@ -168,7 +192,7 @@ class TrainConfig:
 
     epochs: float = 1.0
     steps: int | None = None
-    batch_size: int = 32
+    batch_size: int = _BATCH_SIZE
     accumulate: int = 1
     context: int = 1024
     optimizer: OptimizerName = "adamw"
@@ -390,12 +414,9 @@ class RunConfig:
         training = {name: changes.pop(name) for name in list(changes) if name not in own}
         if "batch_size" in training or "microbatch" in training:
             batch = training.setdefault("batch_size", self.training.batch_size)
-            rows = training.pop("microbatch", self.training.microbatch)
-            _check_field("batch_size", batch, int)
-            _check_field("microbatch", rows, int)
-            if batch % rows:
-                raise ConfigError(f"microbatch must divide the batch of {batch}, got {rows}")
-            training["accumulate"] = batch // rows
+            if "accumulate" not in training:
+                training.setdefault("microbatch", self.training.microbatch)
+            _divided(training, batch)
         if training:
             changes["training"] = dataclasses.replace(self.training, **training)
         return dataclasses.replace(self, **changes)
