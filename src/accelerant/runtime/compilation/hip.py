@@ -33,7 +33,7 @@ _CHILD = "from accelerant.runtime.compilation.hip import _answer; _answer()"
 
 def hip_key(source: KernelSource, target: str) -> str:
     """Return the disk cache's key for the result of compile_hip."""
-    text = _text(source)
+    text = source.text(HIP_DIALECTS, "hiprtc")
     return kernel_key(
         program=text, header=portable_header(), entries=sorted(source.entries), options=_options(source),
         headers=header_hashes(text, source.compile_options.folders), target=target, compiler=hiprtc_version(),
@@ -42,10 +42,9 @@ def hip_key(source: KernelSource, target: str) -> str:
 
 def compile_hip(source: KernelSource, target: str) -> Binary:
     """Compile for an architecture ("gfx90a"), without driver or device; raise CompileError with the log."""
-    found = _ask(
-        f"for {target}", text=f"{portable_header()}\n{first_line(source.name)}\n{_text(source)}", name=source.name,
-        options=[f"--offload-arch={target}", *_options(source)],
-    )  # fmt: skip
+    text = f"{portable_header()}\n{first_line(source.name)}\n{source.text(HIP_DIALECTS, 'hiprtc')}"
+    options = [f"--offload-arch={target}", *_options(source)]
+    found = _ask(f"for {target}", text=text, name=source.name, options=options)
     if not found["code"]:
         raise CompileError(f"kernel {source.name!r} does not compile for {target}", found["log"])
     return Binary.of(base64.b64decode(found["code"]), source.entries, found["log"])
@@ -70,14 +69,6 @@ def _torch_hip() -> str:
     """Return the version of HIP that torch is built for; empty where it is for others, or not imported."""
     torch = sys.modules.get("torch")
     return str(torch.version.hip or "") if torch is not None else ""
-
-
-def _text(source: KernelSource) -> str:
-    _, program = source.pick(HIP_DIALECTS)
-    if not isinstance(program, str):
-        kind = type(program).__name__
-        raise CompileError(f"kernel {source.name!r}: hiprtc compiles text, not the result of a {kind}")
-    return program
 
 
 def _options(source: KernelSource) -> list[str]:

@@ -157,6 +157,15 @@ class KernelSource:
             f"kernel {self.name!r} has no dialect of {', '.join(known)}; it has {', '.join(self.dialects)}"
         )
 
+    def text(self, known: tuple[str, ...], compiler: str) -> str:
+        """Return the text of a dialect, by `pick`; CompileError where the compiler would get a builder's result."""
+        _, program = self.pick(known)
+        if not isinstance(program, str):
+            raise CompileError(
+                f"kernel {self.name!r}: {compiler} compiles text, not the result of a {type(program).__name__}"
+            )
+        return program
+
 
 @dataclass(slots=True)
 class Kernel:

@@ -61,6 +61,7 @@ from accelerant.runtime.dispatch.plan import (
 )
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
+from accelerant.runtime.memory.limits import describe_out_of_memory, is_out_of_memory
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
 from accelerant.runtime.provider import Launches, lacks_host_memory
 
@@ -70,11 +71,6 @@ _RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.O
 def recoverable(error: BaseException) -> bool:
     """Return whether an error is a failure that is seen before anything was written."""
     return isinstance(error, _RECOVERABLE) or lacks_host_memory(error)
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Return whether an error says nothing about the next call."""
-    return isinstance(error, (OutOfMemory, torch.OutOfMemoryError)) or lacks_host_memory(error)
 
 
 RACES_S, RACE_S = 60.0, 2.0
@@ -370,7 +366,7 @@ class Operation:
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
         measured = CandidateTimes(outcome.ms, str(case), failed=failed, sources=self._sources())
-        lasting = not any(map(_is_transient, outcome.failed.values()))
+        lasting = not any(map(is_out_of_memory, outcome.failed.values()))
         if lasting:
             choices().keep(case.device, key, measured)
             self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
@@ -458,7 +454,7 @@ class Operation:
 
     def _leave_out(self, case: Case, failed: Mapping[str, Exception]) -> None:
         """Exclude implementations that failed for another reason than memory from later calls of the case."""
-        lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
+        lasting = {name: copy.copy(error) for name, error in failed.items() if not is_out_of_memory(error)}
         if lasting:
             if len(self._broken) >= PLANS_LIMIT:
                 self._broken.clear()
@@ -470,7 +466,7 @@ class Operation:
         self._leave_out(case, {name: error})
         changed = f"{self.name}: {name} may have changed its arguments before it failed"
         text = f"{changed}, so no other implementation followed"
-        if _is_transient(error):
+        if is_out_of_memory(error):
             described = self._described(error, case)
             described.add_note(text)
             raise described
@@ -480,8 +476,6 @@ class Operation:
         """Return the error, with the op, the bytes and the largest memory owners if torch or the host lacks memory."""
         if not isinstance(error, torch.OutOfMemoryError) and not lacks_host_memory(error):
             return error
-        from accelerant.runtime.memory.limits import describe_out_of_memory
-
         described = OutOfMemory(describe_out_of_memory(self.name, error, case.device))
         described.__cause__ = error
         return described

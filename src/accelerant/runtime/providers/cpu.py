@@ -182,7 +182,7 @@ class CpuProvider(ComputeProvider):
         self._machine()
         dialect, program = source.pick(self.dialects)
         if dialect == "portable":
-            return kernel_key(**c_key(source, _text_of(source, program)), target=[self._cpu, self._features])
+            return kernel_key(**c_key(source, source.text(("portable",), "C")), target=[self._cpu, self._features])
         return kernel_key(
             program=program if isinstance(program, str) else program.key, entries=sorted(source.entries),
             options=source.options, fixed=[_LEVEL, *(_FEW_PASSES if _has_few(program) else _PASSES)],
@@ -274,7 +274,7 @@ class CpuProvider(ComputeProvider):
         import llvmlite.binding as llvm
 
         if "llvm" not in source.dialects:
-            return compile_c(source, _text_of(source, program))
+            return compile_c(source, source.text(("portable",), "C"))
         source.refuse_options("LLVM IR")
         text = program if isinstance(program, str) else program.build(self._cpu)
         if isinstance(text, Binary):
@@ -354,12 +354,6 @@ def _join(futures: Sequence[Future[None]]) -> None:
         future.result()
     if raised is not None:
         raise raised
-
-
-def _text_of(source: KernelSource, program: str | Builder) -> str:
-    if not isinstance(program, str):
-        raise CompileError(f"kernel {source.name!r}: C is compiled from text, not a {type(program).__name__}")
-    return program
 
 
 def _value(kernel: Kernel, position: int, arg: Any) -> Any:

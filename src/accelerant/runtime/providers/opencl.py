@@ -130,10 +130,7 @@ class OpenclProvider(DriverProvider):
         opened = self._device(device)
         entry = provider.pick_entry(source, entry)
         began = time.perf_counter()
-        dialect, program = source.pick(self.dialects)
-        if not isinstance(program, str):
-            kind = type(program).__name__
-            raise CompileError(f"kernel {source.name!r}: OpenCL compiles text, not the result of a {kind}")
+        dialect, program = source.pick(self.dialects)[0], source.text(self.dialects, "OpenCL")
         text, options = self._prepare(opened, source, program, portable_header() if dialect == "portable" else "")
         key = kernel_key(
             program=text, entries=sorted(source.entries), options=options, target=opened.identity,

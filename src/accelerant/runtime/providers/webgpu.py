@@ -157,10 +157,7 @@ class WebgpuProvider(DriverProvider):
             if not kind.startswith("*") and kind not in _SCALARS:
                 raise CompileError(f"kernel {entry!r}, argument {position}: WGSL has no scalar of type {kind}")
         began = time.perf_counter()
-        _, program = source.pick(self.dialects)
-        if not isinstance(program, str):
-            raise CompileError(f"kernel {source.name!r}: WGSL is text, not the result of a {type(program).__name__}")
-        text = _defines(source) + program
+        text = _defines(source) + source.text(self.dialects, "WebGPU")
         key = kernel_key(program=text, entries=sorted(source.entries), target=opened.identity)
         report = {"name": source.name, "target": opened.info["device"], "compiler": opened.identity}
         with opened.lock:
