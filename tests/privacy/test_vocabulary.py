@@ -224,6 +224,8 @@ def test_values_that_differ_in_little_differ():
     assert bare.fingerprint == BFV.fingerprint
     restored = pickle.loads(pickle.dumps((BFV, VALUES["a BFV result"])))
     assert BFV_PRIVATE.decrypt(restored[1] + restored[0].encrypt([1, 1])).tolist()[:2] == [5, 7]
+    one, two = (mpc.secure_aggregate(UPDATES, 2, max_abs=bound).report for bound in (4.0, 0.5))
+    assert pickle.loads(pickle.dumps(one)) == one != two
     results = PAILLIER.encrypt(np.array([1, 2])) * 3  # a pickle has other randomness: a product shows its factor
     assert pickle.loads(pickle.dumps(results)) != results
     assert PAILLIER_PRIVATE.decrypt(pickle.loads(pickle.dumps(results))).tolist() == [3, 6]

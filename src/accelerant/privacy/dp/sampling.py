@@ -73,9 +73,9 @@ class Draw:
         raise TypeError("a drawn batch is not pickled: a copy could make a second step. Send its tensors")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DrawnBatch:
-    """A draw, or a part of one.
+    """A draw, or a part of one; each is used once, and equal to itself alone.
 
     Attributes:
         tensors: a tuple of tensors, or a mapping if the data are one; dimension 0 is the row.
@@ -93,7 +93,7 @@ class DrawnBatch:
     examples: int
     rows: int
     draw: Draw | None = field(default=None, repr=False)
-    sampler: Any = field(default=None, repr=False, compare=False)
+    sampler: Any = field(default=None, repr=False)
 
 
 class PoissonBatches:

@@ -606,7 +606,7 @@ class StageReport:
     clients: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Aggregate:
     """The result of a round.
 
@@ -621,6 +621,15 @@ class Aggregate:
     weight: int
     survivors: tuple[int, ...]
     stages: Mapping[str, StageReport] = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether sum, weight and survivors are the same; times are not compared."""
+        if not isinstance(other, Aggregate) or (self.weight, self.survivors) != (other.weight, other.survivors):
+            return False
+        return torch.equal(self.sum, other.sum)
+
+    def __hash__(self) -> int:
+        return hash((self.weight, self.survivors))
 
     @property
     def mean(self) -> Tensor:
