@@ -165,6 +165,17 @@ def test_a_bound_of_elements_is_called_max_abs():
             call()
 
 
+def test_a_learning_rate_has_its_short_name():
+    data, models = (torch.ones(3, 2), torch.tensor([0, 1, 0])), []
+    torch.manual_seed(0)
+    start = nn.Linear(2, 2)
+    for options in ({"lr": 0.5}, {"learning_rate": 0.5}):
+        models.append(federated.simulate(start, data, clients=3, rounds=1, **options).model)
+    assert torch.equal(models[0].weight, models[1].weight)
+    with pytest.raises(TypeError, match="learning_rate= and lr=, which are the same: give one"):
+        federated.simulate(start, data, clients=3, lr=0.1, learning_rate=0.1)
+
+
 def test_one_name_of_draws():
     model = nn.Linear(2, 2)
     with dp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, delta=1e-5,

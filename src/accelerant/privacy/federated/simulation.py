@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,15 +134,9 @@ def simulate(
     shards = torch.randperm(len(inputs), generator=generator).to(inputs.device).tensor_split(clients)
 
     def update_of(i: int) -> tuple[Tensor, int]:
-        local = copy.deepcopy(model).train()  # what forward writes to buffers stays at the client
-        optimizer = torch.optim.SGD(local.parameters(), lr=learning_rate)
-        for _ in range(local_epochs):
-            order = shards[i][torch.randperm(len(shards[i]), generator=generator).to(inputs.device)]
-            for rows in order.split(batch_size):
-                optimizer.zero_grad()
-                loss(local(inputs[rows]), targets[rows]).backward()
-                optimizer.step()
-        return parameters_to_vector(local.parameters()).detach() - vector, 1
+        orders = (torch.randperm(len(shards[i]), generator=generator) for _ in range(local_epochs))
+        batches = (rows for order in orders for rows in shards[i][order.to(inputs.device)].split(batch_size))
+        return _trained(model, (inputs, targets), batches, learning_rate, loss) - vector, 1
 
     with client_ledger(PrivacyLedger(unit="client") if ledger is None and noise_multiplier else ledger) as book:
         if book is not None:
@@ -159,6 +153,19 @@ def simulate(
             if progress is not None:
                 progress(number, report)
     return Simulation(model, report)
+
+
+def _trained(
+    model: nn.Module, data: Data, batches: Iterable[Tensor], learning_rate: float, loss: Callable[..., Tensor]
+) -> Tensor:
+    """Return the parameters of a copy of a model after plain SGD on batches of rows."""
+    local, (inputs, targets) = copy.deepcopy(model).train(), data  # what forward writes to buffers stays here
+    optimizer = torch.optim.SGD(local.parameters(), lr=learning_rate)
+    for rows in batches:
+        optimizer.zero_grad()
+        loss(local(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+    return parameters_to_vector(local.parameters()).detach()
 
 
 def _require_valid(inputs: Tensor, targets: Tensor, clients: int, rounds: int, leaving: Mapping[int, Leaving]) -> None:
