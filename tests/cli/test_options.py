@@ -113,6 +113,8 @@ def test_an_unknown_choice_exits_2(capsys, tmp_path, monkeypatch):
         ("bench bandwidth --size 1MiB,4MiB", "write --size 1MiB --size 4MiB"),
         ("bench all --against torch,compile", "write --against torch --against compile"),
         ("zk prove a b --device cuda:0,cuda:1", "write --device cuda:0 --device cuda:1"),
+        ("train --lr 1 --learning-rate=2", "--learning-rate and --lr are the same: give one"),
+        ("sample runs/x --device cpu --backend cpu", "--device and --backend are the same: give one"),
         ("tune --limit-s 3", "--limit-s is --max-seconds now"),
         ("tune --jobs 3", "--jobs is --workers now"),
         ("tune --table t.json", "--table is --out now"),

@@ -38,7 +38,10 @@ _MAY_BE_EMPTY = ("prompt", "arguments")
 _FREE_TEXTS = frozenset({"data", "include", "entry", "define", "nvrtc", "ptxas", "serves", "paths"})
 """Repeated parameters whose values may have commas; all others are names or numbers, one each."""
 
-ALIASES = {"--device": "--backend", "--learning-rate": "--lr", "--noise-multiplier": "--sigma", "--sample-rate": "--q"}
+ALIASES = {
+    "--device": "--backend", "--learning-rate": "--lr", "--noise-multiplier": "--sigma", "--sample-rate": "--q",
+    "--tokens": "--max-tokens",
+}  # fmt: skip
 """Option -> the other spelling that each command with this option takes."""
 
 RENAMED = {
@@ -96,9 +99,12 @@ class HelpCommand(_Page, TyperCommand):
                 raise typer.BadParameter("nan is no number", ctx=ctx, param=param)
             if param.param_type_name == "argument":  # of a command that leaves unknown options to a script
                 self._refuse_renamed(value)
+        words = {word.partition("=")[0] for word in args}
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx):
             _check_given(param, given.get(param.name))
+            if (alias := ALIASES.get(param.opts[0])) and {alias, param.opts[0]} <= words and not param.multiple:
+                raise ConfigError(f"{param.opts[0]} and {alias} are the same: give one")
         return rest
 
     def _refuse_renamed(self, option: object) -> None:
