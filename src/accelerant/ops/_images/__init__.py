@@ -15,13 +15,18 @@ from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.files import clipped
 
-__all__ = ["KERNEL", "Pair", "as_images", "output_sizes", "pair", "to_channels_first", "to_channels_last"]
+__all__ = ["KERNEL", "Pair", "as_images", "both", "output_sizes", "pair", "to_channels_first", "to_channels_last"]
 
 KERNEL = TritonKernel("accelerant.ops._images.triton_kernels", "layout_transpose")
 
 _BLOCK, _INTERPRETED_BLOCK, _WARPS = 64, 16, 4
 
 Pair = int | Sequence[int]
+
+
+def both(value: Pair) -> tuple[int, ...]:
+    """Return a setting for height and width."""
+    return (value, value) if isinstance(value, int) else tuple(value)
 
 
 def pair(name: str, value: Pair, least: int) -> list[int]:

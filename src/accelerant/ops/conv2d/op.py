@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
-from accelerant.ops._images import Pair, as_images, output_sizes, pair, to_channels_first, to_channels_last
+from accelerant.ops._images import Pair, as_images, both, output_sizes, pair, to_channels_first, to_channels_last
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, check_dtype, check_matches
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -138,10 +138,6 @@ def channels_last_backward(
     )
 
 
-def _two(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
-
 def conv2d_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | str = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
@@ -150,12 +146,12 @@ def conv2d_reference(
     if x.dim() == 3:
         options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return conv2d_reference(x.unsqueeze(0), weight, bias, **options).squeeze(0)
-    kernel, step, spread = weight.shape[2:], _two(stride), _two(dilation)
+    kernel, step, spread = weight.shape[2:], both(stride), both(dilation)
     totals = [0, 0]
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
     elif not isinstance(padding, str):
-        totals = [2 * p for p in _two(padding)]
+        totals = [2 * p for p in both(padding)]
     (top, left), (height, width) = (total // 2 for total in totals), totals
     x = F.pad(x, (left, width - left, top, height - top))
     sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], kernel, step, spread, strict=True)]

@@ -57,7 +57,7 @@ def _compiled(
     return Compilation(_KERNELS[name], {"*": kind, "positions_ptr": positions}, fixed, plan.num_warps)
 
 
-_MAX, _AVG = (Window((3, 3), (2, 2), (1, 1), largest, with_padding=not largest) for largest in (True, False))
+_MAX, _AVG = (Window((3, 3), (2, 2), (1, 1), largest=largest, with_padding=not largest) for largest in (True, False))
 KERNELS = (
     _compiled("fwd", _MAX, "*bf16", "*u8"),
     _compiled("fwd", _MAX, "*bf16"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
-from accelerant.ops._images import Pair, as_images, output_sizes, pair
+from accelerant.ops._images import Pair, as_images, both, output_sizes, pair
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, refuses_float64
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
@@ -23,18 +23,12 @@ from accelerant.runtime.dispatch.plan import rules
 
 # --- references ------------------------------------------------------------------------------------------------------
 
-_Pair = int | Sequence[int]
-
-
-def _two(value: _Pair) -> tuple[int, ...]:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
 
 def _windows(
-    x: Tensor, kernel: _Pair, stride: _Pair | None, padding: _Pair, dilation: _Pair, ceil: bool, fill: float
+    x: Tensor, kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil: bool, fill: float
 ) -> Tensor:
     """Return the windows of x padded with `fill`, (..., H', K, W', L)."""
-    edges, settings = _two(padding), (_two(kernel), _two(kernel if stride is None else stride), _two(dilation))
+    edges, settings = both(padding), (both(kernel), both(kernel if stride is None else stride), both(dilation))
     positions, extra = [], []
     for n, p, k, s, d in zip(x.shape[-2:], edges, *settings, strict=True):
         free = n + 2 * p - d * (k - 1) - 1
@@ -48,7 +42,7 @@ def _windows(
 
 
 def max_pool2d_reference(
-    x: Tensor, kernel_size: _Pair, stride: _Pair | None = None, padding: _Pair = 0, dilation: _Pair = 1,
+    x: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1,
     ceil_mode: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the largest element of each window, the first of them in its rows, which gets the gradient."""
@@ -57,7 +51,7 @@ def max_pool2d_reference(
 
 
 def avg_pool2d_reference(
-    x: Tensor, kernel_size: _Pair, stride: _Pair | None = None, padding: _Pair = 0, ceil_mode: bool = False,
+    x: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the sum of each window over the number of its elements."""
@@ -67,9 +61,9 @@ def avg_pool2d_reference(
     counted = torch.ones(x.shape[-2:], device=x.device, dtype=x.dtype)
     if not count_include_pad:
         return total / _windows(counted, kernel_size, stride, padding, 1, ceil_mode, 0.0).sum((-1, -3))
-    vertical, horizontal = _two(padding)
+    vertical, horizontal = both(padding)
     counted = F.pad(counted, (horizontal, horizontal, vertical, vertical), value=1.0)
-    beyond = F.pad(counted, (0, _two(kernel_size)[1], 0, _two(kernel_size)[0]))  # beyond the padding nothing counts
+    beyond = F.pad(counted, (0, both(kernel_size)[1], 0, both(kernel_size)[0]))  # beyond the padding nothing counts
     count = _windows(beyond, kernel_size, stride, 0, 1, False, 0.0).sum((-1, -3))
     return total / count[: total.shape[-2], : total.shape[-1]]
 
@@ -88,9 +82,9 @@ class Window(NamedTuple):
     kernel: Sequence[int]
     stride: Sequence[int]
     padding: Sequence[int]
-    largest: bool
-    with_padding: bool = False
     dilation: Sequence[int] = (1, 1)
+    largest: bool = True
+    with_padding: bool = False
 
     def constants(self, *, last: bool) -> dict[str, int | bool]:
         """Return the compile-time arguments of both kernels; last: channels last."""
@@ -100,6 +94,25 @@ class Window(NamedTuple):
             "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PH": ph, "PW": pw,
             "DH": self.dilation[0], "DW": self.dilation[1],
         }  # fmt: skip
+
+    def _starts(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row and the column at which each window begins."""
+        rows, columns = (torch.arange(n, device=like.device) for n in like.shape[2:])
+        return (rows * self.stride[0] - self.padding[0])[:, None], columns * self.stride[1] - self.padding[1]
+
+    def to_bytes(self, indices: Tensor, width: int) -> Tensor:
+        """Return the position within its window of each index in an image of this width."""
+        top, left = self._starts(indices)
+        i = (indices // width - top) // self.dilation[0]
+        return (i * self.kernel[1] + (indices % width - left) // self.dilation[1]).to(torch.uint8)
+
+    def to_indices(self, positions: Tensor, width: int) -> Tensor:
+        """Return the index of each position; int64 arguments are indices already."""
+        if positions.dtype == torch.int64:
+            return positions
+        top, left = self._starts(positions)
+        i, j = positions.long() // self.kernel[1], positions.long() % self.kernel[1]
+        return (top + i * self.dilation[0]) * width + left + j * self.dilation[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,35 +379,6 @@ def _saves_bytes(x: Tensor, window: tuple[list[int], list[int], list[int]], dila
     return _refuses_sizes(x.dtype, x.shape, *window[:2], dilation) is None
 
 
-class _PoolWindows(NamedTuple):
-    """The geometry of the windows, which converts positions within a window to indices in the image and back."""
-
-    width: int
-    kernel: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-
-    def _starts(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row and the column at which each window begins."""
-        rows, columns = (torch.arange(n, device=like.device) for n in like.shape[2:])
-        return (rows * self.stride[0] - self.padding[0])[:, None], columns * self.stride[1] - self.padding[1]
-
-    def to_bytes(self, indices: Tensor) -> Tensor:
-        """Return the position of each index within its window."""
-        top, left = self._starts(indices)
-        i = (indices // self.width - top) // self.dilation[0]
-        return (i * self.kernel[1] + (indices % self.width - left) // self.dilation[1]).to(torch.uint8)
-
-    def to_indices(self, positions: Tensor) -> Tensor:
-        """Return the index of each position; int64 arguments are indices already."""
-        if positions.dtype == torch.int64:
-            return positions
-        top, left = self._starts(positions)
-        i, j = positions.long() // self.kernel[1], positions.long() % self.kernel[1]
-        return (top + i * self.dilation[0]) * self.width + left + j * self.dilation[1]
-
-
 # Settings of max pooling: kernel, stride, padding, dilation, ceil; `flat` saves indices in the image rather than bytes,
 # None saves neither.
 
@@ -406,7 +390,7 @@ def _torch_max(
     y, indices = _aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
     if flat is None:
         return y, None
-    return y, indices if flat else _PoolWindows(x.shape[3], kernel, stride, padding, dilation).to_bytes(indices)
+    return y, indices if flat else Window(kernel, stride, padding, dilation).to_bytes(indices, x.shape[3])
 
 
 def _triton_max(
@@ -415,12 +399,12 @@ def _triton_max(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     sizes = output_sizes(x, kernel, stride, padding, dilation, ceil=ceil)
     saved = None if flat is None else torch.int64 if flat else torch.uint8
-    return launch_forward(x, sizes, Window(kernel, stride, padding, True, dilation=dilation), positions=saved)
+    return launch_forward(x, sizes, Window(kernel, stride, padding, dilation), positions=saved)
 
 
 def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     *window, ceil, positions = settings
-    indices = _PoolWindows(x.shape[3], *window).to_indices(positions)
+    indices = Window(*window).to_indices(positions, x.shape[3])
     dx: Tensor = _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
     return dx
 
@@ -428,7 +412,7 @@ def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
 def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     """Return the gradient of max_pool2d deterministically: contributions are sorted by index, then added."""
     *window, _, positions = settings
-    indices = _PoolWindows(x.shape[3], *window).to_indices(positions).flatten(2)
+    indices = Window(*window).to_indices(positions, x.shape[3]).flatten(2)
     size = x.shape[2] * x.shape[3]
     start = torch.arange(0, x.shape[0] * x.shape[1] * size, size, device=x.device).view(*x.shape[:2], 1)
     flat = torch.zeros(x.numel(), dtype=dy.dtype, device=x.device)
@@ -438,7 +422,7 @@ def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
 
 def _triton_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     kernel, stride, padding, dilation, _, positions = settings
-    return launch_backward(dy, x, Window(kernel, stride, padding, True, dilation=dilation), positions)
+    return launch_backward(dy, x, Window(kernel, stride, padding, dilation), positions)
 
 
 max_pool2d_fwd = triton_operation(
@@ -521,12 +505,12 @@ def _triton_avg(
     divisor: int | None,
 ) -> Tensor:  # fmt: skip
     sizes = output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil)
-    return launch_forward(x, sizes, Window(kernel, stride, padding, False, count_include_pad), divisor)[0]
+    return launch_forward(x, sizes, Window(kernel, stride, padding, (1, 1), False, count_include_pad), divisor)[0]
 
 
 def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     kernel, stride, padding, _, count_include_pad, divisor = settings
-    return launch_backward(dy, x, Window(kernel, stride, padding, False, count_include_pad), divisor=divisor)
+    return launch_backward(dy, x, Window(kernel, stride, padding, (1, 1), False, count_include_pad), divisor=divisor)
 
 
 def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
