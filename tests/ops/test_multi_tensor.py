@@ -22,15 +22,44 @@ from accelerant.ops.multi_tensor.op import (
     adamw_reference,
     adamw_step,
     case_of,
-    clip_reference,
     clip_step,
     global_norm,
-    global_norm_reference,
-    sgd_reference,
     sgd_step,
 )
 from accelerant.ops.multi_tensor.tables import Tensors, Workspace
 from accelerant.runtime.ledger import ledger
+
+
+def sgd_reference(p, g, b, *, lr, momentum, dampening, weight_decay, nesterov, maximize=False):
+    """Return the parameter and its momentum buffer after a step; the buffer is None before the first step.
+
+    Source: Sutskever, Martens, Dahl and Hinton 2013, "On the importance of initialization and momentum in deep
+    learning", equations 1 to 4, in the form of torch.optim.SGD: lr multiplies the buffer, and the first buffer is the
+    gradient.
+    """
+    g = -g if maximize else g
+    g = g + weight_decay * p
+    if momentum == 0:
+        return p - lr * g, None
+    b = g if b is None else momentum * b + (1 - dampening) * g
+    return p - lr * (g + momentum * b if nesterov else b), b
+
+
+def global_norm_reference(tensors):
+    """Return the Euclidean norm of all elements of all tensors."""
+    if not tensors:
+        return torch.zeros(())
+    return torch.stack([x.square().sum() for x in tensors]).sum().sqrt()
+
+
+def clip_reference(tensors, max_norm):
+    """Return the tensors scaled so that their norm is at most max_norm.
+
+    Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1, with torch's 1e-6.
+    """
+    scale = (max_norm / (global_norm_reference(tensors) + 1e-6)).clamp(max=1.0)
+    return [x * scale for x in tensors]
+
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SAMPLES = pytest.mark.parametrize("sample", cases.SAMPLES, ids=lambda sample: sample.name)

@@ -13,16 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import (
-    ELEMENTS,
-    HopperProgram,
-    LaunchCache,
-    Mma,
-    hopper_program,
-    pack,
-    readable,
-    tensor_map,
-)
+from accelerant.ops import _hopper as hopper
+from accelerant.ops._hopper import HopperProgram, LaunchCache, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.hopper_fwd import refuses_heads
 from accelerant.ops.attention.launch import as_laid, like
@@ -178,7 +170,7 @@ def program(plan: HopperBwdConfig, dtype: torch.dtype, causal: bool, part: str =
         "MMA_S_FIRST": f"{scores.name}_first", "MMA_D": gradients.name, "MMA_Q": queries.name,
         "MMA_Q_FIRST": f"{queries.name}_first",
     }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
+    text = hopper.hopper_program(_FILE, hopper.ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
     if main:
         at = text.index('#line 1 "hopper_bwd.cu"')
         text = f"{text[:at]}{_first(scores)}{_first(queries)}{text[at:]}"
@@ -200,7 +192,7 @@ def launch_hopper(
     dq, dk, dv = out or (like(q), like(k), like(v))
     plan, sizes = _plan_and_sizes(q, k, causal, deterministic)
     space = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
-    used = *(readable(x) for x in (do, q, k, v, o)), _aligned(lse)
+    used = *(hopper.readable(x) for x in (do, q, k, v, o)), _aligned(lse)
     for launch in _launches_for(plan, used, (dq, dk, dv), space, sizes, causal, scale):
         launch.start()
     return out or (as_laid(q, dq), as_laid(k, dk), as_laid(v, dv))
@@ -210,7 +202,7 @@ def bind_launch(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, deterministic: bool
 ) -> Callable[..., Any] | None:
     """Return launch_hopper for tensors that differ from these in their memory alone, or None if it copies some."""
-    if any(readable(x) is not x for x in (q, k, v, o)) or _aligned(lse) is not lse:
+    if any(hopper.readable(x) is not x for x in (q, k, v, o)) or _aligned(lse) is not lse:
         return None
     known: LaunchCache[tuple[PackedLaunch, ...]] = LaunchCache()
     plan, sizes = _plan_and_sizes(q, k, causal, deterministic)
@@ -287,7 +279,7 @@ def _prepare(
     row_strides = (*do.stride()[:3], *o.stride()[:3])
     rows = struct.pack("=6Q6q6i", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q, B * Hq * (tiles + 1))
     boxes = ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q), (o, plan.tile_q))
-    maps = b"".join(tensor_map(x, n) for x, n in boxes)
+    maps = b"".join(hopper.tensor_map(x, n) for x, n in boxes)
     ready = counts + 4 * B * Hq * tiles
     outputs = [space.data_ptr(), sums, counts, ready, *(x.data_ptr() for x in gradients), lse.data_ptr()]
     strides = [stride for x in gradients for stride in x.stride()[:3]]
@@ -297,7 +289,7 @@ def _prepare(
 
     main, by_rows, by_dq = (program(plan, q.dtype, causal, part) for part in PARTS)
     launches = (
-        pack(by_rows, KINDS, shares.first * blocks, (rows,), device),
-        pack(main, KINDS, shares.grid + shares.helpers, (job,), device, plan.sums == "shared"),
+        hopper.pack(by_rows, KINDS, shares.first * blocks, (rows,), device),
+        hopper.pack(main, KINDS, shares.grid + shares.helpers, (job,), device, plan.sums == "shared"),
     )
-    return (*launches, pack(by_dq, KINDS, B * Hq * tiles, (job,), device)) if plan.sums == "added" else launches
+    return (*launches, hopper.pack(by_dq, KINDS, B * Hq * tiles, (job,), device)) if plan.sums == "added" else launches

@@ -12,17 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import (
-    ELEMENTS,
-    HopperProgram,
-    LaunchCache,
-    Mma,
-    hopper_program,
-    pack,
-    readable,
-    refuses_device,
-    tensor_map,
-)
+from accelerant.ops import _hopper as hopper
+from accelerant.ops._hopper import HopperProgram, LaunchCache, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.dispatch import Case
@@ -88,7 +79,7 @@ def plan_for(queries: int, width: int) -> HopperFwdConfig:
 def refuses_heads(case: Case) -> str | None:
     """Return why neither Hopper kernel can serve a case of shape (B, Hq, Hkv, S, Skv, D), or None."""
     _, Hq, Hkv, S, Skv, D = case.shape
-    if reason := refuses_device(case, tuple(ELEMENTS)):
+    if reason := hopper.refuses_device(case, tuple(hopper.ELEMENTS)):
         return reason
     if any(option.startswith("window") for option in case.options):
         return "supports no window"
@@ -116,7 +107,7 @@ def program(plan: HopperFwdConfig, dtype: torch.dtype, causal: bool) -> HopperPr
         "GIVE": plan.give, "TAKE": plan.take, "CAUSAL": int(causal), "IS_BF16": int(dtype == torch.bfloat16),
     }  # fmt: skip
     mmas = (Mma(plan.block_n), Mma(plan.width, a_in_registers=True, b_across=True))
-    text = hopper_program(_FILE, ELEMENTS[dtype], mmas, constants)
+    text = hopper.hopper_program(_FILE, hopper.ELEMENTS[dtype], mmas, constants)
     return HopperProgram("attention_fwd", text, 128 * (plan.warpgroups + 1), plan.shared_bytes)
 
 
@@ -177,7 +168,7 @@ def launch_hopper(
     inputs = q, k, v
     if scale <= 0:  # the kernel takes the maximum score before it multiplies by the scale
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
-    used = readable(q), readable(k), readable(v)
+    used = hopper.readable(q), hopper.readable(k), hopper.readable(v)
     ticket = _take_ticket(device) if captured else _stream_ticket(device, stream)
     launch = _prepare(*used, o, lse, causal, scale, ticket)
     launch.start()
@@ -190,7 +181,7 @@ def bind_launch(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return launch_hopper for tensors that differ from these in their memory alone, or None if it copies some."""
-    if scale <= 0 or any(readable(x) is not x for x in (q, k, v)):
+    if scale <= 0 or any(hopper.readable(x) is not x for x in (q, k, v)):
         return None
     known: LaunchCache[PackedLaunch] = LaunchCache()
     device, empty_like, stream_of = q.get_device(), torch.empty_like, torch._C._cuda_getCurrentRawStream
@@ -224,6 +215,8 @@ def _prepare(
     group = min(B * Hq, share * max(1, _GROUP_BYTES // (4 * Skv * D)))
     items = B * Hq * tiles
     shape = (ctypes.c_int32 * 8)(B, Hq, share, S, Skv, tiles, group, items)
-    maps = [tensor_map(x, rows) for x, rows in ((q, plan.tile_m), (k, plan.block_n), (v, plan.block_n), (o, 16))]
+    maps = [hopper.tensor_map(x, rows) for x, rows in ((q, plan.tile_m), (k, plan.block_n), (v, plan.block_n), (o, 16))]
     args = (*maps, lse, ticket, bytes(shape), scale * _LOG2_E)
-    return pack(program(plan, q.dtype, causal), KINDS, min(items, multiprocessors(q.device)), args, q.get_device())
+    return hopper.pack(
+        program(plan, q.dtype, causal), KINDS, min(items, multiprocessors(q.device)), args, q.get_device()
+    )
