@@ -7,7 +7,7 @@ import torch
 
 from accelerant.errors import LaunchError
 from accelerant.ops import cross_entropy, linear_cross_entropy
-from accelerant.ops.cross_entropy import hopper, launch
+from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import cross_entropy_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
@@ -18,10 +18,10 @@ needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reaso
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("plan", hopper.PLANS)
+@pytest.mark.parametrize("plan", launch.SHARED_ROW_CONFIGS)
 @pytest.mark.parametrize(("mean", "smooth", "alike"), [(True, False, True), (False, True, False)])
 def test_compiles_within_its_budget(plan, mean, smooth, alike):
-    binary = hopper.program(plan, plan.max_columns(), mean, smooth, alike).build("sm_90a")
+    binary = launch.shared_row_program(plan, plan.max_columns(), mean, smooth, alike).build("sm_90a")
     (used,) = binary.resources.values()
     assert used.registers <= 65536 // (plan.threads * plan.blocks)
     assert used.spill_bytes == used.stack_bytes == 0
@@ -30,22 +30,22 @@ def test_compiles_within_its_budget(plan, mean, smooth, alike):
 
 def test_says_what_it_cannot_do():
     case = Case(torch.device("cpu"), torch.bfloat16, (4, 50304), ("gradient",))
-    assert "sm_90" in hopper.refuses(case)
+    assert "sm_90" in launch.refuses_shared_rows(case)
 
 
 @pytest.mark.parametrize("N", [8192, 26900, 50304, 57400, 100000, 128256, 152064, 262144])
 def test_longer_rows_leave_room_for_fewer_blocks(N):
-    plan = hopper.plan_for(N)
-    before = hopper.PLANS[: hopper.PLANS.index(plan)]
+    plan = launch.shared_row_config(N)
+    before = launch.SHARED_ROW_CONFIGS[: launch.SHARED_ROW_CONFIGS.index(plan)]
     assert all(other.max_columns() < N for other in before)
     assert plan.max_columns() >= N
 
 
-@pytest.mark.parametrize("plan", hopper.PLANS)
+@pytest.mark.parametrize("plan", launch.SHARED_ROW_CONFIGS)
 @pytest.mark.parametrize("lead", range(8))
 def test_the_parts_of_a_row_fit_in_their_blocks(plan, lead):
     """As hopper.cu divides a row: each part in its block's shared memory, the last one up to the row's end."""
-    for N in (hopper.MIN_COLUMNS, 50257, plan.max_columns() - 1, plan.max_columns()):
+    for N in (launch.MIN_SHARED_COLUMNS, 50257, plan.max_columns() - 1, plan.max_columns()):
         groups, share = -(-(lead + N) // 8), -(-((N + 14) // 8) // plan.parts)
         assert share * plan.parts >= groups
         warps = plan.threads // 32
@@ -55,17 +55,17 @@ def test_the_parts_of_a_row_fit_in_their_blocks(plan, lead):
 
 
 def test_a_row_that_does_not_fit_has_no_plan():
-    assert hopper.plan_for(hopper.PLANS[-1].max_columns() + 1) is None
+    assert launch.shared_row_config(launch.SHARED_ROW_CONFIGS[-1].max_columns() + 1) is None
 
 
 def test_a_device_without_room_for_clusters_says_so(monkeypatch):
     """A part of a device may have too few multiprocessors beside each other; a grid of no blocks says nothing."""
-    monkeypatch.setattr(hopper, "_kernel", lambda *variant: None)
-    monkeypatch.setattr(hopper, "_max_clusters", lambda *variant: 0)
+    monkeypatch.setattr(launch, "_shared_row_kernel", lambda *variant: None)
+    monkeypatch.setattr(launch, "_max_clusters", lambda *variant: 0)
     x, targets = torch.zeros(2, 128256, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     out = torch.empty(3, 2)
     with pytest.raises(LaunchError, match="no room for clusters of 4 blocks, which hold 128256 columns"):
-        hopper.launch_rows(
+        launch.launch_shared_rows(
             x, 128256, targets, -100, 0.0,
             losses=out[0], statistics=out[1:], dx=torch.empty_like(x), dx_stride=128256, counts=None,
         )  # fmt: skip
@@ -119,7 +119,7 @@ def test_any_number_of_rows(M):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", hopper.PLANS, ids=str)
+@pytest.mark.parametrize("plan", launch.SHARED_ROW_CONFIGS, ids=str)
 def test_every_row_has_the_triton_kernels_results(plan):
     x, targets = made(500, 20001)
     targets[7], targets[11] = 20001, -1  # no classes
@@ -127,9 +127,9 @@ def test_every_row_has_the_triton_kernels_results(plan):
     x[31] = -1e30
     counts = launch.count(targets, -100)
     found = []
-    for kernel in (hopper.launch_rows, None):
+    for kernel in (launch.launch_shared_rows, None):
         losses, statistics = (torch.full((n, 500), 7.0, device="cuda") for n in (1, 2))
-        dx, stride = hopper._empty_gradient(x, x.stride(0))
+        dx, stride = launch._aligned_gradient(x, x.stride(0))
         dx.fill_(7.0)
         if kernel:
             kernel(x, x.stride(0), targets, -100, 0.0, losses=losses[0], statistics=statistics, dx=dx,

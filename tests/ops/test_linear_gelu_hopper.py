@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.ops._hopper import refuses_product
-from accelerant.ops.linear_gelu.hopper import KINDS, PLANS, launch_hopper, plan_for, program
+from accelerant.ops.linear_gelu.op import CUDA_KINDS, CUDA_PLANS, cuda_plan, cuda_program, launch_hopper
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
@@ -21,12 +21,12 @@ pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
 HALF = (torch.bfloat16, torch.float16)
 IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
-EACH_PLAN = pytest.mark.parametrize("plan", PLANS, ids=str)
+EACH_PLAN = pytest.mark.parametrize("plan", CUDA_PLANS, ids=str)
 
 
 @functools.cache
 def compiled(plan, dtype=torch.bfloat16, tanh=True, keep=False):
-    return compile_cuda(program(plan, dtype, tanh, keep).source(KINDS), "sm_90a")
+    return compile_cuda(cuda_program(plan, dtype, tanh, keep).source(CUDA_KINDS), "sm_90a")
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_refuses_other_devices(monkeypatch):
     [(8192, 4096, 128), (16384, 3072, 192), (128, 128, 128), (4096, 192, 128), (128, 24 * 1024, 192)],
 )
 def test_tiles_by_what_they_waste(M, N, width):
-    assert plan_for(M, N, 132).width == width
+    assert cuda_plan(M, N, 132).width == width
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.files import clipped
 
-__all__ = ["KERNEL", "Pair", "as_images", "both", "output_sizes", "pair", "to_channels_first", "to_channels_last"]
-
 KERNEL = TritonKernel("accelerant.ops._images.triton_kernels", "layout_transpose")
 
 _BLOCK, _INTERPRETED_BLOCK, _WARPS = 64, 16, 4

@@ -15,7 +15,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, Unsuppor
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
-from accelerant.ops.cross_entropy import hopper
+from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.launch import COUNTS, bind_forward, launch_backward, launch_forward
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -182,7 +182,7 @@ def _cost(case: Case) -> Cost:
 
 
 _FORWARD = (
-    Implementation("hopper", hopper.launch_hopper, refuses=hopper.refuses, own=True),
+    Implementation("hopper", launch.launch_hopper, refuses=launch.refuses_shared_rows, own=True),
     Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True, bind=bind_forward),
     Implementation("torch", torch_forward, differentiable=True),
 )

@@ -15,7 +15,7 @@ from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._launch import add_product, ceil_div, product_cost, triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, name_of
 from accelerant.ops._per_example import Forming
-from accelerant.ops.cross_entropy import hopper, launch
+from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import (
     LossOp,
     check_loss,
@@ -182,7 +182,7 @@ def run_chunks(
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], classes), ("gradient",))
-    by_hopper = own and gradient and dy is None and losses is not None and hopper.refuses(case) is None
+    by_hopper = own and gradient and dy is None and losses is not None and launch.refuses_shared_rows(case) is None
     statistics = torch.empty(2, hidden.shape[0] if by_hopper else 0, dtype=torch.float32, device=hidden.device)
 
     def to_gradient(rows: slice, logits: Tensor) -> None:
@@ -195,7 +195,7 @@ def run_chunks(
             if row_losses is not None:
                 row_losses.copy_(chunk_losses)
         elif by_hopper and row_losses is not None:  # the latter for the type checker
-            hopper.launch_rows(
+            launch.launch_shared_rows(
                 logits, stride, targets[rows], ignore_index, smoothing,
                 losses=row_losses, statistics=statistics, dx=logits, dx_stride=stride, counts=counts,
             )  # fmt: skip

@@ -109,13 +109,6 @@ def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None])
     return (y + s, None) if spec.joined else (y, s)
 
 
-__all__ = [
-    "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TableSums",
-    "TiedLoss", "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of", "placed",
-    "table_sums", "tied_loss",
-]  # fmt: skip
-
-
 class TableSums(Protocol):
     """Sums of gradients over processes: where products leave theirs, and the two parts of a tied table's apart.
 
