@@ -25,6 +25,8 @@ from accelerant.nn.layers import GLOBAL_HOOKS
 from accelerant.nn.patching.attention import Pattern, known_pattern
 from accelerant.nn.patching.forms import Replacement
 from accelerant.nn.patching.plain import (
+    ADD_NORMS,
+    add_norm,
     else_class,
     gelu_forward,
     is_small,
@@ -71,24 +73,10 @@ def _offset(weight: Tensor) -> Tensor:
     return 1.0 + (weight if weight.dtype is torch.float64 else weight.float())
 
 
-def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
-    kind = type(norm)
-    if (
-        x.dtype is residual.dtype
-        and x.shape == residual.shape
-        and not leaves(x, composed=kind is not nn.LayerNorm)
-        and hasattr(norm, "weight")
-        and keeps_dtype(x, norm.weight)
-    ):
-        if is_bare(norm, nn.LayerNorm, layer_norm_forward):
-            return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
-        if is_bare(norm, kind, rms_norm_forward):
-            return ops.add_rms_norm(x, residual, norm.weight, eps=norm.variance_epsilon)
-        if is_bare(norm, kind, offset_rms_norm_forward):
-            return ops.add_rms_norm(x, residual, _offset(norm.weight), eps=norm.eps)
-    total = x + residual
-    return norm(total), total
+ADD_NORMS |= {
+    rms_norm_forward: lambda x, y, norm: ops.add_rms_norm(x, y, norm.weight, eps=norm.variance_epsilon),
+    offset_rms_norm_forward: lambda x, y, norm: ops.add_rms_norm(x, y, _offset(norm.weight), eps=norm.eps),
+}
 
 
 # --- MLPs ------------------------------------------------------------------------------------------------------------
@@ -120,7 +108,7 @@ def gelu_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
 
 def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
     """Run BertSelfOutput or BertOutput."""
-    return _add_norm(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
+    return add_norm(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
 
 def gated_mlp_forward(self: Any, x: Tensor) -> Any:
@@ -279,7 +267,7 @@ def gpt2_block_forward(
     attended, _ = self.attn(
         self.ln_1(hidden_states), attention_mask=attention_mask, use_cache=use_cache, **_named(self, cache), **kwargs
     )  # fmt: skip
-    normed, residual = _add_norm(attended, hidden_states, self.ln_2)
+    normed, residual = add_norm(attended, hidden_states, self.ln_2)
     return residual + self.mlp(normed)
 
 
@@ -298,7 +286,7 @@ def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor |
     if y is not None:
         return y
     attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
-    normed, residual = _add_norm(self.dropout(attended), hidden_states, self.layernorm_after)
+    normed, residual = add_norm(self.dropout(attended), hidden_states, self.layernorm_after)
     return self.dropout(self.mlp(normed)) + residual
 
 
@@ -448,7 +436,7 @@ def _fused_block(
 def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Run the encoder layer of CLIP and SigLIP."""
     attended, _ = self.self_attn(hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
-    normed, residual = _add_norm(attended, hidden_states, self.layer_norm2)
+    normed, residual = add_norm(attended, hidden_states, self.layer_norm2)
     y: Tensor = residual + self.mlp(normed)
     return y
 
@@ -465,7 +453,7 @@ def decoder_layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **arguments, **_named(self, cache))
         if after:
             attended = getattr(self, after[0])(attended)
-        normed, residual = _add_norm(attended, x, getattr(self, norm))
+        normed, residual = add_norm(attended, x, getattr(self, norm))
         y = self.mlp(normed)
         if after:
             y = getattr(self, after[1])(y)

@@ -249,11 +249,22 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+ADD_NORMS: dict[Forward, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {
+    layer_norm_forward: lambda x, y, norm: ops.add_layer_norm(x, y, norm.weight, norm.bias, eps=norm.eps),
+}
+"""Forward of a norm -> the op of x, a residual and the norm that also adds; blocks.py adds those of transformers."""
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
-    fits = x.dtype is residual.dtype and x.shape == residual.shape and not leaves(x)
-    if fits and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
-        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
+    kind, weight = type(norm), getattr(norm, "weight", None)
+    if (
+        x.dtype is residual.dtype and x.shape == residual.shape and weight is not None
+        and not leaves(x, composed=kind is not nn.LayerNorm) and keeps_dtype(x, weight)
+    ):  # fmt: skip
+        for forward, op in ADD_NORMS.items():
+            if is_bare(norm, kind, forward):
+                return op(x, residual, norm)
     total = x + residual
     return norm(total), total
 
@@ -262,12 +273,12 @@ def _branches(self: Any, x: Tensor, branches: Sequence[tuple[Any, Callable[[Tens
     """Add each branch to x, with its norm before it or after the sum."""
     if not self.norm_first:
         for norm, branch in branches:
-            x = _add_norm(branch(x), x, norm)[0]
+            x = add_norm(branch(x), x, norm)[0]
         return x
     norms, functions = zip(*branches, strict=True)
     h: Tensor = norms[0](x)
     for branch, norm in zip(functions, norms[1:], strict=False):
-        h, x = _add_norm(branch(h), x, norm)
+        h, x = add_norm(branch(h), x, norm)
     y: Tensor = functions[-1](h)
     return x + y
 

@@ -332,21 +332,14 @@ def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None
 
 def _device(name: str) -> torch.device:
     """Return the torch device of a config's name; raise ConfigError or BackendUnavailable if there is none."""
-    if ":" not in name:
-        chosen = registry.find_device(name, torch_tensors=True)
-        if not chosen.torch_device:
-            what = "this precision, model or number of processes; give another device"
-            raise ConfigError(f"device: {chosen.label}, the setting's backend, does not train {what}")
-        device = torch.device(chosen.torch_device)
-        if device.type == "cuda" and Processes().size > 1:  # one GPU each, as torchrun numbers them
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-            torch.cuda.set_device(device)
-        return device
-    try:
-        device = torch.device(name.lower())
-    except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu, cuda or a torch device, got {name!r}: {error}") from None
-    registry.find_device(device.type)  # raises with the reason if it is absent
+    chosen = registry.find_device(name, torch_tensors=True)
+    if not chosen.torch_device:
+        what = "this precision, model or number of processes; give another device"
+        raise ConfigError(f"device: {chosen.label}, the setting's backend, does not train {what}")
+    device = torch.device(chosen.torch_device)
+    if device.type == "cuda" and Processes().size > 1 and ":" not in name:  # one GPU each, as torchrun numbers them
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        torch.cuda.set_device(device)
     return device
 
 

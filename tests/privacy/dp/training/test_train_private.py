@@ -293,7 +293,7 @@ def test_a_resumed_run_whose_budget_is_spent_ends_with_its_results(run, tmp_path
     """Steps made and lost (a crash after the checkpoint) stay spent: the run ends earlier, not past epsilon."""
     out = tmp_path / "out"
     stop = Watcher(2, interrupt)
-    target = spent([dp.PrivacyEvent("gaussian", 3.0, "poisson", _rate(run), 4, 1e-20)], 1e-5).epsilon
+    target = spent([dp.PrivacyEvent("gaussian", 3.0, "poisson", _rate(run), 4, delta=1e-20)], 1e-5).epsilon
     train(run, out, stop, target_epsilon=target)
     with dp.PrivacyLedger(out / "privacy-ledger.jsonl", unit="window of 17 tokens", loosen_budget=True) as ledger:
         (event,) = [event.times(2) for event in ledger.events]
