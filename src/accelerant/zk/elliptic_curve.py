@@ -31,7 +31,7 @@ from accelerant.algebra.curve.encoding import (
 from accelerant.algebra.curve.pairing import Fq12, product, product_is_one
 from accelerant.algebra.curve.parameters import Curve, Family, curve_of, family_of
 from accelerant.algebra.field.field import PrimeField, prime_field
-from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, space_at
+from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, common_space, space_at
 from accelerant.algebra.field.words import index_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.registry import DeviceLike
@@ -249,11 +249,7 @@ class EllipticCurve:
         self, names: tuple[str, str], given: tuple[ArrayOperand, ArrayOperand], device: DeviceLike
     ) -> tuple[MemorySpace, tuple[int, ...]]:
         """Return the common memory space of two arguments and the shape they broadcast to."""
-        located = [operand for operand in given if not operand.free]
-        home = located[0].space if located else HOST
-        if any(operand.space != home for operand in located):
-            first, second = (operand.space.label for operand in given)
-            raise ShapeError(f"{names[0]} and {names[1]} must be on one device, got {first} and {second}")
+        space = common_space(device, names, given)
         try:
             shape = np.broadcast_shapes(*(operand.leading for operand in given))
         except ValueError:
@@ -261,7 +257,7 @@ class EllipticCurve:
             raise ShapeError(
                 f"{names[0]} and {names[1]} must have leading dimensions that broadcast, got {first} and {second}"
             ) from None
-        return home if device is None else space_at(device), shape
+        return space, shape
 
     def _unary(self, p: Any, check: bool, device: DeviceLike, run: Callable[[MemorySpace, Any], Any]) -> Any:
         operand, space = self._located(p, device)

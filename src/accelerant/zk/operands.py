@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +28,7 @@ from accelerant.algebra.field.memory_space import (
     stacked,
 )
 from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.words import whole
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
 
@@ -307,12 +307,9 @@ def _integer(value: Any, label: str) -> int:
     """Convert an integer scalar. Arrays are refused: four words would pass for four integers."""
     if hasattr(value, "shape") and not isinstance(value, np.generic):
         raise UnsupportedDtype(f"{label} is an array: stack words into one (n, {SCALAR_WORDS}) array")
-    try:
-        if not isinstance(value, (bool, np.bool_)):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise UnsupportedDtype(f"{label} must be an integer, got {type(value).__name__}")
+    if (number := whole(value)) is None:
+        raise UnsupportedDtype(f"{label} must be an integer, got {type(value).__name__}")
+    return number
 
 
 def _label(index: int, shape: Shape) -> str:

@@ -251,18 +251,12 @@ def _count(words: Words) -> int:
 
 
 def _run(
-    space: MemorySpace,
-    curve: Curve[Any],
-    op: str,
-    arrays: Sequence[Words],
-    sizes: Sequence[int],
-    n: int,
-    chunk: int = 1,
+    space: MemorySpace, curve: Curve[Any], op: str, arrays: Sequence[Words], sizes: Sequence[int], *n: int
 ) -> None:
-    """Launch entry curve_<op> on n points and record the call."""
-    with RecordedLaunch(_record(curve, op, space, n), space.provider, space.index):
-        if n:
-            _launch(space, curve, op, arrays, sizes, n, chunk)
+    """Launch entry curve_<op> on n points, arguments as _launch, and record the call."""
+    with RecordedLaunch(_record(curve, op, space, n[0]), space.provider, space.index):
+        if n[0]:
+            _launch(space, curve, op, arrays, sizes, *n)
 
 
 def _launch(

@@ -29,6 +29,7 @@ from accelerant.algebra.field.memory_space import (
     ArrayOperand,
     MemorySpace,
     array_operand,
+    common_space,
     in_kind,
     is_tensor,
     space_at,
@@ -202,15 +203,10 @@ class PrimeField:
     ) -> Any:
         """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, ("x", "y"), strict=False)]
-        fixed = [operand for operand in operands if not operand.free]
-        home = fixed[0].space if fixed else HOST
-        for operand in fixed:
-            if operand.space != home:
-                raise ShapeError(f"x and y must be on one device, got {home.label} and {operand.space.label}")
-        space = home if device is None else space_at(device)
+        space = common_space(device, ("x", "y"), operands)
         words = _broadcast(self.parameters, space, [operand.moved(space) for operand in operands])
         result = run(space, self.parameters, *words, *options)
-        tensor = fixed[0].tensor if fixed else None
+        tensor = next((operand.tensor for operand in operands if not operand.free), None)
         return in_kind(result, space, None if tensor is None else tensor.device)
 
     def _operand(self, x: Any, name: str, reduce: bool) -> ArrayOperand:

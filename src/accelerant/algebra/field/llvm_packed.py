@@ -247,7 +247,7 @@ def hide(code: FunctionBuilder, mask: Value) -> Value:
 class _PackedWords(PackedField):
     """Elements of one word each: eight of 64 bits or sixteen of 32, one AVX-512 register, or a single one.
 
-    Plain LLVM vector arithmetic, which takes several registers where they are shorter. Subclasses have _add, _sub and
+    Plain LLVM vector arithmetic, which takes several registers where they are shorter. Subclasses have _add and
     _product of any two values.
     """
 
@@ -293,8 +293,8 @@ class _PackedWords(PackedField):
     @abstractmethod
     def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value: ...
 
-    @abstractmethod
-    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value: ...
+    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return code.op("add", code.op("sub", x, y), self._where(code, "ult", x, y, self._p))
 
     @abstractmethod
     def _product(self, code: FunctionBuilder, x: str, y: str) -> Value: ...
@@ -382,9 +382,6 @@ class PackedMersenne61(_PackedWords):
     def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
         return self._reduced(code, code.op("add", x, y))
 
-    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
-        return code.op("add", code.op("sub", x, y), self._where(code, "ult", x, y, self._p))
-
     def _product(self, code: FunctionBuilder, x: str, y: str) -> Value:
         low, high = self._halves(code, x, y)
         above = code.op("or", code.op("shl", high, 3), code.op("lshr", low, 61))  # below 2^64: x < 2^61
@@ -402,9 +399,6 @@ class PackedBabyBear(_PackedWords):
     def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
         total = code.op("add", x, y)  # below 2 p < 2^32: it does not wrap
         return code.op("sub", total, self._where(code, "uge", total, self._p, self._p))
-
-    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
-        return code.op("add", code.op("sub", x, y), self._where(code, "ult", x, y, self._p))
 
     def _product(self, code: FunctionBuilder, x: str, y: str) -> Value:
         """Return the difference of the high halves of x y and m p, whose low halves are equal: m = x y / p mod 2^32."""
@@ -515,20 +509,17 @@ class PackedIfma(PackedField):
         limbs = [code.select(negative, b, a) for a, b in zip(*carried, strict=True)]
         return code.array(self.type, [code.op("and", limb, _MASK) for limb in limbs])
 
-    def _with_modulus(self, code: FunctionBuilder, operation: str, columns: Sequence[Value]) -> list[Value]:
-        return [code.op(operation, column, p) for column, p in zip(columns, self._modulus, strict=True)]
-
     def _add(self, code: FunctionBuilder) -> Operand:
         total = _each(code, "add", code.parts("%x"), code.parts("%y"))
-        return self._settle(code, self._with_modulus(code, "sub", total), total)
+        return self._settle(code, _each(code, "sub", total, self._modulus), total)
 
     def _sub(self, code: FunctionBuilder) -> Operand:
         difference = _each(code, "sub", code.parts("%x"), code.parts("%y"))
-        return self._settle(code, difference, self._with_modulus(code, "add", difference))
+        return self._settle(code, difference, _each(code, "add", difference, self._modulus))
 
     def _neg(self, code: FunctionBuilder) -> Operand:
         negated = [code.op("sub", 0, x) for x in code.parts("%x")]
-        return self._settle(code, negated, self._with_modulus(code, "add", negated))
+        return self._settle(code, negated, _each(code, "add", negated, self._modulus))
 
     def _mul(self, code: FunctionBuilder) -> Operand:
         xs, ys = code.parts("%x"), code.parts("%y")
@@ -567,18 +558,15 @@ class PackedIfma(PackedField):
                 if j == 1:
                     columns[i + 1] = code.op("add", columns[i + 1], high)
         total = columns[self.limbs :]
-        return self._settle(code, self._with_modulus(code, "sub", total), total)
-
-    def _is_zero(self, code: FunctionBuilder) -> Value:
-        return all_zero(code, code.parts("%x"))
+        return self._settle(code, _each(code, "sub", total, self._modulus), total)
 
     def _one_for_zero(self, code: FunctionBuilder) -> Operand:
-        zero = self._is_zero(code)
+        zero = all_zero(code, code.parts("%x"))
         pairs = zip(code.parts("%x"), code.parts("%y"), strict=True)
         return code.array(self.type, [code.select(zero, y, x) for x, y in pairs])
 
     def _keep_zero(self, code: FunctionBuilder) -> Operand:
-        zero = self._is_zero(code)
+        zero = all_zero(code, code.parts("%x"))
         return code.array(self.type, [code.select(zero, 0, y) for y in code.parts("%y")])
 
     def _fold(self, code: FunctionBuilder) -> Operand:
@@ -623,7 +611,7 @@ def rotated(code: FunctionBuilder, limbs: Sequence[Value], step: int) -> list[Va
     return [code.shuffle(limb, None, order) for limb in limbs]
 
 
-def _each(code: FunctionBuilder, operation: str, xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:
+def _each(code: FunctionBuilder, operation: str, xs: Sequence[Value], ys: Sequence[Operand]) -> list[Value]:
     return [code.op(operation, x, y) for x, y in zip(xs, ys, strict=True)]
 
 

@@ -419,6 +419,16 @@ def spaces_at(device: DeviceLike, devices: Sequence[DeviceLike] | None) -> list[
     return [space_at(each) for each in devices]
 
 
+def common_space(device: DeviceLike, names: tuple[str, str], operands: Sequence[ArrayOperand]) -> MemorySpace:
+    """Return the memory space of a device, by default the operands'; ShapeError where they are on two."""
+    located = [operand.space for operand in operands if not operand.free]
+    home = located[0] if located else HOST
+    for space in located:
+        if space != home:
+            raise ShapeError(f"{names[0]} and {names[1]} must be on one device, got {home.label} and {space.label}")
+    return home if device is None else space_at(device)
+
+
 def in_kind(words: Any, space: MemorySpace, device: Any) -> Any:
     """Return words in the user's library: a tensor on a torch device, or a NumPy array if the device is None."""
     if device is None:

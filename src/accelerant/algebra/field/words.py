@@ -64,7 +64,9 @@ def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") 
     size, modulus = field.size_bytes, field.modulus
     out = bytearray(size * array.size)
     for i, value in enumerate(array.reshape(-1).tolist()):
-        number = _integer(value, i, name)
+        number = whole(value)
+        if number is None:
+            raise UnsupportedDtype(f"{name}[{i}] (flattened) is {clipped(value)}, not an integer")
         if reduce:
             number %= modulus
         elif not 0 <= number < modulus:
@@ -73,14 +75,20 @@ def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") 
     return _from_bytes(field, out).reshape((*array.shape, *tail_of(field)))
 
 
+def whole(value: Any) -> int | None:
+    """Return a Python or NumPy integer as int; None for anything else, booleans too."""
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def index_of(value: object, name: str) -> int:
     """Return a Python or NumPy integer as int; UnsupportedDtype for anything else, booleans too."""
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError("a boolean")
-        return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
-    except TypeError:
-        raise UnsupportedDtype(f"{name} must be an integer, got {type(value).__name__} {clipped(value)}") from None
+    number = whole(value)
+    if number is None:
+        raise UnsupportedDtype(f"{name} must be an integer, got {type(value).__name__} {clipped(value)}")
+    return number
 
 
 def sizes_of(shape: Any) -> Shape:
@@ -90,15 +98,6 @@ def sizes_of(shape: Any) -> Shape:
     if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 63:
         raise ShapeError(f"sizes must be 0 or more, of less than 2^63 elements; got ({', '.join(map(clipped, sizes))})")
     return sizes
-
-
-def _integer(value: object, index: int, name: str) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError("a boolean")
-        return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
-    except TypeError:
-        raise UnsupportedDtype(f"{name}[{index}] (flattened) is {clipped(value)}, not an integer") from None
 
 
 def unreduced(name: str, index: int, value: int, modulus: int) -> FormatError:

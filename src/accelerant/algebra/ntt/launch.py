@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -193,35 +194,48 @@ def scratch_bytes(space: MemorySpace, field: Field, shape: Sequence[int], order:
     return math.prod(shape) * field.size_bytes if order == "natural" and len(logs) > 1 else 0
 
 
-class CpuNttPlan:
-    """The passes of one kind of transform on the CPU, in the order in which they run, with their kernels and tables."""
+class NttPlan(ABC):
+    """The passes of one kind of transform in a memory space, in the order in which they run, and their tables."""
+
+    def __init__(self, space: MemorySpace, field: Field, passes: Sequence[Pass], tables: Sequence[Tables]) -> None:
+        self.field, self.passes, self.retired, self._space = field, passes, False, space
+        given = [table for each in tables for table in each if table is not None]
+        self.size_bytes = sum(math.prod(table.shape) for table in given) * field.word_bits // 8
+        # owns the memory that launches read; a kernel does not read what stands for a table that there is not
+        self._tables = [[each.roots if table is None else table for table in each] for each in tables]
+
+    @abstractmethod
+    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
+        """Launch one pass on so many elements, from x to z; on a device the first one may take a verdict."""
+
+    def retire(self) -> None:
+        """Mark the plan as dropped, and wait for launches that read its tables: their memory is reused next."""
+        self.retired = True
+
+
+class CpuNttPlan(NttPlan):
+    """A plan with kernels of the CPU."""
 
     def __init__(
         self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, form: str = ""
     ) -> None:
-        self.field, self.retired = field, False
         form, logs = _host_division(field, log_n, batch, form)
         packed = packed_field(field, form)
-        self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
-        self._kernels = [_host_kernel(field, step.variant, form) for step in self.passes]
-        self._tables: list[list[Any]] = []
-        self.size_bytes = 0
-        for step in self.passes:
-            tables = pass_tables(field, step, packed.radix)
-            if by_limbs(packed):  # but for low, which is read as words
-                tables = Tables(*(t if t is None or t is tables.low else limbs_of_52_bits(field, t) for t in tables))
-            self.size_bytes += sum(table.nbytes for table in tables if table is not None)
-            self._tables.append([tables.roots if table is None else table for table in tables])
+        passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
+        self._kernels = [_host_kernel(field, step.variant, form) for step in passes]
+        tables = [pass_tables(field, step, packed.radix) for step in passes]
+        if by_limbs(packed):  # but for low, which is read as words
+            tables = [
+                Tables(*(t if t is None or t is each.low else limbs_of_52_bits(field, t) for t in each))
+                for each in tables
+            ]
+        super().__init__(HOST, field, passes, tables)
 
-    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
-        """Launch one pass on so many elements, from x to z; there is no verdict on the CPU."""
+    def launch(self, number: int, x: Any, z: Any, elements: int, *_: DeviceVerdict) -> None:
+        """Launch one pass; there is no verdict on the CPU."""
         step, kernel = self.passes[number], self._kernels[number]
         pointers = map(HOST.pointer, (x, z, *self._tables[number]))
         HOST.provider.launch(kernel, (elements,), (1,), (*pointers, *scalars(step, elements)))
-
-    def retire(self) -> None:
-        """Mark the plan as dropped; a launch on the CPU returns when it has ended, so nothing reads the tables."""
-        self.retired = True
 
 
 _THREADS = 8
@@ -280,8 +294,8 @@ def _device_kernel(
     return space.provider.compile(kernel_source(field, variant, tile, inverse, checked), device=space.index)
 
 
-class DeviceNttPlan:
-    """The passes of one kind of transform on a device, with their kernels and tables."""
+class DeviceNttPlan(NttPlan):
+    """A plan with kernels of a device."""
 
     def __init__(
         self, space: MemorySpace, field: Field, log_n: int, *, inverse: bool, coset: int, order: str,
@@ -289,24 +303,17 @@ class DeviceNttPlan:
     ) -> None:  # fmt: skip
         division = division or division_of(field, space.backend)
         logs, table = division.logs(log_n), division.table
-        self.field, self.retired, self._space = field, False, space
-        self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=table)
-        self._tiles = [division.shape(step) for step in self.passes]
+        passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=table)
+        self._tiles = [division.shape(step) for step in passes]
+        tables = [device_tables(space, field, step, tile) for step, tile in zip(passes, self._tiles, strict=True)]
+        super().__init__(space, field, passes, tables)
         self._shifts = inverse and field.name == "goldilocks"
-        self._tables: list[list[Any]] = []  # owns the memory that launches read
-        self._pointers: list[tuple[Any, ...]] = []
+        self._pointers = [tuple(map(space.pointer, each)) for each in self._tables]
         self._starts: dict[tuple[int, int, int], Callable[..., None]] = {}
-        self.size_bytes = 0
-        for step, tile in zip(self.passes, self._tiles, strict=True):
-            tables = device_tables(space, field, step, tile)
-            words = sum(math.prod(table.shape) for table in tables if table is not None)
-            self.size_bytes += words * field.word_bits // 8
-            self._tables.append([tables.roots if table is None else table for table in tables])
-            self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
         space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
     def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
-        """Launch one pass on so many elements, from x to z; the first one may take a verdict (see transform)."""
+        """Launch one pass; launches of the same arguments are prepared once."""
         start = self._starts.get((number, elements, len(verdict)))
         (start or self._prepare(number, elements, x, z, *verdict))(x, z, *verdict)
 
@@ -339,12 +346,9 @@ class DeviceNttPlan:
         return start
 
     def retire(self) -> None:
-        """Wait for launches that read the tables on any stream, before their memory is reused."""
-        self.retired = True
+        """See NttPlan; launches may be on any stream. The CPU's have ended when they return."""
+        super().retire()
         self._space.provider.synchronize(self._space.index)
-
-
-NttPlan = CpuNttPlan | DeviceNttPlan
 
 
 Words = npt.NDArray[Any]

@@ -27,7 +27,7 @@ import stat
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -541,17 +541,24 @@ def read_label(cursor: Cursor) -> Label:
     return Label(kind, name, None if iterations is None else iterations[0], parameters.get(_BEACON))
 
 
+def read_contributions(
+    cursor: Cursor, family: Family, degrees: Mapping[str, int], hashes: Mapping[str, int]
+) -> Iterator[tuple[Label, dict[str, U64], dict[str, bytes]]]:
+    """Read a count and so many contributions, which end a section: points as read_points, hashes of so many bytes."""
+    for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
+        points = read_points(cursor, family, degrees, "a contribution's ")
+        taken = {name: cursor.take(size, f"a contribution's {name}") for name, size in hashes.items()}
+        yield read_label(cursor), points, taken
+    cursor.end()
+
+
 def contribution_payloads(
-    family: Family,
-    degrees: Mapping[str, int],
-    points: Mapping[str, U64],
-    hashes: Mapping[str, tuple[bytes, int]],
-    label: Label,
+    family: Family, degrees: Mapping[str, int], points: Mapping[str, U64], hashes: Mapping[str, int], contribution: Any
 ) -> list[Payload]:
-    """Encode a contribution: points as for read_points, hashes with their expected size, a label; all are checked."""
+    """Encode what read_contributions reads of one, whose attributes are `hashes` and `label`; all are checked."""
     words = (words_of(points[name], point_words(family, degree), None, name) for name, degree in degrees.items())
-    checked = (check_size(value, size, name) for name, (value, size) in hashes.items())
-    return [*words, *checked, _label_bytes(label)]
+    checked = (check_size(getattr(contribution, name), size, name) for name, size in hashes.items())
+    return [*words, *checked, _label_bytes(contribution.label)]
 
 
 def check_size(value: bytes, size: int, name: str) -> bytes:

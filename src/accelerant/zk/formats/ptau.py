@@ -41,9 +41,8 @@ from accelerant.zk.formats.container import (
     montgomery_points,
     point_words,
     prime_bytes,
+    read_contributions,
     read_family,
-    read_label,
-    read_points,
     words_of,
     write_container,
 )
@@ -71,7 +70,9 @@ CONTRIBUTION_POINTS: dict[str, int] = {
 }  # fmt: skip
 """Points of a contribution in file order: name -> degree, 1 for G1 and 2 for G2."""
 
-_STATE_BYTES, _CHALLENGE_BYTES = 216, 64
+_HASHES = {"partial_hash": 216, "next_challenge": 64}
+"""Hashes of a contribution in file order: name -> bytes."""
+
 _COUNT = struct.Struct("<I")
 
 
@@ -125,14 +126,8 @@ class Ptau(MappedFile):
                 self.require(number + shift)
                 self.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
         cursor = self.cursor(_CONTRIBUTIONS)
-        contributions = []
-        for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
-            points = read_points(cursor, self._family, CONTRIBUTION_POINTS, "a contribution's ")
-            state = cursor.take(_STATE_BYTES, "a contribution's hash")
-            challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
-            contributions.append(PtauContribution(read_label(cursor), points, state, challenge))
-        cursor.end()
-        self.contributions = tuple(contributions)
+        found = read_contributions(cursor, self._family, CONTRIBUTION_POINTS, _HASHES)
+        self.contributions = tuple(PtauContribution(label, points, **hashes) for label, points, hashes in found)
 
     @property
     def _shifts(self) -> tuple[int, ...]:
@@ -278,12 +273,8 @@ def write_ptau(
         if set(contribution.points) != set(CONTRIBUTION_POINTS):
             wanted = ", ".join(CONTRIBUTION_POINTS)
             raise ConfigError(f"a contribution's points must be {wanted}, got {list(contribution.points)}")
-        hashes = {
-            "partial_hash": (contribution.partial_hash, _STATE_BYTES),
-            "next_challenge": (contribution.next_challenge, _CHALLENGE_BYTES),
-        }
         sections[_CONTRIBUTIONS] += contribution_payloads(
-            pairing, CONTRIBUTION_POINTS, contribution.points, hashes, contribution.label
+            pairing, CONTRIBUTION_POINTS, contribution.points, _HASHES, contribution
         )
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]

@@ -44,8 +44,8 @@ from accelerant.zk.formats.container import (
     contribution_payloads,
     point_words,
     prime_bytes,
+    read_contributions,
     read_family,
-    read_label,
     read_points,
     words_of,
     write_container,
@@ -63,6 +63,7 @@ _OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
 _HEADER_POINTS = {"alpha1": 1, "beta1": 1, "beta2": 2, "gamma2": 2, "delta1": 1, "delta2": 2}
 _CONTRIBUTION_POINTS = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
 _HASH_BYTES = 64
+_HASHES = {"transcript": _HASH_BYTES}
 _COUNT = struct.Struct("<I")
 _CHUNK = 1 << 16
 
@@ -88,6 +89,22 @@ class ZkeyContribution:
     g1_sx: U64
     g2_spx: U64
     transcript: bytes
+
+
+def _point_sections(n_vars: int, n_public: int, domain_size: int, words: int) -> dict[int, tuple[int, int]]:
+    """Return for each section of points their number and the words of each; `words` are those of a point of G1."""
+    counts = {_IC: n_public + 1, _A: n_vars, _B1: n_vars, _B2: n_vars, _C: n_vars - n_public - 1, _H: domain_size}
+    return {number: (count, words * (1 + (number == _B2))) for number, count in counts.items()}
+
+
+def _section(number: int, description: str) -> Any:
+    """Return a property, the points of a section."""
+
+    def points(self: Zkey) -> U64:
+        count, width = self._sections[number]
+        return self.rows(number, width, count=count)
+
+    return property(points, doc=description)
 
 
 class Zkey(MappedFile):
@@ -119,15 +136,8 @@ class Zkey(MappedFile):
             raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", 0)
         cursor.end()
         self._read_header()
-        g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
-        self._sections = {  # section of points -> number of points, words of each
-            _IC: (self.n_public + 1, g1),
-            _A: (self.n_vars, g1),
-            _B1: (self.n_vars, g1),
-            _B2: (self.n_vars, g2),
-            _C: (self.n_vars - self.n_public - 1, g1),
-            _H: (self.domain_size, g1),
-        }
+        sizes = (self.n_vars, self.n_public, self.domain_size)
+        self._sections = _point_sections(*sizes, point_words(self._family, 1))
         for number, (count, width) in self._sections.items():
             self.expect_size(number, count * width * 8, f"{count} points")
         self.n_coefficients = self.cursor(_COEFFICIENTS).number("the number of coefficients")
@@ -138,11 +148,8 @@ class Zkey(MappedFile):
         if _CONTRIBUTIONS in self.sections:
             cursor = self.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
-            for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
-                points = read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
-                transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-                contributions.append(ZkeyContribution(read_label(cursor), **points, transcript=transcript))
-            cursor.end()
+            for label, points, hashes in read_contributions(cursor, self._family, _CONTRIBUTION_POINTS, _HASHES):
+                contributions.append(ZkeyContribution(label, **points, transcript=hashes["transcript"]))
         self.contributions = tuple(contributions)
 
     def _read_header(self) -> None:
@@ -166,44 +173,17 @@ class Zkey(MappedFile):
 
     # --- sections ------------------------------------------------------------------------------------------------
 
-    def _points(self, number: int) -> U64:
-        count, width = self._sections[number]
-        return self.rows(number, width, count=count)
-
-    @property
-    def ic(self) -> U64:
-        """Points of the public inputs, (n_public + 1, 2 limbs)."""
-        return self._points(_IC)
-
-    @property
-    def a(self) -> U64:
-        """A in G1, (n_vars, 2 limbs); may contain infinity."""
-        return self._points(_A)
-
-    @property
-    def b1(self) -> U64:
-        """B in G1, (n_vars, 2 limbs); may contain infinity."""
-        return self._points(_B1)
-
-    @property
-    def b2(self) -> U64:
-        """B in G2, (n_vars, 4 limbs); may contain infinity."""
-        return self._points(_B2)
-
-    @property
-    def c(self) -> U64:
-        """Points of the private signals, (n_vars - n_public - 1, 2 limbs)."""
-        return self._points(_C)
-
-    @property
-    def h(self) -> U64:
-        """Points of the quotient polynomial, (domain_size, 2 limbs)."""
-        return self._points(_H)
+    ic = _section(_IC, "Points of the public inputs, (n_public + 1, 2 limbs).")
+    a = _section(_A, "A in G1, (n_vars, 2 limbs); may contain infinity.")
+    b1 = _section(_B1, "B in G1, (n_vars, 2 limbs); may contain infinity.")
+    b2 = _section(_B2, "B in G2, (n_vars, 4 limbs); may contain infinity.")
+    c = _section(_C, "Points of the private signals, (n_vars - n_public - 1, 2 limbs).")
+    h = _section(_H, "Points of the quotient polynomial, (domain_size, 2 limbs).")
 
     @property
     def points(self) -> dict[str, U64]:
         """All sections of points by name: IC, A, B1, B2, C, H."""
-        return {_NAMES[number]: self._points(number) for number in self._sections}
+        return {_NAMES[number]: getattr(self, _NAMES[number].lower()) for number in self._sections}
 
     def chunks(self, name: str, rows: int) -> Iterator[U64]:
         """Yield aligned copies of up to `rows` points of a section, releasing the file's pages in between."""
@@ -263,7 +243,7 @@ class Zkey(MappedFile):
         self.check_header(subgroup=subgroup)
         for number in self._sections.keys() - {_IC}:
             curve = family.g2 if number == _B2 else family.g1
-            check_points(self, number, curve, self._points(number), subgroup=subgroup)
+            check_points(self, number, curve, self.points[_NAMES[number]], subgroup=subgroup)
         entries = self.coefficients
         for start in range(0, len(entries), _CHUNK):
             wrong = not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
@@ -346,22 +326,23 @@ def write_zkey(
         raise UnsupportedDtype(f"coefficients must be {COEFFICIENT}, got {coefficients.dtype}")
     if coefficients.ndim != 1:
         raise ShapeError(f"coefficients must be (n,), got {coefficients.shape}")
-    g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
-    points = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
+    g1 = point_words(pairing, 1)
+    arrays = {_IC: ic, _A: a, _B1: b1, _B2: b2, _C: c, _H: h}
+    points: dict[int, list[Payload]] = {
+        number: [words_of(arrays[number], width, count, _NAMES[number].lower())]
+        for number, (count, width) in _point_sections(n_vars, n_public, domain_size, g1).items()
+    }
+    header = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
     sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
         _HEADER: [
             prime_bytes(pairing, "q") + prime_bytes(pairing, "r"),
             struct.pack("<III", n_vars, n_public, domain_size),
-            *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS.items()),
+            *(words_of(header[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS.items()),
         ],
-        _IC: [words_of(ic, g1, n_public + 1, "ic")],
+        _IC: points.pop(_IC),
         _COEFFICIENTS: [_COUNT.pack(len(coefficients)), np.ascontiguousarray(coefficients)],
-        _A: [words_of(a, g1, n_vars, "a")],
-        _B1: [words_of(b1, g1, n_vars, "b1")],
-        _B2: [words_of(b2, g2, n_vars, "b2")],
-        _C: [words_of(c, g1, n_vars - n_public - 1, "c")],
-        _H: [words_of(h, g1, domain_size, "h")],
+        **points,
         _CONTRIBUTIONS: [
             check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
             _COUNT.pack(len(contributions)),
@@ -369,8 +350,5 @@ def write_zkey(
     }
     for contribution in contributions:
         given = {name: getattr(contribution, name) for name in _CONTRIBUTION_POINTS}
-        hashes = {"transcript": (contribution.transcript, _HASH_BYTES)}
-        sections[_CONTRIBUTIONS] += contribution_payloads(
-            pairing, _CONTRIBUTION_POINTS, given, hashes, contribution.label
-        )
+        sections[_CONTRIBUTIONS] += contribution_payloads(pairing, _CONTRIBUTION_POINTS, given, _HASHES, contribution)
     write_container(path, _LAYOUT, sections)
