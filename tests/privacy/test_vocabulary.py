@@ -176,6 +176,15 @@ def test_a_learning_rate_has_its_short_name():
         federated.simulate(start, data, clients=3, lr=0.1, learning_rate=0.1)
 
 
+def test_make_private_understands_the_names_of_opacus():
+    model = nn.Linear(2, 2)
+    with dp.make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+                         target_delta=1e-6, max_grad_norm=1.0, sample_rate=0.5) as private:  # fmt: skip
+        assert (private.model, private.delta) == (model, 1e-6)
+    with pytest.raises(TypeError, match="delta= and target_delta=, which are the same"):
+        dp.make_private(model, None, delta=1e-5, target_delta=1e-5)
+
+
 def test_one_name_of_draws():
     model = nn.Linear(2, 2)
     with dp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, delta=1e-5,

@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import require_norm
@@ -338,6 +339,7 @@ class PrivateTraining:
         )
 
 
+@understood_arguments(module="model", target_delta="delta")
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
