@@ -19,6 +19,7 @@ class Operation:
     parameters: type
     elementwise: bool = False
     resumable: bool = False
+    placed: tuple = ()
 
 
 class Parameters(pydantic.BaseModel, extra="forbid"):

@@ -66,7 +66,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Call:
+class _InferenceCall:
     """A request that has been read and checked.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Call:
 class _KnownHead:
     """A call whose inputs are all bytes: a request of the same head has the same arrays, parameters and answer."""
 
-    call: _Call
+    call: _InferenceCall
     request: JobRequest
     arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
     size_bytes: int
@@ -148,7 +148,9 @@ class Inference:
         answer.headers.append((b"accelerant-device", device.encode()))
         return answer
 
-    def _read(self, operation: OpSpec, scope: MutableMapping[str, Any], body: bytes) -> tuple[_Call, JobRequest]:
+    def _read(
+        self, operation: OpSpec, scope: MutableMapping[str, Any], body: bytes
+    ) -> tuple[_InferenceCall, JobRequest]:
         """Return the call that a request asks for; FormatError, ValidationError or another error of its inputs."""
         headers: dict[bytes, bytes] = scope["state"]["fields"]
         length = headers.get(_LENGTH)
@@ -179,7 +181,7 @@ class Inference:
     def _parsed(
         self, operation: OpSpec, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
         size: int | None,
-    ) -> tuple[_Call, JobRequest, Values]:  # fmt: skip
+    ) -> tuple[_InferenceCall, JobRequest, Values]:  # fmt: skip
         """Return the call, its request, and the tensors in the body's order."""
         settings, accept = self.settings, headers.get(b"accept", b"*/*").decode("latin-1")
         media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
@@ -226,7 +228,7 @@ class Inference:
         )
         asked = b"respond-async" in headers.get(b"prefer", b"").lower()
         is_job = operation.resumable or cost_s > settings.short_s or asked
-        call = _Call(operation, model, identity, binary, answer_format(accept, usual), is_job, needed, outputs)
+        call = _InferenceCall(operation, model, identity, binary, answer_format(accept, usual), is_job, needed, outputs)
         return call, request, values
 
     def hold(self, record: RequestRecord, size: int) -> None:
@@ -338,7 +340,7 @@ def _inputs(operation: OpSpec, values: Values) -> dict[str, npt.NDArray[Any]]:
 
 async def written(
     operation: OpSpec, results: Mapping[str, npt.NDArray[Any]], format: str, json_bytes: int,
-    call: _Call | None = None,
+    call: _InferenceCall | None = None,
 ) -> Answer:  # fmt: skip
     """Return the answer with an operation's outputs, to a call or in a format; Refused if too much would be JSON."""
     size = sum(x.nbytes for x in results.values())
@@ -357,7 +359,7 @@ async def written(
 
 def _write(
     operation: OpSpec, results: Mapping[str, npt.NDArray[Any]], format: str,
-    binary: bool | frozenset[str], call: _Call | None,
+    binary: bool | frozenset[str], call: _InferenceCall | None,
 ) -> Answer:  # fmt: skip
     values: Values = dict(results)
     for spec in operation.outputs:

@@ -94,6 +94,7 @@ class OpSpec:
             the library parses the bytes.
         result_bytes: size of the outputs; by default that of the inputs.
         place: returns what the settings add to the parameters for the worker, such as the folder of a model.
+        placed: the names of that.
         elementwise: whether calls with equal parameters, whose inputs all have one shape but for the first axis, may be
             joined along this axis and run as one.
         resumable: whether a job that was interrupted may go on from what it left in its folder.
@@ -110,6 +111,7 @@ class OpSpec:
     check: Callable[[Arrays, Any], None] = lambda inputs, parameters: None
     result_bytes: Callable[[Arrays, Any], int] = _sizes
     place: Callable[[Any, ServiceSettings], dict[str, Any]] = lambda parameters, settings: {}
+    placed: tuple[str, ...] = ()
     elementwise: bool = False
     resumable: bool = False
 
@@ -589,7 +591,7 @@ def _named(table: Mapping[str, Path], name: str, what: str) -> str:
 @_operation(
     "generate", (TensorSpec("prompt", ("BYTES",), (1,), optional=True),),
     (*_bytes("text"), TensorSpec("seed", ("INT64",), (1,))), lambda inputs, parameters: 0.02 * parameters.tokens,
-    result_bytes=lambda inputs, parameters: 64 * parameters.tokens,
+    result_bytes=lambda inputs, parameters: 64 * parameters.tokens, placed=("folder",),
     place=lambda parameters, settings: {"folder": _named(settings.models, parameters.model, "model")},
 )  # fmt: skip
 def generate(inputs: Arrays, parameters: GenerateParameters, context: Context) -> Results:
@@ -648,7 +650,7 @@ def _place_data(parameters: TrainParameters, settings: ServiceSettings) -> dict[
 
 @_operation(
     "train", (TensorSpec("text", ("BYTES",), (1,), optional=True),), _bytes("summary", "config", "model", "tokenizer"),
-    lambda inputs, parameters: 60.0, resumable=True, place=_place_data,
+    lambda inputs, parameters: 60.0, resumable=True, placed=("path",), place=_place_data,
 )  # fmt: skip
 def train(inputs: Arrays, parameters: TrainParameters, context: Context) -> Results:
     """Training of a small language model on text."""

@@ -224,10 +224,11 @@ class Worker:
     def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:
         self._worked.set()
         operation = self.operations[given["operation"]]
-        parameters, known = given["parameters"], operation.parameters.model_fields
-        context.placed = {name: value for name, value in parameters.items() if name not in known}
-        own = {name: value for name, value in parameters.items() if name in known}
-        result: dict[str, np.ndarray] = operation.run(arrays, operation.parameters.model_validate(own), context)
+        parameters = given["parameters"]
+        if operation.placed:
+            context.placed = {name: parameters[name] for name in operation.placed}
+            parameters = {name: value for name, value in parameters.items() if name not in operation.placed}
+        result: dict[str, np.ndarray] = operation.run(arrays, operation.parameters.model_validate(parameters), context)
         return result
 
     def _described(self, operation: str, error: Exception) -> list[str]:
