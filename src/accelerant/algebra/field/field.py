@@ -292,6 +292,8 @@ class FieldArray:
             raise TypeError(f"int() takes a single element, got an array of shape {self.shape}: .tolist() makes a list")
         return int(self.tolist())
 
+    item = __int__
+
     def __bool__(self) -> bool:
         """Return whether a single element is not 0; NumPy's ValueError for several."""
         return bool(self != 0)
@@ -510,6 +512,8 @@ def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
 
 def prime_field(name: str) -> PrimeField:
     """Return the field of a name: goldilocks, babybear, mersenne61, bn254_fr, _fq, bls12_381_fr, _fq, or registered.
+
+    A known modulus is a name, too.
 
     ConfigError for another name lists the known ones.
     """

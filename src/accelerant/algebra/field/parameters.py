@@ -117,9 +117,12 @@ def known_name(name: str) -> str:
 
 
 def field_of(name: Any) -> Field:
-    """Return the field of a name, or of an object that has one as zk.field's; ConfigError if there is none."""
+    """Return the field of a name, of a modulus, or of an object that has a name as zk.field's; ConfigError if none."""
     name = getattr(name, "name", name)
-    found = (FIELDS.get(name) or FIELDS.get(known_name(name))) if isinstance(name, str) else None
+    if isinstance(name, str):
+        found = FIELDS.get(name) or FIELDS.get(known_name(name))
+    else:
+        found = next((row for row in FIELDS.values() if isinstance(name, int) and row.modulus == name), None)
     if found is None:
         raise ConfigError(f"unknown field {clipped(name)}; known are {', '.join(FIELDS)}")
     return found
