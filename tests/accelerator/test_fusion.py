@@ -456,10 +456,7 @@ def test_arrays_of_any_strides(uninterpreted, device):
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
 def test_results_are_written_to_out(uninterpreted, make):
     """In any layout, and where it is an argument: as if it were assigned afterwards; from the second call on by C."""
-    fused, sums = (
-        acl.fuse(lambda x, y: x * 2 + y),
-        acl.fuse(lambda x: (x.sum(0), x - x.sum(-1, keepdims=True))),
-    )
+    fused, sums = (acl.fuse(lambda x, y: x * 2 + y), acl.fuse(lambda x: (x.sum(0), x - x.sum(-1, keepdims=True))))
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     y, wanted = x[::-1].copy(), x * 2 + x[::-1]
     for _ in range(2):
@@ -844,10 +841,7 @@ def compile_kernels(target, names):
         for each in parts:
             for schedule in ("whole", "looped") if each.reduces else ("stream",):
                 kernel = code.triton_kernel(each, schedule)
-                types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in each.used} | {
-                    "M": "i32",
-                    "N": "i32",
-                }
+                types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in each.used} | {"M": "i32", "N": "i32"}
                 types |= {f"y{i}": _TYPES[result.dtype] for i, result in enumerate(each.results)}
                 constants = {"BLOCK": 1024} if schedule == "stream" else {"ROWS": 1, "BLOCK": 1024}
                 assert kernel.source(types, constants).dialects["triton"].build(target).code

@@ -201,13 +201,13 @@ BATCH_STATISTICS = aten._native_batch_norm_legit(GROUPS, None, None, True, 0.1, 
 CHANNELS = torch.randn(6)
 CASES["native_group_norm"] = [(GROUPS, CHANNELS, -CHANNELS, 2, 6, 5, 3, 1e-5), (GROUPS, None, None, 2, 6, 5, 2, 1e-5)]
 CASES["native_group_norm_backward"] = [
-    (GROUPS.cos(), GROUPS, *GROUP_STATISTICS, CHANNELS, 2, 6, 5, 3, [True, True, True]),
+    (GROUPS.cos(), GROUPS, *GROUP_STATISTICS, CHANNELS, 2, 6, 5, 3, [True, True, True])
 ]
 CASES["_native_batch_norm_legit"] = [
     (GROUPS, CHANNELS, -CHANNELS, torch.zeros(6), torch.ones(6), training, 0.1, 1e-5) for training in (True, False)
 ] + [(GROUPS, CHANNELS, -CHANNELS, True, 0.1, 1e-5)]
 CASES["native_batch_norm_backward"] = [
-    (GROUPS.cos(), GROUPS, CHANNELS, None, None, *BATCH_STATISTICS, True, 1e-5, [True, True, True]),
+    (GROUPS.cos(), GROUPS, CHANNELS, None, None, *BATCH_STATISTICS, True, 1e-5, [True, True, True])
 ]
 RANDOM = {"uniform_", "normal_", "bernoulli_", "bernoulli", "rand_like", "randn_like", "native_dropout"}
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}

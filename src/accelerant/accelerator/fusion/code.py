@@ -446,13 +446,10 @@ def stages_of(program: FusedProgram) -> list[Stage]:
     depth, stages = program.depths, []
     for level in range(max(depth) + 1):
         sums = tuple(i for i, node in enumerate(program.nodes) if node.op in ("sum0", "max0") and depth[i] == level + 1)
-        stores = [
-            i
-            for i, each in enumerate(program.results)
-            if depth[each.node] == level and each.layout in ("full", "column")
-        ]
+        own = [i for i, each in enumerate(program.results) if depth[each.node] == level]
+        stores = tuple(i for i in own if program.results[i].layout in ("full", "column"))
         if sums or stores:
-            stages.append(Stage(sums, tuple(stores), False))
+            stages.append(Stage(sums, stores, False))
         if sums:
             stages.append(Stage(sums, (), True))
     alone = tuple(i for i, each in enumerate(program.results) if each.layout in ("row", "scalar"))
@@ -526,21 +523,14 @@ class _HostPrinter(_CPrinter):
         self.known = {}
         if stage.joining and stage.sums:
             for i in stage.sums:
-                many = nodes[i].by_column
+                many = "N" if nodes[i].by_column else "1"
                 self.line("for (i64 each = 1; each < parts; each++)")
-                self.line(f"    for (i64 column = 0; column < {'N' if many else 1}; column++)")
-                self.line(
-                    "        " + self._added(i, f"all{i}[column]", f"all{i}[each * {'N' if many else 1} + column]")
-                )
+                self.line(f"    for (i64 column = 0; column < {many}; column++)")
+                self.line("        " + self._added(i, f"all{i}[column]", f"all{i}[each * {many} + column]"))
             return
         for i in stage.sums:
-            first = (
-                "0"
-                if nodes[i].op == "sum0"
-                else "-ACL_INFINITY"
-                if nodes[i].dtype.is_floating_point
-                else _least(nodes[i].dtype)
-            )
+            least = "-ACL_INFINITY" if nodes[i].dtype.is_floating_point else _least(nodes[i].dtype)
+            first = "0" if nodes[i].op == "sum0" else least
             if nodes[i].by_column:
                 self.line(f"{self._kept(i)} *own{i} = all{i} + part * N;")
                 self.line(f"for (i64 column = 0; column < N; column++) own{i}[column] = {first};")
@@ -582,16 +572,11 @@ class _HostPrinter(_CPrinter):
         own = f"own{index}[column]" if self.program.nodes[index].by_column else f"own{index}"
         self.line(self._added(index, own, value))
 
-    def text_of(self, node: Node, args: list[str]) -> str:
-        if node.op in ("sum0", "max0"):
-            index = self.program.nodes.index(node)
-            return f"({C_TYPES[node.dtype]})all{index}[{'column' if node.by_column else 0}]"
-        return super().text_of(node, args)
-
     def value(self, index: int) -> str:
-        if index not in self.known and self.program.nodes[index].op in ("sum0", "max0"):  # computed in a stage before
+        node = self.program.nodes[index]
+        if index not in self.known and node.op in ("sum0", "max0"):  # computed in a stage before
             self.known[index] = f"v{index}"
-            self.assign(f"v{index}", self.text_of(self.program.nodes[index], []), self.program.nodes[index])
+            self.assign(f"v{index}", f"({C_TYPES[node.dtype]})all{index}[{'column' if node.by_column else 0}]", node)
         return super().value(index)
 
     def load(self, node: Node) -> str:

@@ -12,16 +12,7 @@ import numpy as np
 import torch
 
 from accelerant.accelerator.fusion.graph import Expr, computed_in, counted, power, where
-from accelerant.accelerator.fusion.recorder import (
-    ALIASES,
-    DTYPES,
-    FUNCTIONS,
-    REDUCERS,
-    Traced,
-    refuse,
-    traced,
-    viewed,
-)
+from accelerant.accelerator.fusion.recorder import ALIASES, DTYPES, FUNCTIONS, REDUCERS, Traced, refuse, traced, viewed
 from accelerant.errors import ShapeError
 from accelerant.ops._library import name_of
 
