@@ -66,7 +66,7 @@ Shape: TypeAlias = tuple[int, ...]
 def _staged(
     run: Callable[..., tuple[Tensor, ...]], program: FusedProgram, shape: Shape, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Run a program whose kernel cannot read its own sums over the rows: in parts, the last of few numbers by torch."""
+    """Run a program whose kernel would need its own sums over the rows, in parts; torch computes the last, small one."""
     if not program.over_rows:
         return run(program, shape, *tensors)
     few = all(each.layout in ("row", "scalar") for each in program.results)
@@ -74,23 +74,15 @@ def _staged(
         return program.run_torch(shape, *tensors)
     first, rest, places = program.split
     results = run(first, shape, *tensors)
-    leading = tuple(range(len(shape) - 1))
-    sums = tuple(
-        y if place == -1 else y.amax(leading, keepdim=True)
-        for y, place in zip(results, places, strict=True)
-        if place < 0
-    )
-    if not rest.results:
-        following: tuple[Tensor, ...] = ()
-    else:
-        following = _staged(run, rest, shape, (*tensors, *sums))
-    left = iter(following)
-    known = {place: y for y, place in zip(results, places, strict=True) if place >= 0}
+    leading, pairs = tuple(range(len(shape) - 1)), list(zip(results, places, strict=True))
+    sums = tuple(y if place == -1 else y.amax(leading, keepdim=True) for y, place in pairs if place < 0)
+    left = iter(_staged(run, rest, shape, (*tensors, *sums)) if rest.results else ())
+    known = {place: y for y, place in pairs if place >= 0}
     return tuple(known[i] if i in known else next(left) for i in range(len(program.results)))
 
 
 def _triton(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """HostLaunch the kernel of a program; arguments and results as FusedProgram.run_torch."""
+    """Launch the kernel of a program; arguments and results as FusedProgram.run_torch."""
     if not math.prod(shape):
         return program.run_torch(shape, *tensors)
     return _staged(_triton_part, program, shape, tensors)
@@ -167,12 +159,9 @@ def _refuses_portable(case: Case) -> str | None:
         return reason
     if any(node.value == "raises" for node in program.nodes if node.op in ("mod", "floordiv")):
         return "torch raises where an integer is divided by zero"
-    slow = {
-        node.op
-        for node in program.nodes
-        if node.by_column and (node.op in _SCALAR or (node.dtype == torch.float64 and node.op in _SCALAR_FLOAT64))
-        if node.dtype.is_floating_point
-    }
+    floats = [node for node in program.nodes if node.by_column and node.dtype.is_floating_point]
+    slow = {node.op for node in floats if node.op in _SCALAR}
+    slow |= {node.op for node in floats if node.op in _SCALAR_FLOAT64 and node.dtype == torch.float64}
     if slow and math.prod(case.shape) >= min(_LEAST, _LEAST_SCALAR):
         return f"torch has vector functions for {', '.join(sorted(slow))}"
     try:
@@ -219,10 +208,6 @@ def _rows_and_columns(shape: Shape) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def _torch(program: FusedProgram, shape: Shape, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return program.run_torch(shape, *tensors)
-
-
 @functools.cache
 def _operation(name: str) -> Operation:
     """Return the Operation of the functions of a name; its cases differ by program."""
@@ -231,7 +216,7 @@ def _operation(name: str) -> Operation:
         (
             Implementation("triton", _triton, refuses=_refuses_triton, own=True),
             Implementation("portable", _portable, refuses=_refuses_portable, own=True),
-            Implementation("torch", _torch, differentiable=True),
+            Implementation("torch", FusedProgram.run_torch, differentiable=True),
         ),
         cost=lambda case: case.options[0].cost(*case.shape),
         bucket=lambda case: (next_power_of_2(max(1, case.shape[0])), case.shape[1], case.options[0].digest),
