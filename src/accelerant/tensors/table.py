@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -258,35 +258,23 @@ def _is_alpha(alpha: Any, dtype: torch.dtype) -> bool:
     return isinstance(alpha, bool) <= (dtype == torch.bool) and (isinstance(alpha, int) or dtype.is_floating_point)
 
 
-@register("add", "add_")
-def _add(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
+def _sum_or_difference(
+    place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, sign: str, out: DeviceTensor | None = None
+) -> Any:
     dtype = promoted(a, b)
-    if not _is_alpha(alpha, dtype):
+    of_bool = any(isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool) for x in (a, b))
+    if not _is_alpha(alpha, dtype) or (sign == "-" and of_bool):
         return NotImplemented  # torch's error
     if dtype == torch.bool:
         return elementwise(place, "({0} != 0) || ({1} != 0 && {2} != 0)", (a, b, alpha), dtype, out=out)
     if alpha == 1:
-        return elementwise(place, "{0} + {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} + {2} * {1}", (a, b, representable(alpha, dtype)), dtype, out=out)
+        return elementwise(place, f"{{0}} {sign} {{1}}", (a, b), dtype, out=out)
+    return elementwise(place, f"{{0}} {sign} {{2}} * {{1}}", (a, b, representable(alpha, dtype)), dtype, out=out)
 
 
-def _dtype(x: Any) -> torch.dtype | None:
-    return x.dtype if isinstance(x, Tensor) else torch.bool if isinstance(x, bool) else None
-
-
-@register("sub", "sub_")
-def _sub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
-    if torch.bool in (_dtype(a), _dtype(b)):
-        return NotImplemented  # torch's error
-    dtype = promoted(a, b)
-    if not _is_alpha(alpha, dtype):
-        return NotImplemented
-    if alpha == 1:
-        return elementwise(place, "{0} - {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} - {2} * {1}", (a, b, representable(alpha, dtype)), dtype, out=out)
-
-
-register("rsub")(lambda place, a, b, alpha=1: _sub(place, b, a, alpha))
+register("add", "add_")(partial(_sum_or_difference, sign="+"))
+register("sub", "sub_")(partial(_sum_or_difference, sign="-"))
+register("rsub")(lambda place, a, b, alpha=1: _sum_or_difference(place, b, a, alpha, sign="-"))
 
 
 @register("div", "div_")
@@ -327,11 +315,12 @@ def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, ou
         dtype = dtype if bound is None else torch.promote_types(dtype, promoted(x, bound))
     if dtype == torch.bool or low is high is None:
         return NotImplemented  # torch's error
-    low, high = (None if bound is None else representable(bound, dtype) for bound in (low, high))
-    if low is None or high is None:
-        template = "max({0}, {1})" if high is None else "min({0}, {1})"
-        return elementwise(place, template, (x, high if low is None else low), dtype, out=out)
-    return elementwise(place, "min(max({0}, {1}), {2})", (x, low, high), dtype, out=out)
+    template, operands = "{0}", [x]
+    for function, bound in (("max", low), ("min", high)):
+        if bound is not None:
+            template = f"{function}({template}, {{{len(operands)}}})"
+            operands.append(representable(bound, dtype))
+    return elementwise(place, template, operands, dtype, out=out)
 
 
 register("clamp_min", "clamp_min_")(lambda place, x, low, *, out=None: _clamp(place, x, low, out=out))

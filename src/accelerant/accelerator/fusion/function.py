@@ -66,7 +66,7 @@ Shape: TypeAlias = tuple[int, ...]
 def _staged(
     run: Callable[..., tuple[Tensor, ...]], program: FusedProgram, shape: Shape, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Run a program whose kernel would need its own sums over the rows, in parts; torch computes the last, small one."""
+    """Run a program whose kernel would need its own sums over the rows in parts; torch computes a last, small one."""
     if not program.over_rows:
         return run(program, shape, *tensors)
     few = all(each.layout in ("row", "scalar") for each in program.results)
