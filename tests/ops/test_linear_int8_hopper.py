@@ -7,7 +7,7 @@ import torch
 
 from accelerant.errors import LaunchError
 from accelerant.ops import linear_int8
-from accelerant.ops.linear_int8 import hopper
+from accelerant.ops.linear_int8 import op
 from accelerant.ops.linear_int8.op import linear_int8_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
@@ -17,21 +17,21 @@ needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reaso
 
 @pytest.mark.sample(5)
 @needs_nvrtc
-@pytest.mark.parametrize("plan", hopper.PLANS, ids=str)
+@pytest.mark.parametrize("plan", op.ROW_CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(4, 0), (2, 4), (4, 2)])
 def test_compiles_without_spills(plan, dtype, sizes):
-    binary = hopper.program(plan, dtype, *sizes).build("sm_90a")
+    binary = op.row_program(plan, dtype, *sizes).build("sm_90a")
     (used,) = binary.resources.values()
     assert used.spill_bytes == used.stack_bytes == 0
     assert used.registers * 32 * plan.warps <= 65536 // 4  # four blocks a multiprocessor
     assert binary.metadata["overlaps"] is True
 
 
-@pytest.mark.parametrize("plan", hopper.PLANS, ids=str)
+@pytest.mark.parametrize("plan", op.ROW_CONFIGS, ids=str)
 def test_reads_nothing_as_unchanging(plan):
     """It may begin while the kernel before it still writes the weight: no load may be of the kind for constants."""
-    text = hopper.program(plan, torch.bfloat16, 4, 4).text
+    text = op.row_program(plan, torch.bfloat16, 4, 4).text
     assert ".nc" not in text[text.index('#line 1 "hopper.cu"') :].replace("Not ld.global.nc, which", "")
     assert "__restrict__" not in text[text.index('#line 1 "hopper.cu"') :]
 
@@ -45,13 +45,13 @@ def test_reads_nothing_as_unchanging(plan):
         ((1, 64, 64), torch.bfloat16, ("dynamic",), "quantize x"),
         ((1, 64, 72), torch.bfloat16, (), "16-byte"),
         ((1, 64, 0), torch.bfloat16, (), "empty"),
-        ((1, 64, 64), torch.bfloat16, ("", "", hopper.UNALIGNED), "x or weight does not begin"),
+        ((1, 64, 64), torch.bfloat16, ("", "", op.UNALIGNED), "x or weight does not begin"),
     ],
 )
 def test_says_what_it_cannot_do(shape, dtype, options, words, monkeypatch):
     device = "cpu" if words == "sm_90" else "cuda"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert words in hopper.refuses(Case(torch.device(device), dtype, shape, options))
+    assert words in op.refuses_row(Case(torch.device(device), dtype, shape, options))
 
 
 @pytest.mark.parametrize("which", ["x", "weight"])
@@ -62,21 +62,21 @@ def test_a_view_that_begins_anywhere_is_another_case(which):
     memory = torch.empty(moved[which].numel() + 1, dtype=moved[which].dtype)
     memory[1:] = moved[which].flatten()
     moved[which] = memory[1:].view(moved[which].shape)
-    assert not hopper.is_aligned(**moved)
+    assert not op.is_aligned(**moved)
     assert torch.equal(linear_int8(**moved, scale=scale), expected)
     cases = [each["case"] for each in ledger().to_dict()["ops"] if each["op"] == "linear_int8_fwd"]
     assert sorted(cases) == ["1x5x32 bfloat16", "1x5x32 bfloat16 unaligned"]
     with pytest.raises(LaunchError, match="must be multiples of 16"):
-        hopper.launch_hopper(moved["x"], moved["weight"], scale, None)
-    assert hopper.is_aligned(torch.randn(32, 2).t()[1:], weight)  # copied before it is read
+        op.launch_hopper(moved["x"], moved["weight"], scale, None)
+    assert op.is_aligned(torch.randn(32, 2).t()[1:], weight)  # copied before it is read
 
 
 def test_weights_of_few_rows_take_a_row_a_warp(monkeypatch):
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
-    hopper.plan_for.cache_clear()
-    found = {N: hopper.plan_for(N, torch.device("cuda", 0)) for N in (1, 4096, 8192, 14336)}
-    hopper.plan_for.cache_clear()
-    assert found == {1: hopper.PLANS[1], 4096: hopper.PLANS[1], 8192: hopper.PLANS[0], 14336: hopper.PLANS[0]}
+    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
+    op.row_config.cache_clear()
+    found = {N: op.row_config(N, torch.device("cuda", 0)) for N in (1, 4096, 8192, 14336)}
+    op.row_config.cache_clear()
+    assert found == {1: op.ROW_CONFIGS[1], 4096: op.ROW_CONFIGS[1], 8192: op.ROW_CONFIGS[0], 14336: op.ROW_CONFIGS[0]}
 
 
 def drawn(N, K, dtype=torch.bfloat16):
@@ -94,14 +94,14 @@ def close(y, x, weight, scale, bias=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", hopper.PLANS, ids=str)
+@pytest.mark.parametrize("plan", op.ROW_CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("N", "K"), [(1, 16), (3, 48), (999, 1040), (1001, 4112), (8192, 8192), (4096, 14336), (5, 512)]
 )
 def test_matches_the_reference(plan, N, K, dtype):
     x, weight, scale = drawn(N, K, dtype)
-    close(hopper.launch_hopper(x, weight, scale, None, plan=plan), x, weight, scale)
+    close(op.launch_hopper(x, weight, scale, None, plan=plan), x, weight, scale)
 
 
 @pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_what_is_not_finite_stays_so(value):
     x, weight, scale = drawn(64, 512)
     x[0, 3] = value
     weight[:, 3] = 1
-    assert not torch.isfinite(hopper.launch_hopper(x, weight, scale, None)).any()
+    assert not torch.isfinite(op.launch_hopper(x, weight, scale, None)).any()
 
 
 @pytest.mark.gpu
@@ -150,14 +150,14 @@ def test_waits_for_what_the_kernels_before_it_write(captured):
         y = x
         for source in sources * 4:
             torch.add(source, 0, out=weight)  # by a kernel
-            y = hopper.launch_hopper(y, weight, scale, None)
-            y = hopper.launch_hopper(y, source, scale, None)
+            y = op.launch_hopper(y, weight, scale, None)
+            y = op.launch_hopper(y, source, scale, None)
         return y
 
     expected = x
     for source in sources * 4:
         for _ in range(2):
-            expected = hopper.launch_hopper(expected, source, scale, None)
+            expected = op.launch_hopper(expected, source, scale, None)
             torch.cuda.synchronize()
     run = chain
     if captured:
