@@ -159,6 +159,31 @@ def test_an_argument_by_both_names_is_refused(op):
                 OPS[op].function(*tensors, **{theirs: x}, **options)
 
 
+@pytest.mark.parametrize("op", sorted(OPS.keys() - TORCHS.keys()))
+def test_ops_that_torch_lacks_understand_its_names_too(op):
+    tensors, options = sample_of(op)
+    own = list(inspect.signature(OPS[op].function).parameters)
+    theirs = {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "k_cache": "key",
+        "v_cache": "value",
+        "gate": "input",
+        "x": "input",
+    }
+    named = {theirs.get(name, name): x for name, x in zip(own, tensors, strict=False)}
+    if "causal" in own:
+        options = {**options, "causal": True}
+        named["is_causal"] = True
+    expected = OPS[op].function(*tensors, **options)
+    options = {name: value for name, value in options.items() if name != "causal"}
+    for _ in range(6):
+        torch.testing.assert_close(OPS[op].function(**named, **options), expected, rtol=0, atol=0)
+    with pytest.raises(TypeError, match=f"got {own[0]}= also by torch's name|multiple values"):
+        OPS[op].function(*tensors, **{theirs[own[0]]: tensors[0]}, **options)
+
+
 def test_options_by_torchs_names():
     q, mask = torch.randn(1, 2, 5, 8), torch.rand(5, 5) > 0.5
     for _ in range(6):

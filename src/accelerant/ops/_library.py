@@ -11,10 +11,11 @@ jvp, vmap and their combinations) are served by torch's own functions, the compo
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ active_modes = torch._C._len_torch_dispatch_stack
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 ordinary_keys: dict[int, bool] = {}
 """Dispatch keys of a tensor -> the answer of `is_ordinary`; hot paths look it up themselves."""
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Asked once: the call costs 0.2 us, and torch.compile would trace it into its graph.
 _WITHOUT_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not torch.amp.is_autocast_available(kind))
@@ -237,19 +240,23 @@ def refuses_triton_kernel(case: Case) -> str | None:
 # --- torch's names of arguments ---------------------------------------------------------------------------------------
 
 _X = {"input": "x"}
+_QUERY = {"query": "q", "is_causal": "causal"}
 _IN_PLACE: dict[str, object] = {"inplace": False}
 _REDUCED: dict[str, object] = {"size_average": None, "reduce": None}
 
 TORCH_NAMES: dict[str, dict[str, str]] = {
-    "attention": {"query": "q", "key": "k", "value": "v", "is_causal": "causal", "attn_mask": "mask", "enable_gqa": ""},
+    "attention": {**_QUERY, "key": "k", "value": "v", "attn_mask": "mask", "enable_gqa": ""},
+    "attention_decode": {"query": "q", "key": "k_cache", "value": "v_cache"},
+    "attention_varlen": {**_QUERY, "key": "k", "value": "v"},
     "cross_entropy": {"input": "logits", "target": "targets"},
     "embedding": {"input": "indices"},
     "linear_cross_entropy": {"input": "hidden", "linear_weight": "weight", "target": "targets"},
     **{op: {"input": "a", "other": "b"} for op in ("add", "matmul", "mul")},
     **{op: {**_X, "normalized_shape": ""} for op in ("layer_norm", "rms_norm")},
+    "swiglu": {"input": "gate"},
     **dict.fromkeys(
-        ("avg_pool2d", "conv2d", "dropout", "gelu", "log_softmax", "max_pool2d", "relu", "sigmoid", "silu", "softmax",
-         "tanh"), _X,
+        ("add_layer_norm", "add_rms_norm", "avg_pool2d", "conv2d", "dropout", "gelu", "linear_gelu", "linear_int8",
+         "log_softmax", "max_pool2d", "quantize_int8", "relu", "rope", "sigmoid", "silu", "softmax", "tanh"), _X,
     ),
 }  # fmt: skip
 """Op -> torch's name of an argument -> the op's, "" for one that the op infers from the tensors."""
@@ -304,3 +311,13 @@ def own_keywords(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
                 f"{op} takes the last dimension of x: normalized_shape must be {tuple(shape[-1:])}, got {sizes}"
             )
     return own
+
+
+def with_torch_keywords(public: F) -> F:
+    """Decorate a public function that has no CpuFastPath, which understands them too."""
+
+    @functools.wraps(public)
+    def call(*args: Any, **options: Any) -> Any:
+        return public(*args, **own_keywords(public.__name__, args, options)) if options else public(*args)
+
+    return cast("F", call)

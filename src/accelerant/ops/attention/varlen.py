@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._library import name_of, not_a_tensor
+from accelerant.ops._library import name_of, not_a_tensor, with_torch_keywords
 from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.ops.attention.op import (
@@ -100,6 +100,7 @@ attention_varlen_bwd: Callable[..., tuple[Tensor, ...]] = Operation(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
+@with_torch_keywords
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None, window: int | None = None, return_lse: bool = False,

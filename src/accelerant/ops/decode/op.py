@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
-from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor
+from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor, with_torch_keywords
 from accelerant.ops.attention.backends import TORCH, attend
 from accelerant.ops.attention.launch import triton_capability, with_rows
 from accelerant.ops.attention.op import attention_reference, check_heads, checked, refuses_triton_kernels, shapes_of
@@ -122,6 +122,7 @@ def attention_decode_reference(
     return torch.cat(cast("list[Tensor]", results)) if results else q.clone()
 
 
+@with_torch_keywords
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float | None = None
 ) -> Tensor:

@@ -16,7 +16,14 @@ from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, is_hopper, load, refuses_device
 from accelerant.ops._launch import ceil_div, multiprocessors, triton_operation
-from accelerant.ops._library import autocast_dtype, check_dtype, name_of, not_a_tensor, refuses_triton_kernel
+from accelerant.ops._library import (
+    autocast_dtype,
+    check_dtype,
+    name_of,
+    not_a_tensor,
+    refuses_triton_kernel,
+    with_torch_keywords,
+)
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
@@ -371,6 +378,7 @@ def linear_int8_reference(
     return y if bias is None else y + bias
 
 
+@with_torch_keywords
 def linear_int8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
 ) -> Tensor:

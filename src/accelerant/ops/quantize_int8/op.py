@@ -17,7 +17,7 @@ from accelerant.ops._launch import (
     row_constants,
     triton_operation,
 )
-from accelerant.ops._library import below_autograd, checked_dim, define, is_plain
+from accelerant.ops._library import below_autograd, checked_dim, define, is_plain, with_torch_keywords
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
@@ -75,6 +75,7 @@ def launch(x: Tensor, dim: int, plan: RowTile | None = None) -> tuple[Tensor, Te
     return (q if last else q.movedim(-1, dim).contiguous()), scale
 
 
+@with_torch_keywords
 def quantize_int8(x: Tensor, *, dim: int = -1, axis: int | None = None) -> tuple[Tensor, Tensor]:
     """Round x to 8-bit integers, symmetric about 0, with a scale for each row along a dimension.
 
