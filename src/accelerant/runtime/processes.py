@@ -201,8 +201,13 @@ def _shared(error: _E) -> _E:
 def _raise_again(error: list[str] | None, rank: int) -> None:
     """Raise an error of another process."""
     if error is not None:
-        kind = getattr(errors, error[0], errors.ProtocolError)
-        raise _shared(kind.__new__(kind, f"rank {rank}: {error[1]}"))  # its __init__ may take other arguments
+        raise _shared(_of_rank(rank, *error))
+
+
+def _of_rank(rank: int, kind: str, message: str) -> Exception:
+    """Return an error of another process, of Accelerant's class of that name."""
+    cause: type[Exception] = getattr(errors, kind, errors.ProtocolError)
+    return cause.__new__(cause, f"rank {rank}: {message}")  # its __init__ may take other arguments
 
 
 def _shortened(text: str) -> str:
@@ -296,8 +301,6 @@ class Watch:
 
     def _explain(self, error: BaseException) -> None:
         """Tell the others of an error; raise that of another process if this one only waited for it."""
-        from accelerant.runtime.processes import silent_peer  # it imports Triton's launcher
-
         text, first = str(error), self._processes.first
         peer = silent_peer()
         waited = (
@@ -312,7 +315,7 @@ class Watch:
                 if first:
                     time.sleep(2 * _BEAT_S)  # in which the others read it: the store ends with this process
                 else:
-                    vars(error)["shared"] = True  # rank 0 shows it, too
+                    _shared(error)  # rank 0 shows it, too
                 return
             ranks = range(self._processes.size)
             counts = [self._store.add(f"beat-{rank}", 0) for rank in ranks]
@@ -329,10 +332,9 @@ class Watch:
             failed = self._seen or _STORE_ENDED
         if failed is not None:
             rank, name, message = failed
-            cause = getattr(errors, name, errors.ProtocolError)
-            again = cause.__new__(cause, f"rank {rank}: {message}")  # without __init__, which takes other arguments
+            again = _of_rank(rank, name, message)
             if not first and (rank or name != "ProtocolError"):  # rank 0 was not killed
-                vars(again)["shared"] = True
+                _shared(again)
             raise again from error
 
 
