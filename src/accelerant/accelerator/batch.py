@@ -202,7 +202,7 @@ class Batch(Operations):
     def _grouped(
         self, call: PendingCall, arrays: tuple[Any, ...], signature: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], _Member, bool]:
-        """Return the key that calls share which become one, the call with its tensors, and if all of these are joined.
+        """Return the key of the calls that become one with this one, the call with its tensors, and if all these join.
 
         Raises UnsupportedCase for an argument that requires a gradient.
         """
@@ -222,7 +222,7 @@ class Batch(Operations):
         return key, (call, tensors, origin), True
 
     def _key(self, call: PendingCall, tensors: Tensors, origin: ArrayOrigin) -> tuple[tuple[Any, ...] | None, int]:
-        """Return what calls have in common that become one, and how many arguments are joined; None for no others."""
+        """Return the key of the calls that become one, None for a call by itself, and how many arguments are joined."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise UnsupportedCase(
                 f"{call.name}: a batch records no gradient, which an argument requires: call "

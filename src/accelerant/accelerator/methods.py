@@ -131,7 +131,7 @@ def to_torch(
 
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return an array of the machine's byte order whose strides torch takes: one row may have any, and be "C"."""
+    """Return an array in the machine's byte order with strides that torch takes; NumPy calls any row contiguous."""
     if array.dtype.kind in "biufc":
         if not array.dtype.isnative:
             return array.astype(array.dtype.newbyteorder("="))
@@ -141,7 +141,7 @@ def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def to_tensors(name: str, arrays: tuple[Any, ...], device: torch.device | None) -> tuple[Tensors, ArrayOrigin]:
-    """Return a call's arrays as tensors on a device, or where they are, and the origin of the first but for numbers."""
+    """Return a call's arrays as tensors on a device, or where they are, and the origin of the first array."""
     if device is None and _TENSOR.issuperset(map(type, arrays)):
         return arrays, ArrayOrigin("torch", arrays[0].device)
     dtypes: Sequence[torch.dtype | None] = (None,) * len(arrays)

@@ -140,7 +140,7 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
 
 
 def _without_out(func: Any) -> Any:
-    """Return the overload that returns new tensors, of one that writes those of out=; None for other operations."""
+    """Return the functional overload of an out= overload; None for an operation without out=."""
     given = [(each.name, str(each.type)) for each in func._schema.arguments if not each.is_out]
     if len(given) == len(func._schema.arguments):
         return None
@@ -172,7 +172,7 @@ def _into(func: Any, functional: Any, _: TensorDevice, *args: Any, **kwargs: Any
 
 
 def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation of lists of tensors as one operation for each of their places."""
+    """Run a _foreach operation as one operation for each position of its lists."""
     name = func._schema.name.removeprefix("aten::_foreach_")
     single = torch.linalg.vector_norm if name == "norm" else getattr(torch.ops.aten, name)
     count = next(len(arg) for arg in args if isinstance(arg, (list, tuple)))
@@ -220,7 +220,7 @@ def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _reshape(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation that changes the shape of a tensor in place: torch changes sizes and strides alone."""
+    """Run an in-place view, such as `t_`: torch changes the sizes and strides of the tensor."""
     _view(func, place, args, kwargs)  # its checks
     with no_dispatch():
         func(*args, **kwargs)
@@ -334,7 +334,7 @@ def _write_back(func: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: 
 
 
 def note_fallback(func: Any, place: TensorDevice, ran: str, reason: str, text: str) -> None:
-    """Count a fallback of an operation in the ledger, and warn at the first one, or by the setting at each."""
+    """Count a fallback in the ledger; warn at the first one, or at each under the setting "warn"."""
     entry = FallbackRecord(str(func), place.label, "aten table", ran, reason)
     if _ledger.fallback(entry) or settings().fallback == "warn":
         warnings.warn(text, FallbackWarning, stacklevel=3)

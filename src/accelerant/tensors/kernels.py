@@ -362,7 +362,7 @@ class GeneratedKernels(TensorDevice):
         self, write: Callable[..., KernelBody], operands: Sequence[DeviceTensor], args: tuple[Any, ...],
         scalars: Sequence[float] = (), integers: Sequence[int] = (), names: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Launch the kernel that `write` writes: its text takes most of a small call's time, and is written once."""
+        """Launch the kernel that `write` writes, once: that takes most of a small call's time."""
         bound = [self._bound(x) for x in operands]
         layouts = [(x.shape, x.stride(), at, x.dtype) for x, (_, at) in zip(operands, bound)]  # noqa: B905  a hot path
         key = (write.__name__, args, len(scalars), len(integers), *layouts)
@@ -405,7 +405,7 @@ def _merged_at(
 
 
 def _row(text: Text, row: str, size: int, rows: tuple[int, int], leave: str) -> list[str]:
-    """Return lines that name a row of a part of a tensor, and leave where the part has no such row."""
+    """Return lines that declare `row` within a part of a tensor, and that run `leave` where the part lacks the row."""
     if rows == (0, size):
         return [text.let.format("row", row)]
     first, here = text.number("first", rows[0]), text.number("here", size)

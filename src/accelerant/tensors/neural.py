@@ -154,7 +154,7 @@ def _log_softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = Fa
 
 
 def _softmax_gradient(name: str, inputs: int, pre: str, template: str) -> None:
-    """Register a gradient: an expression of dy, y, and the sum along the dimension of `pre` of the first of these."""
+    """Register a gradient: `template` of dy, y and the sum along the dimension of `pre`, which has the first inputs."""
 
     def run(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
         dy = operand(place, dy)
@@ -423,7 +423,7 @@ def _mse_loss_backward(place: TensorDevice, dy: Any, x: Any, y: Any, reduce: int
 
 
 def _update(place: TensorDevice, out: DeviceTensor, template: str, rule: Callable[..., Any], *operands: Any) -> None:
-    """Write a template of operands to `out`, or after a failure the rule, whose operations fall back."""
+    """Write a template of operands to `out`; if its launch fails, compute `rule`, whose operations may fall back."""
     try:
         elementwise(place, template, operands, out.dtype, compute=wide(out.dtype), out=out)
     except Exception as error:

@@ -120,7 +120,7 @@ _LARGEST = 3.4028235677973366e38 - 2.0**74
 
 
 def _number(x: Any, dtype: torch.dtype) -> Any:
-    """Return a number as torch casts it: to integers wrapped to their bits; to float32 infinite beyond its range."""
+    """Return a number as torch casts it: integers wrap, and floats beyond float32's range are infinite."""
     if dtype.is_floating_point:
         beyond = dtype != torch.float64 and not -_LARGEST <= x <= _LARGEST and x == x
         return math.copysign(math.inf, x) if beyond else x
@@ -132,7 +132,7 @@ def _number(x: Any, dtype: torch.dtype) -> Any:
 
 
 def representable(x: Any, dtype: torch.dtype) -> Any:
-    """Return a number as one of a dtype; torch's error for one that the dtype does not have."""
+    """Return a number as a value of a dtype; raise torch's error if the dtype does not have it."""
     return x if isinstance(x, Tensor) or _holds(dtype, x) else torch.zeros((), dtype=dtype).masked_fill(_TRUE, x).item()
 
 
@@ -140,7 +140,7 @@ _TRUE = torch.tensor(True)
 
 
 def _holds(dtype: torch.dtype, x: Any) -> bool:
-    """Return whether a floating dtype has a number: each has those up to 65504, infinity and NaN."""
+    """Return whether every floating dtype has a number: up to 65504, or infinity, or NaN."""
     return dtype.is_floating_point and not 65504 < abs(x) < math.inf
 
 
@@ -368,7 +368,7 @@ _add_scaled("addcdiv", "{0} + {3} * ({1} / {2})", floats_only=True)
 
 
 def dim_of(dim: int, rank: int) -> int:
-    """Return a dimension counted from the first; torch's error for one that a tensor of this rank does not have."""
+    """Return a dimension as a number from 0; raise torch's error if a tensor of this rank does not have it."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")

@@ -121,7 +121,7 @@ class TensorDevice(ABC):
         return torch.from_numpy(content).view(x.dtype).reshape(x.shape)
 
     def fault(self) -> DeviceTensor:
-        """Return two int32 for a kernel that reads indices: one of these out of range, behind its dimension's size + 1.
+        """Return two int32 in which kernels report an index out of range: its dimension's size + 1, then the index.
 
         They are 0 until then, and read at the next copy to the host.
         """
@@ -251,7 +251,7 @@ _opened: dict[str, TensorDevice] = {}
 
 
 def named(device: ComputeDevice) -> torch.device:
-    """Return a device of TENSOR_DEVICES as a torch.device, which names it but has no tensors."""
+    """Return the torch.device that names a device of TENSOR_DEVICES; torch has no tensors on it."""
     return torch.device(_TORCH_TYPES.get(device.backend, device.backend), device.index)
 
 
@@ -283,7 +283,7 @@ _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 _torch_data: Any = torch._C.TensorBase.data  # the property
 _left = WeakTensorKeyDictionary()
-"""What `cpu` returned: as data of a tensor (`module.cpu()`) it moves that to the host, and other data do not."""
+"""Tensors that `cpu` returned: `x.data = y`, as in `module.cpu()`, moves x to the host for these, and copies others."""
 
 
 class DeviceTensor(Tensor):
@@ -455,7 +455,7 @@ class _Transfer(torch.autograd.Function):
 
 @cache
 def _follow_optimizers() -> None:
-    """Have the optimizers of this process move their state to where their parameters are, before each step.
+    """Install a hook with which each optimizer moves its state to its parameters' devices before a step.
 
     `Optimizer.load_state_dict` puts it on `x.device`, and a module may have been moved since the last step.
     """

@@ -473,7 +473,7 @@ def _narrow(x: DeviceTensor, dim: int, begin: int, end: int) -> DeviceTensor:
 
 
 def _spelled(expression: str) -> str:
-    """Return an expression with the functions of this module in place of WGSL's, or that WGSL lacks."""
+    """Return an expression with this module's functions where WGSL lacks them or has others of that name."""
     return _RENAMED.sub(r"acl_\1(", expression)
 
 
@@ -497,7 +497,7 @@ def _parsed(expression: str) -> ast.expr:
 
 
 class _Unordered(ast.NodeTransformer):
-    """Makes a != b of floats true where one is a NaN, which WGSL's operator leaves open."""
+    """Makes a != b of floats true where one is NaN, which WGSL does not define."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         of_floats = isinstance(node.ops[0], ast.NotEq) and not isinstance(node.left, ast.Compare)

@@ -427,7 +427,7 @@ class FusedFunction:
         return out
 
     def _written_by_c(self, plan: _Specialization, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
-        """Run the CPU's kernel on the memory of the results, where it was chosen before and the layouts are its own."""
+        """Run portable C into `targets` if it was chosen before and their layouts allow it; return whether it ran."""
         program, shape = plan.trace.program, plan.shape
         chosen = self._served_by_c(plan, tensors)
         if chosen is None or choice_overrides:
@@ -457,7 +457,7 @@ class FusedFunction:
         return True
 
     def _served_by_c(self, plan: _Specialization, tensors: Sequence[Tensor]) -> DispatchEntry | None:
-        """Return how calls of elements run without a gradient, where portable C was chosen for them before."""
+        """Return the dispatch of such calls without a gradient, if it is to portable C and there are elements."""
         case = _case(plan.trace.program, plan.shape, tensors[0].device, False)
         chosen = _operation(f"{self._name}_fwd").plans.usual.get(case)
         served = chosen is not None and chosen.decision.implementation == "portable" and 0 not in plan.shape
@@ -577,7 +577,7 @@ class FusedFunction:
             raise ShapeError(f"{self._name[6:]}: shapes {shown} do not broadcast") from None
 
     def _traced(self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], call: _Call) -> _Trace:
-        """Return the program, run the function once for each class of shapes, or each shape if it asks for one.
+        """Return the trace of a call; the function runs once for each class of shapes, or for each shape that it reads.
 
         It runs again where what it read has changed, or where that is unknown. A function that takes views runs three
         times: until the first view; then to find them all and the shapes that the program is for; then for the program.

@@ -20,7 +20,7 @@ _Extreme = namedtuple("_Extreme", "values indices")
 
 
 def _operand(x: Any, dtype: torch.dtype, *, wraps: bool = False) -> Expr | float:
-    """Return an operand as a value that is computed in a dtype, or a number; `wraps`: below 0 for uint8, as torch's."""
+    """Return an operand in a dtype, or as a number; with `wraps` uint8 takes negative numbers, as in torch."""
     if isinstance(x, Traced):
         return x.expr.convert(computed_in(dtype))
     if isinstance(x, (int, float, np.number, np.bool_)):
@@ -100,7 +100,7 @@ def _like(
 
 
 def _unary(build: Callable[[Expr], Expr], *, integers: bool = False) -> Callable[..., Traced]:
-    """Return a function of one array; `integers`: that of integers is one of them, not of floats."""
+    """Return a function of one array; with `integers` it takes integers to integers, not to floats."""
 
     def function(x: Traced, *, out: None = None) -> Traced:
         if integers and x.dtype == torch.bool:

@@ -97,7 +97,7 @@ class ExpressionGraph:
         self, op: str, *args: Expr | float, value: Any = None, by_row: bool = False, by_column: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Expr:  # fmt: skip
-        """Append a node, unless it is known; layout and dtype of an input are given, other nodes have their arguments'.
+        """Return a node, appended unless an equal one is there; only inputs are given their layout and dtype.
 
         Arguments are converted to the widest dtype among them, conditions to numbers where the operation computes with
         them. Numbers become constants of that dtype.
@@ -380,7 +380,7 @@ _TAKES_TENSORS = ("where", "maximum", "atan2", "floordiv", "mod", "signed")
 
 
 def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int] = ()) -> list[int]:
-    """Return the indices of the nodes that lead to some, in order, without known ones and what leads only to these."""
+    """Return the indices of the nodes that the targets depend on, in order, without known ones and what these need."""
     found, waiting = set[int](), list(targets)
     while waiting:
         index = waiting.pop()
@@ -404,7 +404,7 @@ class FusedProgram:
 
     @classmethod
     def of(cls, graph: ExpressionGraph, inputs: Sequence[Input], results: Sequence[Output]) -> FusedProgram:
-        """Return the program of some results of a graph, without what they do not need."""
+        """Return the program of some results of a graph, with the nodes that they need."""
         needed = leading_to(graph.nodes, [result.node for result in results])
         number = {old: new for new, old in enumerate(needed)}
         nodes = [graph.nodes[old] for old in needed]

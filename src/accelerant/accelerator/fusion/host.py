@@ -198,7 +198,7 @@ def quick_call(
     launch: HostLaunch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]], single: bool, record: OpRecord, reads: Reads,
 ) -> Callable[[tuple[Any, ...]], Any]:  # fmt: skip
-    """Return a function of a call's arguments, that returns the result, or None for a call of another kind.
+    """Return a function of a call's arguments that returns the result, or None if the call is of another kind.
 
     Of the same kind are NumPy's arrays of these types, shapes and strides, and constants that are the same objects.
     `sources` are the argument of each input that is read, and its offset in bytes.

@@ -41,7 +41,7 @@ DTYPES = (*FLOATING, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int
 
 
 class Viewed(BaseException):
-    """Ends the recording of a function that takes views of arrays: it is recorded for the shapes of these."""
+    """Ends the recording of a function that takes views; it is recorded again, for the shapes of the views."""
 
 
 ArrayView: TypeAlias = tuple[int, tuple[tuple[str, Any], ...]]
@@ -328,7 +328,7 @@ class Domain:
 
 
 class Returned(NamedTuple):
-    """The shape of a result: `size`, of the shapes that were recorded; or, up to the sizes of the domain, the rest."""
+    """The shape of a result: `size` for the recorded shapes; the other fields give it for any domain."""
 
     ndim: int
     by_row: bool
@@ -366,9 +366,8 @@ class Recording:
     ) -> None:  # fmt: skip
         """Take the domain, and each input with its shape.
 
-        With `views`, which may be incomplete, the arguments are no inputs themselves, but what is done with views of
-        them; the inputs are those that are given, the others are added to `views`. A `dry` run finds them, and the
-        shapes.
+        With `views` the inputs are views of the arguments, not these themselves: the views that are given, and those
+        that the run adds. A `dry` run finds all of them and their shapes.
         """
         self.graph, self.domain, self.of_torch, self.as_numpy = ExpressionGraph(), domain, of_torch, as_numpy
         self.reads_shape, self.dry = views is not None, dry
