@@ -29,17 +29,9 @@ from accelerant.zk.multi_scalar import Devices, in_threads
 
 
 def ntt(
-    x: Any,
-    field: str | PrimeField | None = None,
-    *,
-    inverse: bool = False,
-    coset: Any = None,
-    order: str = "natural",
-    out: Any = None,
-    device: DeviceLike = None,
-    devices: Devices = None,
-    reduce: bool = False,
-) -> Any:
+    x: Any, field: str | PrimeField | None = None, *, inverse: bool = False, coset: Any = None, order: str = "natural",
+    out: Any = None, device: DeviceLike = None, devices: Devices = None, reduce: bool = False,
+) -> Any:  # fmt: skip
     """Return number-theoretic transforms along the last axis of elements.
 
     With n points, w = field.root_of_unity(n) = generator^((p - 1) / n) and the coset's g (default 1),
@@ -83,24 +75,19 @@ def ntt(
         if not isinstance(flag, bool | np.bool_):
             raise ConfigError(f"{name} must be True or False, got {clipped(flag)}")
     prime = prime_field(field) if field is not None and not isinstance(field, PrimeField) else field
-    if isinstance(x, FieldArray):  # the result stays in Montgomery form
+    if isinstance(x, FieldArray):
         if prime not in (None, x.field):
             raise ConfigError(f"x is an array of {x.field.name}, not of {clipped(field)}")
         if out is not None:
             raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
-        if devices is not None:
-            return _shared(x, device, devices, inverse=inverse, coset=coset, order=order)
-        _check_points(x.field.parameters, x.words.shape)
-        g = _coset(x.field, coset)
-        x = x if device is None else x.moved(space_at(device))
-        words = transform(x.space, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
-        return FieldArray(x.field, x.space, words, home=x.home)
+        return _of_array(x, device, devices, inverse=inverse, coset=coset, order=order)
     if prime is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
     if devices is not None:
         if out is not None:
             raise ConfigError("ntt takes out= or devices=, not both: out says where")
-        return _shared(prime(x, reduce=reduce), device, devices, inverse=inverse, coset=coset, order=order).canonical()
+        x = prime(x, reduce=reduce)
+        return _of_array(x, device, devices, inverse=inverse, coset=coset, order=order).canonical()
     if coset is None and out is None and device is None and not reduce:
         y = _checked_at_once(prime.parameters, x, inverse, order)
         if y is not None:
@@ -119,15 +106,18 @@ def ntt(
     return answer if out is None else out
 
 
-def _shared(x: FieldArray, device: DeviceLike, devices: Devices, **options: Any) -> FieldArray:
-    """Return transforms of a batch, of which each device computes an equal part."""
-    used = spaces_at(device, devices)
-    _check_points(x.field.parameters, x.words.shape)
+def _of_array(x: FieldArray, device: DeviceLike, devices: Devices, *, coset: Any, **options: Any) -> FieldArray:
+    """Return transforms of a batch, of which each device computes an equal part; they stay in Montgomery form."""
+    field, g = x.field.parameters, _coset(x.field, coset)
+    _check_points(field, x.words.shape)
+    if devices is None:
+        x = x if device is None else x.moved(space_at(device))
+        return FieldArray(x.field, x.space, transform(x.space, field, x.words, coset=g, **options), home=x.home)
     rows = x.reshape(-1, x.shape[-1])
-    used = used[: max(1, len(rows))]
+    used = spaces_at(device, devices)[: max(1, len(rows))]
     bounds = [len(rows) * i // len(used) for i in range(len(used) + 1)]
     parts = in_threads(
-        lambda space, first, last: ntt(rows[first:last].moved(space), **options).moved(x.space).words,
+        lambda space, first, last: ntt(rows[first:last].moved(space), coset=g, **options).moved(x.space).words,
         used, bounds[:-1], bounds[1:],
     )  # fmt: skip
     return FieldArray(x.field, x.space, functools.reduce(x.space.joined, parts), home=x.home).reshape(*x.shape)
