@@ -49,7 +49,8 @@ def test_bandwidth_has_every_direction_and_size(cpu):
             ("host to device", f"{size} pageable", "device"),
             ("host to device", f"{size} pageable", "accelerant"),
             ("device to host", f"{size} pageable", "device"),
-            ("device to host", f"{size} pageable", "accelerant"),
+            ("device to host", f"{size} to a new array", "device"),
+            ("device to host", f"{size} to a new array", "accelerant"),
             ("device copy", size, "device"),
         )
     }
