@@ -450,7 +450,7 @@ def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-_KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}
+_KINDS = dict.fromkeys(("Adam", "AdamW"), ("step", "exp_avg", "exp_avg_sq"))
 """State of each trained parameter after a step, by the optimizer's class."""
 
 

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import os
 import shlex
+import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -547,3 +548,61 @@ def preset(name: str) -> RunConfig:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+# --- how long a run takes ---------------------------------------------------------------------------------------------
+
+_CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
+
+
+def windows_at_once(microbatch: int, context: int, device: torch.device) -> int:
+    """Return the micro-batch to compute with: on the CPU its largest divisor of at most _CPU_TOKENS tokens."""
+    if device.type != "cpu":
+        return microbatch
+    most = max(1, _CPU_TOKENS // context)
+    return next(count for count in range(min(microbatch, most), 0, -1) if microbatch % count == 0)
+
+
+_PROBE_S = 0.1
+_SHORT_FLOPS = 2e11  # seconds on any CPU: not worth the probe
+_NOTED_S, _LONG_S = 20.0, 3600.0  # a shorter run needs no estimate; a longer one may not be what the user wants
+
+
+def cpu_flops_per_s(run: RunConfig) -> float:
+    """Return about how many operations a second a step of a run does on the CPU, from a product of its shape.
+
+    The rest of a step, whose operations are not counted, takes about as long as its products.
+    """
+    rows = windows_at_once(run.training.microbatch, run.training.context, torch.device("cpu"))
+    rows *= 1 if run.model == "rnn" else run.training.context  # a recurrent layer computes one step after the other
+    x, weight = torch.ones(min(rows, 512), run.width), torch.ones(run.width, 4 * run.width)
+    x @ weight  # starts the threads
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < _PROBE_S:
+        x @ weight
+        count += 1
+    return count * x.numel() * weight.shape[1] / (time.perf_counter() - began)
+
+
+def duration_note(run: RunConfig, flops_per_s: Callable[[RunConfig], float]) -> str | None:
+    """Return a note on how long a run takes on the CPU, None for a short one; of a long one it says what to do."""
+    steps, threads = run.steps, torch.get_num_threads()
+    flops = steps * run.step_flops(run.vocab_size)
+    if flops < _SHORT_FLOPS or (total := flops / (speed := flops_per_s(run))) < _NOTED_S:
+        return None
+    note = f"{steps:,} steps take about {_duration(total)} on the CPU with {threads} thread{'s' * (threads != 1)}"
+    if total < _LONG_S:
+        return note
+    tiny = preset("tiny")
+    less = [f"--steps {max(1, int(steps * _LONG_S / total))} an hour"]
+    if run.name != tiny.name:
+        seconds = tiny.steps * tiny.step_flops(tiny.vocab_size) / speed
+        less.insert(0, f"--preset {tiny.name} about {_duration(seconds)}")
+    return f"{note}; {', '.join(less)}; Ctrl-C keeps a checkpoint"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.95 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
