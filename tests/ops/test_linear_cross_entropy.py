@@ -15,7 +15,7 @@ from accelerant.ops.linear_cross_entropy import op
 from accelerant.ops.linear_cross_entropy import op as chunks
 from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
 from accelerant.runtime.ledger import ledger
-from accelerant.runtime.memory.live_set import predicting
+from accelerant.runtime.memory.limits import predicting
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from accelerant.nn.models.gpt import GPTConfig
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory import limits as memory
-from accelerant.runtime.memory.batch_size import optimal_batch_size
 from accelerant.runtime.memory.limits import (
+    LiveSet,
     allocate,
     apply_limit,
     available_bytes,
@@ -37,11 +37,12 @@ from accelerant.runtime.memory.limits import (
     is_out_of_memory,
     largest_owners,
     limit,
+    predicting,
     statistics,
+    storage_bytes,
     trim,
 )
-from accelerant.runtime.memory.live_set import LiveSet, predicting, storage_bytes
-from accelerant.runtime.memory.peak import compare_peak, predict_peak
+from accelerant.runtime.memory.peak import compare_peak, optimal_batch_size, predict_peak
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
@@ -628,11 +629,11 @@ def test_the_batch_found_is_the_largest_that_fits(name, optimizer):
 @pytest.mark.slow
 def test_a_wrong_prediction_is_corrected_by_running(monkeypatch):
     """Kernels' own memory is not predicted: here the real run takes half as much again, or runs out."""
-    from accelerant.runtime.memory import batch_size
+    from accelerant.runtime.memory import peak
 
     model, inputs, _ = case("mlp")
-    honest = batch_size.measure_step
-    monkeypatch.setattr(batch_size, "measure_step", lambda *a, **k: int(1.5 * honest(*a, **{**k, "limit_bytes": None})))
+    honest = peak.measure_step
+    monkeypatch.setattr(peak, "measure_step", lambda *a, **k: int(1.5 * honest(*a, **{**k, "limit_bytes": None})))
     found = optimal_batch_size(model, inputs, budget=4 * MIB)
     assert len(found.runs) > 1
     assert 0.9 * 4 * MIB < found.measured_bytes <= 4 * MIB
@@ -642,12 +643,12 @@ def test_a_wrong_prediction_is_corrected_by_running(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return honest(step, given, *rest, **options)
 
-    monkeypatch.setattr(batch_size, "measure_step", runs_out)
+    monkeypatch.setattr(peak, "measure_step", runs_out)
     found = optimal_batch_size(model, inputs, budget=4 * MIB)
     assert 90 <= found.batch_size <= 100
     assert found.runs[0][1] is None
 
-    monkeypatch.setattr(batch_size, "measure_step", lambda *a, **k: (_ for _ in ()).throw(ValueError("not memory")))
+    monkeypatch.setattr(peak, "measure_step", lambda *a, **k: (_ for _ in ()).throw(ValueError("not memory")))
     with pytest.raises(ValueError, match="not memory"):
         optimal_batch_size(model, inputs, budget=4 * MIB)
 

@@ -30,7 +30,7 @@ from accelerant.ops.recurrent.op import recurrent
 from accelerant.ops.transformer.block import (
     fused_linear,
 )
-from accelerant.runtime.memory.live_set import only_counts
+from accelerant.runtime.memory.limits import only_counts
 
 FUSED = {"cuda"}
 """Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""

@@ -19,7 +19,7 @@ from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules, torch_wants_determinism
 from accelerant.runtime.dispatch.race import Tuned
-from accelerant.runtime.memory.live_set import has_fakes, predictions
+from accelerant.runtime.memory.limits import has_fakes, predictions
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch

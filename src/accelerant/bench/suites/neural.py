@@ -86,8 +86,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.files import plain
-from accelerant.runtime.memory.limits import available_bytes, size_text
-from accelerant.runtime.memory.live_set import LiveSet
+from accelerant.runtime.memory.limits import LiveSet, available_bytes, size_text
 from accelerant.runtime.provider import ComputeDevice
 
 PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")

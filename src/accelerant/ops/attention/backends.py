@@ -24,7 +24,7 @@ from torch import Tensor
 from accelerant.errors import UnsupportedCase
 from accelerant.ops.attention.launch import like, with_rows
 from accelerant.runtime.dispatch import Case, Implementation
-from accelerant.runtime.memory.live_set import ordinary_tensors
+from accelerant.runtime.memory.limits import ordinary_tensors
 
 # --- torch's own functions -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.host import fork_safe
-from accelerant.runtime.memory.live_set import ordinary_tensors
+from accelerant.runtime.memory.limits import ordinary_tensors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
 

@@ -29,7 +29,7 @@ from accelerant.runtime.dispatch import Case
 from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.race import Tuned
-from accelerant.runtime.memory.live_set import ordinary_tensors
+from accelerant.runtime.memory.limits import ordinary_tensors
 
 _WIDTHS = {
     "count": (),

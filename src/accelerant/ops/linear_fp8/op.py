@@ -40,7 +40,7 @@ from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops.linear_gelu.op import launch_join
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.memory.live_set import ordinary_tensors
+from accelerant.runtime.memory.limits import ordinary_tensors
 
 # --- reference, with real conversions to e4m3 ------------------------------------------------------------------------
 

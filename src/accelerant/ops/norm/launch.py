@@ -26,7 +26,7 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.plan import torch_wants_determinism
 from accelerant.runtime.dispatch.race import Tuned
-from accelerant.runtime.memory.live_set import predictions
+from accelerant.runtime.memory.limits import predictions
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch

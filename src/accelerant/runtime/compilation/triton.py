@@ -30,7 +30,7 @@ from accelerant.errors import CompileError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources, sources_hash
 from accelerant.runtime.files import remove_folder_of
-from accelerant.runtime.memory.live_set import has_fakes, predictions
+from accelerant.runtime.memory.limits import has_fakes, predictions
 from accelerant.runtime.provider import noted
 
 if TYPE_CHECKING:

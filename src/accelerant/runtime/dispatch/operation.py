@@ -61,8 +61,14 @@ from accelerant.runtime.dispatch.plan import (
 )
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
-from accelerant.runtime.memory.limits import describe_out_of_memory, is_out_of_memory
-from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
+from accelerant.runtime.memory.limits import (
+    count,
+    describe_out_of_memory,
+    has_fakes,
+    is_out_of_memory,
+    predictions,
+    uncounted,
+)
 from accelerant.runtime.provider import Launches, lacks_host_memory
 
 _RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)

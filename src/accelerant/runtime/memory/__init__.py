@@ -4,8 +4,8 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.memory.batch_size import BatchSizeSearch, optimal_batch_size
     from accelerant.runtime.memory.limits import (
+        LiveSet,
         MemoryOwner,
         MemoryStatistics,
         PeakRecord,
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
         statistics,
         trim,
     )
-    from accelerant.runtime.memory.peak import PeakComparison, PeakPrediction, compare_peak, predict_peak
+    from accelerant.runtime.memory.peak import (
+        BatchSizeSearch,
+        PeakComparison,
+        PeakPrediction,
+        compare_peak,
+        optimal_batch_size,
+        predict_peak,
+    )
 
 __all__ = [
-    "BatchSizeSearch", "MemoryOwner", "MemoryStatistics", "PeakComparison", "PeakPrediction", "PeakRecord",
+    "BatchSizeSearch", "LiveSet", "MemoryOwner", "MemoryStatistics", "PeakComparison", "PeakPrediction", "PeakRecord",
     "allocate", "apply_limit", "available_bytes", "bytes_asked_by", "compare_peak", "describe_out_of_memory",
     "is_out_of_memory", "largest_owners", "limit", "optimal_batch_size", "peak_recorded", "predict_peak", "size_text",
     "statistics", "trim",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, __all__, ("limits", "batch_size", "peak"))
+    __getattr__, __dir__ = lazy(__name__, __all__, ("limits", "peak"))

@@ -21,7 +21,7 @@ import torch
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
-from accelerant.runtime.memory.live_set import predictions, predicts_here
+from accelerant.runtime.memory.limits import predictions, predicts_here
 from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, check_owner, check_scalar, log_launch, noted, watched
 

@@ -23,7 +23,7 @@ from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.hip import HIP_DIALECTS, compile_hip, hip_key, hiprtc_version, library_names
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.memory.live_set import predictions, predicts_here
+from accelerant.runtime.memory.limits import predictions, predicts_here
 from accelerant.runtime.provider import SCALAR_CTYPES, Arguments, ComputeProvider, watched
 from accelerant.runtime.providers.cuda_launch import check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
