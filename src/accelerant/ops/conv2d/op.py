@@ -225,13 +225,6 @@ conv2d_bwd: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] = 
 )
 
 
-def _torch_equivalent(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:  # fmt: skip
-    return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
 def _torch_serves(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
@@ -240,7 +233,7 @@ def _torch_serves(
     return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
+_cpu = CpuFastPath(lambda x, *args, **options: torch.conv2d(x, *args, **options), serves=_torch_serves)
 
 
 @_cpu

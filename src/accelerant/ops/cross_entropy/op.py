@@ -215,13 +215,8 @@ def mean_by_torch(logits: Tensor, targets: Tensor) -> Tensor:
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
-def _torch_equivalent(
-    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
-    inplace_backward: bool = False,
-) -> Tensor:  # fmt: skip
-    return functional.cross_entropy(
-        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
-    )
+def _torch_equivalent(logits: Tensor, targets: Tensor, *, inplace_backward: bool = False, **options: Any) -> Tensor:
+    return functional.cross_entropy(logits, targets, **options)
 
 
 def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
