@@ -144,11 +144,17 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def cast_for_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast x as torch's autocast does: floating dtypes other than float64."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x  # what is not a tensor is reported by the check that follows
-    return x.to(dtype)
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors as torch's autocast casts them on the first one's device: floating dtypes other than float64.
+
+    What is no tensor is returned as it is.
+    """
+    kind = tensors[0].device.type
+    if kind in _WITHOUT_AUTOCAST or not torch.is_autocast_enabled(kind):
+        return tensors
+    low = torch.get_autocast_dtype(kind)
+    kept = [not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
+    return tuple(x if keep else x.to(low) for x, keep in zip(tensors, kept, strict=True))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
 from accelerant.ops._images import Pair, as_images, both, output_sizes, pair, to_channels_first, to_channels_last
-from accelerant.ops._library import autocast_dtype, cast_for_autocast, check_dtype, check_matches
+from accelerant.ops._library import cast_for_autocast, check_dtype, check_matches
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
@@ -271,10 +271,7 @@ def conv2d(
     deterministic algorithms only.
     """
     check_dtype("conv2d", x)
-    low = autocast_dtype(x.device.type)
-    if low is not None:
-        x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
-        bias = None if bias is None else cast_for_autocast(bias, low)
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     steps, spread = pair("stride", stride, 1), pair("dilation", dilation, 1)
     images = _check(x, weight, bias, groups)
     edges = [0, 0]

@@ -21,7 +21,6 @@ from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper import HopperProgram, Mma, is_hopper, refuses_product
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors, product_cost, triton_operation
 from accelerant.ops._library import (
-    autocast_dtype,
     cast_for_autocast,
     check_dtype,
     check_matches,
@@ -473,10 +472,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
     check_dtype("linear_gelu", x)
-    low = autocast_dtype(x.device.type)
-    if low is not None:
-        x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
-        bias = None if bias is None else cast_for_autocast(bias, low)
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     _check(x, weight, bias, approximate)
     y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])

@@ -16,7 +16,6 @@ from torch.nn import functional
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._library import (
-    autocast_dtype,
     below_autograd,
     cast_for_autocast,
     check_dtype,
@@ -87,9 +86,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     those.
     """
     check_dtype("matmul", a, "a")
-    low = autocast_dtype(a.device.type)
-    if low is not None:
-        a, b = cast_for_autocast(a, low), cast_for_autocast(b, low)
+    a, b = cast_for_autocast(a, b)
     _check(a, b)
     if torch.compiler.is_compiling():
         return torch.matmul(a, b)
@@ -139,10 +136,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: an argument is not a tensor.
     """
     check_dtype("linear", input, "input")
-    low = autocast_dtype(input.device.type)
-    if low is not None:
-        input, weight = cast_for_autocast(input, low), cast_for_autocast(weight, low)
-        bias = None if bias is None else cast_for_autocast(bias, low)
+    input, weight, bias = cast_for_autocast(input, weight, bias)
     check_matches("linear", input, "input", weight=weight, bias=bias)
     if weight.dim() not in (1, 2) or not input.dim() or input.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"

@@ -24,7 +24,7 @@ from accelerant.nn import GPT, Llama
 from accelerant.nn.layers import compute_dtype, rms_eps
 from accelerant.nn.patching.forms import unknown
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._library import autocast_dtype, cast_for_autocast
+from accelerant.ops._library import cast_for_autocast
 from accelerant.ops._per_example import PerExampleSink as Sink
 from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
@@ -51,8 +51,8 @@ SECOND_PASS = (
 
 def to_autocast(x: Tensor) -> Tensor:
     """Return x in autocast's dtype for products; x itself where autocast is off."""
-    low = autocast_dtype(x.device.type)
-    return x if low is None else cast_for_autocast(x, low)
+    cast: Tensor = cast_for_autocast(x)[0]
+    return cast
 
 
 def require_first_visit(ctx: Any) -> None:
