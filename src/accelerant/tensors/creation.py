@@ -33,12 +33,7 @@ def _clone(place: TensorDevice, x: DeviceTensor, *, memory_format: Any = None) -
 def _to_copy(
     place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
-    wanted = x.dtype if dtype is None else dtype
-    if wanted not in place.dtypes:
-        return NotImplemented
-    out = place.empty(x.shape, wanted)
-    place.copy(out, x)
-    return out
+    return NotImplemented if dtype not in (None, *place.dtypes) else place.contiguous(x, dtype)
 
 
 @register("fill_")

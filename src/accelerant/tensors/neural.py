@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,9 +134,9 @@ def _shifted(place: TensorDevice, x: DeviceTensor, dim: int) -> tuple[DeviceTens
     return largest, reduction(place, "sum", (x, largest), [dim], wide(x.dtype), pre="exp(x0 - x1)", keepdim=True)
 
 
-def _softmax_of(place: TensorDevice, x: Any, dim: int, template: str) -> Any:
+def _softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = False, *, template: str) -> Any:
     dim = dim_of(dim, x.dim())
-    if not x.dtype.is_floating_point:
+    if half_to_float or not x.dtype.is_floating_point:
         return NotImplemented
     if not x.dim() or not x.numel():
         return elementwise(place, template, (x, x, 1), x.dtype)
@@ -143,14 +144,8 @@ def _softmax_of(place: TensorDevice, x: Any, dim: int, template: str) -> Any:
     return elementwise(place, template, (x, largest, total), x.dtype)
 
 
-@register("_softmax.default")
-def _softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = False) -> Any:
-    return NotImplemented if half_to_float else _softmax_of(place, x, dim, "exp({0} - {1}) / {2}")
-
-
-@register("_log_softmax.default")
-def _log_softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = False) -> Any:
-    return NotImplemented if half_to_float else _softmax_of(place, x, dim, "{0} - {1} - log({2})")
+register("_softmax.default")(partial(_softmax, template="exp({0} - {1}) / {2}"))
+register("_log_softmax.default")(partial(_softmax, template="{0} - {1} - log({2})"))
 
 
 def _softmax_gradient(name: str, inputs: int, pre: str, template: str) -> None:
@@ -294,15 +289,9 @@ def _attention(
         return NotImplemented
     q, k, v = (operand(place, x) for x in (q, k, v))
     if q.dtype != wide(q.dtype):  # scores in float32, as torch's
-        y, lse = _attention(
-            place,
-            *(place.converted(x, wide(q.dtype)) for x in (q, k, v)),
-            0.0,
-            is_causal,
-            attn_mask=attn_mask,
-            scale=scale,
-        )
-        return place.converted(y, q.dtype), lse
+        whole = (place.contiguous(x, wide(q.dtype)) for x in (q, k, v))
+        y, lse = _attention(place, *whole, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        return place.contiguous(y, q.dtype), lse
     scores = _scores(place, q, k, is_causal, attn_mask, q.shape[-1] ** -0.5 if scale is None else scale)
     largest, total = _shifted(place, scores, 3)
     empty = "is_inf({1}) && {1} < 0"  # no key that the mask lets through: zeros, and no gradient
@@ -321,11 +310,9 @@ def _attention_backward(
 ) -> Any:  # fmt: skip
     dy, q, k, v = (operand(place, x) for x in (dy, q, k, v))
     if q.dtype != wide(q.dtype):
-        found = _attention_backward(
-            place, *(place.converted(x, wide(q.dtype)) for x in (dy, q, k, v, y)), lse, dropout_p, is_causal,
-            attn_mask=attn_mask, scale=scale,
-        )  # fmt: skip
-        return tuple(place.converted(d, q.dtype) for d in found)
+        whole = (place.contiguous(x, wide(q.dtype)) for x in (dy, q, k, v, y))
+        found = _attention_backward(place, *whole, lse, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return tuple(place.contiguous(d, q.dtype) for d in found)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     p = _scores(place, q, k, is_causal, attn_mask, factor)
     elementwise(place, "exp({0} - {1})", (p, strided(lse, (*lse.shape, 1), (*lse.stride(), 1))), q.dtype, out=p)

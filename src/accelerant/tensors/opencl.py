@@ -311,7 +311,7 @@ class OpenclTensors(GeneratedKernels):
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype in (torch.float16, torch.bfloat16):  # products of float32 are exact, and sums as torch's
             wide = self.empty(out.shape, torch.float32)
-            self.matmul(wide, *(self.converted(x, torch.float32) for x in (a, b)))
+            self.matmul(wide, *(self.contiguous(x, torch.float32) for x in (a, b)))
             self.copy(out, wide)
         elif self.is_cpu:
             operands = (out, a, b if b.stride(2) == 1 else self.contiguous(b))

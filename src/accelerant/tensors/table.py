@@ -184,7 +184,7 @@ def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Tensor) and (x.dim() or x.dtype == dtype):
         return x
     if isinstance(x, DeviceTensor):
-        return place.converted(x, dtype) if dtype in place.dtypes else x
+        return place.contiguous(x, dtype) if dtype in place.dtypes else x
     return torch.tensor(operand(place, x), dtype=dtype) if dtype != wide(dtype) else x
 
 

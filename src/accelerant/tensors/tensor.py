@@ -143,15 +143,9 @@ class TensorDevice(ABC):
                 "the last copy to the host"
             )
 
-    def contiguous(self, x: torch.Tensor) -> DeviceTensor:
-        """Return a contiguous copy."""
-        out = self.empty(x.shape, x.dtype)
-        self.copy(out, x)
-        return out
-
-    def converted(self, x: torch.Tensor, dtype: torch.dtype) -> DeviceTensor:
-        """Return a contiguous copy in a dtype."""
-        out = self.empty(x.shape, dtype)
+    def contiguous(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> DeviceTensor:
+        """Return a contiguous copy, in a dtype if one is given."""
+        out = self.empty(x.shape, x.dtype if dtype is None else dtype)
         self.copy(out, x)
         return out
 

@@ -269,7 +269,7 @@ class WebgpuTensors(GeneratedKernels):
                 self._integer_product(out, a, b)
                 return
             wide = self.empty(out.shape, torch.float32)
-            self.matmul(wide, *(self.converted(x, torch.float32) for x in (a, b)))
+            self.matmul(wide, *(self.contiguous(x, torch.float32) for x in (a, b)))
             self.copy(out, wide)
             return
         batch, rows, columns = out.shape
