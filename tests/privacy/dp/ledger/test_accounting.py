@@ -298,9 +298,10 @@ def test_remaining_is_the_last_that_fits(method):
 
 @pytest.mark.slow
 def test_remaining_without_a_limit_or_room():
-    assert remaining([], PrivacyEvent("gaussian", 0.0), 1.0, DELTA) == 0
+    assert remaining([], PrivacyEvent("gaussian", 0.0), epsilon=1.0, delta=DELTA) == 0
     assert remaining([PrivacyEvent("gaussian", 0.5)], STEP, epsilon=1.0, delta=DELTA) == 0
-    assert remaining([], PrivacyEvent("gaussian", 1e6, "poisson", 1e-9), 1.0, DELTA, method="rdp") == 10**9
+    event = PrivacyEvent("gaussian", 1e6, "poisson", 1e-9)
+    assert remaining([], event, epsilon=1.0, delta=DELTA, method="rdp") == 10**9
 
 
 @given(limit=st.integers(-1, 10**9), start=st.integers(0, 10**9))
