@@ -200,6 +200,7 @@ class PerExampleClipper:
     # --- attaching ---------------------------------------------------------------------------------------------------
 
     def _attach(self, survey: rules.Survey, undo: ExitStack) -> None:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is self.model:  # not a copy of it
                 self._calls += 1
