@@ -27,8 +27,8 @@ from accelerant.runtime.html_page import Point
 from accelerant.runtime.processes import Processes
 
 if TYPE_CHECKING:
+    from accelerant.nn.train import Trainer
     from accelerant.nn.train.history import History
-    from accelerant.nn.train.trainer import Trainer
 
 
 class Callback:

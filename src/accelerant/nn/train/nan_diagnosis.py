@@ -24,7 +24,7 @@ from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.processes import Processes
 
 if TYPE_CHECKING:
-    from accelerant.nn.train.trainer import Trainer
+    from accelerant.nn.train import Trainer
 
 _CHECKED = ("cpu",)  # devices on which gradients are checked before the update, since nothing has to wait there
 _NOTHING = "computed again, every part is finite by itself: their sum overflows, or the step varies from run to run"
