@@ -9,30 +9,6 @@ from accelerant.nn import MLP, LayerNorm, Linear, MultiHeadAttention, Transforme
 from accelerant.runtime.ledger import ledger
 
 
-def test_linear_is_torchs_linear():
-    torch.manual_seed(0)
-    layer = Linear(6, 5)
-    torch.nn.init.normal_(layer.bias)
-    x = torch.randn(2, 3, 6)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-
-
-def test_linear_without_bias_keeps_a_single_row():
-    layer = Linear(4, 3, bias=False)
-    x = torch.randn(4)
-    assert layer.bias is None
-    torch.testing.assert_close(layer(x), layer.weight @ x)
-
-
-def test_layer_norm_is_torchs_layer_norm():
-    torch.manual_seed(0)
-    layer = LayerNorm(8, eps=1e-3)
-    torch.nn.init.normal_(layer.weight)
-    torch.nn.init.normal_(layer.bias)
-    x = torch.randn(2, 3, 8)
-    torch.testing.assert_close(layer(x), F.layer_norm(x, (8,), layer.weight, layer.bias, 1e-3))
-
-
 def test_mlp_goes_through_the_tanh_gelu():
     torch.manual_seed(0)
     layer = MLP(4, hidden=9)

@@ -14,7 +14,9 @@ from accelerant.errors import ConfigError, ShapeError
 
 IMAGE, ROWS, SEQUENCES = (2, 4, 9, 11), (3, 5, 8), (5, 2, 8)
 CALLS = {
-    "linear": ("Linear", (8, 6, False), {}, ROWS),
+    "linear": ("Linear", (8, 6), {}, ROWS),
+    "linear without bias, a single row": ("Linear", (8, 6, False), {}, (8,)),
+    "layer norm with bias": ("LayerNorm", (8,), {"eps": 1e-3}, ROWS),
     "layer norm": ("LayerNorm", (8, 1e-3, True, False), {}, ROWS),
     "layer norm of two dimensions": ("LayerNorm", ([5, 8],), {}, ROWS),
     "layer norm without weights": ("LayerNorm", (8,), {"elementwise_affine": False}, ROWS),
