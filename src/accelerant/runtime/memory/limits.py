@@ -589,6 +589,9 @@ class LiveSet(TorchDispatchMode):
         self._clock = 0
         self._peak_clock = 0
 
+    def __repr__(self) -> str:
+        return f"LiveSet({self._device_type}: {self.live_bytes:,} bytes, {self.peak_bytes:,} at most)"
+
     def __enter__(self) -> LiveSet:
         _thread.modes += 1
         super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
