@@ -12,6 +12,7 @@ import accelerant
 from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.dispatch import choices, operations
 from accelerant.runtime.memory import limits
 from accelerant.runtime.monitoring import monitor
@@ -100,15 +101,16 @@ def test_devices_are_one_or_several(two):
             registry.find_devices(bad)
 
 
+SOURCE = "ACL_KERNEL void k(ACL_GLOBAL float* x) {}"
+
+
 def _entered(context):
     with context:
         pass
 
 
 DEVICE_FUNCTIONS = {
-    "kernel": lambda device: accelerant.kernel("ACL_KERNEL void k(ACL_GLOBAL float* x) {}", device=device).compile(
-        device
-    ),
+    "kernel": lambda device: accelerant.kernel(SOURCE, device=device).compile(device),
     "measure": lambda device: _entered(accelerant.measure(device)),
     "to": lambda device: accelerant.to(torch.ones(1), device),
     "sample": monitor.sample,
@@ -183,6 +185,7 @@ def test_objects_say_what_they_are():
         r"HostTime\(done\)": cpu.record_event(),
         r"TaskEvent\(done\)": Stream("cpu").record(),
         r"StagingPool\(2 buffers of 1,000 bytes\)": StagingPool(1000, pinned=False),
+        r"KernelSource\('k' in portable: k\)": KernelSource("k", {"portable": SOURCE}, {"k": ("*f32",)}),
         r"Choices\('.*choices'\)": choices(),
     }
     for text, value in shown.items():

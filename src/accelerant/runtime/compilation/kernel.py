@@ -133,6 +133,9 @@ class KernelSource:
     options: CompileOptions | tuple[str, ...] = ()
     shared_bytes: int = 0
 
+    def __repr__(self) -> str:
+        return f"KernelSource({self.name!r} in {', '.join(self.dialects)}: {', '.join(self.entries)})"
+
     @property
     def compile_options(self) -> CompileOptions:
         """The options that are not a compiler's own words."""
@@ -183,8 +186,8 @@ class Kernel:
     resources: Resources
     compile_ms: float
     from_cache: bool
-    metadata: Mapping[str, Any]
-    handle: Any
+    metadata: Mapping[str, Any] = field(repr=False)
+    handle: Any = field(repr=False)
 
 
 @functools.cache

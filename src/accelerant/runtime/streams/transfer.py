@@ -160,7 +160,7 @@ class ChunkedRun:
         copy_in_s, compute_s, copy_out_s: the stages, by the device's events; they overlap.
     """
 
-    result: Any = None
+    result: Any = field(default=None, repr=False)
     rows: int = 0
     chunks: int = 0
     bytes_in: int = 0
