@@ -165,16 +165,15 @@ class CpuProvider(ComputeProvider):
         )  # fmt: skip
         types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in source.entries[entry]]
         if dialect == "portable":
-            return self.describe(
-                source, entry, binary, self._cpu, began_s=began, from_cache=from_cache,
-                handle=load_c(binary, entry, types), least_share=_LEAST_SHARE // 4,
-            )  # fmt: skip
-        address, library = self._load(binary, entry)
-        function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
-        function.library = library  # type: ignore[attr-defined]  # the code is in its memory
+            handle, least_share = load_c(binary, entry, types), _LEAST_SHARE // 4
+        else:
+            address, library = self._load(binary, entry)
+            handle = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
+            handle.library = library  # type: ignore[attr-defined]  # the code is in its memory
+            least_share = getattr(program, "least_share", _LEAST_SHARE)
         return self.describe(
-            source, entry, binary, self._cpu, began_s=began, from_cache=from_cache, handle=function,
-            least_share=getattr(program, "least_share", _LEAST_SHARE),
+            source, entry, binary, self._cpu, began_s=began, from_cache=from_cache, handle=handle,
+            least_share=least_share,
         )  # fmt: skip
 
     def key_of(self, source: KernelSource) -> str:
