@@ -16,13 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent / "service"))
 from serving import Server
 
+import accelerant
 from accelerant.errors import ConfigError
 from accelerant.nn.patching import register_form
+from accelerant.runtime import registry
 from accelerant.service.client import Client
+from requirements import require_backend
 
 ROOT = Path(__file__).parents[1]
 MODULE = '''\
@@ -260,3 +264,28 @@ def test_a_form_that_cannot_be_registered_says_why():
     activations = pytest.importorskip("transformers.activations", reason="transformers is optional")
     with pytest.raises(ConfigError, match="has the form 'gelu_new', not 'rms_norm'"):
         register_form("rms_norm", activations.NewGELUActivation.forward)
+
+
+@pytest.mark.slow
+def test_a_backend_with_a_dialect_has_tensors(monkeypatch):
+    """The dialect is a class, here OpenCL's; models and their gradients run on the backend's device."""
+    require_backend("opencl")
+    from accelerant.runtime.providers.opencl import OpenclProvider
+    from accelerant.tensors.tensor import TENSOR_DEVICES
+
+    class OtherProvider(OpenclProvider):
+        name = "other"
+
+    registry.register(OtherProvider)
+    monkeypatch.setitem(TENSOR_DEVICES, "other", ("accelerant.tensors.opencl", "OpenclTensors"))
+    try:
+        model, x = torch.nn.Linear(6, 3), torch.randn(4, 6)
+        wanted = torch.softmax(model(x), -1).square().sum()
+        (gradient,) = torch.autograd.grad(wanted, [model.weight])
+        model = accelerant.to(model, "other")
+        found = torch.softmax(model(accelerant.to(x, "other")), -1).square().sum()
+        found.backward()
+        torch.testing.assert_close(accelerant.to(found, "cpu"), wanted)
+        torch.testing.assert_close(accelerant.to(model.weight.grad, "cpu"), gradient)
+    finally:
+        registry.unregister("other")
