@@ -258,12 +258,15 @@ def _is_alpha(alpha: Any, dtype: torch.dtype) -> bool:
     return isinstance(alpha, bool) <= (dtype == torch.bool) and (isinstance(alpha, int) or dtype.is_floating_point)
 
 
+def _is_bool(x: Any) -> bool:
+    return x.dtype == torch.bool if isinstance(x, Tensor) else isinstance(x, bool)
+
+
 def _sum_or_difference(
     place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, sign: str, out: DeviceTensor | None = None
 ) -> Any:
     dtype = promoted(a, b)
-    of_bool = any(isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool) for x in (a, b))
-    if not _is_alpha(alpha, dtype) or (sign == "-" and of_bool):
+    if not _is_alpha(alpha, dtype) or (sign == "-" and (_is_bool(a) or _is_bool(b))):
         return NotImplemented  # torch's error
     if dtype == torch.bool:
         return elementwise(place, "({0} != 0) || ({1} != 0 && {2} != 0)", (a, b, alpha), dtype, out=out)
