@@ -241,3 +241,4 @@ def test_either_order_of_an_accelerator():
     accelerator = acl.Accelerator("cpu")
     for arguments in ((SCALARS, POINTS), (POINTS, SCALARS), ([5, 7], POINTS), (POINTS, [5, 7])):
         assert np.array_equal(np.asarray(accelerator.msm(*arguments)), G1.mul(G1.generator, 31))
+    assert np.array_equal(np.asarray(accelerator.msm(points=POINTS, scalars=SCALARS)), G1.mul(G1.generator, 31))

@@ -36,7 +36,7 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar import msm
 from accelerant.zk.multi_scalar import scratch_bytes as msm_scratch_bytes
-from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words, swapped
+from accelerant.zk.operands import either_order, encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 Tensors = tuple[torch.Tensor, ...]
@@ -526,10 +526,9 @@ class Operations(ABC):
             )
         return self._call("ntt", (x,), {"field": field, "inverse": inverse, "coset": coset, "order": order})
 
+    @either_order("scalars", "points", lambda *_, curve=DEFAULT_CURVE, **__: curve_named(curve).parameters, own=1)
     def msm(self, scalars: Any, points: Any, curve: str = DEFAULT_CURVE, *, check: bool | str = "curve") -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
-        if swapped(curve_named(curve).parameters, scalars, points):
-            scalars, points = points, scalars
         return self._call("msm", (scalars, points), {"curve": curve, "check": check})
 
 

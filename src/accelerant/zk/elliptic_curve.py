@@ -188,7 +188,7 @@ class EllipticCurve:
         """Return -P. check: points must be on the curve."""
         return self._unary(p, check, device, lambda space, x: launch.neg(space, self.parameters, x))
 
-    @operands.either_order("points", "scalars", lambda self, *_, **__: self.parameters, own=1)
+    @operands.either_order("points", "scalars", lambda self, *_, **__: self.parameters, own=1, rows=False)
     def mul(self, points: Any, scalars: Any, *, check: bool = True, device: DeviceLike = None) -> Any:
         """Return sP; for words, after the checks, in a time that depends on the shape alone.
 

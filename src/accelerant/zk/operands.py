@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.encoding import decode_points, encode_points, hexadecimal
 from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.field import FieldArray
@@ -142,14 +142,8 @@ def points_inward(curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, 
             one = launch.from_montgomery(space, curve, space.getitem(words, (slice(index, index + 1),)))
             (point,) = decode_points(curve, space.store(one), check=False)
             what = "is not on" if test == "off_curve" else "is out of the subgroup of"
-            raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {curve.name}")
+            raise FormatError(f"{name}[{index}] (flattened) is {hexadecimal(point)}, which {what} {curve.name}")
     return words
-
-
-def _hexadecimal(point: Any) -> str:
-    if isinstance(point, tuple):
-        return "(" + ", ".join(map(_hexadecimal, point)) + ")"
-    return f"{point:#x}"
 
 
 def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: Shape, *operands: ArrayOperand) -> Any:
@@ -165,7 +159,9 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def either_order(first: str, second: str, curve_of_call: Callable[..., Curve[Any]], own: int = 0) -> Callable[[F], F]:
+def either_order(
+    first: str, second: str, curve_of_call: Callable[..., Curve[Any]], *, own: int = 0, rows: bool = True
+) -> Callable[[F], F]:
     """Decorate a function of `points` and `scalars`, named `first` and `second` after `own` others: take either order.
 
     Positional arguments are told apart by what they are (see `swapped`); `curve_of_call` has all of a call's arguments.
@@ -176,7 +172,7 @@ def either_order(first: str, second: str, curve_of_call: Callable[..., Curve[Any
         def call(*given: Any, **options: Any) -> Any:
             if len(given) > own + 1:
                 pair = {first: given[own], second: given[own + 1]}
-                if swapped(curve_of_call(*given, **options), **pair, rows=not own):
+                if swapped(curve_of_call(*given, **options), **pair, rows=rows):
                     given = (*given[:own], given[own + 1], given[own], *given[own + 2 :])
             elif len(given) > own and first in options:
                 given, options = given[:own], options | {second: given[own]}

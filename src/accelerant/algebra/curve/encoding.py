@@ -75,9 +75,11 @@ def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool
     """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup."""
     for index, point in enumerate(points):
         if not curve.is_on_curve(point):
-            raise FormatError(f"points[{index}] is {_shown(point)}, which is not on {curve.name}")
+            raise FormatError(f"points[{index}] is {hexadecimal(point)}, which is not on {curve.name}")
         if subgroup and curve.cofactor != 1 and not in_subgroup(curve, point):
-            raise FormatError(f"points[{index}] is {_shown(point)}, on {curve.name} but not in its subgroup of order r")
+            raise FormatError(
+                f"points[{index}] is {hexadecimal(point)}, on {curve.name} but not in its subgroup of order r"
+            )
 
 
 def point_bytes(curve: Curve[E], layout: PointLayout) -> int:
@@ -142,7 +144,7 @@ def _from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, index: int) -
     x = _element(curve, values, "x", index)
     y = curve.coordinates.sqrt(curve.right_side(x))
     if y is None:
-        raise FormatError(f"points[{index}] has x = {_hex(x)}, with which no point is on {curve.name}")
+        raise FormatError(f"points[{index}] has x = {hexadecimal(x)}, with which no point is on {curve.name}")
     return x, y if curve.coordinates.is_larger(y) == (flags == codes.larger) else curve.coordinates.neg(y)
 
 
@@ -215,11 +217,8 @@ def _element(curve: Curve[E], parts: Sequence[int], name: str, index: int) -> E:
     return curve.coordinates.join(parts)
 
 
-def _shown(point: Affine[E]) -> str:
-    return "infinity" if point is None else f"({_hex(point[0])}, {_hex(point[1])})"
-
-
-def _hex(element: object) -> str:
-    if isinstance(element, tuple):
-        return "(" + ", ".join(f"{part:#x}" for part in element) + ")"
-    return f"{element:#x}"
+def hexadecimal(value: object) -> str:
+    """Return a coordinate, or an affine point, for a message."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(hexadecimal, value))})"
+    return "infinity" if value is None else f"{value:#x}"

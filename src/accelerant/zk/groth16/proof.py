@@ -43,7 +43,7 @@ _HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]{1,96}", re.ASCII)
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
 
-_MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 """Longest other text that is read: a verification key of 300,000 public inputs has that size."""
 
 _MAX_PROOF_BYTES = 1 << 16
@@ -290,7 +290,7 @@ def inputs_from(source: Any, family: Family, n_public: int | None, name: str) ->
 
 
 def _inputs_from_json(text: Any, family: Family, n_public: int | None, name: str) -> tuple[int, ...]:
-    most = _MAX_JSON_BYTES if n_public is None else most_public_bytes(n_public)
+    most = MAX_JSON_BYTES if n_public is None else most_public_bytes(n_public)
     text = read_json(text, name, most, f"a list of {n_public} public inputs")
     open_list, open_object = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if isinstance(text, str | bytes) and (text.count(open_list) != 1 or open_object in text):  # type: ignore[arg-type, operator]  # of one type

@@ -38,6 +38,7 @@ from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats.forgeable import why_forgeable
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.proof import (
+    MAX_JSON_BYTES,
     SNARKJS_CURVES,
     JsonSource,
     Proof,
@@ -60,9 +61,6 @@ U64 = npt.NDArray[np.uint64]
 
 _MAX_INPUTS = 1 << 24
 """Largest accepted number of public inputs, more than any circuit of 2^28 constraints in use has."""
-
-_MAX_BYTES = 64 << 20
-"""Longest text of a key that is read: one of 300,000 public inputs has that size."""
 
 _KEY_POINTS = ("beta", "gamma", "delta")
 _POINTS = ("alpha", *_KEY_POINTS)
@@ -164,7 +162,7 @@ class VerificationKey:
             FormatError: malformed JSON, a name given twice, a coordinate that is not reduced, a point off its curve or
                 outside the subgroup, or a point at infinity other than in IC; names the element.
         """
-        value, family = parse_groth16(read_json(text, name, _MAX_BYTES, "a verification key"), name)
+        value, family = parse_groth16(read_json(text, name, MAX_JSON_BYTES, "a verification key"), name)
         n_public, rows = value.get("nPublic"), value.get("IC")
         if isinstance(n_public, bool) or not isinstance(n_public, int) or not 0 <= n_public <= _MAX_INPUTS:
             raise FormatError(f'{name}: "nPublic" must be a number of public inputs, got {abbreviated(n_public)}')
