@@ -160,9 +160,8 @@ class Linear(nn.Linear):
         if fuses(input, dtype, self):
             return fused_linear(input.to(dtype), *pair_of(self), *cast_pair(self, dtype))
         if float8_of(self.weight) is not None and input.numel():
-            layer = f"Linear({self.in_features}, {self.out_features}, bias={self.bias is not None})"
             raise UnsupportedCase(
-                f"precision fp8 needs a layer that runs as an autograd function of Accelerant; {layer} runs on torch's "
+                f"precision fp8 needs a layer that runs as an autograd function of Accelerant; {self} runs on torch's "
                 "(torch.compile, a subclass of Tensor, a hook or another device): use bfloat16"
             )
         rows = input.to(dtype).reshape(-1, self.in_features)
@@ -170,6 +169,10 @@ class Linear(nn.Linear):
         if self.bias is not None:
             y = y + self.bias.to(dtype)
         return y.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Describe the module for `print(model)`."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 def _to_normalize(layer: Any, x: Tensor) -> Tensor:
