@@ -171,7 +171,6 @@ def launch_dgelu(da: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor,
 MULTIPLE = 16
 """Both sizes of a weight must be multiples of this: rows of 16 bytes."""
 
-_E4M3 = torch.float8_e4m3fn
 _MIN_CAPABILITY = (8, 9)
 
 
@@ -189,7 +188,7 @@ class Float8Weight(NamedTuple):
         if N % MULTIPLE or K % MULTIPLE:
             raise ShapeError(f"products in fp8 take weights whose sizes are multiples of {MULTIPLE}, got {(N, K)}")
         device = weight.device
-        q, transposed = (torch.empty(shape, dtype=_E4M3, device=device) for shape in ((N, K), (K, N)))
+        q, transposed = (torch.empty(shape, dtype=E4M3, device=device) for shape in ((N, K), (K, N)))
         return cls(q, transposed, torch.empty(N, dtype=torch.float32, device=device))
 
 
@@ -214,7 +213,7 @@ def flattened(weights: Sequence[Tensor | Float8Weight]) -> list[Tensor]:
 
 def unflattened(parts: Sequence[Tensor]) -> tuple[Tensor | Float8Weight, ...]:
     """Return the weights whose tensors `flattened` returned; all of one kind."""
-    if parts[0].dtype != _E4M3:
+    if parts[0].dtype != E4M3:
         return tuple(parts)
     return tuple(Float8Weight(*parts[i : i + 3]) for i in range(0, len(parts), 3))
 
