@@ -768,7 +768,7 @@ def test_training_on_few_elements_on_a_gpu_is_torchs(name, dtype, eager):
 @pytest.mark.gpu
 def test_everything_else_on_a_gpu_runs_our_kernels(eager):
     x = torch.randn(64, 256, device="cuda")
-    many = torch.randn(_differentiable.FEW, device="cuda").requires_grad_()
+    many = torch.randn(_differentiable.SMALL, device="cuda").requires_grad_()
     wants = x.clone().requires_grad_()
 
     def under_no_grad():

@@ -94,7 +94,7 @@ def test_time_does_not_depend_on_what_is_drawn():
     quickest = [math.inf] * 3
     for _ in range(20):
         for i, each in enumerate(launches):
-            start, end = (torch.cuda.PrivacyEvent(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             each.start()
             end.record()
