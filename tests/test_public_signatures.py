@@ -12,8 +12,8 @@ import enum
 import functools
 import importlib
 import inspect
-import os
 import itertools
+import os
 import pickle
 import pkgutil
 import types
