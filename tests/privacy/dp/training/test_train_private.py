@@ -24,24 +24,10 @@ from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import about
 from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings, WindowSource, split_draw
 from accelerant.runtime.files import plain
+from micro_run import MICRO
 
 CPU = torch.device("cpu")
-MICRO = preset("tiny").replaced(
-    name="micro",
-    context=16,
-    layers=1,
-    heads=2,
-    width=16,
-    batch_size=4,
-    microbatch=2,
-    steps=4,
-    learning_rate=1e-2,
-    validations=1,
-    validation_tokens=256,
-    sample_tokens=8,
-    checkpoint_every_s=300.0,
-    cpu_threads=None,
-)
+RUN = MICRO.replaced(steps=4, validations=1, predict_memory=True)
 
 
 class Watcher:
@@ -74,7 +60,7 @@ class Watcher:
 def run(tmp_path_factory):
     text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(100)))
-    return MICRO.replaced(data=(str(text),), seed=3)
+    return RUN.replaced(data=(str(text),), seed=3)
 
 
 def settings(folder, **changes):
