@@ -133,8 +133,7 @@ def bad_input_is_refused():
         distributed.tensor_parallel(acl.nn.GPT(GPT), mesh)
     model = llama()
     model.blocks[1].mlp.down = layers.Linear(48, 32)
-    refusal = r"blocks.1.mlp.down is Linear\(in_features=48, out_features=32, bias=True\)"
-    with pytest.raises(UnsupportedCase, match=refusal):
+    with pytest.raises(UnsupportedCase, match=r"blocks.1.mlp.down is Linear\(48, 32, bias=True\)"):
         distributed.tensor_parallel(model, mesh)
     assert type(model.blocks[0].attention.qkv) is layers.Linear  # nothing was split
     with pytest.raises(ConfigError, match=r"precision must be .*, got torch.int8"):
