@@ -99,7 +99,7 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Kind(NamedTuple):
-    """What recognizes the calls of a kind, and what serves them; kept as a plain tuple, which is faster to unpack.
+    """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack.
 
     Attributes:
         length, tensors: the number of arguments, and of those that are tensors, the first ones.
@@ -151,7 +151,7 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class _ThreadState(threading.local):
-    """What a thread's op tells the CpuFastPath of its public function.
+    """The state of a thread that an op shares with the CpuFastPath of its public function.
 
     Attributes:
         by_torch: record and Operation of the last call that ran torch's implementation.

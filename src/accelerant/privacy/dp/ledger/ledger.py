@@ -300,7 +300,7 @@ class PrivacyLedger:
 
     @property
     def counts(self) -> Counter[PrivacyEvent]:
-        """How often each event happened, or may have happened, by the event with a count of 1."""
+        """The number of times that each event happened, or may have happened, by the event with a count of 1."""
         with self._lock:
             return self._past + self._used
 
