@@ -156,7 +156,7 @@ def test_more_than_2_31_elements(op):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_matmul_is_counted_forward_and_backward(dtype):
+def test_autocast_matmul_is_counted_once_and_autograd_makes_its_gradients(dtype):
     a = torch.randn(64, 128, device="cuda", requires_grad=True)
     b = torch.randn(128, 32, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype):
@@ -164,7 +164,7 @@ def test_autocast_matmul_is_counted_forward_and_backward(dtype):
     assert y.dtype == dtype
     y.sum().backward()
     assert a.grad.dtype == b.grad.dtype == torch.float32
-    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "matmul") == 3
+    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "matmul") == 1  # the rest is torch's
 
 
 def test_only_the_bias_wants_a_gradient(monkeypatch):
