@@ -75,7 +75,7 @@ def test_arguments_may_be_positional_where_torch_has_them_so():
     ("call", "words"),
     [
         (lambda x: ops.rms_norm(x, x[0], x[1]), "rms_norm: eps must be a number, got Tensor"),
-        (lambda x: ops.layer_norm(x, (4,), x[0], x[0]), "layer_norm takes torch tensors; weight is a tuple"),
+        (lambda x: ops.layer_norm(x, x[0], (4,)), "layer_norm takes torch tensors; bias is a tuple"),
         (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, x @ x.T), "causal must be True or False, got Tensor"),
         (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, 0.125), "causal must be True or False, got float"),
     ],
@@ -227,6 +227,20 @@ def test_normalized_shape_is_the_last_dimension():
     for shape in (3, (3, 4), ()):
         with pytest.raises(ShapeError, match=r"normalized_shape must be \(4,\), got"):
             ops.layer_norm(x, normalized_shape=shape)
+
+
+def test_normalized_shape_may_come_second_as_in_torch():
+    x, weight, bias = torch.randn(3, 4), torch.randn(4), torch.randn(4)
+    for shape in (4, (4,), [4], x.shape[-1:]):
+        assert torch.equal(ops.layer_norm(x, shape, weight, bias, 1e-3), ops.layer_norm(x, weight, bias, 1e-3))
+        assert torch.equal(ops.rms_norm(x, shape, weight, 1e-3), ops.rms_norm(x, weight, 1e-3))
+        assert torch.equal(ops.layer_norm(x, shape, bias=bias), ops.layer_norm(x, bias=bias))
+    compiled = torch.compile(lambda x: ops.layer_norm(x, (4,), weight), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), ops.layer_norm(x, weight))
+    with pytest.raises(ShapeError, match=r"normalized_shape must be \(4,\), got"):
+        ops.layer_norm(x, (3, 4), weight)
+    with pytest.raises(TypeError, match="multiple values for argument 'weight'"):
+        ops.layer_norm(x, (4,), weight, weight=weight)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["plain", "autocast"])

@@ -12,6 +12,11 @@ Importing this starts no driver and no compiler: a kernel is compiled, or read f
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
 from accelerant.ops.attention import attention, attention_varlen
 from accelerant.ops.attention.op import scaled_dot_product_attention as scaled_dot_product_attention
 from accelerant.ops.conv2d import conv2d
@@ -41,3 +46,11 @@ __all__ = [
     "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid", "silu", "softmax",
     "swiglu", "tanh",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    lacking = f"module {__name__!r} has no attribute {name!r}"
+    for place, path in ((torch.nn.functional, "torch.nn.functional"), (torch, "torch")):
+        if not name.startswith("_") and isinstance(getattr(place, name, None), FunctionType | BuiltinFunctionType):
+            raise AttributeError(f"{lacking}: write {path}.{name}")
+    raise AttributeError(lacking)

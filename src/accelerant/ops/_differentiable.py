@@ -46,8 +46,7 @@ from accelerant.ops._library import (
     is_ordinary,
     keys_of,
     ordinary_keys,
-    own_keywords,
-    torch_keywords,
+    own_arguments,
     transforming,
 )
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -239,7 +238,8 @@ class CpuFastPath:
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> Any:
             if is_dynamo_compiling():
-                return public(*args, **own_keywords(name, args, options))
+                args, options = own_arguments(name, args, options)  # type: ignore[assignment]
+                return public(*args, **options)
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             grad = is_grad_enabled()
             for kind in known.get(_LATEST, ()):
@@ -302,8 +302,9 @@ class CpuFastPath:
         if kinds and kinds is not known.get(_LATEST):
             known[_LATEST] = kinds
             return call(*args, **options)
-        if options and not torch_keywords(public.__name__).isdisjoint(options):
-            return call(*args, **own_keywords(public.__name__, args, options))
+        own_args, own = own_arguments(public.__name__, args, options)
+        if own is not options:
+            return call(*own_args, **own)
         learns = served and type(x) in _TENSORS
         return self._learn(public, args, options, values) if learns else public(*args, **options)
 

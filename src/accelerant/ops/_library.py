@@ -319,6 +319,15 @@ def own_keywords(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
     return own
 
 
+def own_arguments(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments by the op's own names and in its own order; the errors are those of own_keywords."""
+    if op in ("layer_norm", "rms_norm") and len(args) > 1 and isinstance(args[1], int | tuple | list):
+        args, options = (args[0], *args[2:]), {**options, "normalized_shape": args[1]}  # torch's order
+    if options and not torch_keywords(op).isdisjoint(options):
+        options = own_keywords(op, args, options)
+    return args, options
+
+
 def with_torch_keywords(public: F) -> F:
     """Decorate a public function that has no CpuFastPath, which understands them too."""
 
