@@ -30,6 +30,8 @@ def test_a_field_makes_arrays(field):
     for zeros in (field.zeros((2, 3)), field.Zeros((2, 3))):
         assert zeros.tolist() == [[0] * 3] * 2
     assert field.ones(3).tolist() == field.Ones(3).tolist() == [1] * 3
+    assert field.Range(1, 8, 3).tolist() == [1, 4, 7]
+    assert field.Identity(2).tolist() == [[1, 0], [0, 1]]
     assert field.ones(()).tolist() == 1
     assert field.Random((2, 5)).shape == field.uniform((2, 5)).shape == (2, 5)
     assert int(field.primitive_element) == field.generator

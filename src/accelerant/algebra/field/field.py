@@ -142,6 +142,14 @@ class PrimeField:
 
     Zeros, Ones, Random = zeros, ones, uniform  # as in galois
 
+    def Range(self, start: int, stop: int, step: int = 1, *, device: DeviceLike = None) -> FieldArray:  # noqa: N802  galois
+        """Return start, start + step, ... below stop as a FieldArray."""
+        return self(list(range(start, stop, step)), device=device)
+
+    def Identity(self, size: int, *, device: DeviceLike = None) -> FieldArray:  # noqa: N802  galois
+        """Return an identity matrix, (size, size), as a FieldArray."""
+        return self(np.eye(size, dtype=np.int64), device=device)
+
     @property
     def primitive_element(self) -> FieldArray:
         """The generator of the multiplicative group, as a single element."""

@@ -280,7 +280,11 @@ def verify(
     elif isinstance(public, Proof) or (isinstance(public, Mapping) and "pi_a" in public):
         raise UnsupportedDtype("public is a proof: the order is verification_key, public, proof")
     if isinstance(public, str | bytes | os.PathLike):
-        public = inputs_from(public, family, key.n_public, "public")
+        try:
+            public = inputs_from(public, family, key.n_public, "public")
+        except FormatError as error:
+            error.add_note("verify takes verification_key, public, proof, in this order")
+            raise
     return Statement(key, public).proved_by(of_json(Proof, proof))
 
 
