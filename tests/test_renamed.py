@@ -9,7 +9,7 @@ import pytest
 
 import accelerant
 from accelerant import _renamed
-from accelerant._renamed import renamed_arguments, renamed_names, understood_arguments
+from accelerant._renamed import missing_arguments, missing_names, renamed_arguments, renamed_names, understood_arguments
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 
@@ -112,3 +112,55 @@ def test_an_old_name_of_a_module_names_the_new_one():
 def test_a_module_without_getattr_keeps_its_error():
     with pytest.raises(AttributeError, match="has no attribute 'other'"):
         renamed_names("accelerant.sums", {})("other")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("accelerant.gelu", "write accelerant.ops.gelu"),
+        ("accelerant.GPT", "write accelerant.nn.GPT"),
+        ("accelerant.optim", "write accelerant.nn.optim"),
+        ("accelerant.dp", "write accelerant.privacy.dp"),
+        ("accelerant.asarray", "arrays of these libraries are taken as they are"),
+        ("accelerant.RawKernel", "write accelerant.kernel"),
+        ("accelerant.ops.batch_norm", "write torch.nn.functional.batch_norm"),
+        ("accelerant.ops.bmm", "write torch.bmm"),
+        ("accelerant.privacy.PrivacyEngine", "write accelerant.privacy.dp.PrivacyEngine"),
+        ("accelerant.privacy.dp.BatchMemoryManager", "write microbatch= of dp.make_private"),
+        ("accelerant.privacy.dp.get_noise_multiplier", r"write dp.calibrate\(target_epsilon=, delta="),
+        ("accelerant.privacy.mpc.split", "write accelerant.privacy.mpc.shamir.split"),
+        ("accelerant.privacy.he.generate_keypair", "write he.paillier.keygen"),
+        ("accelerant.zk.GF", r"write zk.field\(name\)"),
+        ("accelerant.zk.intt", r"write zk.ntt\(x, inverse=True\)"),
+        ("accelerant.zk.Prover", "write accelerant.zk.groth16.Prover"),
+        ("accelerant.zk.groth16.fullProve", r"write groth16.prove\(key, witness\)"),
+    ],
+)
+def test_a_name_of_another_library_or_module_says_what_to_write(path, words):
+    module, _, name = path.rpartition(".")
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute '{name}'.*{words}"):
+        getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("module", ["", ".ops", ".zk", ".zk.groth16", ".privacy", ".privacy.dp", ".privacy.he"])
+def test_a_name_of_no_library_keeps_its_error(module):
+    for name in ("no_such_name", "_private", "Tensor"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+            getattr(importlib.import_module(f"accelerant{module}"), name)
+
+
+@pytest.mark.usefixtures("registry_of_its_own")
+def test_missing_names_pass_on_what_is_there():
+    assert missing_names("accelerant.sums", {}, {"other": 1}.__getitem__)("other") == 1
+    with pytest.raises(AttributeError, match=r"accelerant\.sums\.Total is Sum now$"):
+        missing_names("accelerant.sums", {"Total": "sum"}, renamed_names("accelerant.sums", {"Total": "Sum"}))("Total")
+
+
+def test_an_argument_of_another_library_says_what_to_write():
+    @missing_arguments(bf16='precision="bfloat16"')
+    def train(precision="float32"):
+        return precision
+
+    assert train("fp8") == train(precision="fp8") == "fp8"
+    with pytest.raises(TypeError, match=r'train\(\) has no argument bf16=: write precision="bfloat16"'):
+        train(bf16=True)

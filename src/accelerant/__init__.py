@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from accelerant import errors, runtime
 from accelerant._lazy import lazy
-from accelerant._renamed import renamed_names
+from accelerant._renamed import missing_names, renamed_names
 from accelerant._version import __version__
 
 TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-C prints a traceback of the command line
@@ -55,9 +55,22 @@ _NAMES = {
 }
 """The public names that each module of this package defines."""
 
+_ARRAYS = "numpy.asarray, torch.as_tensor or cupy.asarray: arrays of these libraries are taken as they are"
+_ELSEWHERE = {
+    **dict.fromkeys(("array", "asarray", "tensor", "zeros", "ones", "arange"), _ARRAYS),
+    **dict.fromkeys(("RawKernel", "RawModule", "SourceModule"), "accelerant.kernel"),
+    **dict.fromkeys(("ElementwiseKernel", "ReductionKernel", "vectorize", "jit"), "accelerant.fuse"),
+    **dict.fromkeys(("device", "Device", "cuda"), "accelerant.devices(), or accelerant.Accelerator(device=)"),
+    "asnumpy": "numpy.asarray, or .numpy(force=True) of a torch tensor",
+}
+"""Names of CuPy, PyCUDA, Numba and torch -> what to write here."""
+
+_SEARCHED = ("ops", "nn", "nn.train", "privacy", "privacy.dp", "privacy.mpc", "privacy.he", "zk", "zk.groth16")
+
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _of_package, __dir__ = lazy(__name__, __all__, _NAMES)
     __getattr__ = renamed_names(__name__, {"optimize": "accelerant.nn.patch"}, _of_package)
+    __getattr__ = missing_names(__name__, _ELSEWHERE, __getattr__, _SEARCHED)
 
 
 def _accelerator_on(backend: str, device: int) -> Accelerator:

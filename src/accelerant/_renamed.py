@@ -1,12 +1,19 @@
-"""Names that changed: for a version an old one raises an error that says the new one. docs/migration.md lists them."""
+"""Names that changed, or that other libraries have: an error says what to write here.
+
+For a version the old name of what changed raises an error that says the new one; docs/migration.md lists them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["checked_arguments", "renamed_arguments", "renamed_names", "understood_arguments"]
+__all__ = [
+    "checked_arguments", "missing_arguments", "missing_names", "renamed_arguments", "renamed_names",
+    "understood_arguments",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 ARGUMENTS: dict[tuple[str, str], str] = {}
@@ -29,6 +36,16 @@ def renamed_arguments(**renamed: str) -> Callable[[F], F]:
         return checked_arguments(target, refuse)
 
     return decorate
+
+
+def missing_arguments(**words: str) -> Callable[[F], F]:
+    """Decorate a function or class that lacks keyword arguments of other libraries: their name = what to write here."""
+
+    def refuse(target: Any, kwargs: dict[str, Any]) -> None:
+        for missing in words.keys() & kwargs.keys():
+            raise TypeError(f"{target.__name__}() has no argument {missing}=: write {words[missing]}")
+
+    return lambda target: checked_arguments(target, refuse)
 
 
 def understood_arguments(**names: str) -> Callable[[F], F]:
@@ -71,5 +88,36 @@ def renamed_names(
         if get is not None:
             return get(old)
         raise AttributeError(f"module {module!r} has no attribute {old!r}")
+
+    return name
+
+
+def missing_names(
+    module: str, words: Mapping[str, str], get: Callable[[str], Any] | None = None, packages: Sequence[str] = ()
+) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a module whose error for a name that it lacks says what to write.
+
+    Args:
+        module: the module's `__name__`.
+        words: a name that people bring from other libraries -> what to write here.
+        get: the `__getattr__` that it has already.
+        packages: modules of it whose `__all__` is searched for other names; imported only for the error.
+    """
+
+    def name(missing: str) -> Any:
+        try:
+            if get is not None:
+                return get(missing)
+            raise AttributeError(f"module {module!r} has no attribute {missing!r}")
+        except AttributeError as error:
+            if missing.startswith("_") or f"{missing!r}" not in str(error):
+                raise
+            paths = (f"{module}.{package}" for package in packages)
+            found = words.get(missing) or next(
+                (f"{path}.{missing}" for path in paths if missing in importlib.import_module(path).__all__), None
+            )
+            if found is None:
+                raise
+            raise AttributeError(f"{error}: write {found}") from None
 
     return name

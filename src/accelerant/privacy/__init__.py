@@ -9,6 +9,7 @@ None of this code has been audited.
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy
+from accelerant._renamed import missing_names
 
 if TYPE_CHECKING:
     from accelerant.privacy import dp, federated, he, mpc
@@ -16,4 +17,5 @@ if TYPE_CHECKING:
 __all__ = ["dp", "federated", "he", "mpc"]
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(__name__, __all__, {})
+    _of_package, __dir__ = lazy(__name__, __all__, {})
+    __getattr__ = missing_names(__name__, {}, _of_package, ("dp", "mpc", "he", "federated"))

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-from accelerant._renamed import checked_arguments, renamed_arguments, understood_arguments
+from accelerant._renamed import checked_arguments, missing_arguments, renamed_arguments, understood_arguments
 from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
@@ -112,6 +112,17 @@ def _path(value: str | os.PathLike[str] | None) -> str | None:
     return os.fspath(value) if isinstance(value, os.PathLike) else value or None
 
 
+_MISSING = {
+    "bf16": 'precision="bfloat16"',
+    "fp16": 'precision="float16"',
+    "dtype": "precision=",
+    "per_device_train_batch_size": "batch_size=, the rows of a step on all devices together",
+    "resume": "fit(..., resume=True)",
+    "resume_from_checkpoint": "fit(..., resume=True)",
+}
+"""Names of transformers and others -> what to write here."""
+
+
 def _divided(values: dict[str, Any], batch: int) -> None:
     """Replace `microbatch`, if it is among settings, by accumulate; ConfigError unless it divides the batch."""
     if "microbatch" not in values:
@@ -132,6 +143,7 @@ def _takes_microbatch(kind: type[T]) -> type[T]:
 
 
 @understood_arguments(**_UNDERSTOOD)
+@missing_arguments(**_MISSING)
 @renamed_arguments(**_RENAMED)
 @_takes_microbatch
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,9 @@ def run_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
+    if not isinstance(run, RunConfig):
+        wanted = "a RunConfig, such as preset('tiny').replaced(data=path)"  # type: ignore[unreachable]
+        raise ConfigError(f"run_training takes {wanted}; got {type(run).__name__}")
     out, device, progress = (
         Path(out or run.training.out or f"runs/{run.name}"),
         _torch_device(device),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accelerant._renamed import missing_arguments
 from accelerant._version import __version__
 from accelerant.errors import (
     AccelerantError,
@@ -89,6 +90,10 @@ _PEAK_EVERY_S = 0.1  # on the CPU, where reading the peak memory takes as long a
 _FLUSH_STEPS, _FLUSH_S = 50, 1.0  # on a GPU, losses are read back after that many steps or seconds
 
 
+_SETTINGS = ("lr", "learning_rate", "epochs", "steps", "batch_size", "optimizer_name", "device", "seed", "out")
+
+
+@missing_arguments(**{name: f"TrainConfig({name}=...) as config=" for name in _SETTINGS})
 def fit(
     model: nn.Module, data: Data, targets: Data | None = None, config: TrainConfig | None = None, *,
     validation: Any = None, loss: Loss | None = None, optimizer: MakeOptimizer | None = None,

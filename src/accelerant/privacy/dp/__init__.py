@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy
-from accelerant._renamed import renamed_names
+from accelerant._renamed import missing_names, renamed_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
@@ -65,6 +65,19 @@ _NAMES = {
 
 _RENAMED = {"Event": "PrivacyEvent", "GradientPrivatizer": "Privatizer", "Statement": "PrivacyStatement"}
 
+_ACCOUNTANT = 'dp.PrivacyLedger().epsilon(delta, method="pld" or "rdp")'
+_OPACUS = {
+    "GradSampleModule": "dp.make_private, which does not wrap the model",
+    "ModuleValidator": "dp.make_private, whose error names each layer that it refuses, and a replacement",
+    "BatchMemoryManager": "microbatch= of dp.make_private",
+    "DPOptimizer": "dp.make_private(...).optimizer",
+    "DPDataLoader": "dp.make_private(...).batches(data)",
+    "UniformWithReplacementSampler": "dp.PoissonSampler",
+    "get_noise_multiplier": "dp.calibrate(target_epsilon=, delta=, sample_rate=, steps=)",
+    **dict.fromkeys(("RDPAccountant", "PRVAccountant", "create_accountant", "get_epsilon", "epsilon"), _ACCOUNTANT),
+}
+"""Names of Opacus -> what to write here."""
+
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _get, __dir__ = lazy(__name__, __all__, _NAMES)
-    __getattr__ = renamed_names(__name__, _RENAMED, _get)
+    __getattr__ = missing_names(__name__, _OPACUS, renamed_names(__name__, _RENAMED, _get))

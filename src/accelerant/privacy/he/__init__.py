@@ -11,6 +11,7 @@ None of this code has been audited.
 from typing import TYPE_CHECKING, Any
 
 from accelerant._lazy import lazy
+from accelerant._renamed import missing_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.he import bfv, paillier
@@ -28,5 +29,9 @@ def decrypt_batch(private: Any, encrypted: Any, **options: Any) -> Any:
     return private.decrypt(encrypted, **options)
 
 
+_PHE = dict.fromkeys(("generate_keypair", "generate_paillier_keypair"), "he.paillier.keygen()")
+"""Names of phe and others -> what to write here."""
+
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    __getattr__, __dir__ = lazy(__name__, __all__, {})
+    _of_package, __dir__ = lazy(__name__, __all__, {})
+    __getattr__ = missing_names(__name__, _PHE, _of_package, ("paillier", "bfv"))

@@ -11,6 +11,7 @@ None of this code has been audited. Names load on first use.
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy
+from accelerant._renamed import missing_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.mpc import beaver, shamir
@@ -21,4 +22,5 @@ __all__ = ["SecureAggregation", "beaver", "make_identities", "secure_aggregate",
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _NAMES = {"secagg.protocol": ("SecureAggregation", "make_identities"), "secagg.aggregate": ("secure_aggregate",)}
-    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)
+    _of_package, __dir__ = lazy(__name__, __all__, _NAMES)
+    __getattr__ = missing_names(__name__, {}, _of_package, ("shamir", "beaver"))

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from accelerant._renamed import missing_arguments, understood_arguments
 from accelerant.errors import BudgetExceeded, ConfigError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger.events import (
     CHARGED_UP_TO,
@@ -244,6 +245,8 @@ _TOLERANCE: Final = 8e-4
 _LEAST_NOISE: Final = 1e-3
 
 
+@understood_arguments(target_delta="delta", q="sample_rate")
+@missing_arguments(epochs="steps=, the number of batches of all epochs", accountant='method="pld" or "rdp"')
 def calibrate(
     *, target_epsilon: float, delta: float, sample_rate: float = 1.0, steps: int, method: str = "pld",
     mechanism: Mechanism = "gaussian", sampling: Sampling = "poisson", charged: float = 0.0,

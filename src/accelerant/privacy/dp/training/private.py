@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from accelerant._renamed import understood_arguments
+from accelerant._renamed import missing_arguments, understood_arguments
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import require_norm
@@ -339,7 +339,14 @@ class PrivateTraining:
         )
 
 
-@understood_arguments(module="model", target_delta="delta")
+@understood_arguments(module="model", target_delta="delta", sigma="noise_multiplier", q="sample_rate")
+@missing_arguments(
+    data_loader="sample_rate=1 / len(loader) and private.batches(dataset), or dp.PrivacyEngine().make_private",
+    epochs="steps=, the number of batches of all epochs",
+    clip="max_grad_norm=",
+    poisson_sampling="batches of your own, which are accounted without amplification",
+    secure_mode="nothing: the noise is secure unless insecure=True",
+)
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
