@@ -171,6 +171,8 @@ def test_groth16_from_circuit_to_json(family, tmp_path):
         ({"nonresidue": (1, 2)}, "a non-residue"),
         ({"nonresidue": (3, 1)}, "is a square or a cube|not on the curve"),
         ({"b": 5}, "is not on the curve"),
+        ({"b": 1 << 400}, "must be from 0 to below q"),
+        ({"g1_generator": (-1, 2)}, "must be from 0 to below q"),
         ({"twist": "divide"}, "is not on the curve"),
         ({"g1_generator": (0, 2)}, "is not infinity"),
     ],
@@ -181,3 +183,12 @@ def test_what_is_no_family_is_refused_and_leaves_nothing(changed, message):
     with pytest.raises(ConfigError, match=message):
         zk.register_family("refused", **given)
     assert [dict(table) for table in (FIELDS, CURVES, FAMILIES)] == before
+
+
+@pytest.mark.parametrize("name", ["bn128", "BN254", "bn_254", "alt_bn128", "bls12381", "BLS12_381", "BLS_PLUS"])
+def test_a_name_that_files_use_for_another_family_is_refused(name, monkeypatch):
+    """A key that says bn128 would be read as one of the new family."""
+    monkeypatch.setitem(FAMILIES, "bls_plus", FAMILIES["bls12_381"])
+    with pytest.raises(ConfigError, match=rf"^{name}: files that name \w+ could mean this family, too"):
+        zk.register_family(name, **parameters_of("bls_plus"))
+    assert name not in FAMILIES

@@ -28,7 +28,7 @@ from accelerant.algebra.curve.weierstrass import (
     in_subgroup,
     multiply,
 )
-from accelerant.algebra.field.parameters import FIELDS, Field, field_of, known_name, register_field
+from accelerant.algebra.field.parameters import FIELDS, Field, field_of, known_name, letters_of, register_field
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
@@ -284,6 +284,9 @@ def register_family(
     """Register a pairing-friendly curve with its two groups and fields; arguments and errors of zk.register_family."""
     if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
         raise ConfigError(f"a family's name must be an identifier, got {clipped(name)}")
+    taken = {letters_of(known): known for known in FAMILIES}.get(letters_of(known_name(name)), name)
+    if name != taken:
+        raise ConfigError(f"{name}: files that name {taken} could mean this family, too: take another name")
     if kind not in ("bn", "bls12") or twist not in ("divide", "multiply"):
         raise ConfigError(
             f"{name}: kind must be bn or bls12, and twist divide or multiply; got {clipped(kind)}, {clipped(twist)}"
@@ -308,6 +311,8 @@ def register_family(
     try:
         for suffix, prime in (("fq", q), ("fr", r)):
             register_field(f"{name}_{suffix}", prime, _nonresidue(prime))
+        if not all(0 <= each < q for each in numbers[1:]):
+            raise ConfigError(f"{name}: b and the coordinates of generators must be from 0 to below q = {clipped(q)}")
         FAMILIES[name] = family
         _check_family(family)
     except ConfigError:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import known_name
+from accelerant.algebra.field.parameters import known_name, letters_of
 from accelerant.algebra.field.words import index_of
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import clipped, decode_json, read_regular
@@ -311,16 +311,12 @@ def parse_groth16(text: Any, what: str, *, curve: str | None = None) -> tuple[Ma
     if value.get("protocol") != "groth16":
         raise FormatError(f'{what}: "protocol" must be "groth16", got {abbreviated(value.get("protocol"))}')
     name = value.get("curve", curve)
-    families = {_letters(family): family for family in FAMILIES}
-    letters = _letters(known_name(name)) if isinstance(name, str) else ""
+    families = {letters_of(family): family for family in FAMILIES}
+    letters = letters_of(known_name(name)) if isinstance(name, str) else ""
     if letters not in families:
         names = ", ".join(SNARKJS_CURVES.get(family, family) for family in FAMILIES)
         raise FormatError(f'{what}: "curve" must be one of {names}, got {abbreviated(name)}')
     return value, FAMILIES[families[letters]]
-
-
-def _letters(name: str) -> str:
-    return "".join(re.findall("[A-Z0-9]", name.upper()))
 
 
 def _parse(text: Any, what: str) -> Any:
