@@ -11,7 +11,14 @@ import torch
 from loops import private
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy import dp
@@ -289,6 +296,9 @@ def test_rows_come_as_the_loader_collates_them():
     ({"grad_sample_mode": "ghost"}, "grad_sample_mode='ghost': norms are computed"),
     ({"data_loader": loader(sampler=SubsetRandomSampler(range(9)))}, "draws by a SubsetRandomSampler"),
     ({"data_loader": loader(batch_size=1, batch_sampler=[[0, 1]])}, "in a list, and Poisson draws"),
+    ({"data_loader": loader(1, batch_sampler=BatchSampler(SubsetRandomSampler(range(9)), 3, False))}, "by a Subset"),
+    ({"data_loader": loader(sampler=SequentialSampler(range(9)))}, "by a SequentialSampler of 9 rows in"),
+    ({"data_loader": loader(sampler=RandomSampler(range(9), num_samples=90))}, "by a RandomSampler of 90 rows"),
     ({"data_loader": [1]}, "data_loader must be a torch DataLoader, got list"),
 ])  # fmt: skip
 def test_what_opacus_takes_and_would_void_the_guarantee_is_refused(options, message):

@@ -188,10 +188,13 @@ def _require_loader(loader: Any) -> None:
         raise ConfigError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset) or not len(loader):
         raise UnsupportedCase("the data set must have a length, above 0: each draw is from all of its rows")
-    plain = type(loader.sampler) in (RandomSampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
-    if not plain:
+    batches = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", loader.sampler)  # not the loader's, which a batch_sampler= leaves unused
+    plain = type(sampler) in (RandomSampler, SequentialSampler) and type(batches) is BatchSampler
+    if not plain or sampler.data_source is not loader.dataset or len(sampler) != len(loader.dataset):
+        of = f" of {len(sampler)} rows" if plain else ""
         raise UnsupportedCase(
-            f"the loader draws by a {type(loader.sampler).__name__} in a {type(loader.batch_sampler).__name__}, and "
+            f"the loader draws by a {type(sampler).__name__}{of} in a {type(batches).__name__}, and "
             "Poisson draws of all rows would take its place: give a DataLoader with batch_size= and shuffle=, of a "
             "torch.utils.data.Subset for some of the rows"
         )
