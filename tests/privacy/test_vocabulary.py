@@ -152,6 +152,11 @@ def test_make_private_takes_insecure_and_its_opposite():
     assert [source(secure=False), source(insecure=True), source(insecure=False, secure=False)] == [False] * 3
     with pytest.raises(ConfigError, match="give either insecure or secure, its opposite; got True and True"):
         source(insecure=True, secure=True)
+    for wrong in ({"insecure": "no"}, {"insecure": 1}, {"secure": "no"}, {"secure": 0}):
+        with pytest.raises(ConfigError, match="secure must be True or False, got"):
+            source(**wrong)
+    with pytest.raises(ConfigError, match="insecure must be True or False, got 'no'"):
+        dp.gaussian_noise_(torch.zeros(2), 1.0, insecure="no")
 
 
 def test_a_bound_of_elements_is_called_max_abs():

@@ -83,7 +83,12 @@ def client_ledger(ledger: LedgerLike) -> Iterator[PrivacyLedger | None]:
 
 
 def make_source(*, insecure: bool) -> NoiseSource:
-    """Return ChaCha20 on integers for privacy claims; Philox in floating point for research."""
+    """Return ChaCha20 on integers for privacy claims; Philox in floating point for research.
+
+    Raises ConfigError for what is neither True nor False: a text such as "no" would be true.
+    """
+    if not isinstance(insecure, bool):
+        raise ConfigError(f"insecure must be True or False, got {insecure!r}")
     return FastSource() if insecure else SecureSource()
 
 

@@ -415,6 +415,8 @@ def make_private(
     with processes.agreed(settings, _HIDDEN):
         if secure is not None and insecure:
             raise ConfigError(f"give either insecure or secure, its opposite; got {insecure!r} and {secure!r}")
+        if not isinstance(secure, bool | None):
+            raise ConfigError(f"secure must be True or False, got {secure!r}")
         arguments = _TrainingArguments(
             noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch,
             loss_reduction, clipping, insecure or secure is False, ledger, groups,
@@ -535,6 +537,7 @@ class _TrainingArguments:
             raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {chosen!r}")
         if self.adaptive is not None and isinstance(self.max_grad_norm, Mapping):
             raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {self.max_grad_norm!r}")
+        make_source(insecure=self.insecure)  # refuses what is not True or False
         self.units = Units.of(groups)
         if isinstance(self.ledger, PrivacyLedger):
             self.units.require_ledger(self.ledger)
