@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train import (
     Callback,
     PrintProgress,
@@ -75,6 +75,18 @@ def test_files_of_an_earlier_version_are_read():
     recipe = {name: value for name, value in recipe.items() if name not in ("betas", "max_grad_norm", "warmup_steps")}
     before = {**today, "recipe": {**recipe, "init_from": ""}, "profile": 0}
     assert RunConfig.from_dict(before) == RunConfig.from_dict(today)
+    usual = {name: value for name, value in before["recipe"].items() if name != "beta2"}
+    assert RunConfig.from_dict({**before, "recipe": usual}).training.betas == (0.7, 0.95)
+    for twice in (
+        {"clip": 1.0, "max_grad_norm": 5.0},
+        {"betas": [0.1, 0.2], "beta2": 0.5},
+        {"folder": "a", "out": "b"},
+    ):
+        with pytest.raises(FormatError, match="say the same: give one"):
+            TrainConfig.from_dict(twice)
+    for name in ("steps", "clip", "patience"):
+        with pytest.raises(FormatError, match="number, got False"):
+            TrainConfig.from_dict({name: False})
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
@@ -99,6 +111,11 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
     save_checkpoint(path, tensors, {**document, "config": {**same, **before, "clip": 7.0}})
     with pytest.raises(ConfigError, match=r"was trained with max_grad_norm=7\.0, got 1\.0"):
         fit(model(), *data, config, resume=True)
+    before |= {"warmup": today["warmup"]}
+    same.pop("warmup_steps")
+    save_checkpoint(path, tensors, {**document, "config": {**same, **before}, "total_steps": 4})
+    with pytest.raises(ConfigError, match=r"was trained with warmup_steps=None, got 3"):
+        fit(model(), *data, replace(config, warmup_steps=3), resume=True)
 
 
 def test_a_config_is_copied_and_pickled(tmp_path):

@@ -439,7 +439,7 @@ def restored(
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise ConfigError if a checkpoint has another value of a setting that changes the training."""
-    found = renamed_settings(found)
+    found = {"warmup_steps": None} | renamed_settings(found)  # earlier versions had the fraction alone
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
             raise ConfigError(f"checkpoint {path} was trained with {name}={clipped(found[name])}, got {value!r}")

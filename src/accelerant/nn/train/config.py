@@ -99,13 +99,19 @@ def _require_type(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name} must be {_WORDS[kind]}, got {clipped(value)}")
 
 
-def renamed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a file, perhaps of an earlier version, under the names of today."""
+def renamed_settings(values: Mapping[str, Any], betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, Any]:
+    """Return the settings in a file, perhaps of an earlier version, under the names of today; `betas`: by default.
+
+    ConfigError for a setting under both of its names.
+    """
     values = dict(values)
+    if twice := [old for old, new in _RENAMED.items() if old in values and new in values]:
+        raise ConfigError(f"{twice[0]} and {_RENAMED[twice[0]]} say the same: give one")
     found = {_RENAMED.get(name, name): value for name, value in values.items()}
     if "beta1" in values or "beta2" in values:
-        found["betas"] = [values.get("beta1", 0.9), values.get("beta2", 0.999)]
-    return {name: None if name in _UNSET and value in (0, "") else value for name, value in found.items()}
+        found["betas"] = [values.get("beta1", betas[0]), values.get("beta2", betas[1])]
+    unset = {name for name in _UNSET if found.get(name) in (0, "") and found[name] is not False}
+    return {name: None if name in unset else value for name, value in found.items()}
 
 
 def _path(value: str | os.PathLike[str] | None) -> str | None:
@@ -490,7 +496,7 @@ class RunConfig:
         """
         try:
             options = renamed_settings(values)
-            recipe, data = renamed_settings(options.pop("recipe")), options.pop("data")
+            recipe, data = renamed_settings(options.pop("recipe"), _GPT.betas), options.pop("data")
             if not isinstance(data, list):
                 raise ConfigError(f"data must be a list of strings, got {clipped(data)}")
             recompute = options.pop("recompute", False)
