@@ -77,6 +77,16 @@ def resume(out, watcher=None, **options):
     return resume_training(out, CPU, progress=watcher or Watcher(), extension=PrivateRun.of(described), **options)
 
 
+@pytest.mark.parametrize("secure", [True, False])
+def test_settings_of_an_earlier_version_are_read(secure):
+    today = dataclasses.asdict(PrivateSettings("", target_epsilon=3.0, insecure_noise=not secure))
+    before = {name: value for name, value in today.items() if name != "insecure_noise"}
+    assert PrivateRun.of({"settings": {**before, "secure": secure}}).settings == PrivateSettings(**today)
+    for wrong in ({"secure": "no"}, {"secure": 0}, {"secure": True, "insecure_noise": True}):
+        with pytest.raises(ConfigError, match=r"config\.json does not say how the run is private"):
+            PrivateRun.of({"settings": {**before, **wrong}})
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 

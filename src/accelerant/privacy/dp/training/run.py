@@ -99,7 +99,10 @@ class PrivateRun(Extension):
     def of(cls, description: Mapping[str, Any]) -> PrivateRun:
         """Return the run that config.json describes; ConfigError if a setting is missing, unknown or invalid."""
         try:
-            return cls(typed(PrivateSettings, description["settings"], "settings"))
+            settings = dict(description["settings"])
+            if "secure" in settings and "insecure_noise" not in settings:  # an earlier version's
+                settings["insecure_noise"] = not typed(bool, settings.pop("secure"), "secure")
+            return cls(typed(PrivateSettings, settings, "settings"))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json does not say how the run is private: {error}") from None
 
