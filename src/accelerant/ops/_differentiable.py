@@ -296,17 +296,30 @@ class CpuFastPath:
         try:
             x = values[0]
             kinds = known.get(x.shape, ())
-            served = self._pure or self._any_layout or ((x.is_cpu or self._serves_small) and x.is_contiguous())
+            learns = type(x) in _TENSORS and self._may_learn(x, values)
         except (AttributeError, IndexError, RuntimeError):  # no tensor, a sparse or a nested one
-            kinds, served = (), False
+            kinds, learns = (), False
         if kinds and kinds is not known.get(_LATEST):
             known[_LATEST] = kinds
             return call(*args, **options)
         own_args, own = own_arguments(public.__name__, args, options)
         if own is not options:
             return call(*own_args, **own)
-        learns = served and type(x) in _TENSORS
         return self._learn(public, args, options, values) if learns else public(*args, **options)
+
+    def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
+        """Return whether the call, whose first tensor is x, may teach a kind; elsewhere than on a CPU at little cost."""
+        if x.is_cpu:
+            return self._pure or self._any_layout or x.is_contiguous()
+        if not is_grad_enabled() or not any([type(y) in _TENSORS and y.requires_grad for y in values]):
+            return False
+        if self._serves_small is not None and 0 < x.numel() < SMALL:
+            return x.is_contiguous()
+        missed = self._missed + 1
+        if missed & (missed - 1):  # see _watched
+            self._missed = missed
+            return False
+        return self._pure
 
     def _learn(self, public: Callable[..., Any], args: Any, options: Any, values: tuple[Any, ...]) -> Any:
         """Call the public function, and remember what served the call, if another of its kind may be served so."""
