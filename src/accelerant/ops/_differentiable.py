@@ -308,10 +308,10 @@ class CpuFastPath:
         return self._learn(public, args, options, values) if learns else public(*args, **options)
 
     def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
-        """Return whether the call, whose first tensor is x, may teach a kind; elsewhere than on a CPU at little cost."""
+        """Return whether a call, whose first tensor is x, may teach a kind; this costs little where it may not."""
         if x.is_cpu:
             return self._pure or self._any_layout or x.is_contiguous()
-        if not is_grad_enabled() or not any([type(y) in _TENSORS and y.requires_grad for y in values]):
+        if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
             return False
         if self._serves_small is not None and 0 < x.numel() < SMALL:
             return x.is_contiguous()
