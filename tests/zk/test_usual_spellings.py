@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import accelerant as acl
 from accelerant import zk
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 FR, G1, G2 = zk.field("bn254_fr"), zk.curve("bn254_g1"), zk.curve("bn254_g2")
 
@@ -132,6 +133,18 @@ def test_what_could_be_in_either_order_asks_for_names(call):
     ):
         call(x=(1, 2), y=(1, 2))
     call(scalars=(1, 2), points=(1, 2))
+
+
+def test_no_order_shows_scalars_in_a_message():
+    """Two scalars have the shape of a point, and rows of them that of points: neither may be shown as a point."""
+    secret, bad = np.array([[1234567, 0, 0, 0]] * 2, np.uint64), G1.generator.copy()
+    bad[0, 0] ^= 1
+    rows, points = np.stack([secret, secret]), np.stack([G1.generator, bad])
+    for call, scalars, wrong in ((G1.mul, secret, bad), (zk.msm, rows, points), (G1.mul, secret, bad.astype("i4"))):
+        for given in ((scalars, wrong), (wrong, scalars)):
+            with pytest.raises((FormatError, UnsupportedDtype)) as caught:
+                call(*given)
+            assert not re.search(r"12d687|1234567|\d{6}", str(caught.value))
 
 
 def test_one_device_and_several():

@@ -187,7 +187,8 @@ def swapped(curve: Curve[Any], scalars: Any, points: Any, *, rows: bool = True) 
     """Return whether `scalars` are the points and `points` the scalars: by types and shapes, else by the curve.
 
     Points are (n, ...) with scalars (n, ...) or (b, n, ...), or unless `rows` both of any dimensions that broadcast.
-    ConfigError where either could be the points.
+    ConfigError where either could be the points, and FormatError where neither can be: a message that shows the point
+    that is off the curve could show scalars.
     """
     if (as_points := leading_dimensions(curve, scalars)[0]) is None:
         return False
@@ -196,11 +197,15 @@ def swapped(curve: Curve[Any], scalars: Any, points: Any, *, rows: bool = True) 
         return False
     if other_points is None:
         return True
-    if not _may_be_points(curve, scalars):
-        return False
-    if _may_be_points(curve, points):
+    first, second = _may_be_points(curve, scalars), _may_be_points(curve, points)
+    if first and second:
         raise ConfigError("either argument could be the points: give both by name, scalars= and points=")
-    return True
+    if not first and second is False:
+        raise FormatError(
+            f"neither argument has points of {curve.name} alone: give both by name, scalars= and points=, to see which "
+            "are not on it"
+        )
+    return bool(first)
 
 
 def leading_dimensions(curve: Curve[Any], x: Any) -> tuple[Shape | None, Shape | None]:
@@ -229,15 +234,16 @@ def _fit(points: Shape, scalars: Shape | None, rows: bool) -> bool:
     return all(i == j or 1 in (i, j) for i, j in zip(reversed(points), reversed(scalars), strict=False))
 
 
-def _may_be_points(curve: Curve[Any], x: Any) -> bool:
-    """Return whether x are points of the curve, not all of them infinity."""
+def _may_be_points(curve: Curve[Any], x: Any) -> bool | None:
+    """Return whether x are points of the curve; None if all are infinity."""
     try:
         operand = point_operand(curve, x, "points")
     except (FormatError, ShapeError, UnsupportedDtype):
         return False
     words = montgomery_points(curve, operand, operand.space)
-    finite = operand.space.store(words).any()
-    return bool(finite) and not launch.off(operand.space, curve, "off_curve", words).any()
+    if not operand.space.store(words).any():
+        return None
+    return not launch.off(operand.space, curve, "off_curve", words).any()
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------
