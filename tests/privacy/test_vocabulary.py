@@ -116,6 +116,23 @@ def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name, kind):
         release(3)
 
 
+@pytest.mark.parametrize("aggregator", ["client", "server"])
+def test_a_round_is_recorded_where_the_ledger_was(tmp_path, monkeypatch, aggregator):
+    """A program that changes its folder must not begin another ledger, without what was spent."""
+    monkeypatch.chdir(tmp_path)
+    setup = mpc.SecureAggregation(clients=3, threshold=2, size=2, **NOISY)
+    signing, keys = make_identities(3)
+    book, other = "spent.jsonl", tmp_path / "other"
+    server = setup.server(0, keys, ledger=book if aggregator == "server" else None)
+    books = [book if aggregator == "client" and i == 0 else None for i in range(3)]
+    clients = [setup.client(i, key, keys, ledger=books[i]) for i, key in enumerate(signing)]
+    other.mkdir()
+    monkeypatch.chdir(other)
+    run_round(server, clients, lambda i: (UPDATES[i], 1), 0, {})
+    assert not list(other.iterdir())
+    assert sum(event.count for event in dp.PrivacyLedger.read(tmp_path / book).events) == 1
+
+
 def test_a_ledgers_file_keeps_its_unit(tmp_path):
     path = tmp_path / "spent.jsonl"
     dp.PrivacyLedger(path, unit="patient").close()

@@ -505,6 +505,11 @@ def ledger_path(ledger: object) -> Path:
     return Path(ledger)
 
 
+def absolute_ledger(ledger: LedgerLike) -> LedgerLike:
+    """Return what names the same ledger after the working folder has changed."""
+    return ledger if ledger is None or isinstance(ledger, PrivacyLedger) else ledger_path(ledger).absolute()
+
+
 def _budgets(history: LedgerHistory, path: Path) -> list[Budget]:
     """Return the budgets of a file that were not given up, in the order in which they were last given."""
     try:

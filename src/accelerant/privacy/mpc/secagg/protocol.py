@@ -42,7 +42,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
+from typing import Any, Concatenate, Final, Literal, ParamSpec
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from torch import Tensor
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import LedgerLike, absolute_ledger
 from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
@@ -67,9 +68,6 @@ from accelerant.privacy.mpc.secagg.messages import (
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 from accelerant.runtime.registry import DeviceLike, find_device
-
-if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger.ledger import LedgerLike
 
 SECURITY: Final = -40.0  # log2 of the probability that a sparse graph fails
 _MOST_CLIENTS = 65_535
@@ -342,7 +340,7 @@ class AggregationClient:
         self.device = torch.device(find_device(device, torch_tensors=True).torch_device)
         self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
         self._path = None if state_path is None else Path(state_path)
-        self._ledger = ledger
+        self._ledger = absolute_ledger(ledger)
         with client_ledger(ledger):
             pass
         self._round: _Round | None = None
@@ -655,7 +653,7 @@ class AggregationServer:
         ledger: LedgerLike = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
         self.setup, self.device = setup, torch.device(find_device(device, torch_tensors=True).torch_device)
-        self._ledger = ledger
+        self._ledger = absolute_ledger(ledger)
         with client_ledger(ledger):
             pass
         self._number, self._keys = round_number, tuple(map(bytes, verification_keys))
