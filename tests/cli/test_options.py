@@ -69,6 +69,11 @@ def test_each_earlier_spelling_has_its_row_in_the_page_of_names_that_changed():
         assert any(f"`{old}`" in before and f"`{new}`" in now for _, before, now, _ in rows), old
 
 
+def test_a_close_name_of_a_command_is_said_once(capsys):
+    status, errors = run(capsys, "traim")
+    assert (status, errors.count("'train'")) == (2, 1)
+
+
 def test_an_unknown_option_exits_2(capsys):
     for words, _ in commands():
         status, errors = run(capsys, *words, "--nope")
@@ -134,6 +139,16 @@ def test_an_unknown_choice_exits_2(capsys, tmp_path, monkeypatch):
         ("jobs list --limit 3", "--limit is --max-rows now"),
         ("profile --limit 3 x.py", "--limit is --max-rows now"),
         ("cache warm --limit-s 3", "No such option"),
+        ("train --output_dir x", "no option --output_dir: write --out"),
+        ("train --max-steps 3", "no option --max-steps: write --steps"),
+        ("sample runs/x --max_new_tokens=3", "no option --max_new_tokens: write --tokens"),
+        ("privacy calibrate --epsilon 3", "no option --epsilon: write --target-epsilon"),
+        ("devices --epsilon 3", "No such option"),
+        ("version", "no command version: write accelerant --version"),
+        ("groth16 prove a b", "no command groth16: write accelerant zk --help"),
+        ("zk fullprove a b", "no command fullprove: write accelerant zk prove"),
+        ("bench gelo", "no suite or op 'gelo': close are gelu"),
+        ("bench xyzzy", "no suite or op 'xyzzy'; there are neural, "),
     ],
 )
 def test_a_list_with_commas_and_an_earlier_spelling_name_the_form_of_today(capsys, line, said):

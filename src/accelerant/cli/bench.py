@@ -12,8 +12,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -78,15 +79,25 @@ class _SuiteGroup(HelpGroup):
         if cmd_name in _SUITES:
             return typer.main.get_command(_suite_app(_load(cmd_name), program))
         found = super().get_command(ctx, cmd_name)
-        if found is None and _is_op(cmd_name):
+        if found is None and cmd_name in _ops():
             found = typer.main.get_command(_suite_app(_load("neural"), program, op=cmd_name))
         return found
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the arguments."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            known = [*self.list_commands(ctx), *_ops()]
+            close = get_close_matches(name, known)
+            others = f": close are {', '.join(close)}" if close else f"; there are {', '.join(known)}"
+            raise ConfigError(f"no suite or op {name!r}{others}")
+        return super().resolve_command(ctx, args)
 
-def _is_op(name: str) -> bool:
+
+def _ops() -> Collection[str]:
     from accelerant.ops.registry import public_ops
 
-    return name in public_ops()
+    return public_ops()
 
 
 def _load(name: str) -> type[Suite]:

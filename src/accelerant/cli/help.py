@@ -52,6 +52,26 @@ RENAMED = {
 }  # fmt: skip
 """Earlier spelling -> option of today; an unknown option of such a name is an error that says so."""
 
+OPTIONS_ELSEWHERE = {
+    "--bf16": "--precision", "--dataset": "--data", "--epsilon": "--target-epsilon", "--fp16": "--precision",
+    "--gradient-accumulation-steps": "--microbatch", "--max-new-tokens": "--tokens", "--max-steps": "--steps",
+    "--model": "--init-from", "--num-train-epochs": "--epochs", "--output": "--out", "--output-dir": "--out",
+    "--per-device-train-batch-size": "--batch-size", "--resume-from-checkpoint": "--resume",
+}  # fmt: skip
+"""Option of transformers and others -> the option here."""
+
+COMMANDS_ELSEWHERE = {
+    **dict.fromkeys(("groth16", "snarkjs", "zkey", "wtns", "r1cs"), "accelerant zk --help"),
+    **dict.fromkeys(("generate", "chat"), "accelerant sample"),
+    **dict.fromkeys(("fullprove", "fullProve"), "accelerant zk prove, with the witness of circom's program"),
+    "benchmark": "accelerant bench --help",
+    "help": "accelerant --help",
+    "info": "accelerant doctor",
+    "nvidia-smi": "accelerant top",
+    "version": "accelerant --version",
+}
+"""Command of other programs -> what to write here."""
+
 _UsageError: Any = typer.BadParameter.__base__
 """click's class, or that of typer's copy of click."""
 
@@ -108,9 +128,12 @@ class HelpCommand(_Page, TyperCommand):
         return rest
 
     def _refuse_renamed(self, option: object) -> None:
-        new = RENAMED.get(option, "") if isinstance(option, str) else ""
-        if any(new in (*param.opts, *param.secondary_opts) for param in self.params):
+        spelled = option.replace("_", "-") if isinstance(option, str) else ""
+        taken = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
+        if (new := RENAMED.get(spelled)) in taken:
             raise ConfigError(f"{option} is {new} now")
+        if (new := OPTIONS_ELSEWHERE.get(spelled)) in taken:
+            raise ConfigError(f"no option {option}: write {new}")
 
 
 def _check_given(param: Any, value: Any) -> None:
@@ -129,6 +152,17 @@ def _check_given(param: Any, value: Any) -> None:
 
 class HelpGroup(_Page, TyperGroup):
     """A group of commands with such a page."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the arguments."""
+        if args[0] not in self.commands and (known := COMMANDS_ELSEWHERE.get(args[0])):
+            raise ConfigError(f"no command {args[0]}: write {known}")
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            if hasattr(error, "possibilities"):  # click says what is meant, and typer says it again
+                error.possibilities = None
+            raise
 
 
 class Application(typer.Typer):
