@@ -165,7 +165,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state_dict in which the weights of LinearInt8 are floating point, as a model without loads."""
+    """Return a model's state_dict with LinearInt8's weights in floating point, which a model without them loads."""
     state: dict[str, Any] = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         path = f"{name}." if name else ""
@@ -275,7 +275,7 @@ def quantize(
 
 
 def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
-    """Replace each LinearInt8 of a model by a torch.nn.Linear with its rounded weights, in the dtype of before.
+    """Replace each LinearInt8 of a model by a torch.nn.Linear with its rounded weights, in their original dtype.
 
     Args:
         model: a model that contains layers in integers, not itself one; one without such layers stays as it is.

@@ -1,6 +1,6 @@
 """Tables as text, and HTML pages that load nothing from anywhere: the style sheet and the parts of a page.
 
-Every text that an argument does not call HTML is escaped. Lines and dots of a chart have the classes s0 to s5.
+Texts are escaped, except those that a docstring calls HTML. Lines and dots of a chart have the classes s0 to s5.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ footer { font-size: 13px; }
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a page of the HTML of its parts, with its own style after that of all pages."""
+    """Return a page whose parts are HTML, with a style sheet of its own after that of all pages."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     page = (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'

@@ -84,7 +84,7 @@ def kernel(
 
     Raises:
         CompileError: no such kernel, or an argument that cannot be passed.
-        ConfigError: the file cannot be read, or an argument of this function that cannot be.
+        ConfigError: the file cannot be read, or an argument of this function is invalid.
     """
     text, path = _read(source)
     dialect = dialect_of(text, str(path or "the text"))
@@ -113,9 +113,9 @@ class _Array:
     """An array of a launch.
 
     Attributes:
-        owner: the array of NumPy or CuPy; or the array given, and the tensor that shares its memory.
+        owner: the array of NumPy or CuPy; for other libraries the array given, and a tensor that shares its memory.
         device: label of its device; empty on the host.
-        result: the tensor of one that the kernel may write; JAX gets it as a new array.
+        result: the tensor of an array that the kernel may write; for JAX a copy, which is returned.
         buffer: the memory of a tensor of `acl.to`, which has no address.
         strides: in elements; `packed`: contiguous, in C order.
     """
@@ -220,8 +220,8 @@ class UserKernel:
                 arrays on devices are on one device. Arguments named after a pointer x, `x_size0`, `x_stride1`, are not
                 given: they are the sizes and strides of its array, in elements. An array without such strides is
                 contiguous.
-            shape: of the threads, at least, where no grid is given: rows and columns if the kernel has two axes, else
-                elements. By default that of the first array that the kernel writes.
+            shape: in place of grid and block: at least a thread for each element, in rows and columns if the kernel has
+                two axes. By default that of the first array that the kernel writes.
 
         Returns:
             None; for each JAX array that the kernel writes a new array (one, or a tuple), since JAX's do not change.

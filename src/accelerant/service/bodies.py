@@ -67,8 +67,8 @@ def read_kserve(
 ) -> tuple[dict[str, Any], Values]:
     """Return the JSON object of a request or response, and its tensors, those of "inputs" or "outputs", by name.
 
-    The bytes of tensors follow the JSON, whose size is `json_bytes` (header Inference-Header-Content-Length); None: all
-    of the body. FormatError names the tensor and what is wrong with it.
+    The bytes of tensors follow the JSON, whose size is `json_bytes` (header Inference-Header-Content-Length); None: the
+    whole body is JSON. FormatError names the tensor and what is wrong with it.
     """
     size = len(body) if json_bytes is None else json_bytes
     if not 0 <= size <= len(body):
@@ -132,7 +132,7 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
         raise FormatError(
             f"tensor {clipped(name)}: shape must be at most {_DIMENSIONS_MOST} whole numbers, got {clipped(shape)}"
         )
-    if 0 in shape and math.prod(max(1, n) for n in shape) > _EMPTY_MOST:  # no bytes bound what is done for each row
+    if 0 in shape and math.prod(max(1, n) for n in shape) > _EMPTY_MOST:  # no bytes are sent that would bound the rows
         raise FormatError(f"tensor {clipped(name)}: shape {clipped(shape)} is too large")
     return tuple(shape)
 
@@ -208,7 +208,8 @@ def write_kserve(
 ) -> tuple[bytes, int | None]:
     """Return the body of a request or response, and the bytes of its JSON (None: all of it, as no tensor is binary).
 
-    `head` has the entries beside the tensors, which are at `key`; `binary` the names of those that follow as bytes.
+    `head` has the other entries of the JSON, `key` is the tensors'. `binary`: whether tensors follow as bytes, or the
+    names of those that do.
     """
     tensors, parts = [], []
     for name, value in values.items():
@@ -295,7 +296,7 @@ def _read_safetensors(body: bytes, most_json: int) -> Values:
 _NPY_ERRORS = (
     ValueError, EOFError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError, TokenError,
 )  # fmt: skip
-"""What NumPy raises for a header that is none, which it parses as Python."""
+"""Errors that NumPy, which parses a header as Python, raises for a malformed one."""
 
 
 def _read_npy(body: bytes, names: Collection[str]) -> Values:
@@ -317,7 +318,7 @@ def _read_npy(body: bytes, names: Collection[str]) -> Values:
         start = stream.tell()
         end = start + math.prod(shape) * dtype.itemsize
         array = _viewed(name, memoryview(body)[start:end], shape, dtype, "F" if fortran else "C")
-        values[name] = np.asarray(array, dtype.newbyteorder("<"), order="C")  # ascontiguousarray: no 0-d
+        values[name] = np.asarray(array, dtype.newbyteorder("<"), order="C")  # ascontiguousarray makes 0-d arrays 1-d
         stream.seek(end)
     if stream.tell() != len(body):
         raise FormatError(f"{len(body) - stream.tell():,} bytes follow the arrays {', '.join(names)}")

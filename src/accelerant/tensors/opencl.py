@@ -1,4 +1,4 @@
-"""The kernels of the aten table in OpenCL C: the words of `kernels.py`, and products of matrices."""
+"""The kernels of the aten table in OpenCL C: what `kernels.py` leaves to a language, and products of matrices."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ _SHARED = """
 """
 
 _ROWS, _COLUMNS = 8, 16
-"""Result of a work-item of the product on a CPU: columns of one vector."""
+"""Rows and columns of a product that a work-item computes on a CPU; the columns are one vector."""
 
 _DEPTH = 16
 """Inner dimension of the tiles of the product on a GPU."""
 
 _DEPTH_CPU, _DEPTH_GPU = 256, 2048
-"""Terms of a product that are added one after the other; sums of so many are added with compensation."""
+"""Terms of a product that are added plainly, one after the other; the sums of such blocks are compensated."""
 
 _COMPENSATED = (
     "const {type} term = {v} - {rest}, next = {a} + term; "
@@ -225,7 +225,7 @@ def _store(dtype: torch.dtype, pointer: str, index: str, value: str) -> str:
 
 
 class OpenclTensors(GeneratedKernels):
-    """A device of OpenCL: any type of device, tuned for the CPU's and the GPU's."""
+    """A device of OpenCL, of any type; products of matrices are tuned for CPUs and for GPUs."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(_STORAGE)
     numbers: ClassVar[Mapping[str, tuple[str, str, str, str]]] = {
@@ -246,7 +246,7 @@ class OpenclTensors(GeneratedKernels):
         if "float64" not in properties["dtypes"]:
             self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
 
-    # --- words -------------------------------------------------------------------------------------------------------
+    # --- the language -------------------------------------------------------------------------------------------------
 
     def _kind(self, dtype: torch.dtype) -> str:
         return _COMPUTE.get(dtype, "long")

@@ -115,8 +115,8 @@ def _names(forward: Any) -> tuple[str, ...]:
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
 
 
-def _other(module: Any, name: str, form: str) -> str | None:
-    """Return a reason against a module whose forward calls a method `name` of another form."""
+def _why_method_differs(module: Any, name: str, form: str) -> str | None:
+    """Return the reason against a module whose method `name`, which its forward calls, has another form; else None."""
     if differs(getattr(type(module), name, None), form):
         return f"its {name} is none that the replacement was written for"
     return None
@@ -138,7 +138,7 @@ _plan_offset_norm = _row_norm("ops.rms_norm", blocks.offset_rms_norm_forward)
 
 
 def _offset_norm(module: Any, options: Options) -> Replacement | str:
-    return _other(module, "_norm", "rms_norm_offset._norm") or _plan_offset_norm(module, options)
+    return _why_method_differs(module, "_norm", "rms_norm_offset._norm") or _plan_offset_norm(module, options)
 
 
 _GELUS = {
@@ -148,7 +148,7 @@ _GELUS = {
     activations.FastGELUActivation: ("gelu_fast", "tanh"),
     activations.AccurateGELUActivation: ("gelu_accurate", "tanh"),
 }
-"""Activation class -> its form, and the `approximate` of ops.gelu that it computes (several for the tanh form)."""
+"""Activation class -> its form, and the `approximate` with which ops.gelu computes the same."""
 
 
 def _approximation(module: Any) -> str | None:
@@ -213,7 +213,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
 
     Args:
         after: modules that are called on the results of attention and of the MLP before they are added.
-        whole: path of the attention for which the layer can be one autograd function, if that has a known form.
+        whole: name of the attention module; where its form is known, the layer can be one autograd function.
     """
 
     def plan(module: Any, options: Options) -> Replacement | str:
@@ -229,7 +229,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
 
 
 def _bert_layer(module: Any, options: Options) -> Replacement | str:
-    if (reason := _other(module, "feed_forward_chunk", "bert_layer.feed_forward_chunk")) is not None:
+    if (reason := _why_method_differs(module, "feed_forward_chunk", "bert_layer.feed_forward_chunk")) is not None:
         return reason
     kind = type(module.attention)
     if differs(kind.forward, "bert_attention"):
@@ -252,7 +252,7 @@ def _attention(module: Any, options: Options) -> Replacement | str:
     rotated = _rotated(forward, options.model)
     settings = {"form": form_of(forward), "forward": rotated}
     plan = Replacement([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
-    reason = _keeps_attention(module, options.model)
+    reason = _why_attention_stays(module, options.model)
     if reason is None:
         plan.changes.append(("attention", "ops.attention"))
         plan.attention = True
@@ -263,8 +263,8 @@ def _attention(module: Any, options: Options) -> Replacement | str:
     return plan
 
 
-def _keeps_attention(module: Any, model: Any) -> str | None:
-    """Return why a module keeps its attention function; None if ours can take its place."""
+def _why_attention_stays(module: Any, model: Any) -> str | None:
+    """Return why a module keeps its own attention function; None if ours can take its place."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name not in ("sdpa", "accelerant"):
         why = "the only one that returns its weights" if name == "eager" else "requested by name"
@@ -287,7 +287,7 @@ def _names_sdpa(module: str) -> bool:
 
 
 def _rotated(forward: Any, model: Any) -> Forward | None:
-    """Return an attention's forward with our rope in place of its model's; None if that is none we know.
+    """Return an attention's forward with our rope in place of its model's; None if it has no form that we know.
 
     All of a model's rotary tables must be of the kind whose halves are equal.
     """

@@ -65,7 +65,7 @@ def words(name: str) -> str:
 
 
 def windowed(text: str, counts: Sequence[int], log_words: int) -> str | None:
-    """Return a module that binds each array in so many windows of 2^log_words words, one after another.
+    """Return the module with each array bound in its count of windows of 2^log_words words, one after another.
 
     None if an array of several windows has no functions of `words`.
     """

@@ -387,7 +387,7 @@ def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any
         return lambda: torch.func.functional_call(target, dict(state), inputs)
     wrapped, call = nn.Module(), step.call
     wrapped.add_module("module", target)
-    wrapped.forward = lambda *arguments: call(target, *arguments)  # of this one object
+    wrapped.forward = lambda *arguments: call(target, *arguments)  # an attribute of this object alone
     renamed = {f"module.{name}": tensor for name, tensor in state.items()}
     return lambda: torch.func.functional_call(wrapped, renamed, inputs)
 
@@ -456,7 +456,7 @@ def device_of(step: ModelStep, inputs: Any) -> torch.device:
 
 
 def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> Any:
-    """Return the sample with a number of rows, its own repeated; tensors without dimensions are unchanged.
+    """Return the sample with so many rows, by repeating its own; tensors without dimensions are unchanged.
 
     Raises ShapeError if its tensors differ in their first dimension, or have no rows.
     """
@@ -490,7 +490,7 @@ def modules_restored(model: nn.Module | None) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         for container, before in containers:
-            if not _holds(container, before):  # hooks may be being iterated
+            if not _holds(container, before):  # a loop over hooks breaks where their dict is filled anew
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(before)
 
@@ -504,7 +504,7 @@ def _holds(container: Any, items: Any) -> bool:
 
 @contextmanager
 def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
-    """Restore at the end what a step on shadow parameters may change; the device is "meta" if nothing runs on one."""
+    """Restore at the end what a step on shadow parameters may change; the device is "meta" if the step runs on none."""
     host, cuda = torch.get_rng_state(), device.type == "cuda"
     device_state = torch.cuda.get_rng_state(device) if cuda else None
     held = torch.cuda.memory_allocated(device) if cuda else 0

@@ -66,7 +66,8 @@ def snarkjs_scalar_field(family: Family) -> Field:
 class SparseMatrix:
     """A matrix of four-word values in compressed sparse row format; entries of one row and column add up.
 
-    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number that contains all entries.
+    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number of columns that contains
+    all entries.
     """
 
     field: Field
@@ -79,7 +80,10 @@ class SparseMatrix:
     def from_entries(
         cls, field: Field, n_rows: int, rows: npt.NDArray[np.integer], columns: npt.NDArray[np.integer], values: U64
     ) -> SparseMatrix:
-        """Sort entries of any words (n, 4) by row; ShapeError for a row beyond n_rows, where kernels would write."""
+        """Sort entries by row; values are any words (n, 4).
+
+        ShapeError for a row beyond n_rows: kernels would write there.
+        """
         if len(rows) and int(rows.max()) >= n_rows:
             raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")
         order = np.argsort(rows, kind="stable")
