@@ -164,3 +164,13 @@ def test_an_argument_of_another_library_says_what_to_write():
     assert train("fp8") == train(precision="fp8") == "fp8"
     with pytest.raises(TypeError, match=r'train\(\) has no argument bf16=: write precision="bfloat16"'):
         train(bf16=True)
+
+
+def test_a_function_of_numpy_that_an_accelerator_lacks_says_what_to_write():
+    with accelerant.Accelerator(device="cpu") as accelerator:
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'exp': write accelerant\.fuse of a function that calls"
+        ):
+            accelerator.exp  # noqa: B018
+        with pytest.raises(AttributeError, match=r"'Accelerator' object has no attribute 'nope'$"):
+            accelerator.nope  # noqa: B018

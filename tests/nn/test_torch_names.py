@@ -192,6 +192,22 @@ def test_names_of_before_name_those_of_today(make, words):
         make()
 
 
+def test_names_of_transformers_and_of_torchs_encoder_layer_are_understood():
+    assert nn.GPTConfig(n_layer=2, n_head=4, n_embd=8, n_positions=16) == nn.GPTConfig(
+        layers=2, heads=4, width=8, context=16
+    )
+    llama = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8}
+    assert nn.LlamaConfig(**llama, intermediate_size=16) == nn.LlamaConfig(
+        layers=2, heads=4, kv_heads=2, width=8, hidden=16
+    )
+    block = nn.TransformerBlock(d_model=8, nhead=2, dim_feedforward=24)
+    assert (block.attention.width, block.attention.heads, block.mlp.up.out_features) == (8, 2, 24)
+    with pytest.raises(TypeError, match="got heads= and nhead=, which are the same: give one"):
+        nn.TransformerBlock(8, heads=2, nhead=2)
+    with pytest.raises(TypeError, match=r"has no argument batch_first=: write nn\.MultiheadAttention"):
+        nn.MultiHeadAttention(8, 2, batch_first=True)
+
+
 def test_a_padding_mode_that_torch_has_not_is_refused():
     with pytest.raises(ConfigError, match="padding_mode must be zeros or reflect or replicate or circular, got 'wrap'"):
         nn.Conv2d(3, 4, 3, padding_mode="wrap")

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+import numpy as np
 import torch
 
 from accelerant.accelerator.batch import Batch
@@ -297,6 +298,14 @@ class Accelerator(Operations):
     def operations(self) -> tuple[str, ...]:
         """Names of the operations, which are methods."""
         return tuple(METHODS)
+
+    if not TYPE_CHECKING:  # a type checker reports a name that is missing
+
+        def __getattr__(self, name: str) -> Any:
+            lacking = f"{type(self).__name__!r} object has no attribute {name!r}"
+            numpys = not name.startswith("_") and callable(getattr(np, name, None))
+            words = f": write accelerant.fuse of a function that calls numpy.{name}" * numpys
+            raise AttributeError(lacking + words, name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device.label}, {self.device.name}{', closed' * self._closed})"

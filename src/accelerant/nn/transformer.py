@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant import ops
+from accelerant._renamed import missing_arguments, understood_arguments
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import LayerNorm, Linear, cast_pair, compute_dtype, fuses, has_hooks, pair_of, require_width
 from accelerant.ops._library import name_of
@@ -36,6 +37,9 @@ class MLP(nn.Module):
         return y
 
 
+@missing_arguments(
+    **dict.fromkeys(("embed_dim", "num_heads", "batch_first", "kdim"), "nn.MultiheadAttention, which is torch's layer")
+)
 class MultiHeadAttention(nn.Module):
     """Attention: softmax(q k^T / sqrt(width / heads) + mask) v in each head, then a projection back to width.
 
@@ -142,6 +146,10 @@ def _with_padding(mask: Tensor | None, padding: Tensor | None, shape: tuple[int,
     return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
 
 
+@understood_arguments(d_model="width", nhead="heads", dim_feedforward="d_ff", layer_norm_eps="eps")
+@missing_arguments(
+    batch_first="the call without it: the batch is first", activation="the call without it: it is GELU in its tanh form"
+)
 class TransformerBlock(nn.Module):
     """A transformer block, by default the pre-norm block of GPT-2: x + attention(norm(x)), then x + mlp(norm(x)).
 

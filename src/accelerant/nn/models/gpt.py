@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
+from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import LayerNorm, Linear, compute_dtype, fuses, has_hooks, is_fusable, lowered
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
@@ -32,6 +33,10 @@ from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
 _PAD_MULTIPLE = 64  # rows of the vocabulary matrix: tensor cores work on whole tiles
 
 
+@understood_arguments(
+    n_layer="layers", n_head="heads", n_embd="width", n_positions="context", n_ctx="context", block_size="context",
+    layer_norm_epsilon="eps", tie_word_embeddings="tied",
+)  # fmt: skip
 @dataclass(frozen=True, slots=True)
 class GPTConfig(ModelConfig):
     """The dimensions of a GPT; the defaults are GPT-2 124M.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant import ops
+from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks, rms_eps
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
@@ -36,6 +37,11 @@ from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 
 
+@understood_arguments(
+    num_hidden_layers="layers", num_attention_heads="heads", num_key_value_heads="kv_heads", hidden_size="width",
+    intermediate_size="hidden", head_dim="head_width", max_position_embeddings="context", rope_theta="rope_base",
+    rms_norm_eps="eps", tie_word_embeddings="tied",
+)  # fmt: skip
 @dataclass(frozen=True, slots=True)
 class LlamaConfig(ModelConfig):
     """The dimensions of a Llama; the defaults are Llama 3.1 8B.

@@ -41,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accelerant._renamed import understood_arguments
 from accelerant.algebra.bigint import FixedBasePowers, Residues, gmp, residues_of
 from accelerant.algebra.bigint.residues import DevicePairs, DeviceResidues, ints_of, words_of
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
@@ -82,6 +83,7 @@ _stream = SecureStream()
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
+@understood_arguments(n_length="bits", key_size="bits")
 def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, PrivateKey]:
     """Generate a key pair, with primes from cryptography's RSA keys.
 

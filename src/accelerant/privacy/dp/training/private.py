@@ -345,7 +345,7 @@ class PrivateTraining:
     epochs="steps=, the number of batches of all epochs",
     clip="max_grad_norm=",
     poisson_sampling="batches of your own, which are accounted without amplification",
-    secure_mode="nothing: the noise is secure unless insecure=True",
+    secure_mode="the call without it: the noise is secure unless insecure=True",
 )
 def make_private(
     model: nn.Module,
