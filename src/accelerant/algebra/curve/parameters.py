@@ -28,7 +28,15 @@ from accelerant.algebra.curve.weierstrass import (
     in_subgroup,
     multiply,
 )
-from accelerant.algebra.field.parameters import FIELDS, Field, field_of, known_name, letters_of, register_field
+from accelerant.algebra.field.parameters import (
+    FIELDS,
+    Field,
+    field_of,
+    known_name,
+    letters_of,
+    register_field,
+    require_own_name,
+)
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import clipped
 
@@ -232,6 +240,7 @@ def register_curve(
     """
     if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
         raise ConfigError(f"a curve's name must be an identifier, got {clipped(name)}")
+    require_own_name(name)
     if not (isinstance(generator, tuple | list) and len(generator) == 2):
         raise ConfigError(f"{name}: the generator must be a pair (x, y), got {clipped(generator)}")
     for what, value in (("a", a), ("b", b), ("generator's x", generator[0]), ("generator's y", generator[1])):

@@ -116,6 +116,12 @@ def known_name(name: str) -> str:
     return name if known is None else known + group
 
 
+def require_own_name(name: str) -> None:
+    """Raise ConfigError for a name to register that means one of ours already, as bn128_g1 does."""
+    if (known := known_name(name)) != name:
+        raise ConfigError(f"{name} is another name of {known}: take one of its own")
+
+
 def letters_of(name: str) -> str:
     """Return the letters and digits of a name in capitals, by which names of families are compared."""
     return "".join(re.findall("[A-Z0-9]", name.upper()))
@@ -153,6 +159,7 @@ def register_field(name: str, modulus: int, generator: int) -> Field:
     """Register a prime field for this process; arguments and errors as algebra.field.register_field."""
     if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
         raise ConfigError(f"a field's name must be an identifier, got {clipped(name)}")
+    require_own_name(name)
     for what, value in (("modulus", modulus), ("generator", generator)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(

@@ -261,7 +261,7 @@ def verify(
         verification_key: the circuit's, from a trusted source; or JSON of it, as for VerificationKey.from_json.
         public: public inputs w[1] to w[nPublic], from 0 to below r: Python integers or text ("33", "0x21"), or JSON of
             them, as for Proof.from_json.
-        proof: untrusted; or JSON of it.
+        proof: untrusted; or JSON of it: bytes from strangers, since a str that ends in .json is the path of a file.
 
     Raises:
         ConfigError: key and proof are of two curves; or the proof carries no public inputs, and none are given.
