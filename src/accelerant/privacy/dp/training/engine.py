@@ -142,8 +142,8 @@ class PrivacyEngine:
             options: others of Opacus or of `make_private`: loss_reduction, clipping, microbatch, groups.
 
         Raises:
-            UnsupportedCase: an option that would void the guarantee, a sampler of the loader's own, a data set that
-                has no length.
+            UnsupportedCase: an option that would void the guarantee, a sampler or batch_sampler of other rows than
+                the data set's or with weights, a data set that has no length.
             ConfigError, ShapeError, UnsupportedCase: of `make_private`.
         """
         return self._private(
