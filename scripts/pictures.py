@@ -143,7 +143,7 @@ CALL = """  <path class="line" d="M478 70 V764" marker-end="url(#tip)"/>
   <text class="soft" x="528" y="704">a backend</text>
   <text class="code" x="690" y="704">runtime/providers/, tensors/</text>
   <text class="soft" x="528" y="724">a curve</text>
-  <text class="code" x="690" y="724">algebra/curve/parameters.py</text>
+  <text class="code" x="690" y="724">algebra/{curve,field}/parameters.py</text>
   <text class="soft" x="528" y="744">a Hugging Face form</text>
   <text class="code" x="690" y="744">nn/patching/forms.py</text>
   <text class="soft" x="528" y="764">a service operation</text>
@@ -184,7 +184,7 @@ def providers(top: int) -> list[str]:
     own = [name for name, (module, _) in registry.PROVIDERS.items() if not module.endswith("torch_devices")]
     others = [name for name in registry.PROVIDERS if name not in own]
     parts = []
-    for place, (name, width) in enumerate([*((name, 60) for name in own), (f"{', '.join(others)}: torch", 80)]):
+    for place, (name, width) in enumerate([*((name, 60) for name in own), (", ".join(others), 80)]):
         x = LEFT + GAP + 66 * place
         parts += [
             f'  <rect class="box" x="{x}" y="{top}" width="{width}" height="34" rx="6"/>',
