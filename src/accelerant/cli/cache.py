@@ -82,7 +82,7 @@ def warm(
             help="Compile for this NVIDIA architecture, without a GPU; may be repeated. all: every supported one."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Compile for the device of this backend; auto by default.")] = "auto",
+    device: Annotated[str, typer.Option(help="Compile for this device.")] = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Compile the shipped kernels in advance, so that first calls load machine code instead of compiling.

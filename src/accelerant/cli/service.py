@@ -54,7 +54,10 @@ def serve(
     config: _Config = None,
     directory: Annotated[Path | None, typer.Option(help="Private folder of jobs and keys.")] = None,
     state_url: Annotated[str | None, typer.Option(help="Job store: sqlite:///PATH or postgresql://...")] = None,
-    device: Annotated[list[str] | None, typer.Option(help="One worker each, as cuda:0. Default: automatic.")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="A device with a worker of its own, as cuda:0; may be repeated. Default: automatic."),
+    ] = None,
     tls_certificate: Annotated[str | None, typer.Option(help="PEM file of the certificate and its chain.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file of the certificate's private key.")] = None,
     log: Annotated[str | None, typer.Option(help="json or text.")] = None,
