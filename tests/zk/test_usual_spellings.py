@@ -13,7 +13,7 @@ import torch
 import accelerant as acl
 from accelerant import zk
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
 
 FR, G1, G2 = zk.field("bn254_fr"), zk.curve("bn254_g1"), zk.curve("bn254_g2")
 
@@ -21,6 +21,17 @@ FR, G1, G2 = zk.field("bn254_fr"), zk.curve("bn254_g1"), zk.curve("bn254_g2")
 @pytest.fixture(params=FIELDS)
 def field(request):
     return zk.field(request.param)
+
+
+def test_numpys_array_equal_compares_elements(field):
+    x = field([1, 2, 3])
+    assert np.array_equal(x, field([1, 2, 3]))
+    assert np.array_equal([1, 2, 3], a2=x)
+    for other in (field([1, 2, 4]), field([1, 2]), [1, 2, 4], x + 1):
+        assert not np.array_equal(x, other)
+    with pytest.raises(UnsupportedCase, match=r"np\.array_equiv is not defined on field elements"):
+        np.array_equiv(x, x)
+    assert (np.sum(x).ints(), np.shape(x), np.size(x)) == (6, (3,), 3)
 
 
 def test_a_field_makes_arrays(field):

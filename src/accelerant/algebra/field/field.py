@@ -102,7 +102,7 @@ class PrimeField:
         operand = self._operand(array, "x", reduce)
         return host.decode(self.parameters, operand.space.store(operand.words))
 
-    def random(self, shape: int | Sequence[int]) -> npt.NDArray[Any]:
+    def random(self, shape: int | Sequence[int] = ()) -> npt.NDArray[Any]:
         """Draw uniform elements from the system's entropy, by rejection; return canonical words on the host.
 
         UnsupportedDtype for sizes that are no integers, ShapeError for negative ones, OutOfMemory for too many.
@@ -468,6 +468,19 @@ class FieldArray:
             )
         first = inputs[0] if isinstance(inputs[0], FieldArray) else self._like(inputs[0], "x")
         return function(first, *inputs[1:])
+
+    def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call NumPy's function; array_equal is ours, since NumPy's is False for what is no array of NumPy."""
+        if function is np.array_equal:
+            return self._array_equal(*args, **options)
+        implementation = getattr(function, "_implementation", None)  # has no documented name
+        if implementation is None or function is np.array_equiv:  # which is False, too
+            raise UnsupportedCase(f"np.{function.__name__} is not defined on field elements")
+        return implementation(*args, **options)
+
+    def _array_equal(self, a1: Any, a2: Any, equal_nan: bool = False) -> bool:
+        x, y = self._like(a1, "a1"), self._like(a2, "a2")
+        return x.shape == y.shape and bool((x == y).all())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Refuse the conversion: it could mean words or integers."""
