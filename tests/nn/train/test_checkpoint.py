@@ -284,7 +284,7 @@ def test_settings_that_change_a_step_may_not_differ(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"was trained with {name}='other', got"):
             require_same_config(tmp_path, found | {name: "other"}, config)
-    free = ("steps", "epochs", "device", "folder", "patience", "keep_best", "checkpoint_every", "log", "accumulate")
+    free = ("steps", "epochs", "device", "out", "patience", "keep_best", "checkpoint_every", "log", "accumulate")
     require_same_config(tmp_path, found | dict.fromkeys(free, "other"), config)
 
 
