@@ -322,7 +322,9 @@ def own_keywords(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
 def own_arguments(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments by the op's own names and in its own order; the errors are those of own_keywords."""
     if op in ("layer_norm", "rms_norm") and len(args) > 1 and isinstance(args[1], int | tuple | list):
-        args, options = (args[0], *args[2:]), {**options, "normalized_shape": args[1]}  # torch's order
+        shape = (args[1],) if isinstance(args[1], int) else args[1]
+        if all(isinstance(size, int | torch.SymInt) for size in shape):  # torch's order
+            args, options = (args[0], *args[2:]), {**options, "normalized_shape": shape}
     if options and not torch_keywords(op).isdisjoint(options):
         options = own_keywords(op, args, options)
     return args, options
