@@ -237,6 +237,8 @@ def test_normalized_shape_may_come_second_as_in_torch():
         assert torch.equal(ops.layer_norm(x, shape, bias=bias), ops.layer_norm(x, bias=bias))
     compiled = torch.compile(lambda x: ops.layer_norm(x, (4,), weight), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), ops.layer_norm(x, weight))
+    other = x.as_subclass(type("Subclass", (torch.Tensor,), {}))
+    assert torch.equal(ops.layer_norm(other, (4,), weight), ops.layer_norm(x, weight))
     with pytest.raises(ShapeError, match=r"normalized_shape must be \(4,\), got"):
         ops.layer_norm(x, (3, 4), weight)
     with pytest.raises(TypeError, match="multiple values for argument 'weight'"):

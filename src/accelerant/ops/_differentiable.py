@@ -254,7 +254,10 @@ class CpuFastPath:
                     break
             else:
                 learns = options or recorders or (args and type(args[0]) in _TENSORS)
-                return self._unrecognized(public, call, args, options) if learns else public(*args)  # type: ignore
+                if learns:
+                    return self._unrecognized(public, call, args, options)
+                args, options = own_arguments(name, args, options)  # type: ignore[assignment]
+                return public(*args, **options)
             watched = active_modes() or forward_ad._current_level >= 0
             if recorders or choice_overrides or torch_wants_determinism() or watched or (small and captures_ahead()):
                 return self._unrecognized(public, call, args, options) if recorders else public(*args, **options)
