@@ -65,7 +65,8 @@ EXPORT_REASON = "recorded by torch.export or torch.jit.trace, to run without Acc
 
 def is_exported() -> bool:
     """Return whether torch.export or torch.jit.trace records the call: by torch's functions, to run anywhere."""
-    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    exports = torch.compiler._is_exporting_flag  # is_exporting() is True under torch 2.11's torch.compile, too
+    return exports or (not torch.compiler.is_compiling() and torch._C._is_tracing())
 
 
 def is_small(x: Tensor, width: int = 1) -> bool:
