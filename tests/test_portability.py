@@ -248,7 +248,7 @@ y = acl.ops.softmax(acl.ops.gelu(acl.ops.layer_norm(x, weight, bias), approximat
 acl.ops.matmul(y, torch.randn(16, 3)).sum().backward()
 torch.testing.assert_close(acl.ops.gelu(x), torch.nn.functional.gelu(x))
 assert x.grad.isfinite().all()
-goldilocks = acl.algebra.field.prime_field("goldilocks")
+goldilocks = acl.zk.field("goldilocks")
 assert goldilocks.add(np.array([1, 2**64 - 2**32], np.uint64), np.array([5, 1], np.uint64)).tolist() == [6, 0]
 memory = acl.runtime.registry.create("cpu").memory()
 assert memory.free_bytes == 5 << 30 if platform == "win32" else 0 < memory.free_bytes <= memory.total_bytes

@@ -105,4 +105,4 @@ def test_the_command(tmp_path, capsys):
     assert "--dtype: no dtype 'int4'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run_command(DecodeSuite, ["--dtype", ",", "--device", "cpu"])
-    assert "--dtype: name one of bfloat16, int8" in capsys.readouterr().err
+    assert "--dtype: no dtype ','; there are bfloat16, int8" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Benchmarks: timers, records, comparison with a baseline, suites and reports."""
 
+from typing import TYPE_CHECKING
+
 from accelerant._renamed import renamed_names
 from accelerant.bench.compare import Comparison, compare
 from accelerant.bench.record import BenchmarkRecord, Environment, Row
@@ -17,4 +19,5 @@ __all__ = [
     "wall_ms",
 ]
 
-__getattr__ = renamed_names(__name__, {"Record": "accelerant.bench.BenchmarkRecord"})
+if not TYPE_CHECKING:  # a type checker reports the names that are not there
+    __getattr__ = renamed_names(__name__, {"Record": "accelerant.bench.BenchmarkRecord"})

@@ -35,7 +35,7 @@ _KINDS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 _MAY_BE_EMPTY = ("prompt", "arguments")
 """Parameters of which the empty text is a value: the prompt of a sample, and the arguments of a profiled script."""
 
-_FREE_TEXTS = frozenset({"data", "include", "entry", "define", "nvrtc", "ptxas", "serves", "paths"})
+_FREE_TEXTS = frozenset({"case", "data", "define", "entry", "include", "nvrtc", "only", "paths", "ptxas", "serves"})
 """Repeated parameters whose values may have commas; all others are names or numbers, one each."""
 
 ALIASES = {
@@ -144,8 +144,8 @@ def _check_given(param: Any, value: Any) -> None:
         raise ConfigError(f"{name} must not be empty")
     if param.param_type_name == "option" and param.multiple and param.name not in _FREE_TEXTS:
         for text in values:
-            if isinstance(text, str) and "," in text:
-                parts = [part.strip() for part in text.split(",") if part.strip()]
+            parts = [part.strip() for part in text.split(",") if part.strip()] if isinstance(text, str) else []
+            if parts and "," in text:
                 each = " ".join(f"{param.opts[0]} {part}" for part in parts)
                 raise ConfigError(f"{param.opts[0]} takes one value at a time, got {text!r}: write {each}")
 

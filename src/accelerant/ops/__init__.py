@@ -13,7 +13,7 @@ Importing this starts no driver and no compiler: a kernel is compiled, or read f
 from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,9 +48,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def _torch_names(name: str) -> Any:
     lacking = f"module {__name__!r} has no attribute {name!r}"
     for place, path in ((torch.nn.functional, "torch.nn.functional"), (torch, "torch")):
         if not name.startswith("_") and isinstance(getattr(place, name, None), FunctionType | BuiltinFunctionType):
             raise AttributeError(f"{lacking}: write {path}.{name}")
     raise AttributeError(lacking)
+
+
+if not TYPE_CHECKING:  # a type checker reports the names that are not there
+    __getattr__ = _torch_names

@@ -73,6 +73,9 @@ _KINDS_LIMIT = 8
 _LATEST = object()
 """Key of the kinds of the shape that was recognized last."""
 
+_SIZES = (int, tuple, list)
+"""Types of the second argument that may be torch's normalized_shape."""
+
 _VALUES = frozenset({int, float, bool, str, tuple, type(None)})
 """Types of options that are identified by their value and type. (Torch's functions refuse 2.0 in place of 2.)"""
 
@@ -256,7 +259,8 @@ class CpuFastPath:
                 learns = options or recorders or (args and type(args[0]) in _TENSORS)
                 if learns:
                     return self._unrecognized(public, call, args, options)
-                args, options = own_arguments(name, args, options)  # type: ignore[assignment]
+                if options or (len(args) > 1 and isinstance(args[1], _SIZES)):
+                    args, options = own_arguments(name, args, options)  # type: ignore[assignment]
                 return public(*args, **options)
             watched = active_modes() or forward_ad._current_level >= 0
             if recorders or choice_overrides or torch_wants_determinism() or watched or (small and captures_ahead()):
@@ -299,21 +303,21 @@ class CpuFastPath:
         try:
             x = values[0]
             kinds = known.get(x.shape, ())
-            learns = type(x) in _TENSORS and self._may_learn(x, values)
+            taken = self._pure or self._any_layout or x.is_contiguous()
+            learns = type(x) in _TENSORS and (taken if x.is_cpu else self._may_learn(x, values))
         except (AttributeError, IndexError, RuntimeError):  # no tensor, a sparse or a nested one
             kinds, learns = (), False
         if kinds and kinds is not known.get(_LATEST):
             known[_LATEST] = kinds
             return call(*args, **options)
-        own_args, own = own_arguments(public.__name__, args, options)
-        if own is not options:
-            return call(*own_args, **own)
+        if options or (len(args) > 1 and isinstance(args[1], _SIZES)):
+            own_args, own = own_arguments(public.__name__, args, options)
+            if own is not options:
+                return call(*own_args, **own)
         return self._learn(public, args, options, values) if learns else public(*args, **options)
 
     def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
-        """Return whether a call, whose first tensor is x, may teach a kind; this costs little where it may not."""
-        if x.is_cpu:
-            return self._pure or self._any_layout or x.is_contiguous()
+        """Return whether a call elsewhere than on a CPU may teach a kind; this costs little where it may not."""
         if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
             return False
         if self._serves_small is not None and 0 < x.numel() < SMALL:

@@ -3,6 +3,8 @@
 `run_training` does a whole run and leaves a folder with everything in it. Both share one loop.
 """
 
+from typing import TYPE_CHECKING
+
 from accelerant._renamed import renamed_names
 from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
@@ -22,4 +24,5 @@ __all__ = [
     "resume_training", "run_training", "save_checkpoint",
 ]  # fmt: skip
 
-__getattr__ = renamed_names(__name__, {"Outcome": "accelerant.nn.train.TrainingOutcome"})
+if not TYPE_CHECKING:  # a type checker reports the names that are not there
+    __getattr__ = renamed_names(__name__, {"Outcome": "accelerant.nn.train.TrainingOutcome"})

@@ -1,5 +1,7 @@
 """Choice among the implementations of an op, with reasons: cases, plans, races, tuned launches, explanations."""
 
+from typing import TYPE_CHECKING
+
 from accelerant._renamed import renamed_names
 from accelerant.runtime.dispatch.choice_store import choices
 from accelerant.runtime.dispatch.operation import Operation, force, operations
@@ -22,4 +24,5 @@ __all__ = [
     "explain", "explain_quietly", "force", "operations", "saved_by", "tune",
 ]  # fmt: skip
 
-__getattr__ = renamed_names(__name__, {"DispatchPlan": "accelerant.runtime.dispatch.DispatchEntry"})
+if not TYPE_CHECKING:  # a type checker reports the names that are not there
+    __getattr__ = renamed_names(__name__, {"DispatchPlan": "accelerant.runtime.dispatch.DispatchEntry"})

@@ -13,6 +13,8 @@ every section; check() validates the rest. describe(path) summarizes a file of a
 FormatError, which names the file, the section and the offset. torch is not imported.
 """
 
+from typing import TYPE_CHECKING
+
 from accelerant._renamed import renamed_names
 from accelerant.zk.formats.circuit import TERM, CustomGate, R1cs, Witness, write_r1cs, write_wtns
 from accelerant.zk.formats.container import Label
@@ -39,4 +41,5 @@ __all__ = [
     "write_zkey",
 ]  # fmt: skip
 
-__getattr__ = renamed_names(__name__, {"Contribution": "ZkeyContribution"})
+if not TYPE_CHECKING:  # a type checker reports the names that are not there
+    __getattr__ = renamed_names(__name__, {"Contribution": "ZkeyContribution"})
