@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerant.bench.subjects import OPS
+from accelerant import ops
 from accelerant.config import override
 from accelerant.runtime.dispatch import choice_store as module
 from accelerant.runtime.dispatch import operations
@@ -339,7 +339,7 @@ def test_every_op_is_in_the_shipped_tables():
     tables = [json.loads(path.read_text(encoding="utf-8"))["entries"] for path in TABLES.glob("*.json")]
     measured = {tuple(key.split()[:2]) for table in tables for key in table}
     lacking = set()
-    for name, part in itertools.product(OPS, ("fwd", "bwd")):
+    for name, part in itertools.product(ops.__all__, ("fwd", "bwd")):
         operation = operations().get(f"{name}_{part}")
         if operation is None or len(operation.implementations) == 1:
             continue  # nothing to choose from
