@@ -204,6 +204,7 @@ class Accelerator(Operations):
         self._metrics = OperationMetrics()
         self._closed = False
         self._submitted: set[Future[Any]] = set()
+        self._submitting = fork_safe(threading.Lock())  # the CPU's work may call close() before it is in the set
         self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
@@ -271,7 +272,11 @@ class Accelerator(Operations):
         """Wait for submitted calls and for the device; later calls raise. May be called twice."""
         if self._closed:
             return
-        while calls := [call for call in list(self._submitted) if call.of_this_process]:
+        while True:
+            with self._submitting:
+                calls = [call for call in list(self._submitted) if call.of_this_process]
+            if not calls:
+                break
             for call in calls:
                 call.wait()
                 self._submitted.discard(call)
@@ -450,8 +455,9 @@ class Accelerator(Operations):
         """
         self._check_open()
         stream = Stream.current(self._torch_device)
-        future = submit(functools.partial(fn, **kwargs), *args, stream=stream)
-        self._submitted.add(future)
+        with self._submitting if self.device.backend == "cpu" else nullcontext():  # elsewhere fn runs in this thread
+            future = submit(functools.partial(fn, **kwargs), *args, stream=stream)
+            self._submitted.add(future)
         future.when_done(self._submitted.discard)
         return future
 
