@@ -321,7 +321,7 @@ class PrivateKey(SecretKey):
         """Return the bits by which the noise may still grow, the least of a batch; decryption needs at least 1."""
         scheme, phase = self._phase(c)
         worst = max(scheme.noise(self.public.space.store(phase)), default=0)
-        return max(0, scheme.q.bit_length() - 1 - max(1, 2 * worst).bit_length())
+        return max(0, (scheme.q // max(1, 2 * worst)).bit_length() - 1)
 
     def _phase(self, c: Ciphertext) -> tuple[Scheme, Any]:
         if not isinstance(c, Ciphertext):
