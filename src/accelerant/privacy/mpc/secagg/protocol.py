@@ -555,7 +555,7 @@ class AggregationClient:
 
     @property
     def _suspended(self) -> Path:
-        assert self._path is not None
+        assert self._path is not None  # for the type checker: asked where a state_path was given
         return self._path.with_name(self._path.name + ".round")
 
     def _next(self, answer: bytes, stage: int) -> tuple[_Round, AggregationReader]:
@@ -569,7 +569,7 @@ class AggregationClient:
         return state, AggregationReader(body, self.setup.clients)
 
     def _message(self, body: bytes) -> bytes:
-        assert self._round is not None
+        assert self._round is not None  # for the type checker: every stage begins or resumes a round first
         return messages.pack_signed(self._round.stage, self._round.context, self.identity, body, self._sign)
 
     def _check_enough(self, found: Sequence[int] | Mapping[int, Any] | set[int], what: str) -> None:
@@ -580,7 +580,7 @@ class AggregationClient:
         """Return the shares that a client sent. Each key encrypts one message, so the nonce is 0."""
         from cryptography.exceptions import InvalidTag
 
-        assert self._round is not None
+        assert self._round is not None  # for the type checker: every stage begins or resumes a round first
         try:
             text = self._round.aead(sender, sender, self.identity).decrypt(bytes(12), ciphertext, None)
         except InvalidTag:
