@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def own_registries():
+    """Fields, curves and families that a module's tests register are gone after it."""
+    from accelerant.algebra.curve.parameters import CURVES, FAMILIES
+    from accelerant.algebra.field.parameters import FIELDS
+
+    with mock.patch.dict(CURVES), mock.patch.dict(FIELDS), mock.patch.dict(FAMILIES):
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import random
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,18 @@ def _node_command(what, path):
     require("" if node else "Node is not here: scripts/ci-setup installs it")
     require("" if path.exists() else f"{what} is not here: scripts/ci-setup installs it")
     return [node, str(path)]
+
+
+def free_ports(count):
+    """Return ports to listen on a little later: below those that the system gives to connections meanwhile."""
+    found = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as probe:
+            if port not in found and probe.connect_ex(("127.0.0.1", port)):
+                found.append(port)
+    return found
+
+
+def free_port():
+    return free_ports(1)[0]

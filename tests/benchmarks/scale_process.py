@@ -3,19 +3,18 @@
 import json
 import multiprocessing
 import os
-import socket
 import sys
 
 import torch
+
+from requirements import free_port
 
 
 def measured(settings, folder, processes=2):
     """Return the results that rank 0 wrote; the processes are forked by one server, which imports torch once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.scale_work", "torch._dynamo"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     out = folder / "found.jsonl"
     children = [
         context.Process(target=_enter, args=(rank, processes, port, settings, out)) for rank in range(processes)

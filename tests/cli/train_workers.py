@@ -7,13 +7,13 @@ import io
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
 import torch
 
 from processes import forkserver
+from requirements import free_port
 
 
 def small():
@@ -34,9 +34,7 @@ def commands(lines, change=None, interrupt=None):
     Each gets SIGINT when the file `interrupt` has something in it.
     """
     context = forkserver()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     queue = context.Queue()
     started = [
         context.Process(target=_enter, args=(rank, len(lines), port, list(map(str, line)), change, queue))

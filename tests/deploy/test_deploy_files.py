@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from requirements import require, require_module
+from requirements import free_port, require, require_module
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -153,12 +152,10 @@ def nodes(tmp_path):
     started = []
 
     def start():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         environment = os.environ | {item["name"]: item.get("value", "") for item in container["env"]} | {
             "OUT": str(tmp_path / "run"), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PET_MASTER_PORT": str(free_port()),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1", "ACCELERANT_CACHE_DIR": str(tmp_path / "cache"),
         }  # fmt: skip
         for rank in range(2):

@@ -7,25 +7,15 @@ import doctest
 import importlib
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from accelerant import errors
-from accelerant.algebra.curve import parameters as curves
-from accelerant.algebra.field import parameters as fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```pycon" in page.read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def registries():
-    """Curves and fields that a page registers are gone after it."""
-    with mock.patch.dict(curves.CURVES), mock.patch.dict(fields.FIELDS):
-        yield
 
 
 PUBLIC = (
@@ -51,7 +41,7 @@ LONG_PAGES = (
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] if page in LONG_PAGES else []) for page in PAGES]
 )
-@pytest.mark.usefixtures("registries")
+@pytest.mark.usefixtures("own_registries")
 def test_every_line_of_the_page_is_true(page):
     result = doctest.testfile(str(DOCS / page), module_relative=False)
     assert result.attempted == len(re.findall(r"^>>> ", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)) > 2

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from serving import Server
 
 from accelerant.service.jobs.service import JobService
 from accelerant.service.settings import ServiceSettings
-from requirements import require
+from requirements import free_port, require
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -60,9 +59,7 @@ def postgres():
         subprocess.run(
             [*command, "--pwfile", password, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **user
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         options = ["-c", f"port={port}", "-c", "fsync=off", "-c", f"unix_socket_directories={folder}"]
         server = subprocess.Popen(
             [programs / "postgres", "-D", folder / "data", "-c", "listen_addresses=127.0.0.1", *options],

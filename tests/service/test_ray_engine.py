@@ -1,7 +1,6 @@
 """The service on two nodes of Ray, one of which is killed under load."""
 
 import contextlib
-import socket
 import threading
 import time
 
@@ -17,7 +16,7 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.service import ray_engine
 from accelerant.service.bodies import SAFETENSORS, read_tensors, write_tensors
 from accelerant.service.settings import ServiceSettings
-from requirements import require_module
+from requirements import free_port, require_module
 
 NODES = [{"Alive": True, "Resources": resources} for resources in ({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})]
 
@@ -75,9 +74,7 @@ def cluster(monkeypatch):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture

@@ -67,13 +67,7 @@ def parameters_of(name):
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_tables():
-    known = [(table, set(table)) for table in (FIELDS, CURVES, FAMILIES)]
-    yield
-    for table, names in known:
-        for name in set(table) - names:
-            del table[name]
+pytestmark = pytest.mark.usefixtures("own_registries")
 
 
 @pytest.fixture(

@@ -17,7 +17,7 @@ from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.weierstrass import add, double, in_subgroup, multiply, negate
 from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels, host_form
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import FIELDS, field_of
+from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.compilation.kernel import KernelSource
@@ -44,14 +44,10 @@ def register(**changed):
 
 
 @pytest.fixture(scope="module")
-def g1():
-    known = dict(FIELDS), dict(CURVES)
+def g1(own_registries):
     register_field(FQ, Q, 15)
     register_field(FR, R, 22)
-    yield register()
-    for table, before in zip((FIELDS, CURVES), known, strict=True):
-        for name in set(table) - set(before):
-            del table[name]
+    return register()
 
 
 def sample(n, seed=1):

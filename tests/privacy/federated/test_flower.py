@@ -23,6 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.supercore.task_identity import TaskIdentity
 
 from accelerant.privacy.federated.flower import secure_round
+from requirements import free_ports
 
 HERE = Path(__file__).parent
 CLIENTS = 3
@@ -273,14 +274,6 @@ def test_a_round_that_fails_names_its_nodes_and_their_reasons(tmp_path):
     grid.mute = (1, 3)
     with pytest.raises(ProtocolError, match=r"1 clients sent .*; node 1 in stage advertise: no reply in 3 s; node 3 "):
         run(4)
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def reachable(port):
