@@ -18,7 +18,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
 from accelerant.errors import FallbackWarning, LaunchError
-from accelerant.nn.patching import graphs
+from accelerant.nn.patching import capture, graphs
 from accelerant.runtime.ledger import ledger
 
 BEFORE = graphs.EAGER_CALLS
@@ -81,13 +81,13 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(graphs, "Graph", Rerun)
+    monkeypatch.setattr(capture, "Graph", Rerun)
     monkeypatch.setattr(graphs, "_event", Event)
     monkeypatch.setattr(graphs, "_allocated_bytes", lambda: 0)
     for name, value in (("apart_ms", 1e-3), ("factor", 1.0)):
         monkeypatch.setattr(Event, name, value)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(graphs, "_DEVICE", "cpu")
+    monkeypatch.setattr(capture, "DEVICE", "cpu")
 
 
 @pytest.fixture
@@ -565,7 +565,7 @@ def test_modes_and_transforms_see_each_operation(net):
 
 
 def test_a_patched_model_on_another_device_runs_eagerly(net, monkeypatch):
-    monkeypatch.setattr(graphs, "_DEVICE", "cuda")
+    monkeypatch.setattr(capture, "DEVICE", "cuda")
     with pytest.warns(FallbackWarning, match="parameters are on cpu: graphs take plain ones on the current CUDA"):
         net(rows())
 
@@ -875,7 +875,7 @@ def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_kept(
     report = acl.nn.patch(model)
     trained(model, BEFORE + replayed + 1)
     checked = []
-    monkeypatch.setattr(graphs._State, "holds", lambda self: checked.append(self))
+    monkeypatch.setattr(capture.State, "holds", lambda self: checked.append(self))
     trained(model, 40)
     assert (report.graphs.pop("eager: before the capture"), report.graphs.pop("replayed", 0)) == (BEFORE, replayed)
     report.graphs.pop("captured", 0)
