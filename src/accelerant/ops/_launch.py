@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accelerant.config import choice_overrides
 from accelerant.ops._library import refuses_triton_kernel
+from accelerant.runtime.compilation.background import is_missing
 from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules, torch_wants_determinism
@@ -137,6 +138,8 @@ class Repeats:
         finally:
             del recorders[thread]
         positions = {pointer: at for at, pointer in enumerate(pointers)}
+        if is_missing():
+            return
         if found and len(positions) == len(pointers) and all(positions.keys() >= set(used) for _, used in found):
             if len(self._known) >= _KNOWN_LIMIT:
                 self._known.clear()

@@ -145,17 +145,19 @@ def processor_facts() -> dict[str, Any]:
     return facts
 
 
-def python_child(program: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
+def python_child(program: str, *arguments: str, site: bool = False, **streams: Any) -> subprocess.Popen[str]:
     """Start a Python program in a child process that imports from where this one does, but the current folder.
 
     In a folder of downloaded files a module's name would be enough to run its code. -I and -S also ignore PYTHON*
-    variables and .pth files. `arguments` are sys.argv[1:], `streams` those of subprocess.Popen.
+    variables and, without `site`, .pth files and the environment's folders, where NVRTC is found. `arguments` are
+    sys.argv[1:], `streams` those of subprocess.Popen.
     """
     package = str(Path(__file__).absolute().parents[2])
     paths = [path for path in sys.path if path == package or (os.path.isabs(path) and not _is_current(path))]
     paths = paths if package in paths else [package, *paths]
     isolated = f"import sys; sys.path[:] = {paths!r}\n{program}"
-    return subprocess.Popen([sys.executable, "-I", "-S", "-c", isolated, *arguments], text=True, **streams)
+    flags = ["-I"] if site else ["-I", "-S"]
+    return subprocess.Popen([sys.executable, *flags, "-c", isolated, *arguments], text=True, **streams)
 
 
 def run_python(program: str, text: str = "", *, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -191,6 +191,14 @@ class KernelCache:
             reason = f"cannot be written: {error.strerror or error}"
             raise ConfigError(f"kernel cache {self.root} {reason}; {advice}") from None
 
+    def is_writable(self) -> bool:
+        """Return whether entries can be stored."""
+        try:
+            self.require_writable()
+        except ConfigError:
+            return False
+        return True
+
     def _contents(self, key: str) -> list[bytes]:
         """Return report and code of an entry; raise PermissionError if someone else could have written them."""
         if not _HAS_MODES:

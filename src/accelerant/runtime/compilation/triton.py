@@ -28,6 +28,7 @@ import torch
 
 from accelerant.errors import CompileError
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.background import NotCompiledError, attempts, is_missing
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources, sources_hash
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.memory.limits import has_fakes, predictions
@@ -220,7 +221,13 @@ class TritonKernel:
                 key.append(arg)
         prepared = self._prepared.get(tuple(key))
         if prepared is None:
-            prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
+            try:
+                prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
+            except NotCompiledError as error:
+                if not error.skips:
+                    raise
+        if prepared is None or (attempts and is_missing()):
+            return None
         prepared.start(pointers)
         if recorders:
             recorders.get(threading.get_ident(), []).append((prepared, tuple(pointers)))

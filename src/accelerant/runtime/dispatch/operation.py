@@ -44,6 +44,7 @@ from accelerant.errors import (
     UnsupportedCase,
 )
 from accelerant.runtime import registry
+from accelerant.runtime.compilation import background
 from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
 from accelerant.runtime.dispatch.plan import (
     FEW_ELEMENTS,
@@ -204,7 +205,7 @@ class Operation:
                         _ledger.failed(record)
                         raise
             result = self(case, *args)
-            plan = self._usual.get(case) if usual and not current else None
+            plan = self._usual.get(case) if usual and not current and background.is_ready() else None
             if plan is not None and not plan.failed and not rules().debug:
                 bind = self.named(plan.decision.implementation).bind
                 bound = era.setdefault("", object()), plan, (bind and bind(*args)) or plan.run
@@ -346,6 +347,8 @@ class Operation:
         plan.forced, plan.torch_autograd = forced is not None, torch_autograd
         if not plan.forced:
             plan.failed = tuple((name, broken[name]) for name in preferred if name in broken)
+            if background.is_started() and chosen.own and not (rules().deterministic or rules().debug):
+                self._run_when_compiled(plan, chosen, serving)
         if lasting:
             self.plans.store(plans, case, plan)
         return plan
@@ -409,6 +412,24 @@ class Operation:
             run = checked(run, named, mutates=chosen.mutates)
         return DispatchEntry(decision, run, record, provider, case.device.index or 0)
 
+    def _run_when_compiled(
+        self, plan: DispatchEntry, chosen: Implementation, serving: Sequence[Implementation]
+    ) -> None:
+        """Let a plan raise NotCompiledError instead of waiting for a compiler, until it has run once."""
+        run = plan.run
+        if all(candidate.own for candidate in serving):
+            return
+
+        def attempted(*args: Any) -> Any:
+            if settings().fallback == "forbid":
+                return run(*args)
+            with background.attempt(skips=not chosen.mutates):
+                result = run(*args)
+            plan.run = run
+            return result
+
+        plan.run = attempted
+
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def _apply_policy(self, case: Case, plan: DispatchEntry) -> None:
@@ -423,6 +444,11 @@ class Operation:
     ) -> tuple[DispatchEntry, Any]:
         """Run the remaining implementations in turn from the same inputs; return the plan that ran, and its result."""
         failed: dict[str, Exception] = {}
+        if isinstance(error, background.NotCompiledError):
+            _ledger.discount(plan.record)
+            library = next(candidate for candidate in self.candidates(case) if not candidate.own)
+            plan = self._plan(case, library, f"{plan.decision.implementation} is being compiled", plan.decision.refused)
+            return plan, self.execute(case, plan, args)
         while True:
             _ledger.failed(plan.record)
             name = plan.decision.implementation

@@ -20,8 +20,9 @@ import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime import provider
+from accelerant.runtime.compilation import background
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
+from accelerant.runtime.compilation.cuda import DIALECTS, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.monitoring import nvidia
 from accelerant.runtime.monitoring.readers import cuda_reader
@@ -130,8 +131,9 @@ class CudaProvider(TorchProvider):
         library = _libraries.get((id(source), target))
         if library is not None and library.has(entry, cache.root):
             return self._load(source, entry, library.binary, target, device, True, began)
+        key = cuda_key(source, target)
         binary, from_cache = cache.get_or_build(
-            cuda_key(source, target), lambda: compile_cuda(source, target), name=source.name, target=target,
+            key, lambda: background.binary_of(key, source, target), name=source.name, target=target,
             compiler=compiler_version(source),
         )  # fmt: skip
         return self._load(source, entry, binary, target, device, from_cache, began)
