@@ -1,5 +1,6 @@
 import importlib.util
 import math
+import random
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.attention import backends, launch
+from accelerant.ops.attention import backends, launch, op
 from accelerant.ops.attention import backends as composite
 from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime import registry
@@ -708,6 +709,130 @@ def test_masks_under_transforms_compile_and_autocast(interpreted):
 def test_masks_that_do_not_fit_are_refused(mask, error, message):
     with pytest.raises(error, match=message):
         ops.attention(*tensors(1, 2, 5, 8), mask=mask)
+
+
+# --- segments --------------------------------------------------------------------------------------------------------
+
+SEGMENTS = ("right", "left", "both", "holes", "packed", "packed and padded", "any")
+
+
+def segments_of(kind, B, S, Skv, draw):
+    """The segments of queries and of keys; padding is a key of none that a query has."""
+    of_queries, of_keys = (torch.zeros(B, length, dtype=torch.int64) for length in (S, Skv))
+    for b in range(B):
+        n, m = sorted(draw.randint(0, Skv) for _ in "ab")
+        if kind in ("right", "both"):
+            of_keys[b, m:] = -1
+        if kind in ("left", "both"):
+            of_keys[b, :n] = -1
+        if kind == "holes":
+            of_keys[b, [i for i in range(Skv) if draw.random() < 0.3]] = -1
+        for x in (of_queries[b], of_keys[b]):
+            if kind == "any":
+                x.copy_(torch.tensor([draw.randint(-1, 1) for _ in x], dtype=torch.int64))
+            elif kind.startswith("packed"):
+                x.copy_(torch.tensor([draw.random() < 0.1 for _ in x], dtype=torch.int64).cumsum(0))
+        if kind == "packed and padded":
+            of_keys[b, m:] = -1
+    return of_queries, of_keys
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_segments(kind, seed, way, monkeypatch):
+    """Drawn shapes and patterns: results, logarithms, gradients, and the ranges that let kernels skip keys."""
+    draw = random.Random(f"{kind} {seed}")
+    B, Hkv, group, S, D = (draw.randint(low, high) for low, high in ((1, 3), (1, 2), (1, 2), (1, 70), (4, 20)))
+    Skv = draw.choice([S, draw.randint(1, 80)])
+    options = {
+        "causal": draw.random() < 0.5,
+        "window": draw.choice([None, 0, 5, 30]),
+        "scale": draw.choice([None, 0.3]),
+    }
+    q, k, v = (x.requires_grad_() for x in tensors(B, Hkv * group, S, D, Hkv, Skv))
+    segments = segments_of(kind, B, S, Skv, draw)
+    tables, original = [], op.segments_mask
+    monkeypatch.setattr(op, "segments_mask", lambda *args: tables.append(original(*args)) or tables[-1])
+    o, lse = ops.attention(q, k, v, segments=segments, return_lse=True, **options)
+    do = torch.randn(o.shape)
+    reference = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, sums = attention_reference(*reference, segments=segments, return_lse=True, **options)
+    found, slopes = torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(expected, reference, do.double())
+    for one, other in zip((o, lse, *found), (expected, sums, *slopes), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    if way == "triton":
+        seen = segments[0][:, :, None] == segments[1][:, None, :]
+        for rows, same in ((tables[0][:, :, :S], seen), (tables[0][:, :, S:], seen.mT)):
+            length, i = same.shape[2], torch.arange(same.shape[2])
+            first = torch.where(same, i, length).amin(2)
+            assert torch.equal(rows[:, 1], first.int())
+            assert torch.equal(rows[:, 2], torch.where(same, i + 1, 0).amax(2).int())
+            assert torch.equal(rows[:, 3], torch.where(~same & (i > first[..., None]), i, length).amin(2).int())
+    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    assert {("attention_masked_fwd", way), ("attention_masked_bwd", way), ("attention_segments", way)} <= ran
+
+
+def test_one_tensor_of_segments_is_that_of_queries_and_keys(way):
+    q, k, v = tensors(S=9)
+    segments = torch.tensor([[4, 4, 4, 4, 7, 7, 7, 1, 1]], dtype=torch.int32)
+    o = ops.attention(q, k, v, causal=True, segments=segments)
+    parts = [ops.attention(*(x[:, :, a:b] for x in (q, k, v)), causal=True) for a, b in ((0, 4), (4, 7), (7, 9))]
+    torch.testing.assert_close(o, torch.cat(parts, 2))
+
+
+def test_segments_under_transforms_and_compile():
+    q, k, v = tensors(1, 2, 6, 4)
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    leaf = q.clone().requires_grad_()
+    ops.attention(leaf, k, v, segments=segments).square().sum().backward()
+    whole = torch.func.grad(lambda q: ops.attention(q, k, v, segments=segments).square().sum())(q)
+    torch.testing.assert_close(whole, leaf.grad)
+    compiled = torch.compile(lambda q: ops.attention(q, k, v, segments=segments), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attention_reference(q, k, v, segments=segments))
+
+
+@pytest.mark.parametrize(
+    ("segments", "options", "error", "message"),
+    [
+        (torch.zeros(1, 4, dtype=torch.int64), {}, ShapeError, r"segments of queries must be \(1, 5\), got \(1, 4\)"),
+        (torch.zeros(1, 5), {}, UnsupportedDtype, "segments must be integers, got float32"),
+        (torch.zeros(1, 5, dtype=torch.int64, device="meta"), {}, ShapeError, "segments must be on cpu"),
+        ((torch.zeros(1, 5, dtype=torch.int64), [[0] * 5]), {}, TypeError, "segments of keys is a list"),
+        (torch.zeros(1, 5, dtype=torch.int64), {"mask": torch.ones(5, 5)}, ConfigError, "mask or segments, not both"),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(segments, options, error, message):
+    with pytest.raises(error, match=message):
+        ops.attention(*tensors(1, 2, 5, 8), segments=segments, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_segments_on_a_gpu(kind, causal, dtype):
+    """The error is at most twice that of torch's function with a mask in the same dtype."""
+    leaves = [x.to("cuda").requires_grad_() for x in tensors(3, 4, 500, 64, dtype=dtype)]
+    segments = [x.cuda() for x in segments_of(kind, 3, 500, 500, random.Random(kind))]
+    do = torch.randn(3, 4, 500, 64, device="cuda").to(dtype)
+    mask = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    mask = mask.tril() if causal else mask
+    expected = attention_reference(*(x.detach().double() for x in leaves), mask=mask)
+    slopes = exact(attention_reference, *leaves, do, mask=mask)
+    errors = []
+    for function in (
+        lambda *qkv: ops.attention(*qkv, causal=causal, segments=segments),
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask),
+    ):
+        y = function(*leaves)
+        pairs = zip((y, *torch.autograd.grad(y, leaves, do)), (expected, *slopes), strict=True)
+        errors.append([float((one.double() - other).nan_to_num().abs().max()) for one, other in pairs])
+    atol = 1e-5 if dtype == torch.float32 else 2e-3
+    assert all(ours <= 2 * theirs + atol for ours, theirs in zip(*errors, strict=True)), errors
+
+
+# --- masks on a gpu --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -55,8 +55,10 @@ def attend(
     """Compute attention with a materialized score matrix, by functions that torch differentiates any number of times.
 
     q is (B, Hq, S, D), k and v (B, Hkv, Skv, D), window -1 for none; `seen`, (S, Skv) bool, replaces causal and window;
-    `mask` has four dimensions. Returns o in q's dtype, and lse, float32 (float64 for float64).
+    `mask` has four dimensions, or is a table of segments. Returns o in q's dtype, and lse, float32 (float64 for
+    float64).
     """
+    mask = without_table(mask, q.shape[2])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     Hkv, S, Skv = k.shape[1], q.shape[2], k.shape[2]
     grouped = q.to(wide).unflatten(1, (Hkv, q.shape[1] // Hkv))
@@ -86,6 +88,13 @@ def _split(mask: Tensor) -> tuple[Tensor, Tensor | None]:
         return mask, None
     visible = ~(mask <= HIDDEN)
     return visible, torch.where(visible, mask, 0.0)
+
+
+def without_table(mask: Tensor | None, queries: int) -> Tensor | None:
+    """Return a mask as it is, or as a bool if it is a table of segments (see `launch_segments`)."""
+    if mask is None or mask.dtype != torch.int32:
+        return mask
+    return (mask[:, 0, :queries, None] == mask[:, 0, None, queries:])[:, None]
 
 
 HIDDEN = -1e30
@@ -156,6 +165,7 @@ def torch_forward(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not q.numel() or not k.numel():
         return like(q).zero_(), q.new_full((B, Hq, S), -math.inf, dtype=wide)
+    mask = without_table(mask, S)
     if q.device.type != "cpu" or (mask is not None and Hq != Hkv):
         o, lse = attend(q, k, v, causal, scale, window, mask=mask)
         return with_layout_of(q, o), lse.contiguous()
@@ -186,6 +196,7 @@ def torch_backward(
     Hq, Hkv = q.shape[1], k.shape[1]
     if not q.numel() or not k.numel():
         return tuple(torch.empty_like(x).zero_() for x in (q, k, v))
+    mask = without_table(mask, q.shape[2])
     if q.device.type != "cpu" or (mask is not None and Hq != Hkv):
         return with_layouts_of((q, k, v), dense_backward(do, q, k, v, o, lse, causal, scale, window, mask))
     masked = mask is not None

@@ -104,16 +104,17 @@ def compilation(
 ) -> Compilation:  # fmt: skip
     """Return a kernel's specialization as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
-    plan = plan_for(kernel, width, dtype, capability, split, mask is not None)
+    segments = mask == "*i32"
+    plan = plan_for(kernel, width, dtype, capability, split, mask is not None and not segments)
     types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
     upcast, precision = dtype == torch.bfloat16 and capability < (8, 0), "fp16x3" if split else "ieee"
-    fixed = constants(plan, width, causal, window, upcast=upcast, precision=precision)
+    fixed = constants(plan, width, causal, window, upcast=upcast, precision=precision, segments=segments)
     return specialized(_KERNELS[kernel], {**types, **cu, "mask_ptr": mask}, fixed, plan.num_warps, plan.num_stages)
 
 
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.
-KERNELS = tuple(
+_ATTENTION_KERNELS = tuple(
     compiled
     for kernel in ("fwd", "bwd_q", "bwd_kv")
     for compiled in (
@@ -122,6 +123,8 @@ KERNELS = tuple(
         compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),
         compilation(kernel, "*bf16", 256, (9, 0)),
         compilation(kernel, "*fp32", 64, (9, 0)),
+        compilation(kernel, "*bf16", 64, (9, 0), mask="*i32"),
+        compilation(kernel, "*bf16", 128, (9, 0), mask="*i32"),
     )
     # Split or with a mask, bwd_kv spills loop constants and is left out; smaller tiles were not measured.
     + (
@@ -134,3 +137,4 @@ KERNELS = tuple(
         )
     )
 )
+KERNELS = (*_ATTENTION_KERNELS, specialized(_KERNELS["segments"], {"*": "*i32"}, {"BLOCK": 64}, 4))

@@ -13,7 +13,9 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.race import Tuned
 
 _NAMES = ("fwd", "bwd_q", "bwd_kv")
-KERNELS = {name: TritonKernel("accelerant.ops.attention.triton_kernels", f"attention_{name}") for name in _NAMES}
+KERNELS = {
+    name: TritonKernel("accelerant.ops.attention.triton_kernels", f"attention_{name}") for name in (*_NAMES, "segments")
+}
 
 MAX_WIDTH = 256
 """Widest head that the kernels support."""
@@ -123,7 +125,7 @@ def _tuned(kernel: str) -> Tuned[AttentionTile]:
 
     return Tuned(
         f"attention_{kernel}",
-        default=lambda family, programs, queries, keys, width, *masks: _usual(kernel, width, family, len(masks) > 3),
+        default=lambda family, programs, queries, keys, width, *masks: _usual(kernel, width, family, masks[3:] == (1,)),
         candidates=lambda family, programs, queries, keys, width, *masks: plans_for(kernel, width, family),
         bucket=bucket,
     )
@@ -131,17 +133,18 @@ def _tuned(kernel: str) -> Tuned[AttentionTile]:
 
 TUNED = {kernel: _tuned(kernel) for kernel in _NAMES}
 """Tuned plans, keyed by device family; heads of all sequences, queries and keys, each rounded up to a power of two;
-width; and whether causal, windowed and packed."""
+width; whether causal, windowed and packed; 1 for a mask, 2 for segments."""
 
 
 def constants(
-    plan: AttentionTile, width: int, causal: bool, window: int, *, precision: str = "ieee", upcast: bool = False
-) -> dict[str, int | bool | str]:
+    plan: AttentionTile, width: int, causal: bool, window: int, *, precision: str = "ieee", upcast: bool = False,
+    segments: bool = False,
+) -> dict[str, int | bool | str]:  # fmt: skip
     """Return the compile-time arguments of all three kernels."""
     block_d = max(16, next_power_of_2(width))
     return {
         "CAUSAL": causal, "WINDOW": window >= 0, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": block_d,
-        "EXACT": block_d == width, "PRECISION": precision, "UPCAST": upcast,
+        "EXACT": block_d == width, "PRECISION": precision, "UPCAST": upcast, "SEGMENTS": segments,
     }  # fmt: skip
 
 
@@ -154,12 +157,12 @@ def triton_capability(device: torch.device) -> tuple[int, int] | None:
 @functools.cache
 def _constants(
     plan: AttentionTile, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, causal: bool,
-    windowed: bool, precision: str,
+    windowed: bool, precision: str, segments: bool,
 ) -> dict[str, int | bool | str]:  # fmt: skip
     """Return `constants` of a launch; cached, since building them is part of a call's host time."""
     # Products in float32 where the device has none in bfloat16 (the interpreter's are wrong).
     upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
-    return constants(plan, width, causal, 0 if windowed else -1, precision=precision, upcast=upcast)
+    return constants(plan, width, causal, 0 if windowed else -1, precision=precision, upcast=upcast, segments=segments)
 
 
 class _Problem(NamedTuple):
@@ -167,7 +170,8 @@ class _Problem(NamedTuple):
 
     `cu` are the packed sequences' offsets of queries and keys, (None, None) for dense tensors; `queries` and `keys` are
     per sequence, or of the longest; `lse_strides` those of batch and head; window -1 for none; `mask` broadcasts to
-    (batch, heads, queries, keys) in four dimensions; `split`: products of float32 as two numbers of float16.
+    (batch, heads, queries, keys) in four dimensions, or is a table of segments, int32; `split`: products of float32 as
+    two numbers of float16.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]
@@ -199,7 +203,10 @@ class _Problem(NamedTuple):
         queries, keys, dtype, device, window = self.queries, self.keys, self.dtype, self.device, self.window
         by_keys, mask = kernel == "bwd_kv", self.mask
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-        if mask is not None:
+        segments = False
+        if mask is not None and mask.dtype == torch.int32:
+            segments, mask_strides = True, (mask.stride(0), 0, mask.stride(1), 0)
+        elif mask is not None:
             mask_strides = tuple([0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True)])
             mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         heads = self.kv_heads if by_keys else self.heads
@@ -208,14 +215,15 @@ class _Problem(NamedTuple):
         capability = triton_capability(device)
         if plan is None:
             sizes = [next_power_of_2(max(1, size)) for size in (heads * self.batch, queries, keys)]
-            masks = int(self.causal), int(window >= 0), int(self.cu[0] is not None), *(() if mask is None else (1,))
+            kind = () if mask is None else (1 + segments,)
+            masks = int(self.causal), int(window >= 0), int(self.cu[0] is not None), *kind
             plan = TUNED[kernel](
                 device, dtype, (_family(dtype, capability, self.split), *sizes, self.width, *masks),
                 lambda plan: self.launch(kernel, tensors, strides, plan),
             )  # fmt: skip
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         precision = "fp16x3" if self.split else "tf32" if tf32 else "ieee"
-        fixed = _constants(plan, self.width, dtype, capability, self.causal, window >= 0, precision)
+        fixed = _constants(plan, self.width, dtype, capability, self.causal, window >= 0, precision, segments)
         blocks = ceil_div(keys, plan.block_n) if by_keys else ceil_div(queries, plan.block_m)
         group = self.heads // self.kv_heads
         KERNELS[kernel].launch(
@@ -272,6 +280,19 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
+
+_SEGMENT_BLOCK = 64
+
+
+def launch_segments(table: Tensor, queries: int) -> Tensor:
+    """Complete a table of segments (B, 4, queries + keys) int32 in place from its row 0; see `attention_segments`."""
+    B, _, total = table.shape
+    keys = total - queries
+    blocks = ceil_div(queries, _SEGMENT_BLOCK) + ceil_div(keys, _SEGMENT_BLOCK)
+    if B and blocks:
+        args = table, queries, keys, blocks, table.stride(0), table.stride(1)
+        KERNELS["segments"].launch((blocks * B,), args, {"BLOCK": _SEGMENT_BLOCK}, num_warps=4)
+    return table
 
 
 def launch_forward(

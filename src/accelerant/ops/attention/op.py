@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import (
     FLOATING,
     autocast_dtype,
@@ -38,7 +39,7 @@ from accelerant.ops.attention.backends import (
     torch_forward,
     unfolded,
 )
-from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
+from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, launch_segments, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
 from accelerant.runtime.files import clipped
@@ -48,9 +49,12 @@ from accelerant.runtime.files import clipped
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
-    return_lse: bool = False, mask: Tensor | None = None,
+    return_lse: bool = False, mask: Tensor | None = None, segments: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return softmax(scale q k^T + mask) v over the keys that each query sees, with a materialized score matrix."""
+    if segments is not None:
+        of_queries, of_keys = (segments, segments) if isinstance(segments, Tensor) else segments
+        mask = of_queries[:, None, :, None] == of_keys[:, None, None, :]
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     S, Skv, D = q.shape[2], k.shape[2], q.shape[3]
@@ -264,7 +268,7 @@ def attend_by_torch(
 
 def _torch_equivalent(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False, mask: None = None,
+    return_lse: bool = False, mask: None = None, segments: None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention by torch's CPU function, with contiguous heads folded into the batch for a contiguous result.
 
@@ -280,14 +284,14 @@ def _torch_equivalent(
 
 def _torch_serves(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False, mask: Tensor | None = None,
+    return_lse: bool = False, mask: Tensor | None = None, segments: Any = None,
 ) -> bool:  # fmt: skip
     """Return whether torch's function gives the same: equal numbers of heads, in a layout that torch preserves."""
     contiguous = all(x.is_contiguous() for x in (q, k, v))
     heads_last = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
     same_mask = window is None and (not causal or q.shape[2] in (1, k.shape[2]))
     nonempty = q.numel() > 0 and k.numel() > 0
-    plain = mask is None and not return_lse
+    plain = mask is None and segments is None and not return_lse
     return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and plain
 
 
@@ -297,7 +301,7 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, any_layout=True, pur
 @_cpu
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False, mask: Tensor | None = None,
+    return_lse: bool = False, mask: Tensor | None = None, segments: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention: for each query the mean of the values, weighted by softmax of the scaled scores.
 
@@ -316,6 +320,10 @@ def attention(
         mask: broadcasts to (B, Hq, S, Skv), on the device of q. bool: False hides the key. Numbers, in the dtype of q
             or float32: added to the scaled score; up to -1e30, such as -inf, they hide the key. It applies together
             with causal and window.
+        segments: integers, on the device of q: a query sees the keys of its own number only. (B, S) for queries and
+            keys alike, or a pair (B, S) and (B, Skv). Sequences that are packed in one row have a number each; keys
+            that are padding have one that no query has, such as -1. It applies together with causal and window, and
+            not together with mask: our kernels skip the keys outside of a segment, and need no memory of S Skv.
 
     Returns:
         o, (B, Hq, S, D), dtype of q, in q's layout; accumulated in float32 from products in q's dtype. A query that
@@ -327,7 +335,7 @@ def attention(
     Raises:
         ShapeError: incompatible shapes, Hkv that does not divide Hq, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
-        ConfigError: a negative window, or causal is not a bool.
+        ConfigError: a negative window, causal is not a bool, or mask together with segments.
 
     The kernels take D up to 256; torch's functions serve wider heads. With a mask our Triton kernels run on a GPU. A
     mask of numbers that requires a gradient gets it from torch's functions, with a materialized score matrix: the
@@ -351,7 +359,13 @@ def attention(
     causal = causal and S != 1
     scale = D**-0.5 if scale is None else float(scale)
     window = checked_window(window, Skv)
-    if mask is None:
+    if segments is not None:
+        if mask is not None:
+            raise ConfigError("attention takes mask or segments, not both: a mask of bools can hold the segments too")
+        of_queries, of_keys = (segments, segments) if isinstance(segments, Tensor) else segments
+        mask = _checked_segments(q, k, of_queries, of_keys)
+        o, lse = _masked(q, k, v, mask, causal, scale, window)
+    elif mask is None:
         o, lse = _attention(q, k, v, causal, scale, window)
     else:
         mask = _checked_mask(mask, q, (B, Hq, S, Skv))
@@ -428,6 +442,21 @@ def _checked_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(sizes) > 4 or any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=True)):
         raise ShapeError(f"mask must broadcast to (B, Hq, S, Skv) = {shape}, got {tuple(mask.shape)}")
     return mask.view(sizes) if mask.dim() < 4 else mask
+
+
+def _checked_segments(q: Tensor, k: Tensor, of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return the mask of segments."""
+    for name, x, of in (("queries", of_queries, q), ("keys", of_keys, k)):
+        if not isinstance(x, Tensor):
+            raise not_a_tensor("attention", f"segments of {name}", x)
+        if x.is_floating_point() or x.is_complex():
+            raise UnsupportedDtype(f"segments must be integers, got {name_of(x.dtype)}")
+        if x.device != q.device:
+            raise ShapeError(f"segments must be on {q.device}, where q is; they are on {x.device}")
+        shape = (of.shape[0], of.shape[2])
+        if x.shape != shape:
+            raise ShapeError(f"segments of {name} must be {tuple(shape)}, got {tuple(x.shape)}")
+    return segments_mask(of_queries, of_keys)
 
 
 def shapes_of(*tensors: Tensor) -> str:
@@ -548,7 +577,79 @@ _attention = _Attention(
 
 def _masked_case(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, window: int) -> Case:
     plain = _case(q, k, v, causal, scale, window)
-    return plain._replace(options=(*plain.options, f"mask {name_of(mask.dtype)}"))
+    kind = "segments" if mask.dtype == torch.int32 else f"mask {name_of(mask.dtype)}"
+    return plain._replace(options=(*plain.options, kind))
+
+
+def _any_segments(table: Tensor, queries: int) -> Tensor:
+    """Complete a table of segments with ranges that are true of any: each row may see all of the others."""
+    table[:, 1] = table[:, 3] = 0
+    table[:, 2, :queries] = table.shape[2] - queries
+    table[:, 2, queries:] = queries
+    return table
+
+
+def _segments_cost(case: Case) -> Cost:
+    B, S, Skv = case.shape
+    return Cost(16 * B * (S + Skv), 8 * B * S * Skv)
+
+
+attention_segments: Callable[..., Tensor] = triton_operation(
+    "attention_segments", launch_segments, _any_segments, cost=_segments_cost, mutates=True
+)
+
+
+def segments_mask(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return the segments (B, S) and (B, Skv) of queries and keys as implementations take them: a table.
+
+    A table (B, 4, S + Skv) int32 also holds what each row sees, so that kernels skip the rest; nothing is read on the
+    host. Where a transform or a compiler sees the call, it is a mask of bools, (B, 1, S, Skv).
+    """
+    (B, S), Skv = of_queries.shape, of_keys.shape[1]
+    if is_compiling() or not is_plain(of_queries) or not is_plain(of_keys):
+        return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+    table = torch.empty(B, 4, S + Skv, dtype=torch.int32, device=of_queries.device)
+    table[:, 0, :S] = of_queries
+    table[:, 0, S:] = of_keys
+    return attention_segments(Case(table.device, table.dtype, (B, S, Skv)), table, S)
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, causal: bool, scale: float | None, window: int | None
+) -> Tensor:
+    """Return `attention` with a mask of `segments_mask`, which several layers may share."""
+    q, k, v = checked(q, k, v, "attention")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    o: Tensor = _masked(q, k, v, mask, causal, scale, checked_window(window, k.shape[2]))[0]
+    return o
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse without autograd, with a mask of `segments_mask` if there is one."""
+    if mask is None:
+        plain: tuple[Tensor, Tensor] = attention_fwd(
+            _case(q, k, v, causal, scale, window), q, k, v, causal, scale, window
+        )
+        return plain
+    case = _masked_case(q, k, v, mask, causal, scale, window)
+    o, lse = attention_masked_fwd(case, q, k, v, mask, causal, scale, window)
+    return o, lse
+
+
+def backward_pass(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv of `forward_pass`."""
+    settings = causal, scale, window
+    if mask is None:
+        dq, dk, dv = attention_bwd(_case(q, k, v, *settings), do, q, k, v, o, lse, *settings)
+    else:
+        case = _masked_case(q, k, v, mask, *settings)
+        dq, dk, dv = attention_masked_bwd(case, do, q, k, v, o, lse, mask, *settings)
+    return dq, dk, dv
 
 
 def _by_keyword(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,8 @@
 
 Query i is at position i + Skv - S of the keys: the last query is aligned with the last key. CAUSAL: it sees no key
 after its position. WINDOW: it sees no key more than `window` before it. A mask of numbers is added to s, where those up
-to -1e30 hide a key, as 0 does in a mask of bytes. Without a visible key, o = 0 and lse = -inf.
+to -1e30 hide a key, as 0 does in a mask of bytes. SEGMENTS: it only sees keys of its own segment; the mask is then the
+table that `attention_segments` makes. Without a visible key, o = 0 and lse = -inf.
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2; the running sum is that of Milakov and Gimelshein 2018,
         arXiv:1805.02867. The backward pass has two kernels that recompute s, so that no atomics are needed and results
@@ -132,9 +133,14 @@ def _visible(rows, columns, offset, keys, window, CAUSAL: tl.constexpr, WINDOW: 
 
 
 @triton.jit
-def _masked(s, mask_ptr, rows, columns, S, keys, m_row, m_col):
-    """Return scores to base 2 under the mask's tile; without a mask as they are."""
-    if mask_ptr is not None:
+def _masked(s, mask_ptr, rows, columns, S, keys, m_row, m_col, CHECK: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return scores to base 2 under the mask's tile; without a mask, or where segments hide nothing, as they are."""
+    if SEGMENTS:
+        if CHECK:
+            of_query = tl.load(mask_ptr + rows, mask=rows < S, other=0)
+            of_key = tl.load(mask_ptr + S + columns, mask=columns < keys, other=0)
+            s = tl.where(of_query == of_key, s, float("-inf"))
+    elif mask_ptr is not None:
         at = rows.to(tl.int64) * m_row + columns.to(tl.int64) * m_col
         tile = tl.load(mask_ptr + at, mask=(rows < S) & (columns < keys), other=0)
         if mask_ptr.dtype.element_ty.is_floating():
@@ -168,11 +174,59 @@ def _key_ranges(
 
 
 @triton.jit
+def _within_segments(low, a, b, high, table_ptr, at, there, t_row, length, BLOCK: tl.constexpr):
+    """Narrow low, a, b, high to what rows `at` of a table see of the `length` rows of the other side."""
+    first = tl.load(table_ptr + t_row + at, mask=there, other=0)
+    end = tl.load(table_ptr + 2 * t_row + at, mask=there, other=0)
+    gap = tl.load(table_ptr + 3 * t_row + at, mask=there, other=length)
+    low = tl.maximum(low, tl.min(tl.where(there, first, length), 0) // BLOCK * BLOCK)
+    high = tl.minimum(high, tl.max(end, 0))
+    a = tl.maximum(a, tl.cdiv(tl.max(first, 0), BLOCK) * BLOCK)
+    b = tl.maximum(tl.minimum(b, tl.min(gap, 0) // BLOCK * BLOCK), low)
+    a = tl.minimum(tl.maximum(a, low), b)
+    return low, a, b, high
+
+
+@triton.jit
+def attention_segments(table_ptr, S, keys, blocks, t_batch, t_row, BLOCK: tl.constexpr):
+    """Complete a table of S queries and then `keys` keys of each sequence from row 0, their segments.
+
+    A query sees the keys of its own segment. Row 1: the first one; row 2: the end of the last one; row 3: the first key
+    after row 1 that it does not see. For keys the same with the queries that see them. Without any: `length`, 0.
+    """
+    program = tl.program_id(0)
+    block = program % blocks
+    table_ptr += (program // blocks).to(tl.int64) * t_batch
+    of_queries = tl.cdiv(S, BLOCK)
+    is_key = block >= of_queries
+    lanes = tl.arange(0, BLOCK)
+    at = tl.where(is_key, S + (block - of_queries) * BLOCK, block * BLOCK) + lanes
+    there = at < tl.where(is_key, S + keys, S)
+    others_ptr = table_ptr + tl.where(is_key, 0, S)
+    length = tl.where(is_key, S, keys)
+    own = tl.load(table_ptr + at, mask=there, other=0)
+    first = tl.zeros([BLOCK], tl.int32) + length
+    end = tl.zeros([BLOCK], tl.int32)
+    gap = first
+    for start in range(0, length, BLOCK):
+        i = start + lanes
+        others = tl.load(others_ptr + i, mask=i < length, other=0)
+        same = (own[:, None] == others[None, :]) & (i < length)[None, :]
+        first = tl.minimum(first, tl.min(tl.where(same, i[None, :], length), 1))
+        end = tl.maximum(end, tl.max(tl.where(same, i[None, :] + 1, 0), 1))
+        after = (i[None, :] > first[:, None]) & ~same
+        gap = tl.minimum(gap, tl.min(tl.where(after, i[None, :], length), 1))
+    tl.store(table_ptr + t_row + at, first, mask=there)
+    tl.store(table_ptr + 2 * t_row + at, end, mask=there)
+    tl.store(table_ptr + 3 * t_row + at, gap, mask=there)
+
+
+@triton.jit
 def _accumulate(
     sums, total, peak, q, k_ptr, v_ptr, mask_ptr, rows, low, high, S, offset, keys, window, k_row, v_row, m_row, m_col,
     scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Update the running sums over keys [low, high), exponents to base 2; CHECK: not every pair is visible."""
     width = tl.arange(0, BLOCK_D)
@@ -185,7 +239,7 @@ def _accumulate(
         columns = start + lanes
         k = _parts(_load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
         s = _dot(q, k, tl.zeros([rows.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST) * scale_2
-        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
+        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col, CHECK, SEGMENTS)
         if CHECK:
             s = tl.where(
                 _visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), s, float("-inf")
@@ -212,7 +266,7 @@ def attention_fwd(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
@@ -243,12 +297,14 @@ def attention_fwd(
     offset = keys - S
     scale_2 = scale * _LOG2E
     bounds = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if SEGMENTS:
+        bounds = _within_segments(*bounds, mask_ptr, rows, rows < S, m_row, keys, BLOCK_N)
     for i in tl.static_range(3):
-        if WINDOW or i > 0:
+        if WINDOW or SEGMENTS or i > 0:
             sums, total, peak = _accumulate(
                 sums, total, peak, q, k_ptr, v_ptr, mask_ptr, rows, bounds[i], bounds[i + 1], S, offset, keys, window,
-                k_row, v_row, m_row, m_col, scale_2, D, i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_N,
-                BLOCK_D, EXACT, PRECISION, UPCAST,
+                k_row, v_row, m_row, m_col, scale_2, D, i != 1 or (mask_ptr is not None and not SEGMENTS), CAUSAL,
+                WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST, SEGMENTS,
             )  # fmt: skip
     nothing = total == 0.0
     o = sums * (1.0 / tl.where(nothing, 1.0, total))[:, None]
@@ -270,7 +326,7 @@ def _accumulate_dq(
     dq, q, do, lse_2, delta, k_ptr, v_ptr, mask_ptr, rows, low, high, S, offset, keys, window, k_row, v_row, m_row,
     m_col, scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Return the part of dq / scale from keys [low, high)."""
     width = tl.arange(0, BLOCK_D)
@@ -285,7 +341,7 @@ def _accumulate_dq(
         v = _parts(_load(v_ptr + v_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
         nought = tl.zeros([rows.shape[0], BLOCK_N], tl.float32)
         s = _dot(q, k, nought, PRECISION, UPCAST) * scale_2
-        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
+        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col, CHECK, SEGMENTS)
         p = tl.exp2(s - lse_2[:, None])
         if CHECK:
             p = tl.where(_visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
@@ -303,7 +359,7 @@ def attention_bwd_q(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     do_batch, do_head, do_row, dq_batch, dq_head, dq_row, lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
@@ -342,12 +398,14 @@ def attention_bwd_q(
     offset = keys - S
     scale_2 = scale * _LOG2E
     bounds = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if SEGMENTS:
+        bounds = _within_segments(*bounds, mask_ptr, rows, rows < S, m_row, keys, BLOCK_N)
     for i in tl.static_range(3):
-        if WINDOW or i > 0:
+        if WINDOW or SEGMENTS or i > 0:
             dq = _accumulate_dq(
                 dq, q, do, lse_2, delta, k_ptr, v_ptr, mask_ptr, rows, bounds[i], bounds[i + 1], S, offset, keys,
-                window, k_row, v_row, m_row, m_col, scale_2, D, i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_N,
-                BLOCK_D, EXACT, PRECISION, UPCAST,
+                window, k_row, v_row, m_row, m_col, scale_2, D, i != 1 or (mask_ptr is not None and not SEGMENTS),
+                CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST, SEGMENTS,
             )  # fmt: skip
     tl.store(
         dq_ptr + lanes * dq_row + width[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows & in_width
@@ -381,7 +439,7 @@ def _accumulate_dkv(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, mask_ptr, columns, low, high, S, offset, keys, window, q_row,
     do_row, m_row, m_col, scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Return the parts of dk / scale and dv from queries [low, high); scores are transposed, keys by queries."""
     width = tl.arange(0, BLOCK_D)
@@ -396,7 +454,7 @@ def _accumulate_dkv(
         lse_2 = _exponent(lse_ptr + rows, rows, S)
         nought = tl.zeros([columns.shape[0], BLOCK_M], tl.float32)
         s = _dot(k, q, nought, PRECISION, UPCAST) * scale_2
-        s = _masked(s, mask_ptr, rows[None, :], columns[:, None], S, keys, m_row, m_col)
+        s = _masked(s, mask_ptr, rows[None, :], columns[:, None], S, keys, m_row, m_col, CHECK, SEGMENTS)
         p = tl.exp2(s - lse_2[None, :])
         if CHECK:
             p = tl.where(_visible(rows[None, :], columns[:, None], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
@@ -417,7 +475,7 @@ def attention_bwd_kv(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
@@ -445,6 +503,8 @@ def attention_bwd_kv(
     offset = keys - S
     scale_2 = scale * _LOG2E
     bounds = _row_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if SEGMENTS:
+        bounds = _within_segments(*bounds, mask_ptr + b * m_batch, S + columns, columns < keys, m_row, S, BLOCK_M)
     for g in range(group):
         of_head = h * group + g
         q_of = q_ptr + b * q_batch + of_head * q_head + tl.cast(first_q, tl.int64) * q_row
@@ -455,11 +515,12 @@ def attention_bwd_kv(
         if mask_ptr is not None:
             mask_of = mask_ptr + b * m_batch + of_head * m_head
         for i in tl.static_range(3):
-            if CAUSAL or i > 0:
+            if CAUSAL or SEGMENTS or i > 0:
                 dk, dv = _accumulate_dkv(
                     dk, dv, k, v, q_of, do_of, lse_of, delta_of, mask_of, columns, bounds[i], bounds[i + 1], S, offset,
                     keys, window, q_row, do_row, m_row, m_col, scale_2, D,
-                    i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+                    i != 1 or (mask_ptr is not None and not SEGMENTS), CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT,
+                    PRECISION, UPCAST, SEGMENTS,
                 )  # fmt: skip
     inside = in_keys & in_width
     tl.store(dk_ptr + lanes * dk_row + width[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
