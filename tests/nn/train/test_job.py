@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -620,7 +621,10 @@ def test_torchs_global_settings_are_put_back(train):
 
 
 def test_a_signal_to_all_processes_that_the_launcher_passes_on_does_not_interrupt_the_checkpoint():
+    assert threading.current_thread() is threading.main_thread()  # or the signals would end this process
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # of a terminal that closes
+    if signal.getsignal(hangup) == signal.SIG_IGN:  # under nohup
+        hangup = signal.SIGTERM
     with StopRequest() as stop:
         for number in (hangup, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
