@@ -541,6 +541,16 @@ def test_arguments_that_differ_in_each_call_are_reported(net):
     assert len(net.__dict__["_accelerant_patch"].graphs._eager) <= graphs._MOST_KEYS
 
 
+def test_only_calls_on_compiled_kernels_count_before_the_capture(net, monkeypatch):
+    missing = iter([1, 1, 2, 2] + [3] * 2 * BEFORE)
+    monkeypatch.setattr(graphs.background, "misses", lambda: next(missing))  # read twice where it has changed
+    for _ in range(2 + BEFORE):
+        net(rows())
+    assert net.report.graphs == {"eager: before the capture": 2 + BEFORE}
+    net(rows())
+    assert net.report.graphs["captured"] == 1
+
+
 def test_evaluation_and_generation_run_eagerly_and_are_no_fallback(net):
     warmed(net)
     with torch.no_grad():

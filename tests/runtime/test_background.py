@@ -29,6 +29,7 @@ class Kernels:
 
     def __init__(self):
         self.asked, self.compiled, self.launched, self.waited = [], set(), [], []
+        self.misses = 0
 
     def ask(self, key, source, target):
         self.asked.append(key)
@@ -73,12 +74,14 @@ def test_a_library_runs_until_the_kernels_are_compiled(book, kernels):
     assert [op(CASE, 1), op(CASE, 1)] == ["library"] * 2
     assert set(kernels.asked) == {"first", "second"}, "both are known after one call"
     assert (kernels.launched, kernels.waited) == ([], [])
+    assert background.misses() == 2
     kernels.compiled = {"first"}
     assert op(CASE, 1) == "library"
     kernels.compiled = {"first", "second"}
     assert [op(CASE, 1), op(CASE, 1)] == ["own"] * 2
     assert ran(book) == {("probe", "library"): 3, ("probe", "own"): 2}
     assert not any(row["failures"] for row in book.to_dict()["ops"])
+    assert background.misses() == 3
     assert not background.attempts
     assert not book.fallback_count()
 

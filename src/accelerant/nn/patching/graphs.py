@@ -29,6 +29,7 @@ from accelerant.nn.patching import capture
 from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Reason, State, versions
 from accelerant.nn.patching.record import RECORD, Forward, PatchReport
 from accelerant.ops._library import is_watched
+from accelerant.runtime.compilation import background
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import ahead_of_capture
@@ -213,6 +214,7 @@ class Graphs:
         self._draws = False
         self._written: set[Tensor] = set()
         self._count = 0
+        self._misses = background.misses()
 
     def __getstate__(self) -> Any:
         return self._forward, self._report, self._automatic  # a copy of the model has other parameters
@@ -240,6 +242,9 @@ class Graphs:
                     self._check(model)
                     self._lap()
                 full_masks = _full_masks(values, key[0])
+                if self._misses != background.misses():  # the calls before ran libraries' functions: they count no more
+                    self._misses, self._laps = background.misses(), None
+                    self._eager.clear()
                 captured = self._ready(model, key, full_masks, values)
         except Reason as reason:
             self._refuse(model, str(reason))

@@ -117,7 +117,10 @@ def is_missing() -> bool:
 
 
 def start() -> None:
-    """Let operations run libraries' functions from now on while their kernels are compiled by child processes."""
+    """Let operations run libraries' functions from now on while their kernels are compiled by child processes.
+
+    Does nothing on Windows, and where there is no Python to start.
+    """
     global _compilers
     if _compilers is None and os.name == "posix" and sys.executable:
         _compilers = _Compilers()
@@ -133,6 +136,11 @@ def is_ready() -> bool:
     return _compilers is None or _compilers.is_ready()
 
 
+def misses() -> int:
+    """Return how many runs were left to libraries so far; a time during which it changed is not one of our kernels."""
+    return 0 if _compilers is None else _compilers.misses
+
+
 def binary_of(key: str, source: KernelSource, target: str) -> Binary:
     """Return the code of a kernel that is not in the disk cache: from a child, or compiled here and now.
 
@@ -146,6 +154,7 @@ def binary_of(key: str, source: KernelSource, target: str) -> Binary:
     if found is None and current is not None and not _is_capturing():
         launched = any(counter.count for counter in watched.get(thread, ()))
         if (current.skips or not launched) and compilers.ask(key, source, target):
+            compilers.misses += not current.missing
             current.missing = True
             raise NotCompiledError(current.skips)
     return compile_cuda(source, target) if found is None else found
@@ -199,6 +208,7 @@ class _Compilers:
     """The child processes, and what became of the kernels that were asked for."""
 
     def __init__(self) -> None:
+        self.misses = 0
         self._lock, self._pid = fork_safe(threading.Lock()), os.getpid()
         self._children: list[_Child] = []
         self._waiting: dict[str, tuple[str, str]] = {}  # key -> the kernel's name, and the line that asks for it
