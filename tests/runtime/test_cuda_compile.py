@@ -192,10 +192,9 @@ def sources(monkeypatch):
     found = []
 
     def launch(self, grid, args, constants, *, num_warps=4, num_stages=3):
-        self._compile(args, constants, num_warps, num_stages)
+        found.append(self.source_of(args, constants, num_warps, num_stages))
 
     monkeypatch.setattr(triton.TritonKernel, "launch", launch)
-    monkeypatch.setattr(triton, "_cuda", lambda: SimpleNamespace(compile=lambda source, device: found.append(source)))
     return found
 
 
@@ -293,11 +292,11 @@ def test_a_triton_kernel_that_does_not_compile_is_not_compiled_again_for_other_s
     kernel = triton.TritonKernel("some.module", "k")
     compiled = []
 
-    def breaks(args, constants, num_warps, num_stages):
-        compiled.append(constants)
+    def breaks(source, device):
+        compiled.append(source)
         raise CompileError("no such instruction", "the log")
 
-    monkeypatch.setattr(kernel, "_compile", breaks)
+    monkeypatch.setattr(triton, "_cuda", lambda: SimpleNamespace(compile=breaks))
     raised = []
     for rows in (32, 64, 96):
         with pytest.raises(CompileError, match="no such instruction") as caught:
@@ -333,13 +332,13 @@ def test_a_lack_of_memory_while_loading_is_tried_again(monkeypatch):
     prepared = SimpleNamespace(handle=SimpleNamespace(prepare=lambda *_: "ready"))
     outcomes = iter([OutOfMemory("8 bytes"), prepared])
 
-    def compiles(*_):
+    def compiles(source, device):
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(kernel, "_compile", compiles)
+    monkeypatch.setattr(triton, "_cuda", lambda: SimpleNamespace(compile=compiles))
     with pytest.raises(OutOfMemory):
         kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3)
     assert kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3) == "ready"

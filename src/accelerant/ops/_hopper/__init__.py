@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accelerant.errors import LaunchError
 from accelerant.ops._launch import ceil_div
+from accelerant.runtime.compilation.background import NotCompiledError
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
@@ -129,6 +130,18 @@ def load(program: HopperProgram, kinds: tuple[str, ...], device: int) -> Kernel:
     from accelerant.runtime import registry
 
     return registry.create("cuda").compile(program.source(kinds), device=device)
+
+
+def load_all(programs: Iterable[HopperProgram], kinds: tuple[str, ...], device: int) -> None:
+    """Load kernels; where some are not compiled yet, all are asked for before NotCompiledError is raised."""
+    missing = None
+    for program in programs:
+        try:
+            load(program, kinds, device)
+        except NotCompiledError as error:
+            missing = error
+    if missing is not None:
+        raise missing
 
 
 T = TypeVar("T")

@@ -270,6 +270,8 @@ def _prepare(
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
+    main, by_rows, by_dq = (program(plan, q.dtype, causal, part) for part in PARTS)
+    hopper.load_all((main, by_rows, *[by_dq] * (plan.sums == "added")), KINDS, device)
     tiles, key_tiles = ceil_div(S, plan.tile_q), ceil_div(Skv, _TILE_K)
     shares = shares_for(plan, (B, Hq, Hkv, S, Skv, D), multiprocessors(q.device), causal)
     sums = space.data_ptr() + 4 * space_sizes[0]
@@ -287,7 +289,6 @@ def _prepare(
     job = maps + struct.pack("=8Q9q11i2f", *outputs, *strides, *sizes, scale, scale * math.log2(math.e))
     job += bytes(-len(job) % 64)
 
-    main, by_rows, by_dq = (program(plan, q.dtype, causal, part) for part in PARTS)
     launches = (
         hopper.pack(by_rows, KINDS, shares.first * blocks, (rows,), device),
         hopper.pack(main, KINDS, shares.grid + shares.helpers, (job,), device, plan.sums == "shared"),

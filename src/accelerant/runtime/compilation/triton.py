@@ -28,7 +28,7 @@ import torch
 
 from accelerant.errors import CompileError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.background import NotCompiledError, attempts, is_missing
+from accelerant.runtime.compilation.background import NotCompiledError
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources, sources_hash
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.memory.limits import has_fakes, predictions
@@ -226,8 +226,7 @@ class TritonKernel:
             except NotCompiledError as error:
                 if not error.skips:
                     raise
-        if prepared is None or (attempts and is_missing()):
-            return None
+                return None
         prepared.start(pointers)
         if recorders:
             recorders.get(threading.get_ident(), []).append((prepared, tuple(pointers)))
@@ -244,7 +243,7 @@ class TritonKernel:
         kernel = self._kernels.get(variant)
         if kernel is None:
             try:
-                kernel = self._compile(args, constants, num_warps, num_stages)
+                kernel = _cuda().compile(self.source_of(args, constants, num_warps, num_stages), device=device)
             except CompileError as error:
                 kernel = copy.copy(error)  # without the traceback, whose frames hold tensors
             self._kernels[variant] = kernel
@@ -288,16 +287,15 @@ class TritonKernel:
         types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")
         return KernelSource(self.name, {"triton": special}, {self.name: types}, targets=self.targets)
 
-    def _compile(
-        self, args: Sequence[_Argument], constants: Mapping[str, Any], num_warps: int, num_stages: int
-    ) -> Kernel:
+    def source_of(
+        self, args: Sequence[_Argument], constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3
+    ) -> KernelSource:
+        """Return the source of a launch's kernel."""
         described = [_describe(arg, at in self.widths) for at, arg in enumerate(args)]
         kinds = (*(kind for kind, _ in described), *("constexpr" for _ in constants))
         absent = [(at, None) for at, arg in enumerate(args) if arg is None]
         multiples = tuple((at, multiple) for at, (_, multiple) in enumerate(described) if multiple > 1)
-        source = self._source(kinds, (*constants.items(), *absent), multiples, num_warps, num_stages)
-        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        return _cuda().compile(source, device=tensor.device.index or 0)
+        return self._source(kinds, (*constants.items(), *absent), multiples, num_warps, num_stages)
 
 
 _LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}

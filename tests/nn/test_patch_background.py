@@ -1,0 +1,109 @@
+"""A patched model's first steps on a cold cache: libraries run while child processes compile its kernels for sm_90.
+
+Triton's interpreter stands in for the device; what is compiled is real.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+from patch_models import assert_same, batch, make, outcome
+
+import accelerant as acl
+from accelerant.config import override
+from accelerant.runtime.compilation import background, triton
+from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
+from accelerant.runtime.dispatch import operations
+
+TARGET = "sm_90"
+
+
+class Device:
+    """Launches of kernels for sm_90, by key; each is compiled as CudaProvider does before the interpreter runs it."""
+
+    def __init__(self, monkeypatch):
+        self.launched, self.compiled_here = {}, []
+        interpret = triton.TritonKernel.launch
+
+        def launch(kernel, grid, args, constants, **options):
+            source = kernel.source_of(args, constants, **options)
+            try:
+                self.load(cuda_key(source, TARGET), source)
+            except background.NotCompiledError as error:
+                if not error.skips:
+                    raise
+            if not background.is_missing():
+                interpret(kernel, grid, args, constants, **options)
+
+        def compile_here(source, target):
+            self.compiled_here.append(source.name)
+            return compile_cuda(source, target)
+
+        monkeypatch.setattr(triton.TritonKernel, "launch", launch)
+        monkeypatch.setattr(background, "compile_cuda", compile_here)
+
+    def load(self, key, source):
+        build = partial(background.binary_of, key, source, TARGET)
+        KernelCache().get_or_build(key, build, name=source.name, target=TARGET)
+        self.launched[key] = source.name
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    with override(cache_dir=tmp_path):
+        for operation in operations().values():
+            operation.forget()
+        yield Device(monkeypatch)
+    for operation in operations().values():
+        operation.forget()
+
+
+def as_in_a_new_process(monkeypatch):
+    """Start afresh, with neither plans nor children."""
+    if background._compilers is not None:
+        background._compilers.close()
+    monkeypatch.setattr(background, "_compilers", None)
+    for operation in operations().values():
+        operation.forget()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_nothing_waits_for_a_compiler(family, device, monkeypatch):
+    as_in_a_new_process(monkeypatch)
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    background.start()
+    try:
+        assert_same(outcome(model, inputs), before, rtol=1e-4, atol=1e-5)
+        assert not device.launched
+        assert background.misses()
+        asked = set(background._compilers._waiting)
+        wait_until_ready()
+        assert_same(outcome(model, inputs), before, rtol=1e-4, atol=1e-5)
+        assert device.launched.keys() == asked, "one step asks for all that the next ones launch"
+        assert len(asked) > 10
+
+        as_in_a_new_process(monkeypatch)
+        background.start()
+        device.launched.clear()
+        assert_same(outcome(model, inputs), before, rtol=1e-4, atol=1e-5)
+        assert device.launched.keys() == asked
+        assert (background.misses(), background._compilers._children) == (0, [])
+        assert not device.compiled_here
+    finally:
+        as_in_a_new_process(monkeypatch)
+
+
+def wait_until_ready():
+    end = time.monotonic() + 300
+    while not background.is_ready():
+        assert time.monotonic() < end, "not within five minutes"
+        time.sleep(0.05)
