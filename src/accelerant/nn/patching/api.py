@@ -91,6 +91,8 @@ def patch(
         record.apply(module, plan, padding)
     if graph is not False:
         _add_graphs(model, record, automatic=graph is None)
+    if record.graphs is not None or record.report.changed:
+        _add_choice(model, record, fixed=graph is True)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
@@ -132,7 +134,7 @@ def _plans(
 
 
 def _add_graphs(model: nn.Module, record: PatchRecord, *, automatic: bool) -> None:
-    """Let the model's forward, replaced or not, run from CUDA graphs: if `automatic`, where they can be of use."""
+    """Let training calls of a model run from CUDA graphs: if `automatic`, where they can be of use."""
     graphs = importlib.import_module("accelerant.nn.patching.graphs")
     if automatic and not graphs.may_capture():
         return
@@ -141,10 +143,20 @@ def _add_graphs(model: nn.Module, record: PatchRecord, *, automatic: bool) -> No
             f"no CUDA graphs by default: {unknown} may do more than its operations (graph=True captures it)"
         )
         return
-    inner = next((forward for module, forward in record.forwards if module is model), type(model).forward)
+    record.graphs = graphs.Graphs(_forward_of(model, record), record.report, automatic)
+
+
+def _add_choice(model: nn.Module, record: PatchRecord, *, fixed: bool) -> None:
+    """Let a model run on our ops or as it was, whichever is faster for each kind of call; if `fixed`, on our ops."""
+    choice = importlib.import_module("accelerant.nn.patching.choice")
+    record.choice = choice.Choice(_forward_of(model, record), fixed)
     record.forwards = [pair for pair in record.forwards if pair[0] is not model]
-    record.graphs = graphs.Graphs(inner, record.report, automatic)
-    record.replace_forward(model, graphs.graphed_forward)
+    record.replace_forward(model, choice.chosen_forward)
+
+
+def _forward_of(model: nn.Module, record: PatchRecord) -> Any:
+    """Return the function that is a patched model's forward, replaced or not."""
+    return next((forward for module, forward in record.forwards if module is model), type(model).forward)
 
 
 def _why_nothing(report: PatchReport) -> str:

@@ -27,7 +27,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Reason, State, versions
-from accelerant.nn.patching.record import RECORD, Forward, PatchReport
+from accelerant.nn.patching.record import Forward, PatchReport
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
 from accelerant.runtime.host import fork_safe
@@ -46,11 +46,6 @@ _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-
-
-def graphed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a patched model, from its graphs if this call has been captured."""
-    return self.__dict__[RECORD].graphs(self, args, kwargs)
 
 
 # --- what a captured call depends on ---------------------------------------------------------------------------------
@@ -400,5 +395,5 @@ class Graphs:
         new = ledger().fallback(FallbackRecord("patch", type(model).__name__, "graph", "eager", reason))
         if new or settings().fallback == "warn":
             warnings.warn(
-                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=5
+                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=8
             )

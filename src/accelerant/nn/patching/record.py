@@ -75,6 +75,7 @@ class PatchReport:
             inside graphs of torch.compile are not counted.
         graphs: number of training calls by outcome: "replayed" from a CUDA graph, or "eager: " and the reason; and that
             of captures. Empty with patch(graph=False), and where this process can capture none.
+        choices: kinds of calls, and whether they run on our ops or as the model was, with the measured difference.
     """
 
     model: str
@@ -83,6 +84,7 @@ class PatchReport:
     notes: list[str] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
     graphs: Counter[str] = field(default_factory=Counter)
+    choices: dict[str, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -95,6 +97,7 @@ class PatchReport:
             "model": self.model, "counts": self.counts, "changed": [asdict(change) for change in self.changed],
             "left": [asdict(module) for module in self.left], "notes": list(self.notes),
             "fallbacks": dict(self.fallbacks), "graphs": dict(self.graphs),
+            "choices": dict(self.choices),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -109,6 +112,7 @@ class PatchReport:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
         lines += [f"CUDA graphs, calls {outcome}: {count}" for outcome, count in self.graphs.most_common()]
+        lines += [f"{kind}: {choice}" for kind, choice in self.choices.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -126,6 +130,7 @@ class PatchReport:
         changed, left = self._rows()
         rows = [[("", cell) for cell in row] for row in (*changed, *((name, "left alone", why) for name, why in left))]
         more = [*self.notes, *(f"attention by torch, {n} times: {why}" for why, n in self.fallbacks.most_common())]
+        more += [f"{kind}: {choice}" for kind, choice in self.choices.items()]
         notes = "".join(f"<p>{escape(text)}</p>" for text in more)
         return f"<h4>{escape(self.model)}</h4>{table(('modules', 'kind', 'now'), rows)}{notes}"
 
@@ -159,9 +164,14 @@ def _bind(function: Forward, module: Any, plain: bool = True) -> Any:
 
 
 def _state(self: Any) -> dict[str, Any]:
-    """Return the state of a module, in which replaced methods can be pickled: by default they are looked up by name."""
+    """Return the state of a module, in which replaced methods can be pickled: by default they are looked up by name.
+
+    Its forward is on our ops.
+    """
     kind: Any = type(self)
     state: dict[str, Any] = kind.__getstate__(self)
+    if state["forward"].__func__ is kind.forward and (forward := state[MARK].forward) is not None:
+        state = state | {"forward": _bind(forward, self)}
     return state | {name: _Bound(state[name]) for name in ("forward", "__getstate__")}
 
 
@@ -187,11 +197,12 @@ class _Picklable:
 
 @dataclass(eq=False)
 class Mark(_Picklable):
-    """Settings that the replaced methods of a module read, and the report, where fallbacks are counted."""
+    """Settings that the replaced methods of a module read, its forward, and the report, where fallbacks are counted."""
 
     report: PatchReport
     attention: bool = False
     padding: str = "exact"
+    forward: Forward | None = None
     options: dict[str, Any] = field(default_factory=dict)
     plain: bool = False
 
@@ -200,31 +211,46 @@ class Mark(_Picklable):
 class PatchRecord(_Picklable):
     """All changes to a model.
 
-    They are modules with marks, the functions in place of forwards and losses, configs that named "sdpa", and graphs.
-    `plain` says that the model contains no model of transformers.
+    They are modules with marks, the functions in place of forwards and losses, configs that named "sdpa", graphs, and
+    the choice that runs the model. `ours` says whether the replacements are in place, `places` are those that switch()
+    changes: an object, an attribute, and its values as it was and on our ops. `plain` says that the model contains no
+    model of transformers.
     """
 
     report: PatchReport
     marked: list[nn.Module] = field(default_factory=list)
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
-    losses: list[tuple[Any, Forward]] = field(default_factory=list)
+    losses: list[tuple[Any, Forward, Forward]] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
+    places: list[tuple[Any, str, tuple[Any, Any]]] = field(default_factory=list)
+    ours: bool = True
     plain: bool = False
     graphs: Any = None
+    choice: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:  # a pickled model is on our ops
+        return self.__dict__ | {"places": [], "ours": True}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        if self.plain:  # whose modules make their forwards again
+            copied.__dict__ = copied.__getstate__()
+        return copied
 
     def apply(self, module: nn.Module, plan: Any, padding: str) -> None:
         """Change a module as its Replacement says."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
-            mark = module.__dict__[MARK] = Mark(self.report, padding=padding, plain=self.plain)
+            mark = module.__dict__[MARK] = Mark(self.report, False, padding, plan.forward, plain=self.plain)
             self.marked.append(module)
         mark.attention = mark.attention or plan.attention
         mark.options |= plan.options
         if plan.forward is not None:
             self.replace_forward(module, plan.forward)
         if plan.loss_function is not None:  # as an assignment to loss_function does
+            before: Any = module.loss_function
+            self.losses.append((module, plan.loss_function, before))
             module.__dict__["_loss_function"] = plan.loss_function
-            self.losses.append((module, plan.loss_function))
         config: Any = module.config if plan.attention else None
         if plan.attention and not any(config is known for known in self.configs):
             self.configs.append(config)
@@ -247,12 +273,31 @@ class PatchRecord(_Picklable):
                     "(accelerate: accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
                 )
 
+    def switch(self, *, ours: bool) -> None:
+        """Put all replacements in place, or what the model had before; what others replaced since stays."""
+        if ours is self.ours:
+            return
+        if not self.places:
+            for module, forward in self.forwards:
+                kind: Any = type(module)
+                if MARK in module.__dict__ and module.__dict__[MARK].forward is forward:  # not what runs the model
+                    before = types.MethodType(kind.forward, module)
+                    self.places.append((module, "forward", (before, module.__dict__.get("forward"))))
+            self.places += [(module, "_loss_function", (before, after)) for module, after, before in self.losses]
+            names = ("sdpa", ATTENTION_NAME)
+            self.places += [(config, "_attn_implementation_internal", names) for config in self.configs]
+        for owner, name, sides in self.places:
+            if owner.__dict__.get(name) is sides[not ours]:
+                owner.__dict__[name] = sides[ours]
+        self.ours = ours
+
     def undo(self) -> None:
         """Restore everything."""
+        self.switch(ours=True)
         for module, _ in self.forwards:
             del module.__dict__["forward"]
             module.__dict__.pop("__getstate__", None)
-        for model, function in self.losses:
+        for model, function, _ in self.losses:
             if model.__dict__.get("_loss_function") is function:  # otherwise another was chosen since
                 del model.__dict__["_loss_function"]
         for module in self.marked:

@@ -1,0 +1,320 @@
+"""Whether a kind of call of a patched model runs on our ops or as the model was, measured in the run itself.
+
+The first calls of a kind run on both sides in turns, and the faster side serves the later ones. A kind is: training or
+evaluation, with gradients or without, device, dtype, the names of the arguments, and their elements to a power of two.
+Calls with gradients are timed as whole steps, from the start of one to that of the next; others by themselves. Sides
+are only switched while no backward pass is to come, which might run the forward pass again (checkpoints).
+
+Nothing is measured with the settings `deterministic` or `race = "off"`, inside torch.compile, a trace, a capture, or
+under a mode or transform of torch: these run on our ops.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.config import settings
+from accelerant.nn.patching.record import RECORD, Forward, PatchRecord
+from accelerant.ops._library import is_watched
+from accelerant.runtime.streams.graphs import captures_ahead
+
+LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
+FEWEST_LAPS, CLEAR = 5, 1.05  # laps of each that decide if the slowest of one side beats the fastest of the other so
+TIE = 1.02  # times that differ by less are equal: a CPU runs the model as it was, a GPU our ops, which need less memory
+
+
+def chosen_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a patched model on the side that is faster for this kind of call."""
+    record: PatchRecord = self.__dict__[RECORD]
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return record.choice.forward(self, *args, **kwargs)
+    return record.choice(self, record, args, kwargs)
+
+
+def is_fixed() -> bool:
+    """Return whether calls run on our ops without a measurement."""
+    current = settings()
+    return current.deterministic or current.race == "off" or torch.are_deterministic_algorithms_enabled()
+
+
+# --- one kind of call ------------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """The laps of one kind of call on both sides: as it was (0) and on our ops (1).
+
+    Attributes:
+        key: training, with gradients, device, dtype, bits of the elements of the first tensor and of all, and names.
+        ours: the decision; None before it.
+        calls: calls that ran on each side.
+        laps: (start, end, elements) on each side.
+        elements: of the arguments of the last call.
+    """
+
+    def __init__(self, key: Any) -> None:
+        self.key, self.elements = key, 0
+        self.ours: bool | None = None
+        self.calls = [0, 0]
+        self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
+
+    def side(self, current: bool) -> bool:
+        """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared."""
+        before, ours = self.calls
+        return current if before == ours else ours < before
+
+    def now(self) -> Any:
+        """Return a time of the device: that of this thread if it works alone, which others do not change."""
+        if self.key[2].type == "cpu":
+            return _CLOCK() if torch.get_num_threads() == 1 else time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, ours: bool, start: Any, elements: int) -> None:
+        """Add a lap that ends now, if it is needed and the clock (see now) is still the same."""
+        end = self.now()
+        if len(self.laps[ours]) < LAPS and not (isinstance(end, float) and end <= start):
+            self.laps[ours].append((start, end, elements))
+
+    def gain(self) -> float | None:
+        """Return the time of a call as it was by that of one on our ops; None if it is not known yet."""
+        fewest = min(map(len, self.laps))
+        if fewest < FEWEST_LAPS or not all(_is_over(lap) for laps in self.laps for lap in laps):
+            return None
+        before, ours = _per_call(self.laps)
+        clear = max(before) * CLEAR < min(ours) or max(ours) * CLEAR < min(before)
+        return min(before) / min(ours) if clear or fewest >= LAPS else None
+
+    def kind(self) -> str:
+        """Return the kind of call in words."""
+        training, graded, device, dtype, first, total, *names = self.key
+        mode = "training" if training else "evaluation"
+        if training is not graded:
+            mode += " with gradients" if graded else " mode without gradients"
+        sizes = f"up to {2**total:,} elements" + (f", {2**first:,} in the first tensor" if first < total else "")
+        labels = ", with labels" if "labels" in names else ""
+        return f"{mode}, {str(dtype).removeprefix('torch.')}, {sizes}{labels} ({device})"
+
+
+_Lap = tuple[Any, Any, int]
+
+_CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
+
+
+@dataclass(slots=True)
+class _Open:
+    """A lap that the next call will end."""
+
+    trial: _Trial
+    ours: bool
+    start: Any
+    elements: int = 0
+    thread: int = field(default_factory=threading.get_ident)
+
+
+def _is_over(lap: _Lap) -> bool:
+    return isinstance(lap[0], float) or (lap[0].query() and lap[1].query())
+
+
+def _per_call(laps: tuple[list[_Lap], list[_Lap]]) -> list[list[float]]:
+    """Return the times of laps, those of calls of other sizes scaled to one size.
+
+    The power of the size by which time grows is fitted to both sides: 0 where the host counts, 1 where elements do.
+    """
+    times = [[ended - began if isinstance(began, float) else began.elapsed_time(ended) for began, ended, _ in each]
+             for each in laps]  # fmt: skip
+    sizes = [[math.log(max(1, size)) for *_, size in each] for each in laps]
+    products = squares = 0.0
+    for side, logs in zip(times, sizes, strict=True):
+        middle, middle_time = sum(logs) / len(logs), sum(map(math.log, side)) / len(side)
+        squares += sum((x - middle) ** 2 for x in logs)
+        products += sum((x - middle) * (math.log(t) - middle_time) for x, t in zip(logs, side, strict=True))
+    power = min(1.0, max(0.0, products / squares)) if squares > 1e-6 else 0.0
+    return [
+        [t * math.exp(-power * x) for t, x in zip(side, logs, strict=True)]
+        for side, logs in zip(times, sizes, strict=True)
+    ]
+
+
+class _Waiting:
+    """A call whose backward pass is to come: a hook of its outputs' nodes, which keep it alive."""
+
+    def __init__(self, calls: set[int]) -> None:
+        self._calls = calls
+        calls.add(id(self))
+
+    def __call__(self, grads: Any) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._calls.discard(id(self))
+
+    def __del__(self) -> None:
+        self._calls.discard(id(self))
+
+
+def _nodes(result: Any, depth: int = 2) -> set[Any]:
+    """Return the nodes of autograd of the tensors in a model's output."""
+    if isinstance(result, Tensor):
+        return set() if result.grad_fn is None else {result.grad_fn}
+    if not depth or result is None:
+        return set()
+    parts = result if isinstance(result, tuple | list) else (
+        result.values() if isinstance(result, dict) else getattr(result, "__dict__", {}).values()
+    )  # fmt: skip
+    return set().union(*[_nodes(each, depth - 1) for each in parts])
+
+
+# --- all calls of a model --------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """Runs each call of a patched model on the side that is faster for its kind.
+
+    Attributes:
+        forward: the model's forward on our ops, its first argument the model.
+        fixed: whether all calls run on our ops, without a measurement.
+    """
+
+    def __init__(self, forward: Forward, fixed: bool) -> None:
+        self.forward, self.fixed = forward, fixed
+        self._running: list[None] = []  # one for each call, of any thread: the first one chooses the side
+        self._trials: dict[Any, _Trial] = {}
+        self._waiting: set[int] = set()
+        self._open: _Open | None = None  # the lap that the next call ends
+        self._param: Any = lambda: None
+
+    def __getstate__(self) -> Any:
+        return self.forward, self.fixed  # a copy of the model is measured again
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def __call__(self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model."""
+        running, graded, trial = self._running, torch.is_grad_enabled(), None
+        running.append(None)
+        try:
+            if len(running) > 1:
+                self._open = None  # another thread's call, or one inside of this one: the time is shared
+            elif torch._C._current_graph_task_id() == -1:  # else a checkpoint runs a call again
+                trial = self._begin(model, record, args, kwargs, graded)
+            if trial is None:
+                result = self._run(model, record, args, kwargs)
+            else:
+                result = self._timed(model, record, args, kwargs, trial)
+            if graded and (nodes := _nodes(result)):
+                waiting = _Waiting(self._waiting)
+                for node in nodes:
+                    node.register_prehook(waiting)
+            return result
+        finally:
+            running.pop()
+
+    def _begin(
+        self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool
+    ) -> _Trial | None:  # fmt: skip
+        """Choose the side of a call; return the trial that it is part of, if it is."""
+        if self.fixed or is_fixed() or captures_ahead() or is_watched() or _is_captured():
+            self._open = None
+            if not self._waiting:
+                record.switch(ours=True)
+            return None
+        if self._open is not None and not self._waiting:
+            self._end_lap()
+        trial, ours = self._trial(model, record, args, kwargs, graded), record.ours
+        if trial.ours is None:
+            self._decide(trial, record)
+            ours = trial.side(ours) if trial.ours is None else trial.ours
+        else:
+            ours = trial.ours
+        if ours is not record.ours and not self._waiting:
+            record.switch(ours=ours)
+        return trial if trial.ours is None else None
+
+    def _trial(
+        self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool
+    ) -> _Trial:  # fmt: skip
+        """Return the trial of a call's kind."""
+        param = self._param()
+        if param is None:
+            param = next(model.parameters(), None)
+            self._param = weakref.ref(param) if param is not None else lambda: None
+        first = total = 0
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):
+                elements = x.numel()
+                first = first or elements
+                total += elements
+        device, dtype = (_CPU, None) if param is None else (param.device, param.dtype)
+        kind = device.type
+        low = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+        key = model.training, graded, device, low or dtype, first.bit_length(), total.bit_length(), *kwargs
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = self._trials[key] = _Trial(key)
+            if kind not in ("cpu", "cuda") or (record.graphs is not None and kind == "cuda"):
+                trial.ours = True
+        trial.elements = total
+        return trial
+
+    def _run(self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not record.ours:
+            return type(model).forward(model, *args, **kwargs)
+        if record.graphs is not None:
+            return record.graphs(model, args, kwargs)
+        return self.forward(model, *args, **kwargs)
+
+    def _timed(
+        self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial
+    ) -> Any:  # fmt: skip
+        """Run a call and add it to the laps of its side, or let the next call do so."""
+        ours, whole = record.ours, not self._waiting
+        start = trial.now()
+        try:
+            result = self._run(model, record, args, kwargs)
+        except torch.OutOfMemoryError:
+            if ours:
+                raise
+            trial.ours = True  # which needs less
+            record.switch(ours=True)
+            return self._run(model, record, args, kwargs)
+        trial.calls[ours] += 1
+        if torch.is_grad_enabled():
+            if whole:
+                self._open = _Open(trial, ours, start) if trial.calls[ours] > 1 else None
+            if self._open is not None:
+                self._open.elements += trial.elements
+        elif trial.calls[ours] > 1:  # the first one compiles
+            trial.add(ours, start, trial.elements)
+        return result
+
+    def _end_lap(self) -> None:
+        assert self._open is not None  # for the type checker: the caller has looked
+        lap, self._open = self._open, None
+        if lap.thread == threading.get_ident():
+            lap.trial.add(lap.ours, lap.start, lap.elements)
+
+    def _decide(self, trial: _Trial, record: PatchRecord) -> None:
+        """Choose a side if its gain is known."""
+        gain = trial.gain()
+        if gain is None:
+            return
+        trial.ours = gain > TIE if trial.key[2].type == "cpu" else gain >= 1 / TIE
+        trial.laps = ([], [])
+        winner, faster = "on our ops" if trial.ours else "as it was", max(gain, 1 / gain)
+        percent = f"{faster - 1:.0%} faster here" if faster > TIE else f"equal within {TIE - 1:.0%}"
+        record.report.choices[trial.kind()] = f"{winner}, {percent}"
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
