@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -215,6 +216,46 @@ def test_max_grad_norm_is_clipping_before_the_step(kind):
         torch.testing.assert_close(optimizers[0].grad_norm, norm)
         assert torch.equal(one[0].weight.grad, before)
     same(one, two)
+
+
+@pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9), SGD], ids=["AdamW", "momentum", "SGD"])
+def test_gradients_clipped_by_parts_are_those_clipped_at_once(kind, monkeypatch, implementation):
+    if implementation == "triton":
+        pytest.skip("the kernels clip as they read")
+    found = []
+    for limit in (1, 7, 20, 10**6):
+        monkeypatch.setattr(launch, "_SCALED_AT_ONCE", limit)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (), (8,), (4, 5), (0,), (2, 2))]
+        params.append(nn.Parameter(torch.randn(5, 6).t()))  # dense, and not contiguous
+        optimizer = kind(params, lr=0.1, max_grad_norm=0.05)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            kept = [param.grad.clone() for param in params]
+            optimizer.step()
+            assert all(torch.equal(param.grad, grad) for param, grad in zip(params, kept, strict=True))
+        found.append([param.detach() for param in params])
+        if kind is AdamW:
+            assert all(state["step"] == 3 for state in optimizer.state.values())
+    for other in found[:-1]:
+        for one, same in zip(other, found[-1], strict=True):
+            torch.testing.assert_close(one, same, rtol=0, atol=1e-7)  # vectors begin elsewhere
+
+
+def test_torchs_update_on_a_cpu_keeps_one_table_for_gradients_in_new_memory(implementation):
+    if implementation == "triton":
+        pytest.skip("the kernels read addresses")
+    params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(4))]
+    optimizer = AdamW(params, lr=0.1)
+    held = []
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.randn_like(param)
+            held.append(param.grad)
+        optimizer.step()
+    (workspace,) = optimizer._workspaces.values()
+    assert len(workspace._tables) == 1
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e3])

@@ -857,3 +857,48 @@ def test_masks_on_a_gpu(shape, kind, dtype):
     split = dtype == torch.float32 and torch.cuda.get_device_capability() == (9, 0)
     ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
     assert ran == {(f"attention_masked_{way}", "triton_fp16x3" if split else "triton") for way in ("fwd", "bwd")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_half_precision_by_torch_on_a_cpu_is_computed_in_float32(dtype, masked, autocast, monkeypatch):
+    monkeypatch.setattr(op, "has_matrix_tiles", lambda: False)
+    heads = torch.randn(2, 6, 3, 2, 8).to(dtype).requires_grad_()
+    mask = None if masked is None else torch.rand(6, 6) > 0.3 if masked is torch.bool else torch.randn(6, 6)
+    do = torch.randn(2, 2, 6, 8)
+
+    def attended(run, x):
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        o = run(q, k, v)
+        return o, torch.autograd.grad(o, x, do.to(o.dtype))[0]
+
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        o, dx = attended(lambda q, k, v: op.attend_by_torch(q, k, v, causal=mask is None, mask=mask), heads)
+    assert (o.dtype, dx.dtype) == (dtype, dtype)
+    added = None if mask is None else mask if masked is torch.bool else mask.to(dtype).double()
+    do = do.to(dtype)
+    exact = attended(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, added, is_causal=mask is None),
+        heads.detach().double().requires_grad_(),
+    )
+    for one, other in zip((o, dx), exact, strict=True):
+        # Rounded once: half a unit in the last place of the largest.
+        torch.testing.assert_close(one.double(), other, rtol=torch.finfo(dtype).eps, atol=1e-4 + torch.finfo(dtype).eps)
+
+
+def test_long_sequences_of_bfloat16_and_tiles_keep_torchs_own_kernel(monkeypatch):
+    def wide(dtype, keys, width=64):
+        return op._is_faster_wide(torch.empty(1, 1, 1, width, dtype=dtype), torch.empty(1, 1, keys, width, dtype=dtype))
+
+    monkeypatch.setattr(op, "has_matrix_tiles", lambda: False)
+    cases = (
+        (torch.bfloat16, 256),
+        (torch.bfloat16, 257),
+        (torch.bfloat16, 256, 65),
+        (torch.float16, 4096),
+        (torch.float32, 16),
+    )
+    assert [wide(*case) for case in cases] == [True, False, False, True, False]
+    monkeypatch.setattr(op, "has_matrix_tiles", lambda: True)
+    assert [wide(*case) for case in cases] == [False, False, False, True, False]

@@ -4,6 +4,8 @@ from op_checks import compiled_into
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops.matmul import op
+from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
 
 
@@ -116,3 +118,77 @@ def test_refuses_integers():
 def test_refuses_two_devices():
     with pytest.raises(ShapeError, match="a and b must be on one device, got cpu and meta"):
         ops.matmul(torch.ones(3, 4), torch.ones(4, 5, device="meta"))
+
+
+# --- oneDNN on a CPU --------------------------------------------------------------------------------------------------
+
+ONEDNN = pytest.mark.skipif(op._onednn is None, reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """Serve float32 by oneDNN from one multiplication on, whatever the processor."""
+    monkeypatch.setattr(op, "_refuses_processor", lambda: None)
+    monkeypatch.setattr(op, "_ONEDNN_LEAST", 1)
+    for each in (op.matmul_op, op.linear_op):
+        each.forget()
+    yield
+    for each in (op.matmul_op, op.linear_op):
+        each.forget()
+
+
+def served_by():
+    return {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] in ("matmul", "linear")}
+
+
+@ONEDNN
+def test_products_by_onednn_are_as_exact_as_torchs(by_onednn, rng):
+    for _ in range(20):
+        shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 3))]
+        K, N = rng.randint(1, 70), rng.randint(1, 70)
+        x = torch.randn(*shape, K, requires_grad=True)
+        weight, bias = torch.randn(N, K, requires_grad=True), torch.randn(N, requires_grad=True)
+        product = rng.choice([ops.linear, lambda x, weight, bias: ops.matmul(x, weight.t()) + bias])
+        inner = rng.choice([x, x.transpose(0, -1).contiguous().transpose(0, -1)])
+        leaves = (x, weight, bias)
+        wide = [each.detach().double().requires_grad_() for each in leaves]
+        y, expected = product(inner, weight, bias), torch.nn.functional.linear(*wide)
+        dy = torch.randn(y.shape)
+        results = (y, *torch.autograd.grad(y, leaves, dy))
+        for one, other in zip(results, (expected, *torch.autograd.grad(expected, wide, dy.double())), strict=True):
+            torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-5)  # of up to 216 terms of about 1
+    assert served_by() == {"onednn"}
+
+
+@ONEDNN
+def test_products_by_onednn_are_differentiable_twice(by_onednn):
+    x, weight = torch.randn(5, 6, requires_grad=True), torch.randn(7, 6, requires_grad=True)
+
+    def second(product):
+        (dx,) = torch.autograd.grad(product(x, weight).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, weight))
+
+    for one, other in zip(second(ops.linear), second(torch.nn.functional.linear), strict=True):
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        assert not ops.linear(x, weight).requires_grad
+    assert served_by() == {"onednn"}
+
+
+def test_onednn_serves_large_float32_products_where_mkl_is_slow(monkeypatch):
+    case = Case(torch.device("cpu"), torch.float32, (128, 128, 128))
+    for vendor, capability, reason in (
+        ("GenuineIntel", "AVX512", "uses all of this processor's vectors"),
+        ("AuthenticAMD", "AVX2", "uses all of this processor's vectors"),
+        ("AuthenticAMD", "AVX512", None),
+    ):
+        op._refuses_processor.cache_clear()
+        monkeypatch.setattr(op, "processor_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        found = op._refuses_onednn(case)
+        assert found is None if reason is None else reason in found
+    assert "float32" in op._refuses_onednn(case._replace(dtype=torch.bfloat16))
+    assert "multiplications" in op._refuses_onednn(case._replace(shape=(128, 128, 127)))
+    assert "two matrices" in op._refuses_onednn(case._replace(shape=(2, 128, 128, 128)))
+    op._refuses_processor.cache_clear()

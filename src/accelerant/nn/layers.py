@@ -68,13 +68,18 @@ def is_fusable(x: Tensor) -> bool:
     return is_plain(x) or only_counts(x)
 
 
+def may_fuse(x: Tensor) -> bool:
+    """Return whether layers run as one autograd function on the device of x, where `fuses` allows it."""
+    return x.device.type in FUSED
+
+
 def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
     """Return whether layers may run as one autograd function.
 
     They may on a GPU, for plain tensors, in the parameters' dtype or from float32 down, and if each layer is exactly a
     class of this module: hooks, subclasses and parametrizations expect each layer to be called.
     """
-    if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_fusable(x) or x.numel() == 0:
+    if not may_fuse(x) or torch.compiler.is_compiling() or not is_fusable(x) or x.numel() == 0:
         return False
     for layer in layers:
         if type(layer) not in (Linear, LayerNorm) or layer.weight is None or has_hooks(layer, feeds_sinks=True):
@@ -164,11 +169,8 @@ class Linear(nn.Linear):
                 f"precision fp8 needs a layer that runs as an autograd function of Accelerant; {self} runs on torch's "
                 "(torch.compile, a subclass of Tensor, a hook or another device): use bfloat16"
             )
-        rows = input.to(dtype).reshape(-1, self.in_features)
-        y = ops.matmul(rows, self.weight.to(dtype).t())
-        if self.bias is not None:
-            y = y + self.bias.to(dtype)
-        return y.view(*input.shape[:-1], self.out_features)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return ops.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def extra_repr(self) -> str:
         """Describe the module for `print(model)`."""

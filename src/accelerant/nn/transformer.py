@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant._renamed import missing_arguments, understood_arguments
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn.layers import LayerNorm, Linear, cast_pair, compute_dtype, fuses, has_hooks, pair_of, require_width
+from accelerant.nn.layers import (
+    LayerNorm,
+    Linear,
+    cast_pair,
+    compute_dtype,
+    fuses,
+    has_hooks,
+    may_fuse,
+    pair_of,
+    require_width,
+)
 from accelerant.ops._library import name_of
 from accelerant.ops.attention.op import attend_by_torch
 from accelerant.ops.transformer.block import BlockSpec, ColumnSums, fused_attention, fused_block, fused_mlp
@@ -215,11 +225,12 @@ class TransformerBlock(nn.Module):
         if context is not None:
             masks = {"mask": context_mask, "key_padding_mask": context_padding_mask}
             branches.insert(1, (self.norm_context, partial(self.cross_attention, context=context, **masks)))
+        drops = self.dropout > 0 and self.training
         for norm, branch in branches:
-            if self.norm_first:
-                x = x + ops.dropout(branch(norm(x)), self.dropout, self.training)
-            else:
-                x = norm(x + ops.dropout(branch(x), self.dropout, self.training))
+            y = branch(norm(x) if self.norm_first else x)
+            x = x + (ops.dropout(y, self.dropout) if drops else y)
+            if not self.norm_first:
+                x = norm(x)
         return x
 
     @property
@@ -230,12 +241,13 @@ class TransformerBlock(nn.Module):
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether `split` supports x: a block of GPT-2 on a GPU, with the layers that this class makes."""
-        return self.is_gpt2 and self._is_whole(x)
+        return self._is_whole(x) and self.is_gpt2
 
     def _is_whole(self, x: Tensor) -> bool:
         """Return whether the block runs as one autograd function."""
-        drops = self.training and (self.dropout or self.attention.dropout)
-        if torch.compiler.is_compiling() or drops or self.context_width is not None:
+        if not may_fuse(x) or torch.compiler.is_compiling() or self.context_width is not None:
+            return False
+        if self.training and (self.dropout or self.attention.dropout):
             return False
         inner = (self.attention, self.mlp)
         if type(self.attention) is not MultiHeadAttention or type(self.mlp) is not MLP or any(map(has_hooks, inner)):

@@ -108,6 +108,23 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else platform.processor()
+
+
+def processor_vendor() -> str:
+    """Return the maker of an x86 processor ("GenuineIntel", "AuthenticAMD"), "" where it is not known."""
+    found = re.search(r"GenuineIntel|AuthenticAMD", _cpuinfo())
+    return found[0] if found else ""
+
+
+def has_matrix_tiles() -> bool:
+    """Return whether the processor multiplies tiles of bfloat16 (AMX); False where that is not known."""
+    return " amx_bf16" in _cpuinfo()
+
+
 _VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "sve": 128, "asimd": 128}
 _MATRIX_FLAGS = {
     "amx_bf16": "bfloat16", "avx512_bf16": "bfloat16", "bf16": "bfloat16", "amx_int8": "int8", "avx512_vnni": "int8",

@@ -307,7 +307,7 @@ class GPT(LanguageModel):
             logits: Tensor = self.lm_head(hidden)
             return logits.reshape(-1, self.config.padded_vocab_size)
         rows = hidden.reshape(-1, self.config.width)
-        return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
+        return ops.linear(rows, self.wte.weight.to(rows.dtype))
 
 
 def _is_plain(layer: nn.Embedding) -> bool:

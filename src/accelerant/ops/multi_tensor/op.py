@@ -6,9 +6,10 @@ accelerant.nn.optim call the Operations directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -80,18 +81,16 @@ def torch_adamw(update: Update) -> None:
             continue
         lists = _select(update.tensors, indices)
         torch._foreach_add_(lists.counters, 1)
-        grads, grad_scale = lists.grads, None
         # torch on the CPU, which runs where found_inf is given, would write the gradients
-        if scale is not None and update.found_inf is None and type(grads[0]) in composed:
-            grad_scale = scale.reciprocal()
-        else:
-            grads = _scaled(grads, scale)
-        _fused_adamw(
-            lists.params, grads, lists.first, lists.second, [], lists.counters,
-            amsgrad=False, lr=group.lr, beta1=group.beta1, beta2=group.beta2, weight_decay=group.weight_decay,
-            eps=group.eps, maximize=group.maximize, grad_scale=grad_scale,
-            found_inf=update.found_inf,
-        )  # fmt: skip
+        divided = scale is not None and update.found_inf is None and type(lists.grads[0]) in composed
+        grad_scale = scale.reciprocal() if scale is not None and divided else None
+        for part in (lists,) if scale is None or divided else _scaled(lists, scale):
+            _fused_adamw(
+                part.params, part.grads, part.first, part.second, [], part.counters,
+                amsgrad=False, lr=group.lr, beta1=group.beta1, beta2=group.beta2, weight_decay=group.weight_decay,
+                eps=group.eps, maximize=group.maximize, grad_scale=grad_scale,
+                found_inf=update.found_inf,
+            )  # fmt: skip
         if update.found_inf is not None:
             torch._foreach_sub_(lists.counters, [update.found_inf] * len(indices))
 
@@ -110,12 +109,14 @@ def torch_sgd(update: Update) -> None:
             for i in indices:
                 _sgd_one(update.tensors, i, group, scale, update.found_inf)
             continue
-        _fused_sgd(
-            lists.params, _scaled(lists.grads, scale), lists.first if group.momentum else [],
-            weight_decay=group.weight_decay, momentum=group.momentum, lr=group.lr, dampening=group.dampening,
-            nesterov=group.nesterov, maximize=group.maximize, is_first_step=all(new) and group.momentum != 0,
-            grad_scale=None, found_inf=update.found_inf,
-        )  # fmt: skip
+        lists = lists if group.momentum else lists._replace(first=[])
+        for part in (lists,) if scale is None else _scaled(lists, scale):
+            _fused_sgd(
+                part.params, part.grads, part.first,
+                weight_decay=group.weight_decay, momentum=group.momentum, lr=group.lr, dampening=group.dampening,
+                nesterov=group.nesterov, maximize=group.maximize, is_first_step=all(new) and group.momentum != 0,
+                grad_scale=None, found_inf=update.found_inf,
+            )  # fmt: skip
 
 
 def _by_group(update: Update) -> dict[int, tuple[list[int], bool]]:
@@ -147,8 +148,51 @@ def _scale(update: Update) -> Tensor | None:
     return clip if scale is None else clip * scale
 
 
-def _scaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
-    return grads if scale is None else list(torch._foreach_mul(grads, scale.to(grads[0].dtype)))
+_SCALED_AT_ONCE = 2**18
+"""Elements of the gradients that are scaled at a time on a CPU: they stay in its cache."""
+
+
+def _scaled(lists: Tensors, scale: Tensor) -> Iterator[Tensors]:
+    """Yield parts of an update with scaled gradients; on a CPU small ones, since writing all takes longer than AdamW.
+
+    A tensor of more elements than a part comes in views of a part each, with one counter.
+    """
+    factor = scale.to(lists.grads[0].dtype)
+    if not lists.grads[0].is_cpu:
+        yield lists._replace(grads=list(torch._foreach_mul(lists.grads, factor)))
+        return
+    if bool(factor == 1):
+        yield lists
+        return
+    columns = [column for column in (lists.params, lists.grads, lists.first, lists.second, lists.counters) if column]
+    rows: list[tuple[Any, ...]] = []
+    elements = 0
+    for row in zip(*columns, strict=True):
+        size = row[1].numel()
+        if size > _SCALED_AT_ONCE and all(x.is_contiguous() for x in row):
+            pieces = [x.view(-1).split(_SCALED_AT_ONCE) if x.dim() else repeat(x) for x in row]
+            for piece in zip(*pieces, strict=False):  # the counter is repeated without end
+                yield _part(lists, [piece], factor)
+            continue
+        if rows and elements + size > _SCALED_AT_ONCE:
+            yield _part(lists, rows, factor)
+            rows, elements = [], 0
+        rows.append(row)
+        elements += size
+    if rows:
+        yield _part(lists, rows, factor)
+
+
+def _part(lists: Tensors, rows: Sequence[tuple[Any, ...]], factor: Tensor) -> Tensors:
+    """Return an update of some rows of another, of the columns that it has, with gradients times a factor."""
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    columns[1] = list(torch._foreach_mul(columns[1], factor))
+    taken = iter(columns)
+    params, grads, first, second, counters = (
+        next(taken) if column else []
+        for column in (lists.params, lists.grads, lists.first, lists.second, lists.counters)
+    )
+    return Tensors(params, grads, first, second, [], counters, groups=[])
 
 
 def _select(tensors: Tensors, indices: Sequence[int]) -> Tensors:

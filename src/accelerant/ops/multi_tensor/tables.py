@@ -22,6 +22,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import FLOATING, name_of
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
@@ -93,7 +94,7 @@ class Workspace:
     def table(self, tensors: Tensors) -> Table:
         """Return the table of these tensors, kept or new."""
         try:
-            key = _key(tensors)
+            key = _key(tensors, self.device)
         except RuntimeError:  # sparse gradients have no address
             check(tensors)
             raise
@@ -171,9 +172,16 @@ def _address(tensor: Tensor | None) -> int:
         return 0
 
 
-def _key(tensors: Tensors) -> tuple[tuple[int, ...], Any, tuple[torch.dtype, ...], Any, tuple[int, ...]]:
-    """Return all that a table depends on: addresses, and the properties that may change at an address."""
-    addresses = tuple(chain.from_iterable([_addresses(column) for column in _columns(tensors)]))
+def _key(tensors: Tensors, device: torch.device) -> tuple[Any, ...]:
+    """Return all that a table depends on: addresses, and the properties that may change at an address.
+
+    Torch's functions read no address, and autograd gives the gradients new ones in each step: their shapes are
+    those of the parameters.
+    """
+    columns = _columns(tensors)
+    if tensors.params and refuses_triton(device) is not None:
+        columns = columns[:1] + columns[2:]
+    addresses = tuple(chain.from_iterable([_addresses(column) for column in columns]))
     dense = all(map(_is_contiguous, tensors.grads))
     strides = () if dense else tuple([grad.stride() for grad in tensors.grads])
     return addresses, strides, tuple([grad.dtype for grad in tensors.grads]), tuple(tensors.groups), tensors.new
