@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError
+from accelerant.nn.exact import exact_network
 from accelerant.nn.layers import Linear, compute_dtype, require_width
 
 _MODES = ("weight_only", "dynamic")
@@ -204,8 +205,9 @@ class QuantizationReport:
 
 
 def quantize(
-    model: nn.Module, *, mode: str = "weight_only", skip: Skip = ("lm_head",), inplace: bool = True
-) -> QuantizationReport:
+    model: nn.Module, *, mode: str = "weight_only", skip: Skip = ("lm_head",), inplace: bool = True,
+    examples: Tensor | None = None,
+) -> QuantizationReport:  # fmt: skip
     """Replace a model's linear layers by LinearInt8.
 
     Replaces torch.nn.Linear and accelerant.nn.Linear. Subclasses, which may compute something else, layers whose weight
@@ -216,21 +218,32 @@ def quantize(
     same way. `save_pretrained` of a transformers model or one of accelerant.nn writes the rounded weights in the
     model's dtype instead: every library loads them, and quantize(loaded_model) restores the integers.
 
+    mode="exact" makes a network of integers alone, whose int8 outputs are the same on every device: zk.inference proves
+    them. It takes a torch.nn.Sequential of linear layers and functions of one number (ReLU, GELU, ...), which become
+    tables; other modules are refused by name. The model stays as it is, and `skip` and `inplace` have no effect.
+
     Args:
         model: a model that contains linear layers, not itself one.
-        mode: "weight_only" or "dynamic", which also rounds x to integers, for products with many rows.
+        mode: "weight_only"; "dynamic", which also rounds x to integers, for products with many rows; or "exact".
         skip: layers to leave: full names ("blocks.0.mlp.up") or last components ("lm_head"); or a function of name and
             layer. The output layer is left by default: its errors affect the result directly.
         inplace: False changes a copy, which the report holds.
+        examples: for "exact", typical inputs (batch, in_features), from which the scales of activations follow.
 
     Returns:
         the replaced layers, the others with reasons, and the sizes in bytes.
 
     Raises:
-        ConfigError: an unknown mode, no linear layer, or a weight that is not finite. Nothing is changed then.
+        ConfigError: an unknown mode, no linear layer, a weight that is not finite, or for "exact" a module that it does
+            not represent. Nothing is changed then.
+        ShapeError: examples are not (batch, in_features).
     """
-    if mode not in _MODES:
-        raise ConfigError(f"mode must be 'weight_only' or 'dynamic', got {mode!r}")
+    if mode == "exact":
+        network, replaced = exact_network(model, examples)
+        return QuantizationReport(network, mode, tuple(replaced), {}, _size_bytes(model), _size_bytes(network))
+    if mode not in _MODES or examples is not None:
+        what = f"{mode!r} with examples" if mode in _MODES else repr(mode)
+        raise ConfigError(f"mode must be 'weight_only', 'dynamic' or 'exact', which alone takes examples, got {what}")
     if isinstance(model, _KINDS):
         raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
     occurrences = list(_linear_layers(model))

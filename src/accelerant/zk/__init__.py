@@ -4,8 +4,9 @@
 >>> fr.decode(fr.mul(fr.encode([2, 3]), fr.encode([5, 7])))
 [10, 21]
 
-`formats` reads and writes the files of circom and snarkjs, `groth16` has the prover and the verifier; both are imported
-on first use. The CPU needs NumPy and llvmlite only; torch is imported only for devices.
+`formats` reads and writes the files of circom and snarkjs, `groth16` has the prover and the verifier, `inference` has
+proofs of the outputs of int8 networks; they are imported on first use. The CPU needs NumPy and llvmlite only; torch is
+imported only for devices.
 """
 
 from typing import TYPE_CHECKING
@@ -27,11 +28,12 @@ from accelerant.zk.multi_scalar import FixedBase, msm
 from accelerant.zk.transform import ntt
 
 if TYPE_CHECKING:
-    from accelerant.zk import formats, groth16
+    from accelerant.zk import formats, groth16, inference
 
 __all__ = [
     "EllipticCurve", "FieldArray", "FixedBase", "PairingValue", "PrimeField", "curve", "field", "formats", "groth16",
-    "msm", "ntt", "pairing", "pairing_product_is_one", "register_curve", "register_family", "register_field",
+    "inference", "msm", "ntt", "pairing", "pairing_product_is_one", "register_curve", "register_family",
+    "register_field",
 ]  # fmt: skip
 
 _ELSEWHERE = {
@@ -45,4 +47,4 @@ _ELSEWHERE = {
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _of_package, __dir__ = lazy(__name__, __all__, {})
-    __getattr__ = missing_names(__name__, _ELSEWHERE, _of_package, ("groth16", "formats"))
+    __getattr__ = missing_names(__name__, _ELSEWHERE, _of_package, ("groth16", "formats", "inference"))

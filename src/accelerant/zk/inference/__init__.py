@@ -1,0 +1,18 @@
+"""Proofs of inference: a committed network of 8-bit integers maps this input to this output. Not zero-knowledge.
+
+>>> prover = accelerant.zk.inference.Prover(network)
+>>> y, proof = prover.prove(x)
+>>> accelerant.zk.inference.verify(prover.commitment, x, y, proof)
+True
+
+docs/proof-of-inference.md has the protocol and its soundness.
+"""
+
+from accelerant.zk.inference.network import IntegerNetwork
+from accelerant.zk.inference.proofs import ModelCommitment, Prover, check, commit, verify
+from accelerant.zk.inference.protocol import Layer, Network, RejectedProofError
+
+__all__ = [
+    "IntegerNetwork", "Layer", "ModelCommitment", "Network", "Prover", "RejectedProofError", "check", "commit",
+    "verify",
+]  # fmt: skip

@@ -1,0 +1,102 @@
+"""Arrays over K = F[u]/(u^2 - 7), F Goldilocks, on the CPU: (2, ...) of canonical words, x = x[0] + u x[1]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.field import launch
+from accelerant.algebra.field.memory_space import HOST
+from accelerant.algebra.field.parameters import field_of
+from accelerant.algebra.ntt.launch import transform
+from accelerant.zk.inference.protocol import LOG_RATE, Element, P
+
+Words = npt.NDArray[np.uint64]
+FIELD = field_of("goldilocks")
+
+
+def base(op: str, x: Words, y: Words | np.uint64) -> Words:
+    """Apply "add", "sub" or "mul" to elements of F; shapes broadcast."""
+    x, y = np.broadcast_arrays(x, y)
+    z: Words = launch.elementwise(HOST, FIELD, op, "canonical", np.ascontiguousarray(x), np.ascontiguousarray(y))
+    return z
+
+
+def add(x: Words, y: Words) -> Words:
+    """Return x + y."""
+    return base("add", x, y)
+
+
+def sub(x: Words, y: Words) -> Words:
+    """Return x - y."""
+    return base("sub", x, y)
+
+
+def mul(x: Words, y: Words) -> Words:
+    """Return x y in K, by one launch for four products in F."""
+    x, y = np.broadcast_arrays(x, y)
+    products = base("mul", x[[0, 1, 0, 1]], y[[0, 1, 1, 0]])
+    return add(products[[0, 2]], np.stack((base("mul", products[1], np.uint64(7)), products[3])))
+
+
+def inverse(x: Words) -> Words:
+    """Return 1 / x = (x_0 - u x_1) / (x_0^2 - 7 x_1^2)."""
+    squares = base("mul", x, x)
+    norm = sub(squares[0], base("mul", squares[1], np.uint64(7)))
+    return base(
+        "mul", np.stack((x[0], sub(np.zeros_like(x[1]), x[1]))), launch.inverse(HOST, FIELD, norm, "canonical", "x")
+    )
+
+
+def total(x: Words) -> Words:
+    """Return the sums along the last axis."""
+    z: Words = launch.summed(HOST, FIELD, np.ascontiguousarray(x), -1, "canonical")
+    return z
+
+
+def dot(x: Words, y: Words) -> Words:
+    """Return the sums of the products in F along the last axis; shapes broadcast."""
+    x, y = np.broadcast_arrays(x, y)
+    z: Words = launch.dotted(HOST, FIELD, np.ascontiguousarray(x), np.ascontiguousarray(y), "canonical")
+    return z
+
+
+def encode(message: Words) -> Words:
+    """Return the Reed-Solomon codewords of rate 1/4 of messages, along the last axis: sum_i m_i w^(ij) at j."""
+    padded = np.zeros((*message.shape[:-1], message.shape[-1] << LOG_RATE), np.uint64)
+    padded[..., : message.shape[-1]] = message
+    z: Words = transform(HOST, FIELD, padded, inverse=False, coset=1, order="natural", out=None)
+    return z
+
+
+def constant(value: Element, axes: int) -> Words:
+    """Return an element that broadcasts with arrays of that many axes after the first."""
+    return np.array(value, np.uint64).reshape(2, *[1] * axes)
+
+
+def lifted(x: Words) -> Words:
+    """Return elements of F in K."""
+    return np.stack((x, np.zeros_like(x)))
+
+
+def words(x: npt.NDArray[Any]) -> Words:
+    """Return signed integers modulo p."""
+    x = x.astype(np.int64)
+    return np.where(x < 0, x.astype(np.uint64) + np.uint64(P), x.astype(np.uint64))
+
+
+def eq_table(point: Sequence[Element]) -> Words:
+    """Return eq(point, i) for each i, bit j of i with coordinate j."""
+    table = constant((1, 0), 1)
+    for z in reversed(point):
+        ones = mul(table, constant(z, 1))
+        table = np.stack((sub(table, ones), ones), axis=-1).reshape(2, -1)
+    return table
+
+
+def elements(x: Words) -> list[Element]:
+    """Return an array (2, n) as pairs of Python integers."""
+    return list(zip(*x.tolist(), strict=True))

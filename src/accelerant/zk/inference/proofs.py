@@ -1,0 +1,351 @@
+"""Commitments to networks, and proofs of what they map an input to.
+
+>>> prover = accelerant.zk.inference.Prover(network)           # an IntegerNetwork, or what acl.nn.quantize made
+>>> y, proof = prover.prove(x)                                 # int8 (batch, inputs) -> int8 (batch, outputs)
+>>> accelerant.zk.inference.verify(prover.commitment, x, y, proof)
+True
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.zk.inference import extension as ext
+from accelerant.zk.inference.extension import Words
+from accelerant.zk.inference.network import Int8, IntegerNetwork, checked_input
+from accelerant.zk.inference.protocol import (
+    BIAS_LIMIT,
+    COLUMNS,
+    COMMITMENT_HEADER,
+    PROOF_HEADER,
+    Claim,
+    Element,
+    Layer,
+    Network,
+    RejectedProofError,
+    Stack,
+    WeightLayout,
+    WitnessLayout,
+    blocks,
+    log2_ceil,
+    sha256,
+    table_rows,
+)
+from accelerant.zk.inference.prover import (
+    CommittedTable,
+    Speaker,
+    multiplied,
+    send_fractions,
+    send_openings,
+    sumcheck,
+    values_at,
+)
+from accelerant.zk.inference.verifier import Commitment, check_commitment, check_inference
+
+_SATURATED, _TABLES = 512, 1022
+"""Rows of table_rows where (255, d) with d > 0 and the tables of activations begin."""
+
+
+class ModelCommitment:
+    """The public commitment to a network, which verifiers need."""
+
+    def __init__(self, data: bytes) -> None:
+        """Read the bytes of `to_bytes` and verify the range proof; FormatError says what is wrong."""
+        try:
+            self.checked: Commitment = check_commitment(data)
+        except RejectedProofError as error:
+            raise FormatError(f"the model commitment is invalid: {error}") from None
+        self._data = data
+
+    @property
+    def network(self) -> Network:
+        """The public part of the network."""
+        return self.checked.network
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 hash of the public part and the root."""
+        return sha256(COMMITMENT_HEADER, self.network.encode(), self.checked.root)
+
+    def __repr__(self) -> str:
+        return f"ModelCommitment({self.network.widths}, {self.digest.hex()[:16]})"
+
+    def to_bytes(self) -> bytes:
+        """Return the commitment as a file."""
+        return self._data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelCommitment) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+class Prover:
+    """A network with its committed weights; it proves any number of inferences.
+
+    Attributes:
+        network: the IntegerNetwork.
+        commitment: the ModelCommitment, to publish.
+    """
+
+    def __init__(self, network: Any) -> None:
+        """Commit to an IntegerNetwork, or to the model that nn.quantize made with mode="exact"."""
+        self.network = integer_network(network)
+        public = self.network.network
+        self.layout = WeightLayout(public)
+        values = self._byte_table()
+        self._weights = CommittedTable(ext.words(values), self.layout.log_rows)
+        self.commitment = ModelCommitment(self._commitment(public, values))
+
+    def __repr__(self) -> str:
+        return f"Prover({self.network.network.widths}, {self.commitment.digest.hex()[:16]})"
+
+    def _byte_table(self) -> npt.NDArray[np.int64]:
+        """Return the table of weights that WeightLayout describes."""
+        values = np.zeros(1 << self.layout.log_size, np.int64)
+        for i, (weight, bias) in enumerate(zip(self.network.weights, self.network.biases, strict=True)):
+            k_out, k_in = map(log2_ceil, weight.shape)
+            block = np.zeros((1 << k_out, 1 << k_in), np.int64)
+            block[: weight.shape[0], : weight.shape[1]] = weight
+            values[self.layout.weights[i] :][: block.size] = block.reshape(-1) + 128
+            padded = np.full(1 << k_out, BIAS_LIMIT, np.int64)
+            padded[: len(bias)] += bias
+            for byte, at in enumerate(self.layout.biases[i]):
+                values[at:][: len(padded)] = padded >> 8 * byte & 255
+        return values
+
+    def _commitment(self, public: Network, values: npt.NDArray[np.int64]) -> bytes:
+        """Return the commitment with its range proof; see verifier.check_commitment."""
+        root, layout = self._weights.tree.root, self.layout
+        header = COMMITMENT_HEADER + public.encode() + root
+        speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root)
+        counts = np.bincount(values, minlength=256).astype(np.uint64)
+        multiplicities = CommittedTable(counts, layout.log_rows)
+        speaker.send(multiplicities.tree.root)
+        alpha, _ = speaker.challenges(2)
+        denominators = ext.sub(ext.constant(alpha, 1), ext.lifted(ext.words(values)))
+        lookups = Lookups(speaker, alpha, (0, 0), denominators, counts, ([], 8), layout.log_rows)
+        value = values_at(ext.words(values)[None], lookups.show_queries())
+        speaker.send_elements(value)
+        claims = [Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
+        stack = Stack(layout.log_rows, [layout.log_size, 8, lookups.log_size])
+        send_openings(speaker, stack, [self._weights, multiplicities, lookups.committed], claims + lookups.claims(2))
+        return b"".join(speaker.parts)
+
+    def prove(self, x: Any) -> tuple[Int8, bytes]:
+        """Return the output (batch, outputs) of int8 x (batch, inputs), and the proof that it is the network's."""
+        x = checked_input(self.network.network, x)
+        return InferenceProof(self, x).run()
+
+
+class Lookups:
+    """The two sides of a lookup argument: h = 1/den of the queries, h = multiplicity/den of the table's rows."""
+
+    def __init__(
+        self, speaker: Speaker, alpha: Element, beta: Element, denominators: Words, counts: Words,
+        table: tuple[list[bytes], int], log_rows: int,
+    ) -> None:  # fmt: skip
+        """Commit to h and send its sum; alpha and beta are of fingerprints, `table` takes table_rows."""
+        self.speaker, self.counts, self.denominators = speaker, counts, denominators
+        a, b, tag = (ext.lifted(np.array(column, np.uint64)) for column in table_rows(*table))
+        self.table = fingerprint(alpha, beta, a, b, tag)
+        self.h = ext.inverse(denominators)
+        self.h_table = ext.base("mul", ext.inverse(self.table), counts)
+        offsets, self.log_size = blocks([log2_ceil(self.h.shape[1])] * 2 + [table[1]] * 2)
+        values = np.zeros(1 << self.log_size, np.uint64)
+        for at, part in zip(offsets, (*self.h, *self.h_table), strict=True):
+            values[at : at + len(part)] = part
+        self.offsets, self.committed = offsets, CommittedTable(values, log_rows)
+        speaker.send(self.committed.tree.root)
+        speaker.send_elements(ext.total(self.h)[:, None])
+
+    def show_queries(self) -> list[Element]:
+        """Show the queries' side, and return its point."""
+        ones = np.zeros_like(self.h)
+        ones[0] = 1
+        self.point, self.parts = send_fractions(self.speaker, self.h, self.denominators, ones)
+        return self.point
+
+    def show_table(self, source: int, offset: int) -> list[Claim]:
+        """Show the table's side, and return the claim on the multiplicities, which are there."""
+        numerator = ext.lifted(self.counts)
+        self.table_point, self.table_parts = send_fractions(self.speaker, self.h_table, self.table, numerator)
+        value = self.speaker.send_elements(values_at(self.counts[None], self.table_point))
+        return [Claim(source, offset, self.table_point, value[0])]
+
+    def claims(self, source: int) -> list[Claim]:
+        """Return the claims on h."""
+        sides = [(self.point, part) for part in self.parts] + [(self.table_point, part) for part in self.table_parts]
+        return [Claim(source, at, point, part) for at, (point, part) in zip(self.offsets, sides, strict=True)]
+
+
+def fingerprint(alpha: Element, beta: Element, a: Words, b: Words, tag: Words) -> Words:
+    """Return alpha - a - beta b - beta^2 tag for arrays over K."""
+    scale = ext.constant(beta, a.ndim - 1)
+    return ext.sub(ext.constant(alpha, a.ndim - 1), ext.add(a, ext.mul(scale, ext.add(b, ext.mul(scale, tag)))))
+
+
+class InferenceProof:
+    """One run of the protocol, in the order of verifier.check_inference."""
+
+    def __init__(self, prover: Prover, x: Int8) -> None:
+        self.prover, self.network, self.x = prover, prover.network, x
+        public, batch = self.network.network, len(x)
+        self.layers, self.layout = public.layers, WitnessLayout(public, batch)
+        padded = np.zeros((1 << log2_ceil(batch), x.shape[1]), np.int8)
+        padded[:batch] = x
+        self.inputs, self.traces = padded, self.network.trace(padded)
+        self.padded_output = self.traces[-1]["y"].astype(np.int8)
+        self.y = np.ascontiguousarray(self.padded_output[:batch, : self.layers[-1].outputs])
+        root = prover.commitment.checked.root
+        statement = (public.encode(), root, batch.to_bytes(8, "little"), x.tobytes(), self.y.tobytes())
+        self.speaker = Speaker(PROOF_HEADER, PROOF_HEADER, *statement)
+
+    def run(self) -> tuple[Int8, bytes]:
+        """Return the output and the proof."""
+        layout, speaker, log_rows = self.layout, self.speaker, self.prover.layout.log_rows
+        columns = self.columns()
+        counts = np.bincount(self.table_indices(columns).reshape(-1), minlength=1 << layout.log_table).astype(np.uint64)
+        self.values = ext.words(columns)
+        table = np.zeros(1 << layout.log_size, np.uint64)
+        for at, values in zip([*layout.columns, layout.multiplicities], [*self.values, counts], strict=True):
+            table[at : at + len(values)] = values
+        witness = CommittedTable(table, log_rows)
+        speaker.send(self.padded_output.tobytes())
+        speaker.send(witness.tree.root)
+        alpha, beta = speaker.challenges(2)
+        denominators = self.denominators(alpha, beta)
+        lookups = Lookups(speaker, alpha, beta, denominators, counts, (layout.tables, layout.log_table), log_rows)
+        rows = lookups.show_queries()[: layout.log_rows]
+        sent = speaker.send_elements(values_at(self.values, rows))
+        claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
+        claims += lookups.show_table(1, layout.multiplicities) + lookups.claims(2)
+        for index, log in enumerate(layout.logs):
+            claims += self.show_layer(index, speaker.challenges(log))
+        point = speaker.challenges(layout.logs[-1])
+        output = ext.elements(values_at(ext.words(self.padded_output.reshape(1, -1)), point))
+        claims.append(Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
+        stack = Stack(log_rows, [self.prover.layout.log_size, layout.log_size, lookups.log_size])
+        send_openings(speaker, stack, [self.prover._weights, witness, lookups.committed], claims)
+        return self.y, b"".join(speaker.parts)
+
+    def columns(self) -> npt.NDArray[np.int64]:
+        """Return the columns of all layers' activations, (8, rows); unused rows have the output 0."""
+        columns = np.zeros((8, 1 << self.layout.log_rows), np.int64)
+        columns[COLUMNS.index("u")] = 128
+        for trace, at in zip(self.traces, self.layout.rows, strict=True):
+            for i, name in enumerate(COLUMNS):
+                columns[i, at : at + trace[name].size] = trace[name].reshape(-1)
+        return columns
+
+    def tags(self) -> npt.NDArray[np.int64]:
+        """Return the tag of each row's table of activations."""
+        tags = np.full(1 << self.layout.log_rows, 2, np.int64)
+        for layer, at, log in zip(self.layers, self.layout.rows, self.layout.logs, strict=True):
+            tags[at : at + (1 << log)] = self.layout.tag(layer)
+        return tags
+
+    def table_indices(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the index in table_rows of each query, (8, rows)."""
+        d, u = columns[3:6], columns[6]
+        excess = np.where(d > 0, _SATURATED - 1 + d, _SATURATED + 254 - d)
+        return np.stack(
+            (*columns[:3], *np.where(d == 0, 256 + u, excess), _TABLES + 256 * (self.tags() - 2) + u, 0 * u)
+        )
+
+    def denominators(self, alpha: Element, beta: Element) -> Words:
+        """Return alpha - fingerprint of each query, (2, 8 rows)."""
+        u, zeros = self.values[6], np.zeros_like(self.values[0])
+        ones, tags = zeros + np.uint64(1), self.tags().astype(np.uint64)
+        a = np.stack((*self.values[:6], u, zeros))
+        b = np.stack((zeros, zeros, zeros, u, u, u, self.values[7], zeros))
+        tag = np.stack((zeros, zeros, zeros, ones, ones, ones, tags, zeros))
+        return fingerprint(alpha, beta, *(ext.lifted(each.reshape(-1)) for each in (a, b, tag)))
+
+    def show_layer(self, index: int, z: list[Element]) -> list[Claim]:
+        """Show equation (1) of a layer at z; see verifier.check_layer."""
+        layer, layout, weights = self.layers[index], self.layout, self.prover.layout
+        at, size = layout.rows[index], 1 << layout.logs[index]
+        k_in, k_out = log2_ceil(layer.inputs), log2_ceil(layer.outputs)
+        columns = self.speaker.send_elements(values_at(self.values[:7, at : at + size], z))
+        table = self.prover._weights.values.reshape(-1)
+        biases = np.stack([table[b : b + (1 << k_out)] for b in weights.biases[index]])
+        bias = self.speaker.send_elements(values_at(biases, z[:k_out]))
+        tables = [self.weights_at(index, z[:k_out]), self.inputs_at(index, z[k_out:])]
+        if index and layer.inputs < 1 << k_in:
+            tables.append(ext.lifted((np.arange(1 << k_in) < layer.inputs).astype(np.uint64)))
+        j, last = sumcheck(self.speaker, np.stack(tables, axis=1), len(tables), multiplied)
+        last = ext.add(last, ext.lifted(np.array([128, *[0] * (len(tables) - 1)], np.uint64)))
+        weight, *x = self.speaker.send_elements(last[:, : 1 + (index > 0)])
+        claims = [Claim(1, c + at, z, value) for c, value in zip(layout.columns[:7], columns, strict=True)]
+        claims += [Claim(0, b, z[:k_out], value) for b, value in zip(weights.biases[index], bias, strict=True)]
+        claims.append(Claim(0, weights.weights[index], j + z[:k_out], weight))
+        if index:
+            claims.append(Claim(1, layout.columns[7] + layout.rows[index - 1], j + z[k_out:], x[0]))
+        return claims
+
+    def weights_at(self, index: int, z: list[Element]) -> Words:
+        """Return sum_i eq(z, i) W_ij for each j."""
+        weight = self.network.weights[index]
+        padded = np.zeros((1 << log2_ceil(weight.shape[1]), 1 << len(z)), np.int64)
+        padded[: weight.shape[1], : weight.shape[0]] = weight.T
+        return values_at(ext.words(padded), z)
+
+    def inputs_at(self, index: int, z: list[Element]) -> Words:
+        """Return sum_i eq(z, i) x_ij for each j."""
+        x = self.traces[index - 1]["y"] if index else self.inputs
+        padded = np.zeros((1 << log2_ceil(self.layers[index].inputs), len(x)), np.int64)
+        padded[: x.shape[1]] = x.T
+        return values_at(ext.words(padded), z)
+
+
+def integer_network(model: Any) -> IntegerNetwork:
+    """Return an IntegerNetwork, or that of an accelerant.nn.exact.ExactNetwork; UnsupportedDtype for others."""
+    if isinstance(model, IntegerNetwork):
+        return model
+    if not hasattr(model, "exact_layers"):
+        raise UnsupportedDtype(
+            "expected an IntegerNetwork, or the model of accelerant.nn.quantize(model, mode='exact', examples=x), got "
+            f"{type(model).__name__}"
+        )
+    layers, weights, biases = [], [], []
+    for layer in model.exact_layers():
+        weight, bias, table = (array.cpu().numpy() for array in (layer.weight, layer.bias, layer.table))
+        layers.append(Layer(weight.shape[1], weight.shape[0], layer.multiplier, table.tobytes()))
+        weights.append(weight)
+        biases.append(bias)
+    return IntegerNetwork(Network(tuple(layers), model.input_scale, model.output_scale), weights, biases)
+
+
+def commit(model: Any) -> ModelCommitment:
+    """Return the public commitment to a model; Prover(model).commitment is the same."""
+    return Prover(model).commitment
+
+
+def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
+    """Verify that the committed network maps int8 x (batch, inputs) to int8 y (batch, outputs).
+
+    Raises:
+        RejectedProofError: the proof does not show it; says which check fails.
+        ShapeError, UnsupportedDtype: x or y is not of this network.
+    """
+    x, y = checked_input(commitment.network, x), np.asarray(y)
+    if y.dtype != np.int8:
+        raise UnsupportedDtype(f"y must be int8, got {y.dtype}")
+    if y.shape != (len(x), commitment.network.layers[-1].outputs):
+        raise ShapeError(f"y must be ({len(x)}, {commitment.network.layers[-1].outputs}), got {y.shape}")
+    check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), bytes(proof))
+
+
+def verify(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> bool:
+    """Return whether a proof shows that the committed network maps x to y; see `check`, which says why not."""
+    try:
+        check(commitment, x, y, proof)
+    except RejectedProofError:
+        return False
+    return True

@@ -1,0 +1,349 @@
+"""Definitions of the protocol of proofs of inference, for the verifier and the prover; the standard library only.
+
+docs/proof-of-inference.md has the protocol and its soundness. Multilinear extensions are over {0, 1}^k with bit j of an
+index as coordinate j, so a table is bound from its least significant bit. Elements of K = F[u]/(u^2 - 7) are pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from accelerant.errors import AccelerantError
+
+P = 2**64 - 2**32 + 1
+COMMITMENT_HEADER = b"accelerant model commitment 1, not zero-knowledge\n"
+PROOF_HEADER = b"accelerant proof of inference 1, not zero-knowledge\n"
+QUERIES = 148
+LOG_RATE = 2  # a code of rate 1/4
+LOG_ARITY = 3  # variables folded between two codewords
+LOG_FINAL = 4  # variables of the message that is sent in clear, at most
+LOG_CAP = 6  # the level of a Merkle tree that a proof contains whole
+SHIFT = 24  # of requantization
+BIAS_LIMIT = 1 << 23
+MAX_MULTIPLIER = 1 << 17
+MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 10
+COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
+IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
+
+Element = tuple[int, int]
+ZERO, ONE = (0, 0), (1, 0)
+
+
+class RejectedProofError(AccelerantError, ValueError):
+    """A proof or commitment that does not show its statement."""
+
+
+def require(holds: bool, reason: str) -> None:
+    """Raise RejectedProofError unless a condition holds."""
+    if not holds:
+        raise RejectedProofError(reason)
+
+
+# --- the extension field ---------------------------------------------------------------------------------------------
+
+
+def add(x: Element, y: Element) -> Element:
+    """Return x + y."""
+    return (x[0] + y[0]) % P, (x[1] + y[1]) % P
+
+
+def sub(x: Element, y: Element) -> Element:
+    """Return x - y."""
+    return (x[0] - y[0]) % P, (x[1] - y[1]) % P
+
+
+def mul(x: Element, y: Element) -> Element:
+    """Return x y."""
+    return (x[0] * y[0] + 7 * x[1] * y[1]) % P, (x[0] * y[1] + x[1] * y[0]) % P
+
+
+def scale(x: Element, c: int) -> Element:
+    """Return c x for an integer c."""
+    return x[0] * c % P, x[1] * c % P
+
+
+def combine(weights: Sequence[Element], values: Sequence[int]) -> Element:
+    """Return sum_i weights_i values_i for integers."""
+    return sum(w[0] * v for w, v in zip(weights, values, strict=True)) % P, sum(
+        w[1] * v for w, v in zip(weights, values, strict=True)
+    ) % P
+
+
+def inner(x: Sequence[Element], y: Sequence[Element]) -> Element:
+    """Return sum_i x_i y_i."""
+    total = ZERO
+    for a, b in zip(x, y, strict=True):
+        total = add(total, mul(a, b))
+    return total
+
+
+def eq(x: Sequence[Element], y: Sequence[Element]) -> Element:
+    """Return prod_j (x_j y_j + (1 - x_j)(1 - y_j))."""
+    value = ONE
+    for a, b in zip(x, y, strict=True):
+        if a in (ZERO, ONE):
+            value = mul(value, b if a[0] else sub(ONE, b))
+        else:
+            value = mul(value, sub(add(ONE, scale(mul(a, b), 2)), add(a, b)))
+    return value
+
+
+def eq_table(point: Sequence[Element]) -> list[Element]:
+    """Return eq(point, i) for each i."""
+    table = [ONE]
+    for z in reversed(point):
+        ones = [mul(value, z) for value in table]
+        table = [entry for value, one in zip(table, ones, strict=True) for entry in (sub(value, one), one)]
+    return table
+
+
+def eq_below(point: Sequence[Element], count: int) -> Element:
+    """Return sum over i < count of eq(point, i)."""
+    total, prefix = ZERO, ONE
+    if count == 1 << len(point):
+        return ONE
+    for j in reversed(range(len(point))):
+        if count >> j & 1:
+            total = add(total, mul(prefix, sub(ONE, point[j])))
+        prefix = mul(prefix, point[j] if count >> j & 1 else sub(ONE, point[j]))
+    return total
+
+
+def bits(index: int, count: int) -> list[Element]:
+    """Return an index as a point."""
+    return [(index >> j & 1, 0) for j in range(count)]
+
+
+def root_of_unity(log_order: int) -> int:
+    """Return the element of order 2^log_order of F's NTT."""
+    return pow(7, (P - 1) >> log_order, P)
+
+
+def fold(values: list[Element], inverse: int, step: int, challenges: Sequence[Element]) -> Element:
+    """Fold the values at x s^j of a code to that at x^(2^k); inverse = 1/x and step = 1/s."""
+    for z in challenges:
+        half, folded = len(values) // 2, []
+        for j in range(half):
+            a, b = values[j], values[j + half]
+            even = scale(add(a, b), (P + 1) // 2)
+            odd = scale(sub(a, b), (P + 1) // 2 * inverse * pow(step, j, P))
+            folded.append(add(even, mul(z, sub(odd, even))))
+        values, inverse, step = folded, inverse * inverse % P, step * step % P
+    return values[0]
+
+
+def fingerprint(alpha: Element, beta: Element, a: Element, b: Element, tag: Element) -> Element:
+    """Return alpha - a - beta b - beta^2 tag."""
+    return sub(alpha, add(a, mul(beta, add(b, mul(beta, tag)))))
+
+
+# --- the statement ---------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """The public part of a layer; `table` has 256 int8 entries as bytes."""
+
+    inputs: int
+    outputs: int
+    multiplier: int
+    table: bytes
+
+
+class Network(NamedTuple):
+    """The public part of a network; a real number is about its integer times the scale."""
+
+    layers: tuple[Layer, ...]
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    @property
+    def widths(self) -> str:
+        """The widths as text: 64-128-10."""
+        return "-".join(map(str, [self.layers[0].inputs, *(layer.outputs for layer in self.layers)]))
+
+    def encode(self) -> bytes:
+        """Return the bytes that commitments contain and transcripts absorb."""
+        head = struct.pack("<Idd", len(self.layers), self.input_scale, self.output_scale)
+        return head + b"".join(struct.pack("<III", *layer[:3]) + layer.table for layer in self.layers)
+
+    def check(self) -> None:
+        """Raise RejectedProofError where a number is out of range."""
+        require(1 <= len(self.layers) <= MAX_LAYERS, f"{len(self.layers)} layers, not 1 to {MAX_LAYERS}")
+        for i, layer in enumerate(self.layers):
+            for width in layer[:2]:
+                require(1 <= width <= MAX_WIDTH, f"layer {i} has width {width}, not 1 to {MAX_WIDTH}")
+            require(1 <= layer.multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {layer.multiplier}")
+            require(len(layer.table) == 256, f"layer {i} has a table of {len(layer.table)} entries, not 256")
+            width = self.layers[i - 1].outputs if i else layer.inputs
+            require(layer.inputs == width, f"layer {i} takes {layer.inputs} inputs, and {width} come")
+        scales = (self.input_scale, self.output_scale)
+        require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
+        logs = WeightLayout(self).log_size
+        require(logs <= MAX_LOG_WEIGHTS, f"the weights need a table of 2^{logs} entries, more than 2^{MAX_LOG_WEIGHTS}")
+
+
+def log2_ceil(n: int) -> int:
+    """Return the least k with 2^k >= n."""
+    return (n - 1).bit_length()
+
+
+def blocks(logs: Sequence[int]) -> tuple[list[int], int]:
+    """Return offsets of blocks of 2^k entries, the largest first, hence aligned; and log2 of the table's size."""
+    offsets, end = [0] * len(logs), 0
+    for i in sorted(range(len(logs)), key=lambda i: -logs[i]):
+        offsets[i], end = end, end + (1 << logs[i])
+    return offsets, log2_ceil(end)
+
+
+class WeightLayout:
+    """The table of weights: for each layer a block of w + 128, input index first, and three of the bias's bytes."""
+
+    def __init__(self, network: Network) -> None:
+        pairs = [(log2_ceil(layer.inputs), log2_ceil(layer.outputs)) for layer in network.layers]
+        offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
+        self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
+        self.log_rows = max(6, self.log_size - 5)
+
+
+class WitnessLayout:
+    """The rows of activations, a block for each layer, output index first and then the batch's; and the tables."""
+
+    def __init__(self, network: Network, batch: int) -> None:
+        self.tables = list(dict.fromkeys([IDENTITY, *(layer.table for layer in network.layers)]))
+        self.logs = [log2_ceil(layer.outputs) + log2_ceil(batch) for layer in network.layers]
+        self.rows, self.log_rows = blocks(self.logs)
+        self.log_table = log2_ceil(1022 + 256 * len(self.tables))
+        offsets, self.log_size = blocks([*[self.log_rows] * 8, self.log_table])
+        self.columns, self.multiplicities = offsets[:8], offsets[8]
+
+    def tag(self, layer: Layer) -> int:
+        """Return the tag of a layer's table in fingerprints."""
+        return 2 + self.tables.index(layer.table)
+
+
+def table_rows(tables: Sequence[bytes], log_size: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the columns a, b and tag: bytes, saturation (equation 2), then the tables of activations (3)."""
+    byte = range(256)
+    rows = [(i, 0, 0) for i in byte] + [(0, u, 1) for u in byte]
+    rows += [(d, 255, 1) for d in byte[1:]] + [(P - d, 0, 1) for d in byte[1:]]
+    rows += [(u, (y - 256 * (y > 127)) % P, 2 + i) for i, table in enumerate(tables) for u, y in enumerate(table)]
+    rows = rows[: 1 << log_size] + [(0, 0, 0)] * ((1 << log_size) - len(rows))
+    a, b, tag = zip(*rows, strict=True)
+    return list(a), list(b), list(tag)
+
+
+class Claim(NamedTuple):
+    """f~(point) = value for the block of table `source` that begins at `offset`."""
+
+    source: int
+    offset: int
+    point: list[Element]
+    value: Element
+
+
+class Stack:
+    """The committed tables side by side: 2^log_rows rows, and for each table its columns in the one leaf of a row."""
+
+    def __init__(self, log_rows: int, log_sizes: Sequence[int]) -> None:
+        self.log_rows, self.logs = log_rows, [max(0, size - log_rows) for size in log_sizes]
+        self.offsets, self.log_columns = blocks(self.logs)
+        self.log_domain = log_rows + LOG_RATE
+        require(self.log_columns <= MAX_LOG_COLUMNS, "the batch is too large for this network: divide it")
+
+    def point(self, claim: Claim) -> list[Element]:
+        """Return the coordinates of a claim in the stack: those of the columns, then those of the rows."""
+        k, h, source = len(claim.point), self.log_rows, claim.source
+        full = claim.point + bits(claim.offset >> k, h + self.logs[source] - k)
+        return (
+            full[h:] + bits(self.offsets[source] >> self.logs[source], self.log_columns - self.logs[source]) + full[:h]
+        )
+
+
+# --- the transcript --------------------------------------------------------------------------------------------------
+
+
+def sha256(*parts: bytes) -> bytes:
+    """Return the hash of the parts joined."""
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+class Transcript:
+    """A hash of all that was said, from which challenges are drawn."""
+
+    def __init__(self, *statement: bytes) -> None:
+        self.state = bytes(32)
+        for part in statement:
+            self.absorb(part)
+
+    def absorb(self, data: bytes) -> None:
+        """Add data to the transcript."""
+        self.state = sha256(b"absorb", self.state, len(data).to_bytes(8, "little"), data)
+
+    def squeeze(self) -> bytes:
+        """Return 32 bytes that depend on all before."""
+        self.state, drawn = sha256(b"next", self.state), sha256(b"draw", self.state)
+        return drawn
+
+    def challenge(self) -> Element:
+        """Return an element of K: two integers of 128 bits modulo p."""
+        drawn = self.squeeze()
+        return int.from_bytes(drawn[:16], "little") % P, int.from_bytes(drawn[16:], "little") % P
+
+    def challenges(self, count: int) -> list[Element]:
+        """Return several elements."""
+        return [self.challenge() for _ in range(count)]
+
+    def positions(self, log_domain: int) -> list[int]:
+        """Return the positions of the queries."""
+        words = [word for _ in range(-(-QUERIES // 8)) for word in struct.unpack("<8I", self.squeeze())]
+        return [word % (1 << log_domain) for word in words[:QUERIES]]
+
+
+class Channel(Transcript):
+    """The transcript of a verifier, who reads the messages from a proof. No length is taken from a proof."""
+
+    def __init__(self, proof: bytes, *statement: bytes) -> None:
+        super().__init__(*statement)
+        self.proof, self.at = proof, 0
+
+    def take(self, size: int) -> bytes:
+        """Read bytes without absorbing them."""
+        require(size <= len(self.proof) - self.at, f"the proof ends at byte {len(self.proof)}")
+        self.at += size
+        return self.proof[self.at - size : self.at]
+
+    def bytes(self, size: int) -> bytes:
+        """Read and absorb bytes."""
+        data = self.take(size)
+        self.absorb(data)
+        return data
+
+    def elements(self, count: int) -> list[Element]:
+        """Read and absorb elements of K."""
+        words = unpack(self.bytes(16 * count))
+        return list(zip(words[::2], words[1::2], strict=True))
+
+
+def unpack(data: bytes) -> tuple[int, ...]:
+    """Return the elements of F in bytes; each must be below p."""
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    require(max(words) < P, "an element is not below the modulus")
+    return words
+
+
+def read_network(reader: Channel) -> Network:
+    """Read and check the public part of a network."""
+    count, *scales = struct.unpack("<Idd", reader.take(20))
+    require(count <= MAX_LAYERS, f"{count} layers, more than {MAX_LAYERS}")
+    network = Network(tuple(_read_layer(reader) for _ in range(count)), *scales)
+    network.check()
+    return network
+
+
+def _read_layer(reader: Channel) -> Layer:
+    inputs, outputs, multiplier = struct.unpack("<III", reader.take(12))
+    return Layer(inputs, outputs, multiplier, reader.take(256))

@@ -1,0 +1,114 @@
+"""quantize(mode="exact"): one integer result on every path, close to the model in floating point."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accelerant import nn as ann
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.nn.exact import ExactNetwork
+from accelerant.zk.inference.proofs import integer_network
+
+
+def mlp(activation=None, widths=(64, 128, 64, 10)):
+    torch.manual_seed(0)
+    layers = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), activation or nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def exact(model, examples):
+    return ann.quantize(model, mode="exact", examples=examples).model
+
+
+def test_torch_and_the_prover_agree_on_100_000_inputs():
+    network = exact(mlp(), torch.randn(256, 64))
+    x = torch.randint(-128, 128, (100_000, 64), dtype=torch.int8)
+    assert np.array_equal(network(x).numpy(), integer_network(network)(x.numpy()))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.LeakyReLU(0.2)])
+def test_close_to_floating_point(activation):
+    model, x = mlp(activation), torch.randn(512, 64)
+    y, ours = model(x).detach(), exact(model, x)(x)
+    assert ours.dtype == torch.float32
+    assert (ours - y).square().mean() < 0.002 * y.square().mean()  # 0.00006 to 0.00065 measured
+
+
+def test_nested_models_linear_layers_in_a_row_and_no_bias():
+    inner = nn.Sequential(ann.Linear(6, 5, bias=False), nn.Dropout(), nn.Linear(5, 4), nn.ReLU())
+    model = nn.Sequential(nn.Identity(), inner, nn.Linear(4, 3)).eval()
+    report = ann.quantize(model, mode="exact", examples=torch.randn(64, 6))
+    assert report.replaced == ("1.0", "1.2", "2")
+    assert report.model(torch.zeros(2, 3, 6, dtype=torch.int8)).shape == (2, 3, 3)
+    assert type(model[1][0]) is ann.Linear
+    assert "3 linear layers in 8-bit integers (exact), 0 left" in str(report)
+
+
+def test_extremes():
+    """Weights and examples of zero; one input; an output much larger than its inputs."""
+    zero = nn.Linear(3, 2)
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias)
+    assert exact(nn.Sequential(zero), torch.zeros(1, 3))(torch.ones(1, 3)).tolist() == [[0, 0]]
+    for value in (1e-6, 1.0, 1e6):
+        one = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(one.weight, value)
+        y = exact(nn.Sequential(one), torch.tensor([[1.0]]))(torch.tensor([[1.0]]))
+        assert y.item() == pytest.approx(value, rel=0.01)
+
+
+class Odd(nn.Linear):
+    """Could compute anything."""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), r"takes a torch\.nn\.Sequential, got Linear"),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), r"1 \(BatchNorm1d\).*it is neither"),
+        (nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1))), r"0.0 \(Conv2d\)"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no linear layer is before it"),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.GELU()), r"2 \(GELU\)"),
+        (nn.Sequential(Odd(2, 2)), r"0 \(Odd\)"),
+        (nn.Sequential(nn.Identity()), "no linear layer"),
+        (nn.Sequential(nn.Linear((1 << 16) + 1, 1)), r"sums of 65537 products could pass int32"),
+    ],
+)
+def test_what_it_does_not_represent_is_refused_by_name(model, message):
+    with pytest.raises(ConfigError, match=message):
+        exact(model, torch.ones(1, getattr(model[0] if isinstance(model, nn.Sequential) else model, "in_features", 2)))
+
+
+def test_examples_and_values_are_checked():
+    model = mlp(widths=(3, 2))
+    with pytest.raises(ConfigError, match=r"needs examples="):
+        ann.quantize(model, mode="exact")
+    for wrong in (torch.ones(3), torch.ones(1, 2), torch.ones(0, 3), [[1.0]]):
+        with pytest.raises(ShapeError, match=r"examples must be \(batch, 3\)"):
+            exact(model, wrong)
+    with pytest.raises(ConfigError, match="an infinity or a NaN"):
+        exact(model, torch.tensor([[1.0, float("nan"), 0.0]]))
+    with pytest.raises(ConfigError, match=r"which alone takes examples, got 'dynamic' with examples"):
+        ann.quantize(model, mode="dynamic", examples=torch.ones(1, 3))
+    nn.init.constant_(model[0].bias, 1e9)
+    with pytest.raises(ConfigError, match=r"0: the bias of output 0, 1e"):
+        exact(model, torch.ones(1, 3))
+    nn.init.constant_(model[0].bias, float("inf"))
+    with pytest.raises(ConfigError, match=r"0: a weight or bias is not finite"):
+        exact(model, torch.ones(1, 3))
+
+
+def test_inputs_of_the_network_are_checked():
+    network = exact(mlp(widths=(3, 2)), torch.ones(1, 3))
+    assert isinstance(network, ExactNetwork)
+    with pytest.raises(UnsupportedDtype, match=r"int8 or real numbers, got torch\.int32"):
+        network(torch.ones(1, 3, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"x must be \(\.\.\., 3\), got \(1, 4\)"):
+        network(torch.ones(1, 4))
+    with pytest.raises(UnsupportedDtype, match=r"takes real numbers, got torch\.int8"):
+        network.quantize_input(torch.ones(1, 3, dtype=torch.int8))

@@ -1,0 +1,350 @@
+"""Forgeries: provers that are changed in one place, proofs that are changed in one byte; the verifier refuses each."""
+
+import itertools
+
+import numpy as np
+import pytest
+from integer_networks import RELU, random_input, random_network
+
+from accelerant.errors import FormatError, ShapeError
+from accelerant.zk.inference import (
+    IntegerNetwork,
+    ModelCommitment,
+    Network,
+    Prover,
+    RejectedProofError,
+    check,
+    proofs,
+    prover,
+    verify,
+)
+from accelerant.zk.inference.proofs import InferenceProof
+from accelerant.zk.inference.protocol import COMMITMENT_HEADER, PROOF_HEADER, P
+
+WIDTHS = [4, 4, 4, 2]
+
+
+@pytest.fixture(scope="module")
+def honest():
+    """A network with unsaturated outputs, its prover, an input, output and proof."""
+    generator = np.random.default_rng(7)
+    network = random_network(generator, WIDTHS, tables=(RELU,), biases=100)
+    x = random_input(generator, network)
+    committed = Prover(network)
+    return committed, x, *committed.prove(x)
+
+
+def changed_network(network, *, layer=0, **changes):
+    """Return the network with other public parameters, or with other weights or biases."""
+    layers = list(network.network.layers)
+    weights, biases = changes.pop("weights", network.weights), changes.pop("biases", network.biases)
+    layers[layer] = layers[layer]._replace(**changes)
+    return IntegerNetwork(network.network._replace(layers=tuple(layers)), weights, biases)
+
+
+def changed_arrays(arrays, layer, index, by):
+    changed = [array.copy() for array in arrays]
+    changed[layer][index] += by
+    return changed
+
+
+def assert_refused(commitment, x, y, proof, reason=None):
+    assert not verify(commitment, x, y, proof)
+    with pytest.raises(RejectedProofError, match=reason):
+        check(commitment, x, y, proof)
+
+
+# --- another statement -----------------------------------------------------------------------------------------------
+
+
+def test_the_honest_proof_is_accepted(honest):
+    committed, x, y, proof = honest
+    assert (y == committed.network(x)).all()
+    assert (np.abs(y) < 127).all()
+    check(committed.commitment, x, y, proof)
+
+
+@pytest.mark.parametrize("by", [1, 64, -128])
+def test_another_input_or_output(honest, by):
+    committed, x, y, proof = honest
+    for i in range(x.size):
+        other = x.copy()
+        other[0, i] ^= by
+        assert_refused(committed.commitment, other, y, proof)
+    for i in range(y.size):
+        other = y.copy()
+        other[0, i] ^= by
+        assert_refused(committed.commitment, x, other, proof, "another output")
+
+
+def test_another_batch(honest):
+    committed, x, y, proof = honest
+    assert_refused(committed.commitment, np.repeat(x, 2, 0), np.repeat(y, 2, 0), proof)
+    both, together = committed.prove(np.concatenate((x, -x)))
+    assert_refused(committed.commitment, x, both[:1], together)
+    assert_refused(committed.commitment, np.concatenate((-x, x)), both[::-1], together)
+    with pytest.raises(ShapeError, match=r"x must be \(batch, 4\)"):
+        check(committed.commitment, x[:, :3], y, proof)
+    with pytest.raises(ShapeError, match=r"y must be \(1, 2\)"):
+        check(committed.commitment, x, y[:, :1], proof)
+
+
+def other_networks(network):
+    yield "weight", changed_network(network, weights=changed_arrays(network.weights, 1, (0, 0), 1))
+    yield "bias", changed_network(network, biases=changed_arrays(network.biases, 2, 1, 1))
+    yield "multiplier", changed_network(network, layer=1, multiplier=network.network.layers[1].multiplier - 1)
+    yield "table", changed_network(network, layer=0, table=bytes(255) + b"\x7f")
+    exchanged = [[each[1], each[0], each[2]] for each in (network.network.layers, network.weights, network.biases)]
+    yield "layers exchanged", IntegerNetwork(Network(tuple(exchanged[0])), *exchanged[1:])
+    yield "scale", IntegerNetwork(network.network._replace(input_scale=2.0), network.weights, network.biases)
+
+
+def test_a_proof_of_another_commitment(honest):
+    committed, x, y, proof = honest
+    seen = {committed.commitment.digest}
+    for what, network in other_networks(committed.network):
+        other = Prover(network)
+        assert other.commitment.digest not in seen, what
+        seen.add(other.commitment.digest)
+        assert_refused(other.commitment, x, y, proof)
+        their_y, their_proof = other.prove(x)
+        assert_refused(committed.commitment, x, their_y, their_proof)
+
+
+def test_constants_are_bound_to_the_commitment(honest, monkeypatch):
+    """A prover who computes with another multiplier, table or bias, but names the committed network."""
+    committed, x, _, _ = honest
+    public = committed.network.network.encode()
+    for what, network in other_networks(committed.network):
+        if what in ("layers exchanged", "scale"):
+            continue
+        other = Prover(network)
+        other.commitment = committed.commitment
+        with monkeypatch.context() as patch:
+            patch.setattr(Network, "encode", lambda self: public)
+            run = InferenceProof(other, x)
+        assert_refused(committed.commitment, x, *run.run())
+
+
+# --- every byte ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.search(2)
+def test_no_byte_of_a_proof_can_be_changed(honest, rng, record_property):
+    committed, x, y, proof = honest
+    head = range(0, len(PROOF_HEADER) + 300, 9)
+    for at in (flips := [*head, *sorted(rng.sample(range(len(proof)), 60)), len(proof) - 1]):
+        changed = bytearray(proof)
+        changed[at] ^= 1 << rng.randrange(8)
+        assert_refused(committed.commitment, x, y, bytes(changed))
+    record_property("examples", len(flips))
+
+
+@pytest.mark.search(1)
+def test_no_byte_of_a_commitment_can_be_changed(honest, rng, record_property):
+    """A change of the public part or of the root is another commitment, which the range proof refuses."""
+    data = honest[0].commitment.to_bytes()
+    head = range(0, len(COMMITMENT_HEADER) + 340, 11)
+    for at in (flips := [*head, *sorted(rng.sample(range(len(data)), 40)), len(data) - 1]):
+        changed = bytearray(data)
+        changed[at] ^= 1 << rng.randrange(8)
+        with pytest.raises(FormatError, match="model commitment"):
+            ModelCommitment(bytes(changed))
+    record_property("examples", len(flips))
+
+
+def test_lengths_that_lie(honest):
+    committed, x, y, proof = honest
+    for length in (0, 1, len(PROOF_HEADER), len(PROOF_HEADER) + 5, len(proof) // 2, len(proof) - 1):
+        assert_refused(committed.commitment, x, y, proof[:length])
+    assert_refused(committed.commitment, x, y, proof + b"\0", "1 bytes follow")
+    assert_refused(committed.commitment, x, y, committed.commitment.to_bytes(), "no proof of inference")
+    data = committed.commitment.to_bytes()
+    at = len(COMMITMENT_HEADER)
+    wide = (1 << 16).to_bytes(4, "little")
+    announced = {
+        "layers, more than 256": data[:at] + b"\xff" * 4 + data[at + 4 :],
+        "takes 4 inputs, and 65536 come": data[: at + 24] + wide + data[at + 28 :],
+        r"a table of 2\^33 entries": data[:at] + b"\1" + data[at + 1 : at + 20] + wide * 2 + data[at + 28 :],
+        "ends at byte": data[: at + 20],
+    }
+    for message, lie in announced.items():
+        with pytest.raises(FormatError, match=message):
+            ModelCommitment(lie)
+
+
+# --- provers that lie ------------------------------------------------------------------------------------------------
+
+
+class LyingProof(InferenceProof):
+    """A run with other columns of activations; multiplicities are those of the honest ones."""
+
+    def __init__(self, committed, x, lie, row=None):
+        self.lie = lie
+        super().__init__(committed, x)
+        self.row = self.layout.rows[-1] if row is None else row
+
+    def columns(self):
+        self.true_columns = super().columns()
+        lies = self.true_columns.copy()
+        self.lie(lies, self.row)
+        output = lies[7, self.layout.rows[-1] :][: self.padded_output.size]
+        self.padded_output = output.astype(np.int8).reshape(self.padded_output.shape)
+        return lies
+
+    def table_indices(self, columns):
+        return super().table_indices(self.true_columns)
+
+
+def another_output(columns, row):
+    columns[7, row] += 1
+
+
+def another_rounding(columns, row):
+    columns[6:, row] -= 1  # u and y one below, and the remainder 2^24 above
+    columns[2, row] += 256
+
+
+def remainder_below_zero(columns, row):
+    columns[6:, row] += 1
+    columns[2, row] -= 256
+
+
+def overflow_without_saturation(columns, row):
+    columns[3, row] = -5
+    columns[6:, row] += 5
+
+
+def saturation_of_the_other_sign(columns, row):
+    columns[3, row] = columns[6, row] - 255
+    columns[6:, row] = (255, 127)
+
+
+def wrapped_modulo_p(columns, row):
+    """The accumulator plus p saturates: a quotient of 2^40, whose top digit is no byte."""
+    value = P + int(columns[:3, row] @ [1, 1 << 8, 1 << 16]) + ((int(columns[6, row]) - 128) << 24)
+    q, r = value >> 24, value & 0xFFFFFF
+    columns[:3, row] = [r >> 8 * i & 255 for i in range(3)]
+    columns[3:6, row] = [(q - 127) & 255, (q - 127) >> 8 & 255, (q - 127) >> 16]
+    columns[6:, row] = (255, 127)
+
+
+def remainder_takes_all(columns, row):
+    columns[0, row] += (int(columns[6, row]) - 128 - 99) << 24
+    columns[6:, row] = (128 + 99, 99)
+
+
+LIES = [
+    another_output, another_rounding, remainder_below_zero, overflow_without_saturation, saturation_of_the_other_sign,
+    wrapped_modulo_p, remainder_takes_all,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_values_out_of_their_tables(honest, lie):
+    """All lies satisfy equation (1), modulo p, but the first."""
+    committed, x, y, _ = honest
+    run = LyingProof(committed, x, lie)
+    _, proof = run.run()
+    forged = run.padded_output[:, : y.shape[1]]
+    assert (forged != y).any()
+    statement = forged.copy()  # also said in the transcript
+    run = LyingProof(committed, x, lie)
+    run.y, run.speaker = statement, prover.Speaker(
+        PROOF_HEADER, PROOF_HEADER, committed.network.network.encode(), committed.commitment.checked.root,
+        (1).to_bytes(8, "little"), x.tobytes(), statement.tobytes(),
+    )  # fmt: skip
+    assert_refused(committed.commitment, x, statement, run.run()[1], "a lookup is not in its table")
+    assert_refused(committed.commitment, x, statement, proof)
+
+
+def test_a_lie_in_a_table_that_is_in_the_table(honest):
+    """Columns that are in all tables but break equation (1): the product is another."""
+    committed, x, _, _ = honest
+
+    def lie(columns, row):
+        columns[0, row] ^= 1
+
+    run = LyingProof(committed, x, lie, row=0)
+    run.table_indices = lambda columns: InferenceProof.table_indices(run, columns)
+    assert_refused(committed.commitment, x, *run.run(), "the product of layer")
+
+
+@pytest.mark.parametrize("entry", [-1, 1, 300])
+def test_weights_that_are_no_bytes(honest, entry, monkeypatch):
+    """A committed weight of 128 or more, or of -129 or less: the range proof refuses."""
+    network = honest[0].network
+    true = Prover._byte_table
+
+    def table(self):
+        values = true(self)
+        values[0] = entry if entry < 0 else 255 + entry
+        return values
+
+    monkeypatch.setattr(Prover, "_byte_table", table)
+    monkeypatch.setattr(np, "bincount", lambda values, minlength: np.histogram(values, range(minlength + 1))[0])
+    with pytest.raises(FormatError, match="a lookup is not in its table"):
+        Prover(network)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_other_multiplicities(honest, count, monkeypatch):
+    committed, x, _, _ = honest
+    monkeypatch.setattr(proofs.np, "bincount", lambda values, minlength: np.full(minlength, count))
+    assert_refused(committed.commitment, x, *committed.prove(x), "a lookup is not in its table")
+
+
+def messages(committed, x):
+    """Return the number of messages in a proof."""
+    run = InferenceProof(committed, x)
+    counts = itertools.count()
+    absorb = run.speaker.absorb
+    run.speaker.absorb = lambda data: (next(counts), absorb(data))
+    run.run()
+    return next(counts)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("first", range(4))
+def test_each_message_is_absorbed(honest, first):
+    """A prover whose transcript leaves out one message, whichever, is refused; among them are all claims."""
+    committed, x, _, _ = honest
+    network = committed.network
+    committed = Prover(IntegerNetwork(Network(network.network.layers[:2]), network.weights[:2], network.biases[:2]))
+    count = messages(committed, x)
+    for left_out in range(first, count, 4):
+        run = InferenceProof(committed, x)
+        counts, absorb = itertools.count(), run.speaker.absorb
+        run.speaker.absorb = lambda data, c=counts, a=absorb, k=left_out: None if next(c) == k else a(data)
+        assert_refused(committed.commitment, x, *run.run())
+    assert count > 40
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_each_part_of_the_statement_is_absorbed(honest, part):
+    """A prover whose transcript has another version, network, root, batch size, input or output."""
+    committed, x, _, _ = honest
+    run = InferenceProof(committed, x)
+    statement = [PROOF_HEADER, committed.network.network.encode(), committed.commitment.checked.root,
+                 (1).to_bytes(8, "little"), x.tobytes(), run.y.tobytes()]  # fmt: skip
+    same = prover.Speaker(PROOF_HEADER, *statement)
+    assert same.state == run.speaker.state
+    statement[part] = statement[part][:-1] + bytes([statement[part][-1] ^ 1])
+    run.speaker = prover.Speaker(PROOF_HEADER, *statement)
+    assert_refused(committed.commitment, x, *run.run())
+
+
+def test_replays(honest):
+    """A proof is for one input and one commitment; an equal output does not make it another's."""
+    committed, x, _, _ = honest
+    zero = IntegerNetwork(
+        committed.network.network, [w * 0 for w in committed.network.weights], [b * 0 for b in committed.network.biases]
+    )
+    prover_of_zero = Prover(zero)
+    y, proof = prover_of_zero.prove(x)
+    again, second = prover_of_zero.prove(-x)
+    assert (y == again).all()
+    assert proof != second
+    assert_refused(prover_of_zero.commitment, -x, y, proof)
+    assert_refused(committed.commitment, x, y, proof)
+    check(prover_of_zero.commitment, x, y, proof)

@@ -1,0 +1,201 @@
+"""Proofs of inference: the integer semantics, honest proofs of any shape, and the verifier without NumPy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from integer_networks import RELU, evaluated, random_input, random_network
+
+import accelerant
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.zk.inference import (
+    IntegerNetwork,
+    Layer,
+    ModelCommitment,
+    Network,
+    Prover,
+    check,
+    commit,
+    protocol,
+    verify,
+)
+from accelerant.zk.inference import extension as ext
+from accelerant.zk.inference.protocol import IDENTITY, P
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+EDGES = [0, 1, 2, P - 1, P - 2, 2**32, 2**32 - 1]
+
+
+def test_extension_arithmetic_is_that_of_python(generator):
+    pairs = [(a, b) for a in EDGES for b in EDGES] + [
+        tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(50)
+    ]
+    x = np.array(pairs, np.uint64).T
+    y = np.roll(x, 7, axis=1)
+    ys = ext.elements(y)
+    for ours, theirs in ((ext.add, protocol.add), (ext.sub, protocol.sub), (ext.mul, protocol.mul)):
+        assert ext.elements(ours(x, y)) == [theirs(a, b) for a, b in zip(pairs, ys, strict=True)]
+    units = x[:, x.any(axis=0)]
+    assert ext.elements(ext.mul(units, ext.inverse(units))) == [(1, 0)] * units.shape[1]
+
+
+def test_seven_has_no_square_root():
+    assert pow(7, (P - 1) // 2, P) == P - 1  # so that u^2 - 7 is irreducible
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
+def test_multilinear_extensions(generator, k):
+    z = [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(k)]
+    table = protocol.eq_table(z)
+    assert ext.elements(ext.eq_table(z)) == table
+    assert [protocol.eq(z, protocol.bits(i, k)) for i in range(1 << k)] == table
+    for count in range(1, (1 << k) + 1):
+        sums = tuple(sum(parts) % P for parts in zip(*table[:count], strict=True))
+        assert protocol.eq_below(z, count) == sums
+
+
+def test_a_fold_of_the_code_is_the_code_of_the_folded_message(generator):
+    message = generator.integers(0, P, (2, 64), np.uint64)
+    challenges = [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(3)]
+    folded = message
+    for z in challenges:
+        low, high = folded[:, 0::2], folded[:, 1::2]
+        folded = ext.add(low, ext.mul(ext.sub(high, low), ext.constant(z, 1)))
+    code, after = ext.elements(ext.encode(message)), ext.elements(ext.encode(folded))
+    root, eighth = protocol.root_of_unity(8), protocol.root_of_unity(3)
+    for i in range(32):
+        values = [code[i + 32 * j] for j in range(8)]
+        assert protocol.fold(values, pow(root, -i, P), pow(eighth, -1, P), challenges) == after[i]
+
+
+# --- honest proofs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.search(1)
+def test_any_network_is_proven_as_defined(generator, record_property):
+    """Widths, batches, tables, multipliers and biases at random; the output is that of Python's integers."""
+    for example in range(examples := 8):
+        widths = [int(generator.integers(1, 20)) for _ in range(int(generator.integers(2, 5)))]
+        tables = [generator.bytes(256) for _ in range(2)] + [RELU, IDENTITY]
+        multipliers = None if example % 2 else [1, 2, 3, 12_345, 1 << 16, 1 << 17]
+        bound = int(generator.choice([1, 1000, 1 << 23]))
+        network = random_network(generator, widths, tables=tables, multipliers=multipliers, biases=bound)
+        x = random_input(generator, network, int(generator.integers(1, 6)))
+        prover = Prover(network)
+        y, proof = prover.prove(x)
+        assert (y == evaluated(network, x)).all()
+        assert (y == network(x)).all()
+        check(ModelCommitment(prover.commitment.to_bytes()), x, y, proof)
+    record_property("examples", examples)
+
+
+def test_extremes_do_not_wrap():
+    """The largest accumulators, multiplier and biases, of both signs, and halves on the boundary of rounding."""
+    weights = np.full((4, 1024), -128, np.int8)
+    weights[1] = 127
+    weights[2:] = 0
+    network = IntegerNetwork(Network((Layer(1024, 4, 1 << 17, IDENTITY),)), [weights], [[2**23 - 1, -(2**23), 64, -64]])
+    x = np.full((2, 1024), -128, np.int8)
+    x[1] = 127
+    y, proof = Prover(network).prove(x)
+    assert y.tolist() == [[127, -128, 1, 0], [-128, 127, 1, 0]]  # +-1/2 is rounded up
+    assert verify(commit(network), x, y, proof)
+
+
+def test_proofs_and_commitments_are_deterministic(generator):
+    network = random_network(generator, [3, 4, 2])
+    x = random_input(generator, network)
+    first, second = Prover(network), Prover(IntegerNetwork.from_bytes(network.to_bytes()))
+    assert first.commitment == second.commitment
+    assert first.commitment.to_bytes() == second.commitment.to_bytes()
+    assert first.prove(x)[1] == second.prove(x)[1]
+
+
+@pytest.mark.slow
+def test_the_example_of_ezkl(generator):
+    network = random_network(generator, [64, 128, 64, 10])
+    x = random_input(generator, network)
+    prover = Prover(network)
+    y, proof = prover.prove(x)
+    check(prover.commitment, x, y, proof)
+    assert len(proof) < 500_000
+
+
+WITHOUT_NUMPY = """
+import sys, types
+for name in ("numpy", "torch", "llvmlite"):
+    sys.modules[name] = None
+for name, path in zip(("accelerant", "accelerant.zk", "accelerant.zk.inference"), sys.argv[1:4]):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [path]
+from accelerant.zk.inference.verifier import check_commitment, check_inference
+commitment, x, y, proof = (open(f"{sys.argv[4]}/{name}", "rb").read() for name in ("commitment", "x", "y", "proof"))
+check_inference(check_commitment(commitment), 2, x, y, proof)
+print("valid")
+"""
+
+
+def test_the_verifier_needs_no_numpy(generator, tmp_path):
+    network = random_network(generator, [5, 3, 2])
+    prover, x = Prover(network), random_input(generator, network, 2)
+    y, proof = prover.prove(x)
+    files = {"commitment": prover.commitment.to_bytes(), "x": x.tobytes(), "y": y.tobytes(), "proof": proof}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    root = Path(accelerant.__file__).parent
+    arguments = [str(root), str(root / "zk"), str(root / "zk" / "inference"), str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "valid\n", done.stderr
+    assert len((root / "zk" / "inference" / "verifier.py").read_text().splitlines()) <= 300
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
+        ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
+        ({"table": b"short"}, ConfigError, "table of 5 entries"),
+        ({"inputs": 1 << 17}, ConfigError, "layer 0 has width 131072"),
+        ({"inputs": 4}, ShapeError, r"takes \(2, 4\)"),
+    ],
+)
+def test_layers_out_of_range_are_refused(changes, error, message):
+    layer = Layer(3, 2, 1000, IDENTITY)._replace(**changes)
+    with pytest.raises(error, match=message):
+        IntegerNetwork(Network((layer,)), [np.zeros((2, 3), np.int8)], [[0, 0]])
+
+
+def test_arrays_out_of_range_are_refused(generator):
+    layer, weight = Layer(3, 2, 1000, IDENTITY), np.zeros((2, 3), np.int8)
+    for bias in ([0, 2**23], [-(2**23) - 1, 0]):
+        with pytest.raises(ConfigError, match=r"bias -?83886\d\d, which is not from"):
+            IntegerNetwork(Network((layer,)), [weight], [bias])
+    with pytest.raises(UnsupportedDtype, match="int8 weights and integer biases, got float64"):
+        IntegerNetwork(Network((layer,)), [weight.astype(float)], [[0, 0]])
+    with pytest.raises(ConfigError, match="layer 1 takes 4 inputs, and 2 come"):
+        IntegerNetwork(Network((layer, Layer(4, 1, 1, IDENTITY))), [weight] * 2, [[0, 0]] * 2)
+    with pytest.raises(ConfigError, match="scales must be positive"):
+        IntegerNetwork(Network((layer,), input_scale=float("nan")), [weight], [[0, 0]])
+    prover = Prover(IntegerNetwork(Network((layer,)), [weight], [[0, 0]]))
+    with pytest.raises(UnsupportedDtype, match="x must be int8, got float32"):
+        prover.prove(np.zeros((1, 3), np.float32))
+    for shape in ((3,), (1, 4), (0, 3)):
+        with pytest.raises(ShapeError, match=r"x must be \(batch, 3\)"):
+            prover.prove(np.zeros(shape, np.int8))
+    with pytest.raises(UnsupportedDtype, match="expected an IntegerNetwork"):
+        commit("a model")
+
+
+@pytest.mark.parametrize("cut", [0, 10, 40, 60, 300, -1])
+def test_malformed_networks_are_refused(generator, cut):
+    data = random_network(generator, [3, 2]).to_bytes()
+    with pytest.raises(FormatError, match="integer network"):
+        IntegerNetwork.from_bytes(data[:cut])
+    with pytest.raises(FormatError, match="1 bytes follow"):
+        IntegerNetwork.from_bytes(data + b"x")
