@@ -53,7 +53,7 @@ class Rerun:
                 shared.fill_(float("nan"))
         rebuild, run = self.captured._rebuild, self.captured._run
         self.captured._needed, self.captured._run = self.needed, self.run
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng():  # a replay draws nothing on the host
             results = self.fn()
         self.captured._rebuild, self.captured._run = rebuild, run
         with torch.no_grad():
@@ -385,6 +385,67 @@ def test_a_forward_that_a_replay_would_not_repeat_runs_eagerly(net, trick, reaso
     with pytest.warns(FallbackWarning, match=reason):
         warmed(net)
     assert not net.report.graphs["captured"]
+
+
+class Dropped(Net):
+    """A norm that is left out at random, as layers are, and a constant made in each call."""
+
+    chance, factor = 0.0, 1.0
+
+    def forward(self, x):
+        draw = torch.rand([])
+        y = x if self.training and draw < self.chance else self.norm(x)
+        return self.head(y * torch.tensor([0.5, 1.0, 2.0, self.factor], device=x.device)), self.other(y)
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0, 0.5])
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_draws_that_decide_nothing_are_repeated_by_replays(chance):
+    net = Dropped().train()
+    net.chance = chance
+    plain = copy.deepcopy(net)
+    report = acl.nn.patch(net, graph=True)
+    found = []
+    for each in (plain, net):
+        torch.manual_seed(3)
+        each.zero_grad()
+        for step in range(BEFORE + 3):
+            outputs = each(rows(step))
+            (outputs[0].square().sum() + outputs[1].sum()).backward(retain_graph=step == BEFORE + 1)
+            if step == BEFORE + 1:  # the call runs again
+                outputs[0].sum().backward()
+        found.append([torch.rand(3), *(p.grad for p in each.parameters() if p.grad is not None)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+    assert report.graphs["captured"] == (chance != 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_values_that_the_host_copies_are_kept_by_content():
+    net = Dropped().train()
+    report = acl.nn.patch(net, graph=True)
+    for factor in (1.0, 3.0):
+        net.factor = factor
+        for step in range(BEFORE + 2):
+            found = net(rows(step))[0]
+        torch.testing.assert_close(found, Dropped.forward(net, rows(step))[0])
+        (trials,) = net.__dict__["_accelerant_patch"].graphs._eager.values()
+        (kept,) = trials[0].work._constants.values()
+        assert kept.tolist() == [0.5, 1.0, 2.0, factor]
+    assert report.graphs["captured"] == 2
+
+
+def test_a_tensor_of_the_host_that_was_written_to_is_seen(monkeypatch):
+    net = Net()
+    net.scale = torch.tensor(2.0)
+    state = capture.State(net)
+    net.scale.mul_(2)
+    assert state.holds()  # a graph reads it
+    monkeypatch.setattr(capture, "DEVICE", "cuda")
+    state = capture.State(net)
+    assert state.holds()
+    net.scale.mul_(2)
+    assert not state.holds()
 
 
 def test_parameters_changed_in_place_before_the_backward_pass_raise_as_torch_does(net):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accelerant.errors import LaunchError, UnsupportedCase
+from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import MARK, PARTS, Capture, Forward, has_hooks
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
@@ -83,19 +84,19 @@ class Captured:
 
     def __init__(
         self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: State,
-        draws: bool, written: Sequence[Tensor], eager_laps: list[Lap],
+        draws: bool, written: Sequence[Tensor], eager_laps: list[Lap], work: HostWork,
     ) -> None:  # fmt: skip
         self.last = self.held_bytes = 0
         self.eager_laps, self.laps = eager_laps, list[Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
-        self.draws, self.written = draws, written
+        self.draws, self.written, self._work = draws, written, work
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._live: list[Tensor] = []
         self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
         copies = (x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)
         self._values = list(copies)
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
-        with _capturable(state.model, draws, full_masks) as leaves:
+        with _capturable(state.model, draws, full_masks) as leaves, work.repeated():
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
             self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
             self.outputs = [out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0)]
@@ -158,6 +159,7 @@ class Captured:
     def __call__(self, values: Sequence[Any]) -> Any:
         """Replay the forward pass of new arguments of the same key."""
         given = [x for x in values if isinstance(x, Tensor)]
+        self._work.draw()
         with torch.no_grad():
             for static, value in zip(self.inputs, given, strict=True):
                 static.copy_(value, non_blocking=True)
@@ -183,7 +185,7 @@ class Captured:
         wanted = [x for x in inputs if x.requires_grad]
         with (
             self._state.restored(), _drawing_from(drawn), _holding(self.written, buffers), ahead_of_capture(),
-            torch.enable_grad(),
+            torch.enable_grad(), torch.random.fork_rng(devices=(), enabled=self._work.draws > 0),
             torch.autocast(DEVICE, dtype=self._low, enabled=self._low is not None),
         ):  # fmt: skip
             outputs, _ = _flattened(self._result(values))
@@ -362,13 +364,18 @@ class State:
         self._lengths, self._values = [*map(len, self._views)], [*chain.from_iterable(self._views)]
         held = {id(x): x for x in self._values if isinstance(x, Tensor)}
         self._tensors = [x for x in held.values() if type(x) in PLAIN_TENSORS and x.layout is torch.strided]
+        self._on_host = [x for x in self._tensors if x.device.type != DEVICE]
         self._facts = self._of_tensors()
         kinds, self._devices = {type(x) for x in params}, {x.device for x in params}
         usual = kinds <= {Tensor, nn.Parameter} and len(self._devices) == 1 and torch.version.hip is None
         self._usual = usual and all(device.type == DEVICE for device in self._devices)
 
     def _of_tensors(self) -> list[Any]:
-        return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors]
+        # A graph reads values on the device; of the host's tensors, it has those of the capture.
+        return [
+            versions(self._on_host),
+            *[(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors],
+        ]
 
     def _same_modules(self) -> bool:
         same = [*map(len, self._views)] == self._lengths

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Reason, State, versions
+from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import Forward, PatchReport
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
@@ -85,11 +87,11 @@ def _in_capture() -> bool:
     return capture.DEVICE == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _random_states() -> tuple[Any, Any]:
-    """Return the states of the random number generators of the host, and of the device."""
+def _random_states() -> tuple[Any, Tensor, Any]:
+    """Return the states of the generators of Python and NumPy, of torch's on the host, and of that on the device."""
     _, keys, place, *_ = np.random.get_state(legacy=True)
-    host = random.getstate(), torch.get_rng_state().tolist(), np.asarray(keys).tolist(), place
-    return host, torch.cuda.get_rng_state().tolist() if capture.DEVICE == "cuda" else None
+    others = random.getstate(), np.asarray(keys).tolist(), place
+    return others, torch.get_rng_state(), torch.cuda.get_rng_state().tolist() if capture.DEVICE == "cuda" else None
 
 
 def _bytes_of(x: Tensor) -> Tensor:
@@ -127,8 +129,8 @@ class _Trial:
     `laps` are from the start of the call to that of the model's next one, once that has begun.
     """
 
-    def __init__(self) -> None:
-        self.laps: list[Lap] = []
+    def __init__(self, work: HostWork) -> None:
+        self.work, self.laps = work, list[Lap]()
 
     def __enter__(self) -> _Trial:
         self.kept_bytes = -_allocated_bytes()
@@ -330,16 +332,17 @@ class Graphs:
         """Run a call eagerly; note what a replay would not do."""
         self._report.graphs["eager: before the capture"] += 1
         trials = self._eager.setdefault(key, [])
-        state, (host, device), then = State(model), _random_states(), versions(values)
+        work = trials[0].work if trials else HostWork(capture.DEVICE)
+        state, (others, host, device), then = State(model), _random_states(), versions(values)
         buffers = [] if trials else [(x, x.clone()) for x in model.buffers() if x.layout is torch.strided]
-        with ahead_of_capture(), _Trial() as trial:
+        with ahead_of_capture(), _Trial(work) as trial, nullcontext() if trials else work.noted():
             result = self._run_eagerly(model, args, kwargs)
         trials.append(trial)
         self._laps = trial.laps
-        host_after, device_after = _random_states()
+        others_after, host_after, device_after = _random_states()
         self._draws |= device_after != device
         self._written |= {x for x, then in buffers if not torch.equal(_bytes_of(x), _bytes_of(then))}  # waits
-        if host_after != host:
+        if others_after != others or not work.explains(host, host_after):
             self._refused[key[0]] = "its forward draws random numbers on the host (layers left out at random)"
         elif versions(values) != then:
             self._refused[key[0]] = "its forward writes into its arguments"
@@ -369,7 +372,7 @@ class Graphs:
             with ahead_of_capture():
                 captured = Captured(
                     partial(self._forward, model), values, key, full_masks, self._state, self._draws, [*self._written],
-                    [lap for trial in trials[1:] for lap in trial.laps],
+                    [lap for trial in trials[1:] for lap in trial.laps], trials[0].work,
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             error: BaseException = raised

@@ -28,7 +28,8 @@ _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadrat
 COMPILED = 2**28
 """Logits below which torch.compile has torch's own loss: ours, which it cannot look into, costs the host more."""
 
-_CACHES = ("cache", "past_key_values")  # the argument's names, from transformers 5.24 and before
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""The argument's names: from transformers 5.24, before, and in models with a state of another form."""
 
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
 
@@ -45,11 +46,11 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
     as_dict = self.config.return_dict if as_dict is None else as_dict
-    if options["plain"] and self.training and kwargs.get("use_cache") is None and as_dict and _needs_no_cache(kwargs):
-        kwargs["use_cache"] = False  # unused in a training step, and would prevent fused blocks
+    if as_dict and _is_spared(self, kwargs):
+        kwargs["use_cache"] = False  # would prevent fused blocks
         # A reentrant checkpoint passes another tensor on, without the mask's pattern.
         checkpoints = getattr(getattr(self, options["base"]), "gradient_checkpointing", False)
-        if not checkpoints and not _needs_own_mask(self.config, kwargs):
+        if options["plain"] and not checkpoints and not _needs_own_mask(self.config, kwargs):
             tokens = kwargs.get("input_ids")
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             kwargs["attention_mask"] = causal_mask(tokens.shape[1], tokens.device)
@@ -74,20 +75,38 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output if as_dict else tuple(output[name] for name in output)
 
 
-def _needs_no_cache(kwargs: dict[str, Any]) -> bool:
-    """Return whether a step without a cache computes the same as with one.
+def cacheless_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a model without a cache where a training step has no use for one."""
+    options = getattr(self, MARK).options
+    given = dict(zip(options["names"], args, strict=False))
+    as_dict = (kwargs | given).get("return_dict")
+    as_dict = self.config.return_dict if as_dict is None else as_dict  # a tuple's places would change
+    labelled = kwargs.get("labels", given.get("labels")) is not None
+    if labelled and as_dict and "use_cache" not in given and _is_spared(self, kwargs | given):
+        kwargs["use_cache"] = False
+    return (options["inner"] or type(self).forward)(self, *args, **kwargs)
+
+
+def _is_spared(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether nobody uses the cache of keys and values that a call with labels makes."""
+    decodes = getattr(model.config, "is_encoder_decoder", False)
+    return model.training and kwargs.get("use_cache") is None and _needs_no_cache(kwargs, "decoder_" if decodes else "")
+
+
+def _needs_no_cache(kwargs: dict[str, Any], prefix: str) -> bool:
+    """Return whether a step without a cache computes the same as with one; `prefix` is of the decoder's arguments.
 
     Without one, transformers looks for packed sequences in position_ids (if there is no mask), and assumes that a mask
     is as long as the keys.
     """
     if any(kwargs.get(name) is not None for name in _CACHES):
         return False
-    mask = kwargs.get("attention_mask")
+    mask = kwargs.get(f"{prefix}attention_mask")
     if mask is None:
-        return kwargs.get("position_ids") is None
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    return isinstance(mask, Tensor) and tokens is not None and mask.shape[-1] == tokens.shape[1]
+        return kwargs.get(f"{prefix}position_ids") is None
+    found = (kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}inputs_embeds"), kwargs.get("labels"))
+    tokens = next((x for x in found[: 3 if prefix else 2] if x is not None), None)  # labels become a decoder's tokens
+    return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
 
 
 def _needs_own_mask(config: Any, kwargs: dict[str, Any]) -> bool:

@@ -53,7 +53,22 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> Replacement 
         return "is patched already"
     if "forward" in module.__dict__:
         return "its forward was replaced by another library"
-    return rule(module, replace(options, model=model))
+    plan = rule(module, replace(options, model=model))
+    return plan if isinstance(plan, str) or plan.forward is loss.causal_lm_forward else _without_cache(kind, plan)
+
+
+def _without_cache(kind: Any, plan: Replacement) -> Replacement:
+    """Return the plan of a module; that of a model with labels and a cache makes none in training."""
+    if not issubclass(kind, PreTrainedModel) or not {"labels", "use_cache"} <= set(_parameters(kind)):
+        return plan
+    options = plan.options | {"inner": plan.forward, "names": tuple(_parameters(kind))}
+    return replace(plan, forward=loss.cacheless_forward, options=options, notes=(*plan.notes, _CACHE))
+
+
+def _parameters(kind: Any) -> list[str]:
+    """Return the names of the parameters that a class's forward takes by position or by name."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
 
 def _rule_of(kind: Any) -> Rule | None:
@@ -332,12 +347,11 @@ def _causal_lm(base: str, output: type) -> Rule:
         function, form = _loss_of(module)
         if form != "causal_loss":
             return f"its loss is {getattr(function, '__name__', function)}"
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+        names = tuple(_parameters(type(module)))
         fused = options.loss and type(module.lm_head) is nn.Linear and module.lm_head.bias is None
         plain = not differs(type(getattr(module, base)).forward, "decoder")
         settings = {"base": base, "names": names, "output": output, "fused": fused, "plain": plain}
-        notes = (_CACHE,) if plain else ()
+        notes: tuple[str, ...] = (_CACHE,)
         if fused:
             notes = (_LAZY, *notes)
         elif options.loss:
