@@ -15,6 +15,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,16 @@ from torch import Tensor, nn
 from accelerant.config import settings
 from accelerant.nn.patching.record import RECORD, Forward, PatchRecord
 from accelerant.ops._library import is_watched
+from accelerant.runtime.compilation import background
 from accelerant.runtime.streams.graphs import captures_ahead
 
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
 FEWEST_LAPS, CLEAR = 5, 1.05  # laps of each that decide if the slowest of one side beats the fastest of the other so
+REPLAYS, MOST_EAGER = 6, 12  # calls on our ops after which CUDA graphs are compared with eager calls, or are rare
 TIE = 1.02  # times that differ by less are equal: a CPU runs the model as it was, a GPU our ops, which need less memory
+
+
+WARM_UP = "eager: before the capture"  # an outcome that the report counts
 
 
 def chosen_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -57,18 +63,39 @@ class _Trial:
         calls: calls that ran on each side.
         laps: (start, end, elements) on each side.
         elements: of the arguments of the last call.
+        settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured and compared.
+        replays: calls that ran from graphs.
+        kept_bytes: the most that a call on our ops kept for its backward pass on a GPU.
     """
 
-    def __init__(self, key: Any) -> None:
-        self.key, self.elements = key, 0
+    def __init__(self, key: Any, settled: bool) -> None:
+        self.key, self.settled, self.elements = key, settled, 0
         self.ours: bool | None = None
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
+        self.replays, self._replayed, self._eager, self.kept_bytes = 0, False, 0, 0
 
     def side(self, current: bool) -> bool:
         """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared."""
         before, ours = self.calls
+        if not ours or not self.settled:
+            return True
         return current if before == ours else ours < before
+
+    def note(self, graphs: Counter[str], before: Counter[str]) -> bool:
+        """Note how CUDA graphs ran a call, by the report's counts after and before it; return whether it is a lap.
+
+        Once settled, only graphs that turn out slow change how calls run.
+        """
+        replayed, first = graphs["replayed"] > before["replayed"], graphs["captured"] > before["captured"]
+        warm = graphs[WARM_UP] > before[WARM_UP]
+        self.replays += replayed
+        self._eager += warm
+        self.settled = self.settled or self.replays > REPLAYS or self._eager > MOST_EAGER or not (warm or replayed)
+        if replayed is not self._replayed and not warm:
+            self._replayed = replayed
+            self.laps[1].clear()
+        return not first and (not warm or self.settled)
 
     def now(self) -> Any:
         """Return a time of the device: that of this thread if it works alone, which others do not change."""
@@ -121,7 +148,7 @@ class _Open:
 
 
 def _is_over(lap: _Lap) -> bool:
-    return isinstance(lap[0], float) or (lap[0].query() and lap[1].query())
+    return isinstance(lap[0], float) or bool(lap[0].query() and lap[1].query())
 
 
 def _per_call(laps: tuple[list[_Lap], list[_Lap]]) -> list[list[float]]:
@@ -232,6 +259,9 @@ class Choice:
         if trial.ours is None:
             self._decide(trial, record)
             ours = trial.side(ours) if trial.ours is None else trial.ours
+            if not ours and not trial.calls[0] and not _has_room(model, trial, kwargs):
+                ours = trial.ours = True
+                record.report.choices[trial.kind()] = "on our ops, as the rest of the memory may not do otherwise"
         else:
             ours = trial.ours
         if ours is not record.ours and not self._waiting:
@@ -255,11 +285,12 @@ class Choice:
         device, dtype = (_CPU, None) if param is None else (param.device, param.dtype)
         kind = device.type
         low = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-        key = model.training, graded, device, low or dtype, first.bit_length(), total.bit_length(), *kwargs
+        training = model.training
+        key = training, graded, device, low or dtype, first.bit_length(), total.bit_length(), *kwargs
         trial = self._trials.get(key)
         if trial is None:
-            trial = self._trials[key] = _Trial(key)
-            if kind not in ("cpu", "cuda") or (record.graphs is not None and kind == "cuda"):
+            trial = self._trials[key] = _Trial(key, record.graphs is None or not (training and graded))
+            if kind not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
         trial.elements = total
         return trial
@@ -275,7 +306,8 @@ class Choice:
         self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial
     ) -> Any:  # fmt: skip
         """Run a call and add it to the laps of its side, or let the next call do so."""
-        ours, whole = record.ours, not self._waiting
+        ours, whole, graphs, misses = record.ours, not self._waiting, record.report.graphs, background.misses()
+        counts, held = Counter(graphs), _allocated_bytes(trial)
         start = trial.now()
         try:
             result = self._run(model, record, args, kwargs)
@@ -286,12 +318,18 @@ class Choice:
             record.switch(ours=True)
             return self._run(model, record, args, kwargs)
         trial.calls[ours] += 1
+        counts_as_lap = trial.calls[ours] > 1 and misses == background.misses()  # the first one compiles
+        if not ours and record.graphs is not None:
+            record.graphs.pause()
+        if ours:
+            trial.kept_bytes = max(trial.kept_bytes, _allocated_bytes(trial) - held)
+            counts_as_lap &= trial.note(graphs, counts)
         if torch.is_grad_enabled():
             if whole:
-                self._open = _Open(trial, ours, start) if trial.calls[ours] > 1 else None
+                self._open = _Open(trial, ours, start) if counts_as_lap else None
             if self._open is not None:
                 self._open.elements += trial.elements
-        elif trial.calls[ours] > 1:  # the first one compiles
+        elif counts_as_lap:
             trial.add(ours, start, trial.elements)
         return result
 
@@ -308,9 +346,28 @@ class Choice:
             return
         trial.ours = gain > TIE if trial.key[2].type == "cpu" else gain >= 1 / TIE
         trial.laps = ([], [])
+        if not trial.ours and trial.replays:
+            record.graphs.release()
         winner, faster = "on our ops" if trial.ours else "as it was", max(gain, 1 / gain)
         percent = f"{faster - 1:.0%} faster here" if faster > TIE else f"equal within {TIE - 1:.0%}"
         record.report.choices[trial.kind()] = f"{winner}, {percent}"
+
+
+def _allocated_bytes(trial: _Trial) -> int:
+    return torch.cuda.memory_allocated() if trial.key[2].type == "cuda" else 0
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _has_room(model: Any, trial: _Trial, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call as it was, which keeps logits in two dtypes with a gradient, will fit into memory."""
+    if trial.key[2].type != "cuda":
+        return True
+    labels, vocabulary = kwargs.get("labels"), getattr(getattr(model, "config", None), "vocab_size", None)
+    logits = labels.numel() * vocabulary if isinstance(labels, Tensor) and isinstance(vocabulary, int) else 0
+    return 2 * trial.kept_bytes + 12 * logits < _free_bytes()
 
 
 _CPU = torch.device("cpu")

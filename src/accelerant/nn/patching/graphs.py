@@ -213,6 +213,15 @@ class Graphs:
         self._count = 0
         self._misses = background.misses()
 
+    def release(self) -> None:
+        """Discard all graphs; a later call is as the first one."""
+        with self._lock:
+            self._forget()
+
+    def pause(self) -> None:
+        """Do not time the call before: the model has run elsewhere since."""
+        self._laps = None
+
     def __getstate__(self) -> Any:
         return self._forward, self._report, self._automatic  # a copy of the model has other parameters
 

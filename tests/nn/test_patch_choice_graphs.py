@@ -1,0 +1,56 @@
+"""patch: calls from CUDA graphs, here the stand-in for them, are compared with the model as it was."""
+
+import copy
+
+import pytest
+from patch_models import assert_same, batch, make, outcome
+from test_patch_choice import STEPS, Clock, _on_our_ops  # noqa: F401  the latter a fixture
+from test_patch_graphs import on_cpu  # noqa: F401  a fixture
+
+import accelerant as acl
+from accelerant.nn.patching import choice
+from accelerant.nn.patching.record import RECORD
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """A patched GPT-2 whose steps run from the stand-in for graphs, by the clock; `sides` has 2 for a replay."""
+    run, clock = choice.Choice._run, Clock()
+    monkeypatch.setattr(choice, "_CLOCK", clock)
+
+    def ticking(self, model, record, args, kwargs):
+        before, side = record.report.graphs["replayed"], int(record.ours)
+        result = run(self, model, record, args, kwargs)
+        side += record.report.graphs["replayed"] - before
+        clock.sides.append(side)
+        clock.now += (clock.before, 1.0, clock.ours)[side]
+        return result
+
+    monkeypatch.setattr(choice.Choice, "_run", ticking)
+    model = make("gpt2")
+    return model, acl.nn.patch(model), copy.deepcopy(model), clock
+
+
+@pytest.mark.parametrize(("before", "ours", "side"), [(0.9, 0.3, 2), (0.9, 1.2, 0), (0.9, 0.95, 0), (1.2, 1.1, 2)])
+def test_graphs_are_our_side_once_they_are_captured(graphed, before, ours, side):
+    model, report, other, clock = graphed
+    clock.before, clock.ours = before, ours
+    acl.nn.unpatch(other)
+    for step in range(STEPS + 3):
+        inputs = batch("gpt2", seed=step)
+        assert_same(outcome(model, inputs), outcome(other, inputs), rtol=2e-5, atol=4e-6)
+    assert clock.sides[:4] == [1, 1, 1, 2]
+    assert clock.sides[STEPS:] == [side] * 3, report
+    assert clock.sides.count(0) >= choice.FEWEST_LAPS
+    assert bool(model.__dict__[RECORD].graphs._captured) is (side == 2)  # no memory for graphs that lose
+    assert len(report.choices) == 1
+
+
+def test_without_memory_for_it_nothing_runs_as_it_was(graphed, monkeypatch):
+    monkeypatch.setattr(choice, "_has_room", lambda model, trial, kwargs: False)
+    model, report, _, clock = graphed
+    clock.before = 0.1
+    for step in range(STEPS + 3):
+        outcome(model, batch("gpt2", seed=step))
+    assert 0 not in clock.sides
+    assert "memory" in str(report)
