@@ -137,4 +137,5 @@ _ATTENTION_KERNELS = tuple(
         )
     )
 )
+ELEMENT_LOADS = ("attention_segments",)
 KERNELS = (*_ATTENTION_KERNELS, specialized(_KERNELS["segments"], {"*": "*i32"}, {"BLOCK": 64}, 4))

@@ -205,20 +205,22 @@ def attention_segments(table_ptr, S, keys, blocks, t_batch, t_row, BLOCK: tl.con
     others_ptr = table_ptr + tl.where(is_key, 0, S)
     length = tl.where(is_key, S, keys)
     own = tl.load(table_ptr + at, mask=there, other=0)
-    first = tl.zeros([BLOCK], tl.int32) + length
-    end = tl.zeros([BLOCK], tl.int32)
-    gap = first
+    lowest = tl.zeros([BLOCK, BLOCK], tl.int32) + length
+    gaps = lowest
+    highest = tl.zeros([BLOCK, BLOCK], tl.int32)
     for start in range(0, length, BLOCK):
-        i = start + lanes
-        others = tl.load(others_ptr + i, mask=i < length, other=0)
-        same = (own[:, None] == others[None, :]) & (i < length)[None, :]
-        first = tl.minimum(first, tl.min(tl.where(same, i[None, :], length), 1))
-        end = tl.maximum(end, tl.max(tl.where(same, i[None, :] + 1, 0), 1))
-        after = (i[None, :] > first[:, None]) & ~same
-        gap = tl.minimum(gap, tl.min(tl.where(after, i[None, :], length), 1))
+        i = start + lanes[None, :]
+        same = (own[:, None] == tl.load(others_ptr + i, mask=i < length, other=0)) & (i < length)
+        lowest = tl.minimum(lowest, tl.where(same, i, length))
+        highest = tl.maximum(highest, tl.where(same, i + 1, 0))
+    first = tl.min(lowest, 1)
+    for start in range(0, length, BLOCK):
+        i = start + lanes[None, :]
+        same = own[:, None] == tl.load(others_ptr + i, mask=i < length, other=0)
+        gaps = tl.minimum(gaps, tl.where((i > first[:, None]) & ~same, i, length))
     tl.store(table_ptr + t_row + at, first, mask=there)
-    tl.store(table_ptr + 2 * t_row + at, end, mask=there)
-    tl.store(table_ptr + 3 * t_row + at, gap, mask=there)
+    tl.store(table_ptr + 2 * t_row + at, tl.max(highest, 1), mask=there)
+    tl.store(table_ptr + 3 * t_row + at, tl.min(gaps, 1), mask=there)
 
 
 @triton.jit
