@@ -153,7 +153,7 @@ def test_logits_are_listed_and_computed_when_they_are_read(family):
     assert [field.name for field in dataclasses.fields(output)] == [field.name for field in dataclasses.fields(wanted)]
     listed = dict(output.items())["logits"]
     assert (listed.shape, listed.dtype, listed.requires_grad) == (wanted.logits.shape, wanted.logits.dtype, True)
-    assert "computed when they are read" in repr(output)
+    assert "computed when read" in repr(output)
     flat, spec = torch.utils._pytree.tree_flatten(output)
     again = torch.utils._pytree.tree_unflatten(flat, spec)  # as hooks of DDP and FSDP do
     assert list(again) == list(output)

@@ -132,18 +132,17 @@ def test_gradients_of_gradients(family):
     assert all(p.grad.isfinite().all() for p in model.model.layers.parameters())
 
 
-def test_padding_skipped():
+@pytest.mark.parametrize("kind", ["left", "right", "holes", "ones"])
+def test_padding_is_exact_everywhere(kind):
     model, inputs = wide("llama"), inputs_of("llama")
     mask = torch.ones_like(inputs["input_ids"])
-    mask[0, 90:] = 0
-    more = {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
-    truth, plain = both(model, "llama", **more)
-    report = acl.nn.patch(model, padding="skip")
+    mask[0, {"left": slice(30), "right": slice(90, None), "holes": slice(20, 90, 3), "ones": slice(0)}[kind]] = 0
+    truth, plain = both(model, "llama", attention_mask=mask)
+    report = acl.nn.patch(model)
     with ahead_of_capture():
-        patched = outcome(model, inputs | more)
+        patched = outcome(model, inputs | {"attention_mask": mask})
     assert not report.fallbacks
-    here = mask.bool()
-    assert_no_worse(*((each[0], each[1][here], each[2]) for each in (patched, plain, truth)))
+    assert_no_worse(patched, plain, truth)
 
 
 def test_logits_take_no_memory():

@@ -46,9 +46,8 @@ def patch(
             the options.
         loss: in training with labels, compute a language model's loss without materializing its logits; reading
             output.logits computes them. False: always compute all logits, and leave torch.nn's losses.
-        padding: "exact": masks with padding go to torch's attention, and results equal the unpatched model's at all
-            positions. "skip": they stay on our kernels; tokens do not attend to padding, and results at padded
-            positions are undefined (as with FlashAttention in transformers).
+        padding: "exact" or "skip", which mean the same now: masks with padding stay on our kernels, and results equal
+            the unpatched model's at all positions.
         embedding: whether to replace token and position embeddings.
         graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
             captured after three eager calls with arguments of the same shapes. None: where that makes steps faster,

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accelerant import ops
 from accelerant.nn.layers import GLOBAL_HOOKS
-from accelerant.nn.patching.attention import Pattern, known_pattern
+from accelerant.nn.patching.attention import Pattern, is_torchs, known_pattern
 from accelerant.nn.patching.forms import Replacement
 from accelerant.nn.patching.plain import (
     ADD_NORMS,
@@ -361,7 +361,9 @@ def _pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
     pattern = known_pattern(attention_mask, module.is_causal, (S, S))
-    return pattern if pattern is not None and pattern.padding is None else None
+    if pattern is not None and (pattern.padding is not None or pattern.sequences is not None) and is_torchs(pattern, x):
+        return None
+    return pattern
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
@@ -427,7 +429,8 @@ def _fused_block(
         linears[:6] = torch.cat(linears[:6:2]), None if biases[0] is None else torch.cat(biases)
     window = -1 if pattern.window is None else pattern.window
     eps = (norms[0].eps, norms[1].eps)
-    spec = BlockSpec(heads, eps, pattern.causal, window, attention.scaling, approximate, post_norm, joined=True)
+    mask = pattern.segments(x.shape[1])
+    spec = BlockSpec(heads, eps, pattern.causal, window, attention.scaling, approximate, post_norm, True, mask)
     casts = _casts(linears, x.dtype, dtype)
     y, _ = fused_block(x, None, spec, None, None, n1, c1, *linears[:4], n2, c2, *linears[4:], *casts)
     return y
@@ -518,7 +521,8 @@ def _fused_decoder_layer(
             return by_modules(x)
 
     both_eps = (eps, norms[1].variance_epsilon)
-    spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, recomputed)
+    mask = pattern.segments(x.shape[1])
+    spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, recomputed, mask)
     return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights, *_casts(linears, x.dtype, dtype))
 
 

@@ -7,7 +7,6 @@ computed from the hidden states, some rows at a time, and the logits are compute
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,15 +15,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from accelerant import ops
 from accelerant.nn.patching.attention import causal_mask
+from accelerant.nn.patching.lazy import LazyTensor
 from accelerant.nn.patching.plain import is_exported
 from accelerant.nn.patching.record import ATTENTION_NAME, MARK, PARTS, is_bare
 from accelerant.ops._library import autocast_dtype
 
-_LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 COMPILED = 2**28
 """Logits below which torch.compile has torch's own loss: ours, which it cannot look into, costs the host more."""
 
@@ -48,12 +46,10 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     as_dict = self.config.return_dict if as_dict is None else as_dict
     if as_dict and _is_spared(self, kwargs):
         kwargs["use_cache"] = False  # would prevent fused blocks
-        # A reentrant checkpoint passes another tensor on, without the mask's pattern.
-        checkpoints = getattr(getattr(self, options["base"]), "gradient_checkpointing", False)
-        if options["plain"] and not checkpoints and not _needs_own_mask(self.config, kwargs):
-            tokens = kwargs.get("input_ids")
-            tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-            kwargs["attention_mask"] = causal_mask(tokens.shape[1], tokens.device)
+    tokens = _needs_no_mask(self.config, kwargs) if options["plain"] and self.training and as_dict else None
+    if tokens is not None:
+        B, S = tokens.shape[:2]
+        kwargs["attention_mask"] = causal_mask(B, S, tokens.device, kwargs.get("position_ids"))
     extra = {name: value for name, value in kwargs.items() if name not in options["names"]}
     keep = kwargs.get("logits_to_keep", 0)
     whole = isinstance(keep, int) and keep == 0
@@ -109,16 +105,22 @@ def _needs_no_cache(kwargs: dict[str, Any], prefix: str) -> bool:
     return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
 
 
-def _needs_own_mask(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the model has to build its attention mask itself."""
-    if config._attn_implementation != ATTENTION_NAME:
-        return True
+def _needs_no_mask(config: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tokens, or their embeddings, if the model would make them a causal mask; None for any other."""
+    uses_cache = getattr(config, "use_cache", True) if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    if uses_cache or config._attn_implementation != ATTENTION_NAME:
+        return None
     if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
-        return True
-    if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *_CACHES)):
-        return True
-    inputs = [x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
-    return len(inputs) != 1 or inputs[0].dim() < 2 or not 1 < inputs[0].shape[1] <= _LONGEST_MASK
+        return None
+    if any(kwargs.get(name) is not None for name in ("attention_mask", *_CACHES)):
+        return None
+    inputs = [x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(x, Tensor)]
+    if len(inputs) != 1 or inputs[0].dim() < 2 or inputs[0].shape[1] < 2:
+        return None
+    positions, (B, S) = kwargs.get("position_ids"), inputs[0].shape[:2]
+    if positions is not None and (torch.compiler.is_compiling() or positions.shape not in ((B, S), (1, S))):
+        return None
+    return inputs[0]
 
 
 def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,19 +267,23 @@ class _Source:
         return self._value
 
 
-class _Lazy(Tensor):
-    """Logits that the first operation on them computes, but for those that change only the dtype or history."""
+class Logits(LazyTensor):
+    """Logits that are computed when something reads them."""
 
     source: _Source
 
     @staticmethod
-    def of(source: _Source, dtype: torch.dtype) -> _Lazy:
+    def of(source: _Source, dtype: torch.dtype) -> Logits:
         """Return the logits of a source in a dtype."""
         hidden, weight, _ = source.inputs
         shape = (*hidden.shape[:-1], weight.shape[0])
-        lazy: _Lazy = Tensor._make_wrapper_subclass(_Lazy, shape, dtype=dtype, device=hidden.device)
+        lazy: Logits = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)
         lazy.source = source
         return lazy
+
+    def value(self) -> Tensor:
+        """Return the logits without a gradient, computed once."""
+        return self.source.logits().to(self.dtype)
 
     def whole(self) -> Tensor:
         """Return the logits as a plain tensor, with gradients if this one has them."""
@@ -285,40 +291,9 @@ class _Lazy(Tensor):
             logits: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
             return logits
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        x = args[0] if args else None
-        if isinstance(x, cls) and func in _KEEP_LAZY and set(kwargs) <= {"dtype"}:
-            return cls.of(x.source, kwargs.get("dtype") or x.dtype)
-        args, kwargs = pytree.tree_map_only(cls, lambda lazy: lazy.source.logits().to(lazy.dtype), (args, kwargs))
-        return func(*args, **kwargs)
-
-    def numpy(self, *, force: bool = False) -> Any:  # what reads the memory is not dispatched
-        """Return the logits as an array."""
-        return self.whole().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the logits as numbers."""
-        return self.whole().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the address of the logits."""
-        return self.whole().data_ptr()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().detach().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.whole(), memo)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"logits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
-
-
-_KEEP_LAZY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default)
+    def alias(self, dtype: torch.dtype) -> Logits:
+        """Return the same logits in a dtype."""
+        return Logits.of(self.source, dtype)
 
 
 class _LazyLinear(torch.autograd.Function):
@@ -328,7 +303,7 @@ class _LazyLinear(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: _Source) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _Lazy.of(source, source.dtype)
+        return Logits.of(source, source.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -344,8 +319,8 @@ class _Whole(torch.autograd.Function):
     """Logits as a plain tensor. Its gradient passes through the lazy one, on which DDP and FSDP may have put hooks."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: _Lazy) -> Tensor:
-        return lazy.source.logits().to(lazy.dtype).detach()
+    def forward(ctx: Any, lazy: Logits) -> Tensor:
+        return lazy.value().detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -361,7 +336,7 @@ class _LazyLogits:
 
     def _get_logits(self) -> Tensor | None:
         logits = self.__dict__["_logits"]
-        if isinstance(logits, _Lazy):
+        if isinstance(logits, Logits):
             logits = self.__dict__["_logits"] = logits.whole()
             OrderedDict.__setitem__(cast("OrderedDict[str, Tensor]", self), "logits", logits)
         return cast("Tensor | None", logits)
@@ -375,7 +350,7 @@ class _LazyLogits:
         if isinstance(key, str):
             return super().__getitem__(key)  # type: ignore[misc]
         value = self.to_tuple()[key]
-        return self._get_logits() if isinstance(value, _Lazy) else value
+        return self._get_logits() if isinstance(value, Logits) else value
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a field, the logits computed, or the default."""

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from accelerant.ops._per_example import Forming, announce, examples_of, first_sink, sink_of
+from accelerant.ops.attention.backends import without_table
 from accelerant.ops.attention.op import attention_reference
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
@@ -45,7 +46,7 @@ class BlockSpec(NamedTuple):
     `eps`: of both norms; `window`: positions that attention reaches back, -1 for all; `scale` of the scores: None for 1
     / sqrt(head width); `approximate`: GELU's form, "tanh" or "none"; `post_norm`: norms follow the residual additions
     (BERT) instead of preceding the branches (GPT-2, ViT); `joined`: a pre-norm block returns the sum of its last branch
-    and the residual stream.
+    and the residual stream; `mask`: attention's segments (see `segments_mask`), None for one.
     """
 
     heads: int
@@ -56,12 +57,16 @@ class BlockSpec(NamedTuple):
     approximate: str = "tanh"
     post_norm: bool = False
     joined: bool = False
+    mask: Tensor | None = None
 
 
-def packed_attention_reference(qkv: Tensor, causal: bool, window: int, scale: float | None) -> Tensor:
+def packed_attention_reference(
+    qkv: Tensor, causal: bool, window: int, scale: float | None, mask: Tensor | None = None
+) -> Tensor:
     """Return the self-attention of q, k and v packed as (B, T, 3, H, D): (B, T, H D)."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    o = attention_reference(q, k, v, causal=causal, scale=scale, window=None if window < 0 else window)
+    window_or_none, mask = None if window < 0 else window, without_table(mask, q.shape[2])
+    o = attention_reference(q, k, v, causal=causal, scale=scale, window=window_or_none, mask=mask)
     assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
     return o.transpose(1, 2).flatten(2)
 
@@ -97,7 +102,7 @@ def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None])
 
     def attention(y: Tensor) -> Tensor:
         heads = functional.linear(y, qkv, c2).view(B, T, 3, spec.heads, W // spec.heads)
-        o = packed_attention_reference(heads, spec.causal, spec.window, spec.scale)
+        o = packed_attention_reference(heads, spec.causal, spec.window, spec.scale, spec.mask)
         return functional.linear(o, projection, c3)
 
     if spec.post_norm:
@@ -424,7 +429,7 @@ class Block(torch.autograd.Function):
             y1, s1, t1 = _add_layer_norm.forward(x, residual, n1, c1, spec.eps[0])
         linear = functional.linear if isinstance(qkv_weight, Tensor) else op.linear
         qkv = linear(y1.reshape(-1, W), qkv_weight, qkv_bias).view(B, T, 3, spec.heads, W // spec.heads)
-        o, lse = op.attend(qkv, spec.causal, spec.window, spec.scale)
+        o, lse = op.attend(qkv, spec.causal, spec.window, spec.scale, spec.mask)
         p = linear(o.transpose(1, 2).reshape(-1, W), projection, projection_bias).view(B, T, W)
         if spec.post_norm:
             stream, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0], True, x.dtype)
@@ -502,7 +507,8 @@ class Block(torch.autograd.Function):
         rows, o_rows = total.to(o.dtype), o.transpose(1, 2).reshape(-1, W)
         dprojection = _linear_gradients(rows, o_rows, params[4], params[5], needs[4:6], examples, sums)
         do = _split_heads(linear_dx(rows, weights[1]), qkv)
-        dqkv = op.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
+        dqkv = op.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale, spec.mask)
+        dqkv = dqkv.view(rows.shape[0], -1)
         dqkv_params = _linear_gradients(dqkv, y1.reshape(-1, W), params[2], params[3], needs[2:4], examples)
         if spec.post_norm:
             add_to = total if examples is None else total.clone()

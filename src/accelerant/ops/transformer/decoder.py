@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
+from accelerant.ops.attention.op import backward_pass, forward_pass
 from accelerant.ops.norm.op import _add_rms_norm, _rms_norm
 from accelerant.ops.rope.op import _rope
 from accelerant.ops.swiglu.op import swiglu_bwd, swiglu_fwd
@@ -28,7 +28,7 @@ class DecoderSpec(NamedTuple):
 
     `eps` of the first norm (and the heads' norms) and of the second; `heads` of queries, and of keys and values;
     causal, window (-1 for none) and scale as in attention; `recompute`: x -> the layer's result by differentiable
-    modules, for derivatives of its gradients.
+    modules, for derivatives of its gradients; `mask`: attention's segments (see `segments_mask`), None for one.
     """
 
     eps: tuple[float, float]
@@ -37,6 +37,7 @@ class DecoderSpec(NamedTuple):
     window: int
     scale: float
     recompute: Callable[[Tensor], Tensor]
+    mask: Tensor | None = None
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -71,7 +72,7 @@ class DecoderLayer(torch.autograd.Function):
         q = _rope.forward(q.transpose(1, 2), cos, sin, False)
         k = _rope.forward(k.transpose(1, 2), cos, sin, False)
         v = v.transpose(1, 2)
-        o, lse = attention_fwd(_attention_case(q, k, spec), q, k, v, spec.causal, spec.scale, spec.window)
+        o, lse = forward_pass(q, k, v, spec.causal, spec.scale, spec.window, spec.mask)
         a = _linear(_rows(o), wo, bo).view(B, S, N)
         y, s, statistics2 = _add_rms_norm.forward(a, x, w2, None, spec.eps[1], True, dtype)
         rows2 = y.view(-1, N)
@@ -117,9 +118,7 @@ class DecoderLayer(torch.autograd.Function):
         )
         do, d_o = _linear_gradients([da.to(dtype).view(-1, N)], _rows(o), (co,), (wo, bo), need[10:12])
         do = do.view(B, S, spec.heads[0], -1).transpose(1, 2)
-        dq, dk, dv = attention_bwd(
-            _attention_case(q, k, spec), do, q, k, v, o, lse, spec.causal, spec.scale, spec.window
-        )
+        dq, dk, dv = backward_pass(do, q, k, v, o, lse, spec.causal, spec.scale, spec.window, spec.mask)
         dq, dk = (_rope.backward(d, None, cos, sin, False, (True, False, False))[0] for d in (dq, dk))
         dnq = dnk = None
         if nq is not None:
@@ -166,11 +165,6 @@ def _rows(x: Tensor) -> Tensor:
     """Return (B, H, S, D) as (B S, H D)."""
     B, H, S, D = x.shape
     return x.transpose(1, 2).reshape(B * S, H * D)
-
-
-def _attention_case(q: Tensor, k: Tensor, spec: DecoderSpec) -> Case:
-    B, Hq, S, D = q.shape
-    return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(spec.causal, spec.window))
 
 
 fused_decoder_layer: Callable[..., Tensor] = DecoderLayer.apply

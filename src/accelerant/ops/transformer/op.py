@@ -23,7 +23,7 @@ from accelerant.ops._launch import accesses, as_rows, ceil_div, multiprocessors,
 from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops._per_example import Forming
 from accelerant.ops.attention import hopper_bwd
-from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
+from accelerant.ops.attention.op import backward_pass, forward_pass, options_of
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
 from accelerant.ops.embedding import op as embedding
 from accelerant.ops.linear_cross_entropy.op import run_chunks
@@ -156,16 +156,16 @@ def _attention_case(qkv: Tensor, causal: bool, window: int) -> Case:
     return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), options_of(causal and T > 1, window))
 
 
-def attend(qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse.
 
-    window -1 for none; scale None for 1 / sqrt(D).
+    window -1 for none; scale None for 1 / sqrt(D); mask as `segments_mask` makes it, None for one segment.
     """
     q, k, v = _heads(qkv)
-    case = _attention_case(qkv, causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, lse = attention_fwd(case, q, k, v, "causal" in case.options, scale, window)
-    return o, lse
+    return forward_pass(q, k, v, causal and q.shape[2] > 1, scale, window, mask)
 
 
 def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
@@ -176,11 +176,12 @@ def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool
 
 
 def _copied(
-    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int = -1, scale: float | None = None
-) -> Tensor:
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int = -1, scale: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     q, k, v = _heads(qkv)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    gradients = attention_bwd(_attention_case(qkv, causal, window), do, q, k, v, o, lse, causal, scale, window)
+    gradients = backward_pass(do, q, k, v, o, lse, causal, scale, window, mask)
     dqkv = torch.empty_like(qkv)
     for out, gradient in zip(_heads(dqkv), gradients, strict=True):
         out.copy_(gradient)
@@ -202,12 +203,13 @@ _attend_backward: Callable[..., Tensor] = Operation(
 
 
 def attend_backward(
-    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool = True, window: int = -1, scale: float | None = None
-) -> Tensor:
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool = True, window: int = -1, scale: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the gradient of a packed (B, T, 3, H, D), packed the same way; the Hopper kernel writes it directly."""
     case = _attention_case(qkv, causal, window)
-    if window >= 0 or (scale is not None and scale != qkv.shape[-1] ** -0.5):
-        return _copied(do, qkv, o, lse, "causal" in case.options, window, scale)
+    if window >= 0 or mask is not None or (scale is not None and scale != qkv.shape[-1] ** -0.5):
+        return _copied(do, qkv, o, lse, "causal" in case.options, window, scale, mask)
     return _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
 
 
