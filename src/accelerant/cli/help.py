@@ -198,22 +198,28 @@ def examples(text: str, **options: Any) -> Callable[[_Command], _Command]:
 
 
 class Group:
-    """A group of commands: its help, and each function with its examples, of which the first begins with its word."""
+    """A group of commands: its help, and each function with its examples, of which the first begins with its word.
+
+    A group among the functions has its word alone.
+    """
 
     def __init__(self, title: str, commands: Mapping[Any, str], **options: Any) -> None:
         self.title, self.commands, self.options = title, commands, options
 
 
-def add_command(app: typer.Typer, name: str, panel: str, command: Any) -> None:
-    """Add a command or a group to an application."""
+def add_command(app: typer.Typer, name: str, panel: str, command: Any, above: str = "") -> None:
+    """Add a command or a group to an application, or to the group of the words `above`."""
     if not isinstance(command, Group):
         call = command_of(command) if isinstance(command, type) else command
         app.command(name, rich_help_panel=panel, **command.options)(call)
         return
     group = Application(name=name, help=command.title, no_args_is_help=True, **command.options)
     for function, text in command.commands.items():
+        if isinstance(function, Group):
+            add_command(group, text, "Commands", function, f"{above}{name} ")
+            continue
         call = command_of(function) if isinstance(function, type) else function
-        group.command(text.split()[0], epilog=f"accelerant {name} {text}")(call)
+        group.command(text.split()[0], epilog=f"accelerant {above}{name} {text}")(call)
     app.add_typer(group, rich_help_panel=panel)
 
 

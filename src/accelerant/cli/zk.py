@@ -1,4 +1,4 @@
-"""`accelerant zk`: Groth16 proofs with the files of circom and snarkjs."""
+"""`accelerant zk`: Groth16 proofs with the files of circom and snarkjs, and proofs of inference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Group
 from accelerant.cli.terminal import console
+from accelerant.cli.zk_infer import infer
 from accelerant.cli.zk_prove import (
     StageDisplay,
     prove_files,
@@ -261,7 +262,7 @@ def _parse_proof(
 
 
 zk = Group(
-    "Zero-knowledge proofs: Groth16 with snarkjs's files.",
+    "Proofs: Groth16 with snarkjs's files, and proofs of inference.",
     {
         prove: "prove circuit.zkey witness.wtns proof.json public.json",
         prove_many: "prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
@@ -273,5 +274,6 @@ zk = Group(
         calldata: "calldata public.json proof.json",
         verifier: "verifier verification_key.json --out verifier.sol",
         setup: "setup circuit.r1cs circuit.zkey --insecure-known-tau",
+        infer: "infer",
     },
 )

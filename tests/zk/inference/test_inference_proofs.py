@@ -1,5 +1,8 @@
 """Proofs of inference: the integer semantics, honest proofs of any shape, and the verifier without NumPy."""
 
+import hashlib
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +25,7 @@ from accelerant.zk.inference import (
     verify,
 )
 from accelerant.zk.inference import extension as ext
-from accelerant.zk.inference.protocol import IDENTITY, P
+from accelerant.zk.inference.protocol import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -112,6 +115,41 @@ def test_proofs_and_commitments_are_deterministic(generator):
     assert first.commitment == second.commitment
     assert first.commitment.to_bytes() == second.commitment.to_bytes()
     assert first.prove(x)[1] == second.prove(x)[1]
+
+
+def test_known_answer():
+    """The bytes of version 1: whoever changes them changes the version in the headers."""
+    folder = Path(__file__).parents[2] / "vectors" / "inference"
+    network, x = IntegerNetwork.load(folder / "network"), np.load(folder / "input.npy")
+    prover = Prover(network)
+    y, proof = prover.prove(x)
+    assert y.tolist() == [[-47, -31, -8]]
+    hashes = [hashlib.sha256(data).hexdigest() for data in (prover.commitment.to_bytes(), proof)]
+    assert hashes == [
+        "62d3f4bdc109322e18c1393270f4ab8b8f92c871543f469afc2399b97842a202",
+        "f2ed4313088f1c772a7d5ef9d51aa47ac94ac4c63137d058432e3869d5dc6c5a",
+    ]
+
+
+def test_the_numbers_of_the_soundness_table(generator):
+    """The page's column of the MLP 64-128-64-10: base-2 logarithms, rounded up."""
+    prover = Prover(random_network(generator, [64, 128, 64, 10]))
+    weights, layout = prover.layout, WitnessLayout(prover.network.network, 1)
+    field, queries, rows = P**2, 8 << layout.log_rows, 1 << layout.log_table
+    claims = len(layout.columns) + 5 + 11 * len(layout.rows) + len(layout.rows) - 1 + 1
+    errors = {
+        "proximity": 0.625**QUERIES,
+        "fold": ((1 << weights.log_rows + LOG_RATE) + 2) / field,
+        "batching": claims / field,
+        "fingerprints": 2 * (queries + rows) / field,
+        "z and delta": (layout.log_rows + 3 + 1) / field,
+        "degree 3": 3 / field,
+        "layer": max(layout.logs) / field,
+    }
+    page = (Path(__file__).parents[3] / "docs" / "proof-of-inference.md").read_text()
+    stated = [float(each) for each in re.findall(r"\| 2\^(-[\d.]+) \|", page)]
+    assert stated == [math.ceil(10 * math.log2(error)) / 10 for error in errors.values()]
+    assert sum(errors.values()) < 2**-100
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.files import write_atomic
 from accelerant.zk.inference.protocol import (
     BIAS_LIMIT,
     SHIFT,
@@ -94,6 +96,15 @@ class IntegerNetwork:
         pairs = zip(self.weights, self.biases, strict=True)
         arrays = [part for w, b in pairs for part in (w.tobytes(), b.astype("<i4").tobytes())]
         return b"".join([NETWORK_HEADER, self.network.encode(), *arrays])
+
+    def save(self, path: str | Path) -> None:
+        """Write the file of `to_bytes` atomically."""
+        write_atomic(Path(path), self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | Path) -> IntegerNetwork:
+        """Read a file of `save`; FormatError says what is wrong."""
+        return cls.from_bytes(Path(path).read_bytes())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> IntegerNetwork:

@@ -1,0 +1,186 @@
+"""`accelerant zk infer`: proofs that a committed network maps an input to an output."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accelerant.cli.app import InvalidProofError, write
+from accelerant.cli.help import Group
+from accelerant.cli.zk_prove import StageDisplay, resolve_targets
+from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import escaped, read_regular, write_together
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from accelerant.zk.inference import IntegerNetwork, ModelCommitment
+
+_MOST_BYTES = 1 << 30
+"""Largest file that is read."""
+
+
+def _file(metavar: str, text: str) -> Any:
+    return typer.Argument(metavar=metavar, help=text)
+
+
+_Network = Annotated[Path, _file("NETWORK", "Network with its weights, a file of IntegerNetwork.save.")]
+_Commitment = Annotated[Path, _file("COMMITMENT", "Commitment to the network, which has no weights.")]
+_Input = Annotated[Path, _file("INPUT.NPY", "Input, an int8 array (batch, inputs).")]
+_Output = Annotated[Path, _file("OUTPUT.NPY", "Output, an int8 array (batch, outputs).")]
+_Proof = Annotated[Path, _file("PROOF", "Proof.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
+
+
+def commit(network: _Network, commitment: _Commitment = Path("commitment"), json_output: _Json = False) -> None:
+    """Write the commitment to a network, which verifiers need. It is not hiding: small networks can be guessed."""
+    (target,) = resolve_targets([commitment], [network])
+    from accelerant.zk.inference import Prover
+
+    with StageDisplay(quiet=json_output) as progress:
+        progress("commit to the weights")
+        published = Prover(_network(network)).commitment
+    write_together({target: published.to_bytes()})
+    if json_output:
+        write(json.dumps({"commitment": str(commitment), **_facts(published)}))
+    else:
+        write(f"{escaped(commitment)}: {published.network.widths}, digest {published.digest.hex()}")
+
+
+def prove(
+    network: _Network,
+    x: _Input,
+    y: _Output = Path("output.npy"),
+    proof: _Proof = Path("proof"),
+    json_output: _Json = False,
+) -> None:
+    """Write the output of a network for an input, and the proof of it, which is not zero-knowledge.
+
+    The proof is verified before both are written.
+    """
+    targets = resolve_targets([y, proof], [network, x])
+    import numpy as np
+
+    from accelerant.zk.inference import Prover, check
+
+    with StageDisplay(quiet=json_output) as progress:
+        loaded, array = _network(network), _array(x)
+        progress("commit to the weights")
+        prover = Prover(loaded)
+        progress("prove")
+        output, data = prover.prove(_named(x, array, loaded.network.layers[0].inputs))
+        progress("verify")
+        check(prover.commitment, array, output, data)
+    file = io.BytesIO()
+    np.save(file, output, allow_pickle=False)
+    write_together(dict(zip(targets, (file.getvalue(), data), strict=True)))
+    if json_output:
+        facts = {"output": str(y), "proof": str(proof), "proof_bytes": len(data), **_facts(prover.commitment)}
+        write(json.dumps(facts))
+    else:
+        write(f"{escaped(y)} and {escaped(proof)}: verified, {len(data):,} bytes, {loaded.network.widths}")
+
+
+def verify(commitment: _Commitment, x: _Input, y: _Output, proof: _Proof, json_output: _Json = False) -> None:
+    """Verify that the committed network maps the input to the output.
+
+    Exit status 0 if the proof shows it, 1 if it does not, 2 if that could not be found out: a file that cannot be read,
+    or a commitment, input or output that is malformed.
+    """
+    from accelerant.zk.inference import ModelCommitment, RejectedProofError, check
+
+    try:
+        trusted = ModelCommitment(_read(commitment))
+    except FormatError as error:
+        raise FormatError(f"{commitment}: {error}") from None
+    layers = trusted.network.layers
+    arrays = _named(x, _array(x), layers[0].inputs), _named(y, _array(y), layers[-1].outputs)
+    reason = ""
+    try:
+        check(trusted, *arrays, _read(proof))
+    except RejectedProofError as error:
+        reason = str(error)
+    if json_output:
+        write(json.dumps({"valid": not reason, "reason": reason, **_facts(trusted)}))
+    elif reason:
+        write(f"invalid: {reason}")
+    else:
+        x_text, y_text = (_shown(array) for array in arrays)
+        write(
+            f"valid: the network {trusted.network.widths} with digest {trusted.digest.hex()} maps {x_text} to {y_text}"
+        )
+    if reason:
+        raise InvalidProofError
+
+
+def _facts(commitment: ModelCommitment) -> dict[str, Any]:
+    return {"network": commitment.network.widths, "digest": commitment.digest.hex(), "zero_knowledge": False}
+
+
+def _shown(array: npt.NDArray[np.int8], most: int = 16) -> str:
+    """Return an array as text: the first numbers of the first row, and its shape where that is not all."""
+    text = ", ".join(map(str, array[0, :most].tolist()))
+    if array.size <= most and len(array) == 1:
+        return f"[{text}]"
+    return f"[{text}, ...] of shape {array.shape[0]}x{array.shape[1]}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _network(path: Path) -> IntegerNetwork:
+    from accelerant.zk.inference import IntegerNetwork
+
+    try:
+        return IntegerNetwork.from_bytes(_read(path))
+    except (ConfigError, FormatError) as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _array(path: Path) -> npt.NDArray[np.int8]:
+    """Read an int8 array of a .npy file; the size comes from the file, never from its header."""
+    import numpy as np
+
+    data = _read(path)
+    file = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except ValueError as error:
+        raise FormatError(f"{path} is no .npy file: {str(error).splitlines()[0]}") from None
+    if dtype != np.int8:
+        raise FormatError(f"{path} has {dtype}, not int8: divide real numbers by the network's input_scale and round")
+    array = np.frombuffer(data, np.int8, offset=file.tell())
+    size = 1
+    for length in shape:
+        size *= length
+    if min(shape, default=1) < 0 or size != len(array):
+        raise FormatError(f"{path} announces the shape {shape}, and has {len(array)} numbers")
+    return array.reshape(shape, order="F" if fortran else "C")
+
+
+def _named(path: Path, array: npt.NDArray[np.int8], width: int) -> npt.NDArray[np.int8]:
+    """Return the array, or raise FormatError with the file's name where its shape is not (batch, width)."""
+    if array.ndim != 2 or array.shape[1] != width or not len(array):
+        raise FormatError(f"{path} has the shape {array.shape}; the network takes or returns (batch, {width})")
+    return array
+
+
+infer = Group(
+    "Proofs that a committed network of 8-bit integers maps an input to an output; not zero-knowledge.",
+    {
+        commit: "commit network commitment",
+        prove: "prove network input.npy output.npy proof",
+        verify: "verify commitment input.npy output.npy proof && echo accepted",
+    },
+)
