@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import LaunchError, UnsupportedCase
 from accelerant.nn.patching.host import HostWork
-from accelerant.nn.patching.record import MARK, PARTS, Capture, Forward, has_hooks
+from accelerant.nn.patching.record import MARK, PARTS, Forward, has_hooks
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 DEVICE = "cuda"
@@ -83,7 +83,7 @@ class Captured:
     """The two graphs of one key, and the tensors that they read and write."""
 
     def __init__(
-        self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: State,
+        self, run: Forward, values: list[Any], key: tuple[Any, ...], state: State,
         draws: bool, written: Sequence[Tensor], eager_laps: list[Lap], work: HostWork,
     ) -> None:  # fmt: skip
         self.last = self.held_bytes = 0
@@ -96,7 +96,7 @@ class Captured:
         copies = (x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)
         self._values = list(copies)
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
-        with _capturable(state.model, draws, full_masks) as leaves, work.repeated():
+        with _capturable(state.model, draws) as leaves, work.repeated():
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
             self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
             self.outputs = [out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0)]
@@ -284,7 +284,7 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
 
 
 @contextmanager
-def _capturable(model: nn.Module, draws: bool, full_masks: bool | None) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+def _capturable(model: nn.Module, draws: bool) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """Give the model other parameters over the same memory inside the block; yield {substitute: parameter}.
 
     The node that accumulates a parameter's gradient belongs to the stream of its first use. That is not the capture's
@@ -299,11 +299,9 @@ def _capturable(model: nn.Module, draws: bool, full_masks: bool | None) -> Itera
             raise Reason("it recomputes activations with dropout, whose random state a capture cannot read")
         return [], []
 
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):  # it may make another mask itself
-        full_masks = False
     cached, states = torch.is_autocast_cache_enabled(), checkpointing.get_device_states
     torch.set_autocast_cache_enabled(False)  # copies made in a capture must not outlive it, nor enter it
-    checkpointing.get_device_states, Capture.full_masks = no_states, bool(full_masks)
+    checkpointing.get_device_states = no_states
     try:
         for table, name, param in replaced:
             table[name] = by_id[id(param)]
@@ -311,7 +309,7 @@ def _capturable(model: nn.Module, draws: bool, full_masks: bool | None) -> Itera
     finally:
         for table, name, param in replaced:
             table[name] = param
-        checkpointing.get_device_states, Capture.full_masks = states, None
+        checkpointing.get_device_states = states
         torch.set_autocast_cache_enabled(cached)
 
 

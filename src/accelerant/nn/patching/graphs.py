@@ -76,13 +76,6 @@ def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     return names, tuple(parts), low, numerics, stream, threading.get_ident()
 
 
-def _full_masks(values: Sequence[Any], names: tuple[str, ...]) -> bool | None:
-    """Return whether attention masks have no padding, which the model itself looks up too; None without a mask."""
-    named = zip(reversed(names), reversed(values), strict=False)
-    masks = [x for name, x in named if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2]
-    return all(bool(mask.all()) for mask in masks) if masks else None  # waits for the device
-
-
 def _in_capture() -> bool:
     return capture.DEVICE == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -247,16 +240,15 @@ class Graphs:
                         raise Reason(self._refused[key])
                     self._check(model)
                     self._lap()
-                full_masks = _full_masks(values, key[0])
                 if self._misses != background.misses():  # the calls before ran libraries' functions: they count no more
                     self._misses, self._laps = background.misses(), None
                     self._eager.clear()
-                captured = self._ready(model, key, full_masks, values)
+                captured = self._ready(model, key, values)
         except Reason as reason:
             self._refuse(model, str(reason))
             return self._run_eagerly(model, args, kwargs)
         if captured is None:
-            return self._warm_up(model, args, kwargs, (key, full_masks), values)
+            return self._warm_up(model, args, kwargs, key, values)
         self._report.graphs["replayed"] += 1
         self._credit = min(self._credit + 2, _CREDIT)
         captured.last = self._count
@@ -312,27 +304,27 @@ class Graphs:
         if reason := state.obstacle():
             raise Reason(reason)
 
-    def _ready(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> Captured | None:
+    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> Captured | None:
         """Return the graphs of a key, captured now if it is time; None before that."""
-        reason, captured = self._refused.get(key), self._captured.get((key, full_masks))
+        reason, captured = self._refused.get(key), self._captured.get(key)
         if captured is not None and captured.retired:
-            del self._captured[key, full_masks]
+            del self._captured[key]
             reason = self._refused[key] = "a backward pass ran twice, was differentiated, or came after a change"
         elif captured is not None and _is_slow(captured):
-            del self._captured[key, full_masks]
+            del self._captured[key]
             reason = self._refused[key] = "its graphs make no step faster"
         if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
             reason = "the backward pass of an earlier call is still to come"
         elif captured is not None and not captured.take_back():
             reason = "gradients of an earlier call are kept"
-        trials = self._eager.get((key, full_masks))
+        trials = self._eager.get(key)
         if captured is None and trials is None and len(self._eager) >= _MOST_KEYS:
             del self._eager[next(iter(self._eager))]
             reason = f"more than {_MOST_KEYS} shapes and values of arguments"
         if reason is not None:
             raise Reason(reason)
         if captured is None and trials is not None and len(trials) >= EAGER_CALLS:
-            return self._capture(model, key, full_masks, values)
+            return self._capture(model, key, values)
         return captured
 
     def _warm_up(
@@ -352,19 +344,19 @@ class Graphs:
         self._draws |= device_after != device
         self._written |= {x for x, then in buffers if not torch.equal(_bytes_of(x), _bytes_of(then))}  # waits
         if others_after != others or not work.explains(host, host_after):
-            self._refused[key[0]] = "its forward draws random numbers on the host (layers left out at random)"
+            self._refused[key] = "its forward draws random numbers on the host (layers left out at random)"
         elif versions(values) != then:
-            self._refused[key[0]] = "its forward writes into its arguments"
+            self._refused[key] = "its forward writes into its arguments"
         elif len(trials) == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
-            self._refused[key[0]] = "its forward changes modules or their attributes"
+            self._refused[key] = "its forward changes modules or their attributes"
         if not self._captured and not self._off:  # else the next call finds the change
             self._state = State(model)
         return result
 
-    def _capture(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> Captured:
+    def _capture(self, model: nn.Module, key: Any, values: list[Any]) -> Captured:
         if self._running:
             raise Reason("another thread runs the model")
-        trials = self._eager[key, full_masks]
+        trials = self._eager[key]
         gradients = sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
         needed, held = trials[-1].kept_bytes + gradients, sum(each.held_bytes for each in self._captured.values())
         if self._automatic and (reason := _objection(trials, needed, held)) is not None:
@@ -380,7 +372,7 @@ class Graphs:
         try:
             with ahead_of_capture():
                 captured = Captured(
-                    partial(self._forward, model), values, key, full_masks, self._state, self._draws, [*self._written],
+                    partial(self._forward, model), values, key, self._state, self._draws, [*self._written],
                     [lap for trial in trials[1:] for lap in trial.laps], trials[0].work,
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
@@ -391,7 +383,7 @@ class Graphs:
             self._refused[key] = str(error) if isinstance(error, Reason) else failed
             raise Reason(self._refused[key]) from None
         captured.held_bytes = needed
-        self._captured[key, full_masks] = captured
+        self._captured[key] = captured
         self._report.graphs["captured"] += 1
         return captured
 

@@ -135,13 +135,6 @@ class PatchReport:
         return f"<h4>{escape(self.model)}</h4>{table(('modules', 'kind', 'now'), rows)}{notes}"
 
 
-class Capture:
-    """State of the call that is being captured."""
-
-    full_masks: bool | None = None
-    """Whether its masks have no padding; None outside of a capture."""
-
-
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
