@@ -101,6 +101,20 @@ def test_a_known_kind_takes_the_fast_path_unless_it_is_to_be_timed(probe):
     assert counted("fast_path_probe") == (2 * SAMPLE_EVERY + 1, 0)
 
 
+def test_calls_that_record_a_gradient_are_timed_less_often_once_many_were_counted(monkeypatch):
+    x = torch.randn(3, 4, requires_grad=True)
+    timed = []
+    ops.gelu(x)
+    (record,) = [each for each in ledger()._records.values() if each.op == "gelu_fwd"]
+    monkeypatch.setattr(dispatch, "observe_backward", lambda *_: timed.append(record.calls))
+    for _ in range(4 * _differentiable._SMALL_SAMPLE_EVERY):
+        ops.gelu(x)
+    often = [*range(SAMPLE_EVERY, _differentiable._SMALL_SAMPLE_EVERY + 1, SAMPLE_EVERY)]
+    rarely = [count * _differentiable._SMALL_SAMPLE_EVERY for count in (2, 3, 4)]
+    assert timed == [2, 3, 4, *often, *rarely]
+    assert record.calls == 4 * _differentiable._SMALL_SAMPLE_EVERY + 1
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -717,6 +731,17 @@ def test_a_small_call_enters_few_functions(name, most):
         AUTOGRAD_CALLS[name](x, w)  # the first to fourth calls are timed
 
     assert calls_of(lambda: AUTOGRAD_CALLS[name](x, w)) <= most + 2  # the two lambdas
+
+
+def test_calls_of_alternating_shapes_enter_no_more_functions():
+    x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    shapes = [x, x[:1], x[0]]
+    for each in shapes * 6:
+        ops.linear(each, weight)
+        ops.gelu(each)
+    for each in shapes:
+        assert calls_of(lambda each=each: ops.linear(each, weight)) <= 4
+        assert calls_of(lambda each=each: ops.gelu(each)) <= 4
 
 
 # --- few elements on a GPU -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from accelerant._renamed import renamed_arguments
 from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._images import Pair, pair
-from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain, name_of
+from accelerant.ops._library import autocast_dtype, autocasts, is_ordinary, is_plain, name_of
 from accelerant.ops._per_example import is_traced
 from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, Float8Weights, refuses_device
 from accelerant.ops.recurrent.op import recurrent
@@ -51,8 +51,9 @@ def require_width(x: Tensor, width: int, layer: str) -> None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in for x: the autocast dtype of its device if autocast is on, else x's own."""
-    low = autocast_dtype(x.device.type) if x.is_floating_point() else None
-    return x.dtype if low is None else low
+    if not autocasts() or not x.is_floating_point():
+        return x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
@@ -161,6 +162,8 @@ class Linear(nn.Linear):
             UnsupportedCase: precision fp8 is requested where the layer cannot use it.
         """
         require_width(input, self.in_features, "Linear")
+        if input.dtype is self.weight.dtype and not autocasts() and not may_fuse(input):
+            return ops.linear(input, self.weight, self.bias)
         dtype = compute_dtype(input)
         if fuses(input, dtype, self):
             return fused_linear(input.to(dtype), *pair_of(self), *cast_pair(self, dtype))

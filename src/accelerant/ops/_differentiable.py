@@ -41,6 +41,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from accelerant.config import choice_overrides
 from accelerant.ops._library import (
     active_modes,
+    autocasts,
     below_autograd,
     define,
     is_ordinary,
@@ -70,9 +71,6 @@ _CALLS_LIMIT = 4096
 _KINDS_LIMIT = 8
 """Shapes of the first tensor that a fast path remembers, and kinds of call of each."""
 
-_LATEST = object()
-"""Key of the kinds of the shape that was recognized last."""
-
 _SIZES = (int, tuple, list)
 """Types of the second argument that may be torch's normalized_shape."""
 
@@ -82,7 +80,6 @@ _VALUES = frozenset({int, float, bool, str, tuple, type(None)})
 _TORCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, OverflowError)
 """Errors of torch's functions. Checkpoint ends a call by an error of another kind, which must reach it."""
 
-_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _ledger = ledger()
 _count_lock = _ledger.lock
 
@@ -90,7 +87,8 @@ SMALL = 2**20
 """Elements of the first tensor on a GPU below which a call that records a gradient waits for the host."""
 
 _SMALL_SAMPLE_EVERY = 16 * SAMPLE_EVERY
-"""One such call in so many is timed: two events and a watched backward pass cost more than the call."""
+"""One such call in so many is timed, and one on a CPU that records a gradient once so many were counted: two events and
+a watched backward pass cost more than the call."""
 
 _guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 """What torch.compile compares tensors by; None in a torch that has moved it.
@@ -142,7 +140,7 @@ def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
     expected = [description(x) for x in tensors]
     return lambda *xs: (
-        not (transforming() or _autocasts())
+        not (transforming() or autocasts())
         and all(type(x) in _TENSORS and description(x) == each for x, each in zip(xs, expected, strict=True))
     )
 
@@ -245,7 +243,8 @@ class CpuFastPath:
                 return public(*args, **options)
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             grad = is_grad_enabled()
-            for kind in known.get(_LATEST, ()):
+            kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
+            for kind in kinds:
                 length, count, check, others, names, with_grad, small, record, apply = kind
                 if (
                     len(values) == length
@@ -269,7 +268,8 @@ class CpuFastPath:
                 return apply(values) if apply and not observers else self._call(public, args, options, small)
             with _count_lock:
                 calls = record.calls + 1
-                counted = calls > 4 and calls % (_SMALL_SAMPLE_EVERY if small else SAMPLE_EVERY)
+                rarely = small or (grad and calls > _SMALL_SAMPLE_EVERY)
+                counted = calls > 4 and calls % (_SMALL_SAMPLE_EVERY if rarely else SAMPLE_EVERY)
                 if counted:
                     record.calls = calls
                     record.recording += grad
@@ -295,21 +295,16 @@ class CpuFastPath:
             self.thread.small = False
 
     def _unrecognized(self, public: Callable[..., Any], call: Callable[..., Any], args: Any, options: Any) -> Any:
-        """Call by the kinds of the first tensor's shape, if the latest are of another; else learn."""
+        """Learn the kind of a call, in the op's own words."""
         if recorders and not is_compiling():
             return recorders[-1](call, args, options)
         values = (*args, *options.values())
-        known = self._known
         try:
             x = values[0]
-            kinds = known.get(x.shape, ())
             taken = self._pure or self._any_layout or x.is_contiguous()
             learns = type(x) in _TENSORS and (taken if x.is_cpu else self._may_learn(x, values))
         except (AttributeError, IndexError, RuntimeError):  # no tensor, a sparse or a nested one
-            kinds, learns = (), False
-        if kinds and kinds is not known.get(_LATEST):
-            known[_LATEST] = kinds
-            return call(*args, **options)
+            learns = False
         if options or (len(args) > 1 and isinstance(args[1], _SIZES)):
             own_args, own = own_arguments(public.__name__, args, options)
             if own is not options:
@@ -332,7 +327,7 @@ class CpuFastPath:
         """Call the public function, and remember what served the call, if another of its kind may be served so."""
         tensors = [x for x in values if type(x) in _TENSORS]
         traced = is_compiling() or active_modes() or transforming() or forward_ad._current_level >= 0
-        if traced or _autocasts() or not _VALUES.issuperset(map(type, values[len(tensors) :])):
+        if traced or autocasts() or not _VALUES.issuperset(map(type, values[len(tensors) :])):
             return public(*args, **options)
         on_cpu = all(x.is_cpu and (self._any_layout or _is_contiguous(x)) for x in tensors)
         if not on_cpu and self._serves_small is not None:
@@ -414,7 +409,7 @@ class CpuFastPath:
         check, grad = _check_of(tensors), is_grad_enabled()
         kind = _Kind(len(values), len(tensors), check, others, tuple(options), grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
-        self._known[tensors[0].shape] = self._known[_LATEST] = (tuple(kind), *earlier)
+        self._known[tensors[0].shape] = (tuple(kind), *earlier)
 
 
 def _is_contiguous(x: Tensor) -> bool:

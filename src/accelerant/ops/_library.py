@@ -35,6 +35,7 @@ below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 keys_of = torch._C._dispatch_keys
 active_modes = torch._C._len_torch_dispatch_stack
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 ordinary_keys: dict[int, bool] = {}
 """Dispatch keys of a tensor -> the answer of `is_ordinary`; hot paths look it up themselves."""
 
@@ -149,6 +150,8 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 
     What is no tensor is returned as it is.
     """
+    if not autocasts():
+        return tensors
     kind = tensors[0].device.type
     if kind in _WITHOUT_AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors

@@ -414,7 +414,12 @@ class TrainStep(GraphedStep):
 
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
-        self.optimizer.zero_grad(set_to_none=True)
+        if type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            for group in self.optimizer.param_groups:  # what it does, in a tenth of its time
+                for param in group["params"]:
+                    param.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         try:
             total = self._gradients(batches)
         finally:

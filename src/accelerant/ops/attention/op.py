@@ -279,7 +279,7 @@ def attend_by_torch(
     if not is_compiling() and is_plain(q):
         words = (*((f"mask {name_of(mask.dtype)}",) if mask is not None else ()), *(("dropout",) if dropout else ()))
         case = _case(q, k, v, causal, 0.0, -1)
-        mixed = sdpa_fwd(case._replace(options=(*case.options, *words)), *args)
+        mixed = sdpa_fwd(case._replace(options=(*case.options, *words)) if words else case, *args)
     else:
         mixed = _torch_sdpa(*args)
     return mixed if blind is None else mixed.masked_fill(blind, 0.0)

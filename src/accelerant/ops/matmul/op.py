@@ -197,6 +197,10 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
 
 
+_linear_cpu = CpuFastPath(lambda input, weight, bias=None: functional.linear(input, weight, bias), any_layout=True)
+
+
+@_linear_cpu
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the last dimension of a tensor by a transposed matrix, and add a bias, as torch's function does.
 
@@ -225,8 +229,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ShapeError(f"bias must be (N,) for weight (N, K), got {tuple(bias.shape)} for {tuple(weight.shape)}")
     if torch.compiler.is_compiling() or not all(is_plain(x) for x in (input, weight, bias) if x is not None):
         return functional.linear(input, weight, bias)
-    shape = (input.shape[:-1].numel(), weight.shape[:-1].numel(), weight.shape[-1])
-    y: Tensor = linear_op(Case(input.device, input.dtype, shape), input, weight, bias)
+    args = input, weight, bias
+    case = Case(input.device, input.dtype, (input.shape[:-1].numel(), weight.shape[:-1].numel(), weight.shape[-1]))
+    result = _linear_cpu.run(linear_op, case, args) if input.is_cpu else NotImplemented
+    y: Tensor = linear_op(case, *args) if result is NotImplemented else result
     return y
 
 

@@ -60,9 +60,13 @@ _fused_sgd: Callable[..., None] = torch._fused_sgd_
 
 def torch_norm(grads: Sequence[Tensor], max_norm: float = 1.0) -> Tensor:
     """Return the norm of all gradients and the clipping coefficient, two float32 (float64 for float64)."""
-    norm = torch.nn.utils.get_total_norm(list(grads))
-    norm = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32)
+    norm = _total_norm(grads)
     return torch.stack([norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)])
+
+
+def _total_norm(grads: Sequence[Tensor]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(list(grads))
+    return norm if norm.dtype == torch.float64 else norm.float()
 
 
 def torch_clip(grads: Sequence[Tensor], scale: Tensor) -> None:
@@ -138,7 +142,7 @@ def _scale(update: Update) -> Tensor | None:
     scale = None if update.grad_scale is None else update.grad_scale.double().reciprocal().float().reshape(())
     if update.max_norm is None:
         return scale
-    norm = torch_norm(update.tensors.grads)[0]
+    norm = _total_norm(update.tensors.grads)
     if scale is not None:
         norm = norm * scale
         if update.found_inf is None:

@@ -334,7 +334,7 @@ class Operation:
         torch_autograd = (
             alone
             and chosen.differentiable
-            and (len(self.implementations) == 1 or _by_torch(case))
+            and (_by_torch(case) or not any(each.own for each in self.implementations))
             and case not in self._broken
             and not rules().forced  # it may be the backward op that is forced
             and not rules().debug
