@@ -3,7 +3,8 @@
 A call is one autograd function that replays both. The parameters are its inputs, so that autograd accumulates `.grad`
 and calls hooks, DDP's too. Outputs are copied out of the memory of the graphs. Gradients are in that memory: one that
 is still in use at the next forward pass is moved first. A second backward pass, or one that is differentiated, runs the
-call again, eagerly.
+call again, eagerly. Graphs of calls that differ in their length alone share a Pool, and one graph serves shorter calls
+too (Padding).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -38,6 +40,108 @@ class Reason(UnsupportedCase):
     """Why a call runs eagerly."""
 
 
+# --- what graphs share -----------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Memory of graphs of which one is in use at a time: activations, and the gradients of parameters."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
+        self.grads: dict[nn.Parameter, Tensor] = {}  # whose memory is their own, so that it can be lent to .grad
+        self._lent: dict[nn.Parameter, torch.UntypedStorage] = {}
+        self.lends = True
+        self._out_grads: dict[Any, Tensor] = {}
+        self.dirty: set[int] = set()  # places of outputs whose gradients are not zero there
+
+    def out_grad(self, place: int, out: Tensor) -> Tensor:
+        """Return memory for an output's gradient, which graphs share."""
+        flat = self._out_grads.get((place, out.dtype))
+        if flat is None or flat.numel() < out.numel():
+            flat = self._out_grads[place, out.dtype] = torch.zeros(out.numel(), dtype=out.dtype, device=out.device)
+        return flat[: out.numel()].view(out.shape)
+
+    def is_busy(self) -> bool:
+        """Return whether the backward pass of the last call is still to come, which needs the activations."""
+        return not getattr(self.pending(), "done", True)
+
+    def add(self, grads: dict[nn.Parameter, Tensor]) -> None:
+        """Add gradients that one graph writes; others write there too."""
+        storages = {param: grad.untyped_storage() for param, grad in grads.items()}
+        own = {param: found for param, found in storages.items() if _holders(found) == _UNUSED}
+        self._lent |= own
+        self.grads |= {param: grads[param] for param in own}
+
+    def take_back(self) -> bool:
+        """Give gradients that are still in use memory of their own; return False if not only .grad uses them.
+
+        The loop accumulates gradients then, or keeps them over the next forward pass: from now on they are copied.
+        """
+        used = [param for param, storage in self._lent.items() if _holders(storage) > _UNUSED]
+        if not used:
+            return True
+        for param in used:
+            grad, viewed = param.grad, _holders(self._lent[param]) > _UNUSED + 1
+            if not viewed and grad is not None and grad.untyped_storage()._cdata == self._lent[param]._cdata:
+                grad.data = grad.data.clone()
+        self.lends = False
+        return not any(_holders(self._lent[param]) > _UNUSED for param in used)
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+POSITIONS = "positions"  # fills up positions: a sequence of its own, from 0 on
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rules that fill up shorter calls to a graph's length: on the right, along dimension 1 of arguments.
+
+    Attributes:
+        length: that of the graph.
+        fills: what fills up each tensor among the arguments; None for one without the dimension.
+        dims: the dimension of each output that has the length; None for one without.
+    """
+
+    length: int
+    fills: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+
+    def write(self, to: Tensor, value: Tensor, place: int) -> None:
+        """Write an argument, by its place among the tensors, filled up to the length."""
+        fill, length = self.fills[place], value.shape[1] if value.dim() > 1 else 0
+        if fill is None or self.length == length:
+            to.copy_(value, non_blocking=True)
+            return
+        to[:, :length].copy_(value, non_blocking=True)
+        if fill is POSITIONS:
+            to[:, length:] = torch.arange(self.length - length, device=to.device)
+        else:
+            to[:, length:] = fill
+
+    def padded(self, values: Sequence[Any]) -> list[Any]:
+        """Return arguments filled up to the length."""
+        found, place = list(values), 0
+        for i, value in enumerate(values):
+            if not isinstance(value, Tensor):
+                continue
+            if self.fills[place] is not None and value.shape[1] < self.length:
+                longer = value.new_empty(value.shape[0], self.length, *value.shape[2:])
+                with torch.no_grad():
+                    self.write(longer, value, place)
+                found[i] = longer.requires_grad_(value.requires_grad)
+            place += 1
+        return found
+
+    def cut(self, out: Tensor, place: int, length: int) -> Tensor:
+        """Return an output, or its gradient, without what a call of this length does not have."""
+        dim = self.dims[place]
+        return out if dim is None else out.narrow(dim, 0, length)
+
+
 # --- one captured call -----------------------------------------------------------------------------------------------
 
 
@@ -46,17 +150,17 @@ _Again = tuple[Sequence[Tensor], list[int], Tensor | None, list[Tensor]]
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, captured: Captured, length: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.captured, ctx.done, ctx.spent = captured, False, set[int]()
-        captured.pending = weakref.ref(ctx)
+        ctx.captured, ctx.length, ctx.done, ctx.spent = captured, length, False, set[int]()
+        captured.pool.pending = weakref.ref(ctx)
         given = tensors[: len(captured.inputs)]
         drawn = torch.cuda.get_rng_state() if captured.draws else None
         ctx.again = given, versions(given), drawn, [x.clone() for x in captured.written]
         ctx.save_for_backward(*tensors[len(given) :])
         ctx.params = (tensors[len(given) :], versions(tensors[len(given) :])) if captured.parted else None
         captured.forward_graph.replay()
-        outputs = tuple([out.clone() for out in captured.outputs])
+        outputs = tuple([out.clone() for out in captured.outputs_of(length)])
         ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
         return outputs
 
@@ -75,8 +179,8 @@ class _Replay(torch.autograd.Function):
                 ctx.again = None  # frees the arguments
         done, ctx.done = ctx.done, True
         if torch.is_grad_enabled() or done or [param.data_ptr() for param in params] != captured.addresses:
-            return None, *captured.run_again(again, grads)
-        return None, *captured.backward(grads)
+            return None, None, *captured.run_again(again, grads)
+        return None, None, *captured.backward(grads, ctx.length)
 
 
 class Captured:
@@ -84,27 +188,33 @@ class Captured:
 
     def __init__(
         self, run: Forward, values: list[Any], key: tuple[Any, ...], state: State,
-        draws: bool, written: Sequence[Tensor], eager_laps: list[Lap], work: HostWork,
+        draws: bool, written: Sequence[Tensor], eager_laps: list[Lap], work: HostWork, pool: Pool,
+        padding: Padding | None = None,
     ) -> None:  # fmt: skip
         self.last = self.held_bytes = 0
+        self.pool, self.padding = pool, padding
         self.eager_laps, self.laps = eager_laps, list[Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
         self.draws, self.written, self._work = draws, written, work
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._live: list[Tensor] = []
-        self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
         copies = (x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)
         self._values = list(copies)
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
         with _capturable(state.model, draws) as leaves, work.repeated():
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
+            self._shared = [pool.grads.get(leaves[x]) if isinstance(x, nn.Parameter) else None for x in self._needed]
             self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
-            self.outputs = [out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0)]
-            self.out_grads = [torch.zeros_like(out) if out.requires_grad else None for out in self._live]
+            self.outputs = [
+                out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0, pool=pool.handle)
+            ]
+            self.out_grads = [
+                pool.out_grad(place, out) if out.requires_grad else None for place, out in enumerate(self._live)
+            ]
             if all(grad is None for grad in self.out_grads):
                 raise Reason("no output requires a gradient")
-            pool = self.forward_graph.pool
-            grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool)
+            pool.handle = self.forward_graph.pool
+            grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool.handle)
         by_leaf = dict(zip(map(id, self._needed), grads, strict=True))
         # What got no gradient is no input: its .grad stays None, and DDP counts it as unused.
         used = [leaf for leaf in leaves if by_leaf.get(id(leaf)) is not None]
@@ -114,14 +224,11 @@ class Captured:
         # Memory of its own is lent to .grad; of a gradient that shares memory with another tensor, copies are given.
         tensors = (*self.inputs, *self.params, *self.outputs, *self.out_grads, *self._grads)
         sharing = Counter(x.untyped_storage()._cdata for x in tensors if x is not None)
-        places = range(len(self.inputs), len(self._grads))
-        storages = {place: grad.untyped_storage() for place in places if (grad := self._grads[place]) is not None}
-        self._lent = {
-            place: found for place, found in storages.items()
-            if sharing[found._cdata] == 1 and _holders(found) == _UNUSED
-        }  # fmt: skip
-        self._lends = True
-        self._dirty = [False] * len(self.out_grads)
+        new = zip(self.params, self._grads[len(self.inputs) :], strict=True)
+        pool.add({
+            param: grad for param, grad in new
+            if grad is not None and param not in pool.grads and sharing[grad.untyped_storage()._cdata] == 1
+        })  # fmt: skip
         reached, histories = zip(*[_history(out) for out in self._live], strict=True)
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
         # Outputs without a common history can have backward passes of their own, none of which keeps the graph.
@@ -143,28 +250,43 @@ class Captured:
         return self._run(*values[:split], **dict(zip(self._names, values[split:], strict=True)))
 
     def _run_forward(self) -> list[Tensor]:
-        self._live, self._rebuild = _flattened(self._result(self._values))
+        self._live, self._rebuild = flattened(self._result(self._values))
         return self._live
 
     def _run_backward(self) -> list[Tensor | None]:
         pairs = [(out, grad) for out, grad in zip(self._live, self.out_grads, strict=True) if grad is not None]
         outputs, out_grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, self._needed, out_grads, allow_unused=True)
+        pairs = [
+            (to, grad) for to, grad in zip(self._shared, found, strict=True) if to is not None and grad is not None
+        ]
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
         # Laid out as its parameter, a gradient becomes .grad without a copy. A view's base would hold its memory too.
         return [
-            None if grad is None else grad.data if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
-            for x, grad in zip(self._needed, found, strict=True)
-        ]
+            None if grad is None else to if to is not None
+            else grad.data if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+            for x, to, grad in zip(self._needed, self._shared, found, strict=True)
+        ]  # fmt: skip
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        """Replay the forward pass of new arguments of the same key."""
+    def __call__(self, values: Sequence[Any], length: int = 0) -> Any:
+        """Replay the forward pass of new arguments of the same key, `length` long if they are to be filled up."""
         given = [x for x in values if isinstance(x, Tensor)]
         self._work.draw()
         with torch.no_grad():
-            for static, value in zip(self.inputs, given, strict=True):
-                static.copy_(value, non_blocking=True)
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, *given, *self.params)  # type: ignore[no-untyped-call]
+            for place, (static, value) in enumerate(zip(self.inputs, given, strict=True)):
+                if self.padding is None:
+                    static.copy_(value, non_blocking=True)
+                else:
+                    self.padding.write(static, value, place)
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, length, *given, *self.params)  # type: ignore[no-untyped-call]
         return self._rebuild(outputs)
+
+    def outputs_of(self, length: int) -> list[Tensor]:
+        """Return the outputs of a call of this length, in the graph's memory."""
+        if self.padding is None:
+            return self.outputs
+        return [self.padding.cut(out, place, length) for place, out in enumerate(self.outputs)]
 
     def run_again(self, again: _Again, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call by running it eagerly: those may be differentiated, and computed repeatedly.
@@ -188,7 +310,7 @@ class Captured:
             torch.enable_grad(), torch.random.fork_rng(devices=(), enabled=self._work.draws > 0),
             torch.autocast(DEVICE, dtype=self._low, enabled=self._low is not None),
         ):  # fmt: skip
-            outputs, _ = _flattened(self._result(values))
+            outputs, _ = flattened(self._result(values))
         pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad and pair[1] is not None]
         if not pairs:
             return [None] * len(inputs)
@@ -198,50 +320,39 @@ class Captured:
         by_input = dict(zip(map(id, wanted), found, strict=True))
         return [by_input.get(id(x)) for x in inputs]
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], length: int) -> list[Tensor | None]:
         """Replay the backward pass for gradients of the outputs; return those of inputs and parameters."""
         for place, (static, grad) in enumerate(zip(self.out_grads, grads, strict=True)):
             if grad is not None and static is not None:
-                static.copy_(grad)
-            elif static is not None and self._dirty[place]:
+                part = static if self.padding is None else self.padding.cut(static, place, length)
+                if part.shape != static.shape:
+                    static.zero_()
+                part.copy_(grad)
+                self.pool.dirty.add(place)
+            elif static is not None and place in self.pool.dirty:
                 static.zero_()
-            self._dirty[place] = grad is not None
         self._backward_graph.replay()
         # A zero that flows from an output without gradient is none: it must not reach an optimizer's weight decay.
         reached = set().union(*[places for places, grad in zip(self._reached, grads, strict=True) if grad is not None])
         found = [grad if place in reached else None for place, grad in enumerate(self._grads)]
+        if self.padding is not None:
+            for place, (fill, x) in enumerate(zip(self.padding.fills, self.inputs, strict=True)):
+                grad = found[place]
+                if grad is not None and fill is not None and x.shape[1] != length:
+                    found[place] = grad[:, :length]
         # A hook may start work on another stream, and drop the gradient before that is done.
         hooked = any(param._post_accumulate_grad_hooks or param._backward_hooks for param in self.params)
-        lent = self._lent if self._lends and not hooked else {}
-        copied = [grad for place, grad in enumerate(found) if grad is not None and place not in lent]
+        owners = [None] * len(self.inputs) + self.params
+        lent = [self.pool.lends and not hooked and owner in self.pool.grads for owner in owners]
+        copied = [grad for grad, is_lent in zip(found, lent, strict=True) if grad is not None and not is_lent]
         copies: dict[int, Tensor] = {}
         for dtype in {grad.dtype for grad in copied}:  # those of one dtype in few launches
             same = [grad for grad in copied if grad.dtype == dtype]
             copies |= zip(map(id, same), torch._foreach_mul(same, 1.0), strict=True)
         return [
-            None if grad is None else grad.detach() if place in lent else copies[id(grad)]
-            for place, grad in enumerate(found)
+            None if grad is None else grad.detach() if is_lent else copies[id(grad)]
+            for grad, is_lent in zip(found, lent, strict=True)
         ]
-
-    def take_back(self) -> bool:
-        """Give gradients that are still in use memory of their own; return False if not only .grad uses them.
-
-        The loop accumulates gradients then, or keeps them over the next forward pass: from now on they are copied.
-        """
-        used = [place for place, storage in self._lent.items() if _holders(storage) > _UNUSED]
-        if not used:
-            return True
-        for place in used:
-            grad, viewed = self.params[place - len(self.inputs)].grad, _holders(self._lent[place]) > _UNUSED + 1
-            if not viewed and grad is not None and grad.untyped_storage()._cdata == self._lent[place]._cdata:
-                grad.data = grad.data.clone()
-        self._lends = False
-        self._lent = {place: self._lent[place] for place in used if _holders(self._lent[place]) > _UNUSED}
-        return not self._lent
-
-
-def _holders(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _history(out: Tensor) -> tuple[set[int], set[Any]]:
@@ -313,7 +424,7 @@ def _capturable(model: nn.Module, draws: bool) -> Iterator[dict[nn.Parameter, nn
         torch.set_autocast_cache_enabled(cached)
 
 
-def _flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+def flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """Return the tensors of a model's output, and the function that makes an output of others."""
     make, tree = getattr(result, "__dict__", {}).get(PARTS, (None, result))
     leaves, spec = pytree.tree_flatten(tree)

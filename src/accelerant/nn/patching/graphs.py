@@ -17,8 +17,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
-from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Reason, State, versions
+from accelerant.nn.patching.buckets import Buckets, Call, Lengths, NotYet, Untrue, rehearse, tried
+from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Padding, Reason, State, versions
 from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import Forward, PatchReport
 from accelerant.ops._library import is_watched
@@ -37,12 +39,14 @@ from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import ahead_of_capture
 
 EAGER_CALLS = 3  # of a key before its capture: they compile kernels, and show what a replay would not do
-MOST_GRAPHS = 4  # keys with graphs at one time; each has memory of its own for activations and gradients
+MOST_GRAPHS = 32  # at one time
 _IDLE_CALLS = 64  # calls without a replay after which another key may take the place of a captured one
 _MOST_KEYS = 64  # keys whose calls are counted
 _CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
 _LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
 _LAPS, _GAIN = 5, 0.97  # after so many replays their fastest step may take this much of the fastest eager one
+_MEETINGS = 2  # of calls of two lengths, after which each length has memory of its own
+_ALIKE = 0.9  # part of a length that a call has at least whose time is compared
 _SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
@@ -123,7 +127,7 @@ class _Trial:
     """
 
     def __init__(self, work: HostWork) -> None:
-        self.work, self.laps = work, list[Lap]()
+        self.work, self.laps, self.length = work, list[Lap](), 0
 
     def __enter__(self) -> _Trial:
         self.kept_bytes = -_allocated_bytes()
@@ -180,6 +184,35 @@ def may_capture() -> bool:
 # --- all calls of a model --------------------------------------------------------------------------------------------
 
 
+class _Line:
+    """Calls of one key, or that differ in their length alone: their graphs by length, 0 of those with one key."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.graphs: dict[int, Captured] = {}
+        self.trials: list[_Trial] = []
+        self.lengths, self.pool = Lengths(limit), capture.Pool()
+        self.padding: Padding | None = None  # known since it was tried
+        self.meetings = 0  # calls that could not run because one of another length was not over
+
+    def held_bytes(self) -> int:
+        """Return the memory of its graphs, which is that of the largest."""
+        return max((each.held_bytes for each in self.graphs.values()), default=0)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A call: its key, its arguments, and the call as one that may be filled up."""
+
+    key: Any
+    values: list[Any]
+    call: Call | None
+
+    @property
+    def kind(self) -> Any:
+        """The key of its line."""
+        return self.key if self.call is None else self.call.family
+
+
 class Graphs:
     """The captured calls of a patched model; calls that cannot be captured run eagerly.
 
@@ -197,8 +230,9 @@ class Graphs:
 
     def _forget(self) -> None:
         """Discard all graphs, and what is known of calls."""
-        self._captured: dict[Any, Captured] = {}
-        self._eager: dict[Any, list[_Trial]] = {}
+        self._lines: dict[Any, _Line] = {}
+        self._buckets: Buckets | None = None
+        self._kept: dict[Any, str] = {}  # why calls that differ in their length alone keep it
         self._refused: dict[Any, str] = {}
         self._state: State | None = None
         self._draws = False
@@ -215,6 +249,10 @@ class Graphs:
         """Do not time the call before: the model has run elsewhere since."""
         self._laps = None
 
+    @property
+    def _captured(self) -> dict[Any, Captured]:
+        return {(name, length): x for name, line in self._lines.items() for length, x in line.graphs.items()}
+
     def __getstate__(self) -> Any:
         return self._forward, self._report, self._automatic  # a copy of the model has other parameters
 
@@ -230,31 +268,46 @@ class Graphs:
             with self._lock:
                 if self._off:
                     raise Reason(self._off)
+                if isinstance(kwargs.get("num_items_in_batch"), int) and hasattr(model, "loss_function"):
+                    count = torch.full((), kwargs["num_items_in_batch"], device=capture.DEVICE)  # another in each call
+                    kwargs = kwargs | {"num_items_in_batch": count}
                 values = [*args, *kwargs.values()]
                 if not self._automatic:
                     self._check(model)
                 key = _key(values, tuple(kwargs))
+                buckets = self._buckets
+                request = _Request(key, values, self._call(key, values))
                 if self._automatic:
-                    if key in self._refused:  # for good: nothing else is looked at
+                    if request.kind in self._refused:  # for good: nothing else is looked at
                         self._laps = None
-                        raise Reason(self._refused[key])
+                        raise Reason(self._refused[request.kind])
                     self._check(model)
                     self._lap()
                 if self._misses != background.misses():  # the calls before ran libraries' functions: they count no more
                     self._misses, self._laps = background.misses(), None
-                    self._eager.clear()
-                captured = self._ready(model, key, values)
+                    for line in self._lines.values():
+                        line.trials.clear()
+                if self._buckets is not buckets:
+                    request.call = self._call(key, values)
+                captured = self._ready(model, request)
         except Reason as reason:
             self._refuse(model, str(reason))
             return self._run_eagerly(model, args, kwargs)
         if captured is None:
-            return self._warm_up(model, args, kwargs, key, values)
+            return self._warm_up(model, args, kwargs, request)
         self._report.graphs["replayed"] += 1
         self._credit = min(self._credit + 2, _CREDIT)
         captured.last = self._count
         if captured.eager_laps:
             self._laps = captured.laps
-        return captured(values)
+        if captured.padding is None or request.call is None:
+            return captured(values)
+        return captured(request.call.values, request.call.length)
+
+    def _call(self, key: Any, values: list[Any]) -> Call | None:
+        """Return the call as one that may be filled up; None if it keeps its length."""
+        call = None if self._buckets is None or self._written else self._buckets.call(key, values)
+        return None if call is None or call.family in self._kept else call
 
     def _run_eagerly(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
@@ -301,91 +354,186 @@ class Graphs:
         if self._state is None and self._automatic and (unknown := unknown_code(model)) is not None:
             raise Reason(f"{unknown} may do more than its operations")
         state = self._state = State(model) if self._state is None else self._state
+        self._buckets = Buckets(model) if self._buckets is None else self._buckets
         if reason := state.obstacle():
             raise Reason(reason)
 
-    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> Captured | None:
-        """Return the graphs of a key, captured now if it is time; None before that."""
-        reason, captured = self._refused.get(key), self._captured.get(key)
+    def _ready(self, model: nn.Module, request: _Request) -> Captured | None:
+        """Return the graphs of a call, captured now if it is time; None before that."""
+        kind, call = request.kind, request.call
+        line = self._line(kind)
+        captured, length, ready = line.graphs.get(0), 0, len(line.trials) >= EAGER_CALLS
+        if call is not None:
+            same = line.lengths.see(call.length)
+            captured, length, ready = line.graphs.get(call.length), call.length, ready and same > EAGER_CALLS
+            if line.lengths.vary() and (captured is None or captured.padding is not None):
+                ready = len(line.trials) >= EAGER_CALLS
+                if ready:
+                    padded = [at for at, each in line.graphs.items() if each.padding is not None]
+                    length = line.lengths.choose(call.length, padded)
+                    captured = line.graphs.get(length) if length in padded else None
+        if captured is not None or ready:
+            self._examine(request, line, captured, length)
+        elif kind in self._refused:
+            raise Reason(self._refused[kind])
+        return self._capture(model, request, line, length) if captured is None and ready else captured
+
+    def _line(self, kind: Any) -> _Line:
+        line = self._lines.get(kind)
+        if line is None:
+            waiting = [name for name, each in self._lines.items() if not each.graphs]
+            if len(waiting) >= _MOST_KEYS:
+                del self._lines[waiting[0]]
+                raise Reason(f"more than {_MOST_KEYS} shapes and values of arguments")
+            assert self._buckets is not None  # for the type checker: made with the state
+            if self._lines and self._buckets.reason is not None:
+                self._note(self._buckets.reason)
+            line = self._lines[kind] = _Line(self._buckets.limit)
+        return line
+
+    def _examine(self, request: _Request, line: _Line, captured: Captured | None, length: int) -> None:
+        """Raise Reason if a call cannot run from its graphs, or those of its line, at present."""
+        kind = request.kind
+        reason = self._refused.get(kind)
         if captured is not None and captured.retired:
-            del self._captured[key]
-            reason = self._refused[key] = "a backward pass ran twice, was differentiated, or came after a change"
+            del line.graphs[length]
+            reason = self._refused[kind] = "a backward pass ran twice, was differentiated, or came after a change"
         elif captured is not None and _is_slow(captured):
-            del self._captured[key]
-            reason = self._refused[key] = "its graphs make no step faster"
-        if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
+            del line.graphs[length]
+            reason = self._refused[kind] = "its graphs make no step faster"
+        if line.pool.is_busy():
             reason = "the backward pass of an earlier call is still to come"
-        elif captured is not None and not captured.take_back():
+            if request.call is not None and line.pool.pending().captured is not captured:
+                line.meetings += 1
+                if line.meetings > _MEETINGS:  # two lengths a step, as of questions and answers
+                    self._kept[request.call.family] = "steps have calls of several lengths"
+        elif line.graphs and not line.pool.take_back():
             reason = "gradients of an earlier call are kept"
-        trials = self._eager.get(key)
-        if captured is None and trials is None and len(self._eager) >= _MOST_KEYS:
-            del self._eager[next(iter(self._eager))]
-            reason = f"more than {_MOST_KEYS} shapes and values of arguments"
         if reason is not None:
             raise Reason(reason)
-        if captured is None and trials is not None and len(trials) >= EAGER_CALLS:
-            return self._capture(model, key, values)
-        return captured
+
+    def _keep(self, call: Call, reason: str) -> None:
+        """Let calls have graphs of their own lengths only."""
+        self._kept[call.family] = reason
+        self._note(reason)
+        raise Reason(reason)
+
+    def _note(self, reason: str) -> None:
+        note = f"calls are not filled up to few lengths for CUDA graphs: {reason}"
+        if note not in self._report.notes:
+            self._report.notes.append(note)
 
     def _warm_up(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, values: list[Any]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: _Request
     ) -> Any:  # fmt: skip
         """Run a call eagerly; note what a replay would not do."""
         self._report.graphs["eager: before the capture"] += 1
-        trials = self._eager.setdefault(key, [])
+        trials, kind = self._line(request.kind).trials, request.kind
         work = trials[0].work if trials else HostWork(capture.DEVICE)
-        state, (others, host, device), then = State(model), _random_states(), versions(values)
+        state, (others, host, device), then = State(model), _random_states(), versions(request.values)
         buffers = [] if trials else [(x, x.clone()) for x in model.buffers() if x.layout is torch.strided]
         with ahead_of_capture(), _Trial(work) as trial, nullcontext() if trials else work.noted():
             result = self._run_eagerly(model, args, kwargs)
+        trial.length = 0 if request.call is None else request.call.length
         trials.append(trial)
         self._laps = trial.laps
         others_after, host_after, device_after = _random_states()
         self._draws |= device_after != device
         self._written |= {x for x, then in buffers if not torch.equal(_bytes_of(x), _bytes_of(then))}  # waits
         if others_after != others or not work.explains(host, host_after):
-            self._refused[key] = "its forward draws random numbers on the host (layers left out at random)"
-        elif versions(values) != then:
-            self._refused[key] = "its forward writes into its arguments"
+            self._refused[kind] = "its forward draws random numbers on the host (layers left out at random)"
+        elif versions(request.values) != then:
+            self._refused[kind] = "its forward writes into its arguments"
         elif len(trials) == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
-            self._refused[key] = "its forward changes modules or their attributes"
+            self._refused[kind] = "its forward changes modules or their attributes"
         if not self._captured and not self._off:  # else the next call finds the change
             self._state = State(model)
         return result
 
-    def _capture(self, model: nn.Module, key: Any, values: list[Any]) -> Captured:
+    def _capture(self, model: nn.Module, request: _Request, line: _Line, length: int) -> Captured:
+        """Capture a call: as it is, or filled up to a length if those of its line vary."""
         if self._running:
             raise Reason("another thread runs the model")
-        trials = self._eager[key]
-        gradients = sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
-        needed, held = trials[-1].kept_bytes + gradients, sum(each.held_bytes for each in self._captured.values())
-        if self._automatic and (reason := _objection(trials, needed, held)) is not None:
-            self._refused[key] = reason
-            raise Reason(reason)
-        if len(self._captured) >= MOST_GRAPHS:
-            idle = min(self._captured, key=lambda each: self._captured[each].last)
-            if self._count - self._captured[idle].last < _IDLE_CALLS:
-                raise Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
-            del self._captured[idle]
-        self._credit -= 4
+        kind, call, key, values = request.kind, request.call, request.key, request.values
+        needed = self._needed_bytes(model, line, length, kind)
+        self._make_room()
+        if line.graphs and length > max(line.graphs):  # the largest comes first: smaller ones find room in its memory
+            line.graphs.clear()
+            line.pool = capture.Pool()
+        if not line.graphs:
+            self._credit -= 4
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
+        run, work = partial(self._forward, model), line.trials[0].work
+        padding = None
+        laps = [lap for trial in line.trials[1:] if trial.length >= _ALIKE * length for lap in trial.laps]
         try:
             with ahead_of_capture():
+                if call is not None and line.lengths.vary():
+                    if line.padding is None:
+                        line.padding = tried(run, call, length, model, self._draws)
+                    padding = replace(line.padding, length=length)
+                    values, key = padding.padded(call.values), (call.names, None, key[2])
+                    work = HostWork(capture.DEVICE)
+                    rehearse(run, model, key[0], values, work)
+                    if self._misses != background.misses():
+                        raise NotYet("kernels for its length are compiled")
                 captured = Captured(
-                    partial(self._forward, model), values, key, self._state, self._draws, [*self._written],
-                    [lap for trial in trials[1:] for lap in trial.laps], trials[0].work,
+                    run, values, key, self._state, self._draws, [*self._written], laps, work, line.pool,
+                    padding,
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
-            error: BaseException = raised
-            while error.__context__ is not None:  # the capture's end raises another
-                error = error.__context__
-            failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._refused[key] = str(error) if isinstance(error, Reason) else failed
-            raise Reason(self._refused[key]) from None
+            self._fail(model, request, raised)
         captured.held_bytes = needed
-        self._captured[key] = captured
+        line.graphs[length] = captured
         self._report.graphs["captured"] += 1
         return captured
+
+    def _needed_bytes(self, model: nn.Module, line: _Line, length: int, kind: Any) -> int:
+        """Return the memory that graphs of a length need; raise Reason if they are not worth it by default."""
+        last = line.trials[-1]
+        kept = last.kept_bytes * length // last.length if last.length else last.kept_bytes
+        needed = kept + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+        held = sum(each.held_bytes() for each in self._lines.values())
+        more = max(0, needed - line.held_bytes())
+        if self._automatic and (reason := _objection(line.trials, more, held)) is not None:
+            self._refused[kind] = reason
+            raise Reason(reason)
+        return needed
+
+    def _make_room(self) -> None:
+        """Discard the graphs that were not used for longest if there are too many."""
+        found = [(each.last, line, at) for line in self._lines.values() for at, each in line.graphs.items()]
+        if len(found) >= MOST_GRAPHS:
+            last, line, at = min(found, key=lambda each: each[0])
+            if self._count - last < _IDLE_CALLS:
+                raise Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
+            del line.graphs[at]
+
+    def _fail(self, model: nn.Module, request: _Request, raised: Exception) -> NoReturn:
+        """Raise Reason for a capture that raised; without memory the model runs as it did before."""
+        error: BaseException = raised
+        while error.__context__ is not None:  # the capture's end raises another
+            error = error.__context__
+        if isinstance(error, torch.OutOfMemoryError):
+            error = raised = None  # type: ignore[assignment]  # whose frames hold tensors
+            self._forget()
+            self._off = "memory ran out while its graphs were captured"
+            if capture.DEVICE == "cuda":
+                torch.cuda.empty_cache()
+            if self._automatic:  # who asked for graphs is warned of each reason
+                warnings.warn(
+                    f"{type(model).__name__}: no CUDA graphs, runs as without them: {self._off}", FallbackWarning,
+                    stacklevel=6,
+                )  # fmt: skip
+            raise Reason(self._off) from None
+        failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = str(error) if isinstance(error, Reason) else failed
+        if isinstance(error, NotYet):
+            raise Reason(reason) from None
+        if isinstance(error, Untrue) and request.call is not None:
+            self._keep(request.call, reason)
+        self._refused[request.kind] = reason
+        raise Reason(reason) from None
 
     def _refuse(self, model: nn.Module, reason: str) -> None:
         """Count a call that runs eagerly, with its reason; warn or raise as the policy says if graphs were wanted."""

@@ -1,0 +1,283 @@
+"""patch with CUDA graphs where lengths vary: calls filled up to few lengths give what they give as they are."""
+
+import copy
+import random
+
+import pytest
+import torch
+import transformers
+from patch_models import VOCABULARY, assert_same, make
+from test_patch_graphs import BEFORE, Rerun, on_cpu  # noqa: F401
+
+import accelerant as acl
+from accelerant.errors import FallbackWarning
+from accelerant.nn.patching import buckets
+
+CAUSAL = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
+MASKED = ("bert", "roberta", "modernbert")
+
+
+def drawn(rng, family, length, style, rows=2, labels=0.75):
+    """A batch of rows of several lengths, padded to `length` as the style says; "packed" has several in a row."""
+    ids = torch.tensor([[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(rows)])
+    mask, targets = torch.ones_like(ids), ids.clone()
+    targets[:, 1::3] = -100
+    for row in range(rows):
+        left = rng.randrange(length // 2) if style in ("left", "both") else 0
+        right = rng.randrange(length // 2) if style in ("right", "both") else 0
+        mask[row, :left] = 0
+        mask[row, length - right :] = 0
+    ids[mask == 0] = 1 if family == "roberta" else 0
+    targets[mask == 0] = -100
+    found = {"input_ids": ids}
+    if rng.random() < labels:
+        found["labels"] = targets
+    if family in CAUSAL:
+        found["use_cache"] = False
+    if style == "packed":
+        cut = rng.randrange(1, length)
+        found["position_ids"] = torch.cat((torch.arange(cut), torch.arange(length - cut))).expand(rows, -1)
+    elif style != "none":
+        found["attention_mask"] = mask
+    return found
+
+
+def outcome(model, batch):
+    """(loss, logits, gradients by name) of one step in which the loss and the logits take part."""
+    model.zero_grad()
+    output = model(**batch)
+    loss = output.logits.float().square().mean() + (output.loss if "labels" in batch else 0)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), output.logits.detach(), grads
+
+
+def patched(model):
+    other = copy.deepcopy(model)
+    other.report = acl.nn.patch(other, graph=True)
+    return other
+
+
+def assert_steps_agree(model, other, batches):
+    for batch in batches:
+        assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", CAUSAL + MASKED)
+def test_any_lengths_and_paddings_give_what_they_give_without_graphs(family, rng):
+    model = make(family)
+    other = patched(model)
+    styles = ("none", "right", "left", "both") + ("packed",) * (family in CAUSAL)
+    style, batches = rng.choice(styles), []
+    for _ in range(30):
+        style = rng.choice(styles) if rng.random() < 0.2 else style
+        batches.append(drawn(rng, family, rng.randrange(6, 49), style))
+    assert_steps_agree(model, other, batches)
+    outcomes = other.report.graphs
+    assert outcomes["replayed"] + outcomes["eager: before the capture"] == len(batches)
+    assert outcomes["replayed"] >= 5
+    assert not [note for note in other.report.notes if "filled up" in note]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "rows"), [(100, 500, 1), (100, 500, 8), (1, 128, 1), (20, 2000, 1), (400, 420, 1), (1, 30, 4)]
+)
+def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, rows, rng):
+    added = tokens = 0
+    for _ in range(20):
+        lengths, captured, captures = buckets.Lengths(None), [], 0
+        for call in range(60):
+            length = max(rng.randint(least, most) for _ in range(rows))
+            lengths.see(length)
+            if call < BEFORE:
+                continue
+            chosen = lengths.choose(length, captured)
+            assert chosen >= length
+            if chosen not in captured:
+                captured = [chosen, *(captured if captured and chosen < max(captured) else ())]
+                captures += 1
+            added, tokens = added + chosen - length, tokens + length
+        assert len(captured) <= buckets._MOST_BUCKETS
+        assert captures <= 40
+    assert added <= 0.12 * tokens
+
+
+def steps(family, lengths, style="none", seed=0):
+    rng = random.Random(seed)
+    return [drawn(rng, family, length, style, labels=1.0) for length in lengths]
+
+
+def test_no_bucket_is_longer_than_the_model_allows():
+    model = make("gpt2")
+    other = patched(model)
+    assert_steps_agree(model, other, steps("gpt2", [50, 64, 40, 63, 45, 61, 39, 64, 40, 64]))
+    assert other.report.graphs["replayed"] >= 4
+
+
+def test_one_length_has_graphs_of_its_own_and_a_last_batch_runs_as_it_is():
+    model = make("llama")
+    other = patched(model)
+    assert_steps_agree(model, other, steps("llama", [13] * 8 + [5] + [13] * 4))
+    outcomes = other.report.graphs
+    assert outcomes["captured"] == 1
+    assert outcomes["replayed"] == sum(outcomes[key] for key in outcomes if key != "captured") - BEFORE - 1
+    ((_, length),) = other.__dict__["_accelerant_patch"].graphs._captured
+    assert length == 13
+
+
+def test_the_largest_bucket_is_captured_first_and_all_share_its_memory():
+    other = patched(make("llama"))
+    graphs_of = other.__dict__["_accelerant_patch"].graphs
+    for batch in steps("llama", [20, 24, 20, 24, 11, 24, 11, 24, 11, 24] * 2):
+        outcome(other, batch)
+        for line in graphs_of._lines.values():
+            assert list(line.graphs) == sorted(line.graphs, reverse=True)
+            assert len({id(each.pool.handle) for each in line.graphs.values()}) <= 1
+            kept = [grad.data_ptr() for each in line.graphs.values() for grad in each._grads if grad is not None]
+            assert len(kept) == len(set(kept)) * max(1, len(line.graphs))
+    for batch in steps("llama", [40, 12, 40, 12]):
+        outcome(other, batch)
+    (line,) = graphs_of._lines.values()
+    assert next(iter(line.graphs)) >= 40
+    assert len({id(each.pool) for each in line.graphs.values()}) == 1
+
+
+def test_gradients_of_embeddings_have_the_callers_length():
+    model = make("llama")
+    other = patched(model)
+    for step, length in enumerate((12, 20, 9, 17, 20, 11)):
+        found = []
+        for each in (model, other):
+            torch.manual_seed(step)
+            x = torch.randn(2, length, 48, requires_grad=True)
+            each(inputs_embeds=x, labels=torch.ones(2, length, dtype=torch.int64), use_cache=False).loss.backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+    assert other.report.graphs["replayed"] == 3
+
+
+def test_the_number_of_items_in_a_batch_makes_no_graph_of_its_own():
+    model = make("llama")
+    other = patched(model)
+    batches = [batch | {"num_items_in_batch": 3 + step} for step, batch in enumerate(steps("llama", [9, 14, 20] * 4))]
+    assert_steps_agree(model, other, batches)
+    assert other.report.graphs["replayed"] == len(batches) - BEFORE
+
+
+def test_outputs_are_those_of_the_call_as_tuples_and_with_hidden_states_too():
+    model = make("llama")
+    other = patched(model)
+    for options in ({"return_dict": False}, {"output_hidden_states": True}):
+        for batch in steps("llama", [9, 14, 20, 14, 8, 12, 20, 10]):
+            one, two = (tuple(each(**batch, **options).to_tuple() if "output_hidden_states" in options
+                              else each(**batch, **options)) for each in (model, other))  # fmt: skip
+            for a, b in zip(one, two, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
+    assert other.report.graphs["replayed"] >= 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_with_dropout_lengths_are_tried_in_evaluation_which_is_over_afterwards(family):
+    more = {"resid_pdrop": 0.1} if family == "gpt2" else {"hidden_dropout_prob": 0.1}
+    model = make(family, **more)
+    acl.nn.patch(model, graph=False)
+    list(model.modules())[-2].eval()
+    was = [module.training for module in model.modules()]
+    (batch,) = steps(family, [9])
+    call = buckets.Buckets(model).call((tuple(batch), None, None), list(batch.values()))
+    state = torch.get_rng_state()
+    padding = buckets.tried(model, call, 12, model, draws=True)
+    assert padding.dims == (None, 1)
+    assert [module.training for module in model.modules()] == was
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(buckets.Untrue, match="depend on"):
+        buckets.tried(model, call, 12, model, draws=False)
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_a_step_with_two_lengths_has_memory_for_each():
+    model = make("llama")
+    other = patched(model)
+    batches = steps("llama", [9, 14] * 16)
+    for one, two in zip(batches[::2], batches[1::2], strict=True):
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            (each(**one).loss * each(**two).loss).backward()
+            found.append([p.grad.clone() for p in each.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    captured = other.__dict__["_accelerant_patch"].graphs._captured
+    assert len({id(each.pool) for each in captured.values()}) >= 2
+
+
+def test_memory_that_runs_out_in_a_capture_leaves_the_model_as_it_was(monkeypatch):
+    model = make("llama")
+    other = copy.deepcopy(model)
+    report = acl.nn.patch(other)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Rerun, "capture", fail)
+    batches = steps("llama", [9, 14, 20] * 4)
+    with pytest.warns(FallbackWarning, match="memory ran out while its graphs were captured") as warned:
+        assert_steps_agree(model, other, batches)
+    assert len(warned) == 1
+    assert not other.__dict__["_accelerant_patch"].graphs._lines
+    assert report.graphs["eager: memory ran out while its graphs were captured"] == len(batches) - BEFORE
+
+
+def config(kind, **more):
+    base = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    return kind(**{**base, **more})
+
+
+def rope(kind, **more):
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
+
+
+@pytest.mark.parametrize(
+    ("make_model", "reason"),
+    [
+        (lambda: make("mixtral"), "experts count the tokens"), (lambda: make("t5"), "a T5ForConditionalGeneration may"),
+        (lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=99, hidden_size=32,
+            num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)), "QuestionAnswering may count"),
+        (lambda: transformers.LlamaForCausalLM(config(transformers.LlamaConfig, rope_parameters=rope("dynamic"))),
+         "rotary embedding depends on the length"),
+        (lambda: transformers.LlamaForSequenceClassification(config(transformers.LlamaConfig, pad_token_id=None)),
+         "without a pad_token_id"),
+        (lambda: torch.nn.Linear(3, 3), "positions of a Linear are independent"),
+    ],
+)  # fmt: skip
+def test_models_that_count_positions_keep_their_lengths(make_model, reason):
+    assert reason in buckets.obstacle(make_model())
+
+
+def test_a_model_whose_results_depend_on_the_length_keeps_it_and_says_so(monkeypatch):
+    model = make("llama")
+    inner = type(model.model.norm).forward
+
+    def leaks(self, x):
+        return inner(self, x) + x.mean(1, keepdim=True)
+
+    monkeypatch.setattr(type(model.model.norm), "forward", leaks)
+    other = patched(model)
+    with pytest.warns(FallbackWarning, match="depend on what fills up"):
+        assert_steps_agree(model, other, steps("llama", [9, 14, 20, 9, 14, 20] * 4))
+    assert any(
+        "not filled up to few lengths for CUDA graphs: its results depend" in note for note in other.report.notes
+    )
+    captured = other.__dict__["_accelerant_patch"].graphs._captured
+    assert captured  # each length its own
+    assert all(each.padding is None for each in captured.values())
+
+
+def test_a_classifier_reads_the_last_token_of_the_caller():
+    model = transformers.LlamaForSequenceClassification(config(transformers.LlamaConfig)).train()
+    other = patched(model)
+    rng = random.Random(0)
+    for length in (9, 14, 20, 14, 8, 11, 17, 9, 12, 20):
+        batch = drawn(rng, "llama", length, "right") | {"labels": torch.tensor([0, 1])}
+        assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
+    assert other.report.graphs["replayed"] >= 3
