@@ -1,8 +1,8 @@
-"""The kernels of one training step on a GPU, by torch.profiler: a captured step of ours, or of benchmarks.user.
+"""The kernels of one training step on a GPU, by torch.profiler: a captured step of ours, or of benchmarks.loops.
 
     python -m benchmarks.step_kernels --batch 32 --precision fp8
     python -m benchmarks.step_kernels --private 64x1024
-    python -m benchmarks.step_kernels --model "gpt2 4x512 bf16 autocast" --runner "accelerant, compiled"
+    python -m benchmarks.step_kernels --model gpt2 --loop bf16-weights --runner patched-compiled
 
 Prints the kernels that take most, and the sums of matrix products, attention, our other kernels, and the rest; of a
 model also what its host does, and a step's time by the clock: where that is above the sum, the device waits.
@@ -11,6 +11,7 @@ model also what its host does, and a step's time by the clock: where that is abo
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from accelerant.bench.record import OURS
 from accelerant.bench.timer import back_to_back_ms
 from accelerant.cli.app import exit_status
 from accelerant.errors import AccelerantError, ConfigError
@@ -27,8 +27,8 @@ from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.dp_steps import PrivateKind, parse_case, private_step
 from benchmarks.gpt_steps import WARM_UP, TokenBatches, own_step
+from benchmarks.loop_cells import FAMILIES, LOOPS, RUNNERS, Cell, running
 from benchmarks.training import GPT2
-from benchmarks.user import MODEL_CASES, MODEL_RUNNERS, model_step
 
 __all__ = [
     "KINDS",
@@ -88,10 +88,11 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
         return kernel_shares(lambda: step(*data.batch(0)))
 
 
-def model_step_shares(device: ComputeDevice, case: str, runner: str) -> list[KernelShare]:
-    """Return the time by the clock of a step of a case of benchmarks.user, its kernels, and the host's part of it."""
+def model_step_shares(device: ComputeDevice, cell: Cell, runner: str) -> list[KernelShare]:
+    """Return the time by the clock of a step of benchmarks.loops, its kernels, and the host's part of it."""
     where = torch.device(device.torch_device)
-    with model_step(MODEL_CASES[case], runner, where) as (step, _):
+    with running(cell, runner, where) as this:
+        step = functools.partial(next, cell.how.steps(this))
         for _ in range(WARM_UP):
             step()
         by_clock = KernelShare("a step, back to back", "clock", back_to_back_ms(step, where).p50_ms, 1)
@@ -159,20 +160,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--private", metavar="CASE", help="a private step instead: BATCHxLENGTH or BATCHxLENGTH/PART")
-    parser.add_argument("--model", metavar="CASE", help=f"a Hugging Face model's instead: {'; '.join(MODEL_CASES)}")
-    parser.add_argument("--runner", default=OURS, help=f"how that is trained: {'; '.join(MODEL_RUNNERS)}")
+    parser.add_argument("--model", metavar="FAMILY", help=f"a model of transformers instead: {', '.join(FAMILIES)}")
+    parser.add_argument("--loop", default="fixed", help=f"the loop that it is in: {', '.join(LOOPS)}")
+    parser.add_argument("--runner", default="patched", help=f"how it is run: {', '.join(RUNNERS)}")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with exit_status():
-        for flag, value, known in (("model", options.model, MODEL_CASES), ("runner", options.runner, MODEL_RUNNERS)):
+        for flag, value, known in (
+            ("model", options.model, FAMILIES), ("loop", options.loop, LOOPS), ("runner", options.runner, RUNNERS),
+        ):  # fmt: skip
             if value is not None and value not in known:
-                raise ConfigError(f"--{flag}: {value!r} is none of {'; '.join(known)}")
+                raise ConfigError(f"--{flag}: {value!r} is none of {', '.join(known)}")
         device = registry.find_device(options.device)
         if not device.torch_device.startswith("cuda"):
             raise ConfigError("--device: the profiler's times are a GPU's; take --device cuda")
         if options.model is not None:
-            shares = model_step_shares(device, options.model, options.runner)
+            cell = Cell(options.model, options.loop, gpu=True)
+            shares = model_step_shares(device, cell, RUNNERS[options.runner])
         elif options.private is not None:
             shares = private_step_shares(device, options.private)
         else:

@@ -2,20 +2,17 @@
 
 Nothing is raced, captured or converted before a call; only a first call, which loads what other processes have
 compiled, precedes the timed ones and has a column of its own. Results are compared with torch's, float64 references or
-integers before anything is timed. The quantiles are, as the rows say: of calls from an idle device to an idle device;
-of the host alone, calls back to back; or of training steps back to back.
+integers before anything is timed. The quantiles are, as the rows say, of calls from an idle device to an idle device,
+or of the host alone, calls back to back. Models of Hugging Face in loops are in benchmarks.loops.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import importlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,38 +20,33 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from accelerant import nn as own_nn
 from accelerant import ops
-from accelerant.bench.record import COMPILED, EAGER, OURS, STEP, BenchmarkRecord, Environment, Row, failure_note
+from accelerant.bench.record import OURS, Row, failure_note
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
 from accelerant.bench.suites import algebra
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
 from accelerant.bench.suites.neural_plan import for_cpu
-from accelerant.bench.suites.precompile import Task, compile_first, compiling
+from accelerant.bench.suites.precompile import Task, compile_first, compiling, measure_quietly
 from accelerant.bench.timer import (
     Timing,
     back_to_back_ms,
-    back_to_back_times_ms,
     first_ms,
     host_times_us,
     time_ms,
     wall_ms,
 )
 from accelerant.cli.bench import run_command
-from accelerant.errors import AccelerantError, ConfigError, MissingDependency
-from accelerant.nn.optim import AdamW
-from accelerant.nn.train.step import TrainStep
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, Indices, SampleInput
 from accelerant.runtime import registry
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["MODELS", "MODEL_CASES", "MODEL_RUNNERS", "ModelCase", "Step", "UserSuite", "model_step"]
+__all__ = ["UserSuite"]
 
-_PEERS = {"torch": "torch", "compile": "torch.compile", "liger": "liger"}
+_PEERS = {"torch": "torch", "compile": "torch.compile"}
 """Runners by their names in --against."""
 
 _MSM_MS, _FIRST_MS, _HOST_MS, _RATE = 10.0, 10.0, 0.03, 0.8
@@ -63,24 +55,24 @@ kernel's rate that an addition of many words reaches.
 """
 
 _LIMIT_S, _COMPILE_S, _SHARE = 600.0, 75.0, 0.2
-"""Seconds after which no case begins by default; seconds that compiling for the calls, and for the models, may take in
-other processes, and the share of the device's memory that one of them may.
+"""Seconds after which no case begins by default; seconds that compiling may take in other processes, and the share of
+the device's memory that one of them may.
 """
 
 
 @dataclass(frozen=True)
 class UserSuite(Suite):
-    """Measure what plain calls cost a user, host included: ops, Hugging Face models in a loop, zk. Losses first."""
+    """Measure what plain calls cost a user, host included: ops and zk. Losses first."""
 
     name = "user"
-    examples: ClassVar[tuple[str, ...]] = ("", "--op gelu --op msm", '--case "bert 8x128"', "--out folder --resume")
+    examples: ClassVar[tuple[str, ...]] = ("", "--op gelu --op msm", '--case "ntt babybear"', "--out folder --resume")
 
-    op: tuple[str, ...] = option((), "Only this op or model, as --list names them first; may be repeated.")
+    op: tuple[str, ...] = option((), "Only this op, as --list names them first; may be repeated.")
     case: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
     against: tuple[str, ...] | None = option(
-        None, "torch, compile, liger, or none; by default all, on a CPU torch.", same=True
+        None, "torch, compile, or none; by default both, on a CPU torch.", same=True
     )
-    budget_s: float = option(0.1, "Seconds of calls for a figure; 40 times for models in turns.", min=0.0, same=True)
+    budget_s: float = option(0.1, "Seconds of calls for a figure.", min=0.0, same=True)
     workers: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
@@ -113,35 +105,28 @@ class UserSuite(Suite):
         return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
     def measure(self, run: SuiteRun) -> None:
-        """Measure all cases, on a GPU by default those that begin in 600 seconds: the calls first, then the models.
+        """Measure all cases, on a GPU by default those that begin in 600 seconds.
 
-        What either needs is compiled in several processes before its first case.
+        What they need is compiled in several processes before the first one.
         """
         run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
         host = registry.find_device("cpu")
         run.record.notes.append(f"host: {host.name}, {host.properties['cores']} cores")
-        cases, models = self.cases(run), {key for op, key, _ in _cases(run.gpu) if op in MODELS}
-        parts = [[case for case in cases if (case.key in models) is late] for late in (False, True)]
-
-        def measure(case: SuiteCase, here: SuiteRun) -> None:
-            part = parts[case.key in models]
-            if part and (self.workers or 1) > 1:
-                self._compile(part, here)
-                part.clear()
-            case.measure(here)
-
+        cases = self.cases(run)
         with compiling() if "compile" in (self.against or ()) else contextlib.nullcontext():
-            prepared = [replace(case, measure=functools.partial(measure, case)) for case in cases]
-            measure_cases(self.name, prepared, run, cpu=self.cpu and run.gpu)
+            if (self.workers or 1) > 1:
+                self._compile(cases, run)
+            measure_cases(self.name, cases, run, cpu=self.cpu and run.gpu)
 
     def _compile(self, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
-
         own = tuple(name for name in self.against or () if name == "compile")
         quick = replace(self, budget_s=0.0, against=own, op=(), case=())
 
         def groups(keys: set[str]) -> list[list[Task]]:
             left = [case.key for case in cases if case.key in keys]
-            return [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # the first call needs the msm
+            return [
+                [functools.partial(measure_quietly, quick, key)] for key in reversed(left)
+            ]  # the first call needs the msm
 
         if run.gpu:
             torch.cuda.empty_cache()
@@ -150,12 +135,6 @@ class UserSuite(Suite):
 
 def _measure(suite: UserSuite, op: str, measure: Callable[[_UserRun], None], run: SuiteRun) -> None:
     measure(_UserRun(suite, op, run))
-
-
-def _warm(suite: UserSuite, key: str, device: ComputeDevice) -> None:
-    """Measure a case and forget it: what it compiled stays in the disk caches."""
-    run = SuiteRun(device, BenchmarkRecord(Environment.of(device)))
-    next(case for case in suite.cases(run) if case.key == key).measure(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +185,7 @@ class _UserRun:
 
 
 def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
-    """Yield op, key and measurement of each case: calls, then models, those that a run may lack time for last."""
+    """Yield op, key and measurement of each case."""
     for op, sample, host in _OP_CASES:
         shape, kind = "x".join(map(str, sample.shapes[0] or ())), "forward + backward, host time" if host else "float32"
         yield op, f"{op} {shape} {kind}", functools.partial(_measure_op, op, sample, host)
@@ -216,12 +195,7 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
         yield "ntt", f"ntt {name} 2^{log_n}", functools.partial(_measure_ntt, name, log_n)
     for n in (1 << 20, 1 << 25) if gpu else (1 << 14,):
         yield "field_add", f"field_add goldilocks {n:,}", functools.partial(_measure_add, n)
-    models = list(MODEL_CASES.values())
-    if not gpu:  # all have the same few tokens
-        models = [replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024]
     yield "first call", "first call msm", _measure_first
-    for case in models:
-        yield case.name, f"{case.name} {case.label}", functools.partial(_measure_model, case)
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -291,192 +265,6 @@ def _both(fn: Callable[..., Any], case: OpCase) -> Callable[[], object]:
     leaves = [x for x in args if x is not None and x.requires_grad]
     dy = torch.ones_like(as_tuple(fn(*args, **case.options))[0])
     return lambda: torch.autograd.grad(as_tuple(fn(*args, **case.options))[0], leaves, dy)
-
-
-# --- models of Hugging Face ------------------------------------------------------------------------------------------
-
-
-def _config(vocab: int, width: int, inner: int, layers: int, heads: int, shared: int, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": shared, "max_position_embeddings": 4096,
-        "tie_word_embeddings": True, **more,
-    }  # fmt: skip
-
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "qwen3": ("Qwen3ForCausalLM", _config(151936, 1024, 3072, 12, 16, 8, head_dim=128)),
-    "llama": ("LlamaForCausalLM", _config(128256, 2048, 8192, 8, 32, 8)),
-    "bert": ("BertForMaskedLM", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-}
-"""Class and config in transformers of GPT-2 124M, Qwen3 0.6B with 12 layers, Llama 1B with 8, and BERT base; without
-dropout, so that losses compare.
-"""
-
-_TINY = _config(512, 64, 128, 1, 4, 2, head_dim=16)
-"""What a CPU's models have instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCase:
-    """Sequences and tokens of a model, under autocast or with weights in bfloat16."""
-
-    name: str
-    batch: int
-    tokens: int
-    bfloat16: bool = False
-
-    @property
-    def label(self) -> str:
-        """The case of a row."""
-        kind = "weights" if self.bfloat16 else "autocast"
-        return f"{self.batch}x{self.tokens} bf16 {kind}, AdamW, clipping"
-
-    @property
-    def short(self) -> bool:
-        """Whether all ways to train are measured."""
-        return self.tokens <= 512 and not self.bfloat16
-
-
-_GPT2, _QWEN3 = ModelCase("gpt2", 4, 512), ModelCase("qwen3", 1, 512)
-_CASES = (
-    _GPT2, _QWEN3, ModelCase("bert", 8, 128), ModelCase("llama", 2, 512), ModelCase("qwen3", 4, 1024),
-    *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
-)  # fmt: skip
-
-MODEL_CASES = {f"{case.name} {case.label.partition(',')[0]}": case for case in _CASES}
-"""The models' cases by name, size and precision."""
-
-MODEL_RUNNERS = ("torch", _PEERS["compile"], COMPILED, _PEERS["liger"], OURS, EAGER, STEP)
-
-_CLIP, _LEARNING_RATE, _LOSS_TOLERANCE = 1.0, 1e-5, 5e-3
-_WARM_UP, _STEPS = 4, 5
-"""Steps after the first and before the timed ones, as graphs are captured in them; steps between synchronizations."""
-
-_IN_TURNS = 40
-"""Factor on `budget_s` for two runners that take turns: they differ by less than the speed of a host varies."""
-
-Step = Callable[[], Tensor]
-
-
-def _measure_model(case: ModelCase, this: _UserRun) -> None:
-    """Measure a training step of each runner from the same weights on the same batch; the first losses must agree.
-
-    The model as it was and patched without graphs take turns, and so do the two compiled: the speed of a host varies by
-    more than they differ.
-
-    Raises:
-        MissingDependency: transformers is not installed.
-        AccelerantError: a patched model computes another loss.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingDependency("transformers", "huggingface", "benchmarks.user")
-    compiled = this.peers("compile")
-    pairs = ["torch", *[EAGER] * this.run.gpu], [*compiled, *[COMPILED] * (case.short and bool(compiled))]
-    others = [*this.peers("liger"), OURS, *[STEP] * case.short]
-    losses: list[float] = []
-    waiting = [runners for runners in (*pairs, *([runner] for runner in others)) if runners]
-    while waiting:
-        runners = waiting.pop(0)
-        rows = [
-            this.row(case.label, each, target_x=1.0 if each in (OURS, COMPILED, STEP) else None) for each in runners
-        ]
-        try:
-            rows = _measured_in_turns(case, rows, losses, this)
-        except Exception as error:
-            if len(runners) > 1:  # one of them fails, or the device has no memory for both
-                waiting[:0], rows = [[runner] for runner in runners], []
-            elif runners[0] in ("torch", OURS):
-                raise AccelerantError(f"{case.name} {case.label}, {runners[0]}: {failure_note(error)}") from error
-            else:
-                rows = [replace(row, note=failure_note(error)) for row in rows]
-        for row in rows:
-            this.run.add(row)
-        gc.collect()
-        if this.run.gpu:
-            torch.cuda.empty_cache()
-
-
-def _measured_in_turns(case: ModelCase, rows: list[Row], losses: list[float], this: _UserRun) -> list[Row]:
-    """Return the rows with the times of their runners' steps, and add the first losses, which must be as the first."""
-    torch.compiler.reset()
-    with contextlib.ExitStack() as models:
-        running = [models.enter_context(model_step(case, row.runner, this.where)) for row in rows]
-        cold = []
-        for step, _ in running:
-            began = time.perf_counter()
-            losses.append(float(step()))
-            cold.append(1e3 * (time.perf_counter() - began))
-            if not abs(losses[-1] - losses[0]) <= _LOSS_TOLERANCE * abs(losses[0]):
-                raise AccelerantError(f"the loss is {losses[-1]:.5g}, that of the model as it was {losses[0]:.5g}")
-            for _ in range(_WARM_UP):
-                step()
-        steps = [step for step, _ in running]
-        budget_s = (_IN_TURNS if len(steps) > 1 else 2) * this.suite.budget_s
-        timings = back_to_back_times_ms(steps, this.where, calls=_STEPS, budget_s=budget_s)
-    measured = []
-    for row, timing, first, loss, (_, report) in zip(rows, timings, cold, losses[-len(rows) :], running, strict=True):
-        graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.items()) if report else ""
-        note = f"{1e3 * case.batch * case.tokens / timing.p50_ms:,.0f} tokens/s, first loss {loss:.5f}"
-        note += graphs and f", CUDA graphs: {graphs}"
-        measured.append(replace(row.timed(timing), cold_ms=first, timing="steps back to back", note=note))
-    return measured
-
-
-@contextlib.contextmanager
-def model_step(case: ModelCase, runner: str, where: torch.device) -> Iterator[tuple[Step, own_nn.PatchReport | None]]:
-    """Yield a runner's training step, as a user writes it, from the same weights each time, and the report of patch.
-
-    The step returns the loss.
-
-    Liger replaces classes of the module that the model's class is in; they are restored afterwards.
-    """
-    import transformers
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    kind, config = MODELS[case.name]
-    model_class = getattr(transformers, kind)
-    module_of = sys.modules[model_class.__module__]
-    before = dict(vars(module_of))
-    torch.manual_seed(0)
-    with torch.device(where):
-        model = model_class(model_class.config_class(**config, **({} if where.type == "cuda" else _TINY)))
-    model = model.to(where, torch.bfloat16 if case.bfloat16 else torch.float32).train()
-    model.config.use_cache = False
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (case.batch, case.tokens), generator=generator).to(where)
-    parameters, called, report = list(model.parameters()), model, None
-    try:
-        if runner == "liger":
-            liger = importlib.import_module("liger_kernel.transformers")
-            getattr(liger, f"apply_liger_kernel_to_{case.name}")(model=model)
-        elif runner.startswith(OURS):
-            report = own_nn.patch(model, graph=False) if runner == EAGER else own_nn.patch(model)
-        if runner == STEP:
-            captured = TrainStep(
-                model, AdamW(parameters, lr=_LEARNING_RATE), lambda ids: model(input_ids=ids, labels=ids).loss,
-                max_grad_norm=_CLIP, precision=torch.bfloat16,
-            )  # fmt: skip
-            yield lambda: captured([(ids,)], _LEARNING_RATE).loss, None
-            return
-        if runner in ("torch.compile", COMPILED):
-            called = torch.compile(model)
-        optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
-
-        def step() -> Tensor:
-            with torch.autocast(where.type, torch.bfloat16, enabled=not case.bfloat16):
-                loss: Tensor = called(input_ids=ids, labels=ids).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, _CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        yield step, report
-    finally:
-        vars(module_of).update(before)
 
 
 # --- exact arithmetic ------------------------------------------------------------------------------------------------

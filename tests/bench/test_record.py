@@ -57,6 +57,13 @@ def test_losses_come_first():
     ]
 
 
+def test_a_target_is_the_least_where_higher_is_better():
+    rows = [replace(ROW, op=f"{p50}", p50=p50, speedup=None, better="higher", target=1.0) for p50 in (1.1, 0.8, 0.7)]
+    assert [row.reached for row in rows] == [True, False, False]
+    assert [replace(row, better="lower").reached for row in rows] == [False, True, True]
+    assert [row.op for row in record(*rows).ordered()] == ["0.7", "0.8", "1.1"]
+
+
 def test_the_table_shows_peers_that_did_not_run():
     table = record(ROW, Row("neural", "gelu", ROW.case, "torch.compile", "", note="no C++ compiler")).table()
     assert "did not run" in table

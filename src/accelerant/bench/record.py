@@ -282,6 +282,13 @@ class Row:
         return self._per_ns(self.bytes)
 
     @property
+    def of_target(self) -> float | None:
+        """Share of the target that the median reaches, above 1 where it is better; None without either."""
+        if not self.target or not self.p50:
+            return None
+        return self.p50 / self.target if self.better == "higher" else self.target / self.p50
+
+    @property
     def reached(self) -> bool | None:
         """True if the targets are reached; None without targets."""
         if not self.aims:
@@ -289,7 +296,7 @@ class Row:
         if self.p50 is None:
             return False
         return (
-            (not self.target or self.p50 <= self.target)
+            (self.of_target or 1.0) >= 1.0
             and (not self.target_x or (self.speedup or 0.0) >= self.target_x)
             and (not self.target_bytes or (self.peak_bytes is not None and self.peak_bytes <= self.target_bytes))
         )
@@ -409,7 +416,7 @@ class BenchmarkRecord:
         """
         worst: dict[tuple[str, ...], float] = {}
         for row in self.rows:
-            reached = row.speedup or (row.target / row.p50 if row.target and row.p50 else None)
+            reached = row.speedup or row.of_target
             if row.ours and (reached is not None or row.p50 is None):
                 worst[row.case_key] = min(reached or 0.0, worst.get(row.case_key, math.inf))
         order = {key: i for i, key in enumerate(dict.fromkeys(row.case_key for row in self.rows))}

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-from accelerant.bench.suite import SuiteCase, SuiteRun
+from accelerant.bench.record import BenchmarkRecord, Environment
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun
 from accelerant.bench.suites.neural_cases import OpCase, call_of
 from accelerant.bench.suites.neural_plan import PlannedCase, runners_of
 from accelerant.config import override
@@ -70,6 +71,12 @@ def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
             if own:
                 forced[decision.op] = own[0]
     return forced
+
+
+def measure_quietly(suite: Suite, key: str, device: ComputeDevice) -> None:
+    """Measure a case of a suite and forget it: what it compiled stays in the disk caches."""
+    run = SuiteRun(device, BenchmarkRecord(Environment.of(device)))
+    next(case for case in suite.cases(run) if case.key == key).measure(run)
 
 
 def compile_first(

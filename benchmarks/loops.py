@@ -1,0 +1,431 @@
+"""Models of transformers in ordinary loops: as they were, patched, and under torch.compile, in turns.
+
+    python -m benchmarks.loops --family gpt2 --loop varying --loop padded-right
+
+A cell is a family of models in a loop (benchmarks/loop_cells.py has the tables). First come the results: the largest
+difference of what the steps computed (losses, embeddings or tokens) and the difference of the weights that they left,
+each from the model as it was. Beside them is that of two runs of the model as it was, from weights that are rounded
+differently; a runner of ours may differ by 1.5 times as much. Then come the ratio of the times and the times: of blocks
+of steps, in which the runners take turns; with the peak of the memory that each reserves, and its first step in this
+process. The loop "trainer" measures whole runs of transformers' Trainer instead, each in a process
+of its own: with empty caches of compiled kernels ("cold"), and with those of the run before ("warm").
+
+On a CPU the models are tiny: a test of results, not of speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from accelerant.bench.record import COMPILED, EAGER, OURS, Row, failure_note
+from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
+from accelerant.bench.suites.precompile import Task, compile_first, compiling, measure_quietly
+from accelerant.bench.timer import Timing, first_ms
+from accelerant.cli.bench import run_command
+from accelerant.errors import AccelerantError, MissingDependency
+from accelerant.nn import patch
+from accelerant.runtime.provider import ComputeDevice
+from benchmarks.loop_cells import DYNAMIC, FAMILIES, LOOPS, RUNNERS, TORCH, Cell, Running, running
+
+__all__ = ["LoopsSuite", "train"]
+
+TRAINER, _OVER = "trainer", "over torch"
+_PLAIN, _TIMES = (OURS, EAGER), ("ms", "s")
+_OURS, _COMPILED = (*_PLAIN, COMPILED), (COMPILED, DYNAMIC)
+
+_ALLOWED, _LEVEL = 1.5, 0.98
+"""A runner of ours may differ from the model as it was by so many times the difference of two runs of that, and must
+reach this share of its speed.
+"""
+
+_MOVED = (1, 2)
+"""Seeds of other roundings of the weights, for further runs of the model as it was."""
+
+_SUM = 4 * torch.finfo(torch.float32).eps
+"""Relative difference of a mean of some hundred terms in another order, in float32."""
+
+_MILLION, _LEAST = 1e6, 1e-3
+"""Differences are in millionths; equal results have the least one, as the figures of a record are above 0."""
+
+_BLOCKS, _BLOCK = 5, 4
+"""Blocks of steps that each runner is timed in, and the steps of one."""
+
+_CELL_S, _RUNS_S = 4.0, 60.0
+"""Expected seconds of a cell and of a family's runs of the Trainer on a large GPU, as it was and patched."""
+
+_COMPILE_S, _SHARE = 240.0, 0.06
+"""Seconds that compiling in other processes may take before the first cell; one's share of the device's memory."""
+
+_RUNS, _TRAINER_STEPS, _CHILD_S = ("cold", "warm"), 60, 300.0
+_CACHES = ("ACCELERANT_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class LoopsSuite(Suite):
+    """Measure families of models in loops as users write them, patched and not: results first, then times."""
+
+    name = "loops"
+    examples: ClassVar[tuple[str, ...]] = (
+        "", "--family gpt2 --loop varying --runner torch --runner patched", "--out folder --max-seconds 600 --resume",
+    )  # fmt: skip
+
+    family: tuple[str, ...] = option((), f"Only this family of {', '.join(FAMILIES)}; may be repeated.")
+    loop: tuple[str, ...] = option((), f"Only this loop of {', '.join([*LOOPS, TRAINER])}; may be repeated.")
+    runner: tuple[str, ...] = option(
+        (), f"Only this runner of {', '.join(RUNNERS)}, beside torch, the model as it was; may be repeated. By default "
+        "the first four, on a CPU the first two.", same=True,
+    )  # fmt: skip
+    steps: int = option(40, "Steps whose results are compared.", min=2, same=True)
+    workers: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with the device's runners and processes.
+
+        Raises:
+            ConfigError: an unknown family, loop or runner.
+            MissingDependency: transformers is not installed.
+        """
+        check_names("--family", "family", self.family, tuple(FAMILIES))
+        check_names("--loop", "loop", self.loop, (*LOOPS, TRAINER))
+        check_names("--runner", "runner", self.runner, tuple(RUNNERS))
+        if find_spec("transformers") is None:
+            raise MissingDependency("transformers", "huggingface", "benchmarks.loops")
+        gpu = device.torch_device.startswith("cuda")
+        chosen = self.runner or tuple(RUNNERS)[: 4 if gpu else 2]
+        runner = tuple(name for name in RUNNERS if name in chosen or RUNNERS[name] == TORCH)
+        workers = self.workers or (max(1, min(14, (os.cpu_count() or 1) - 2)) if gpu else 1)
+        return replace(self, runner=runner, workers=workers)
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return the chosen cells, loop by loop; the runs of the Trainer come last."""
+        chosen = [(family, loop) for loop in self.loop or (*LOOPS, TRAINER) for family in self.family or FAMILIES]
+        cells = [Cell(family, loop, run.gpu) for family, loop in chosen if loop != TRAINER]
+        cases = [
+            SuiteCase(f"{cell.family} {cell.label}", functools.partial(self._measure_cell, cell), _CELL_S)
+            for cell in cells if not cell.left_out
+        ]  # fmt: skip
+        trained = [family for family, loop in chosen if loop == TRAINER and not FAMILIES[family].only]
+        return cases + [
+            SuiteCase(f"{name} {TRAINER}", functools.partial(self._measure_runs, name), _RUNS_S) for name in trained
+        ]
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is a time of a chosen cell; results have their bounds."""
+        loop = row.case.replace(" ", ",").partition(",")[0]
+        chosen = (not self.family or row.op in self.family) and (not self.loop or loop in self.loop)
+        return row.suite == self.name and row.unit in _TIMES and chosen
+
+    def measure(self, run: SuiteRun) -> None:
+        """Measure the cells, after compiling for them, and note what was left out, and which cells are slower."""
+        cases = self.cases(run)
+        compiled = [name for name in self.runner if RUNNERS[name] in _COMPILED]
+        out = [Cell(family, loop, run.gpu) for loop in self.loop or LOOPS if loop in LOOPS for family in self.family]
+        run.record.notes += [
+            f"{cell.family} {cell.loop}: left out, it {cell.left_out}" for cell in out if cell.left_out
+        ]
+        with compiling() if compiled else contextlib.nullcontext():
+            if compiled and (self.workers or 1) > 1:
+                self._compile(compiled, cases, run)
+            try:
+                measure_cases(self.name, cases, run)
+            finally:
+                run.record.notes += _summary(run.record.rows)
+
+    def _compile(self, compiled: Sequence[str], cases: Sequence[SuiteCase], run: SuiteRun) -> None:
+        quick = replace(self, runner=("torch", *compiled), steps=2, workers=1)
+
+        def groups(keys: set[str]) -> list[list[Task]]:
+            left = [case.key for case in cases if case.key in keys and not case.key.endswith(TRAINER)]
+            return [[functools.partial(measure_quietly, quick, key)] for key in left]
+
+        compile_first(groups, cases, run, self.workers or 1, limit_s=_COMPILE_S, share=_SHARE)
+
+    def _measure_cell(self, cell: Cell, run: SuiteRun) -> None:
+        """Measure a cell: the results of each runner, which warm it up, and then the times of all in turns.
+
+        Raises:
+            CaseFailedError: a runner of ours computes something else than the model as it was.
+        """
+        steps = max(2, int(self.steps * cell.how.share))
+        base = Row(self.name, cell.family, cell.label, "", "")
+        ready: dict[str, _Ready] = {}
+        wrong: list[Row] = []
+        with contextlib.ExitStack() as models:
+            others = []
+            for moved in _MOVED:
+                run.progress(f"{cell.family} {cell.label}: {TORCH}, rounded differently")
+                with contextlib.ExitStack() as alone:
+                    others.append(_Ready.of(cell, TORCH, steps, run, alone, moved=moved).results)
+            for name in self.runner:
+                runner = RUNNERS[name]
+                run.progress(f"{cell.family} {cell.label}: {runner}")
+                try:
+                    ready[runner] = one = _Ready.of(cell, runner, steps, run, models)
+                except Exception as error:
+                    if runner in (TORCH, OURS):
+                        raise
+                    run.add(replace(base, runner=runner, implementation=runner, note=failure_note(error)))
+                    continue
+                checked = _compared(replace(base, runner=runner), one.results, [ready[TORCH].results, *others])
+                if runner in _OURS:
+                    run.add(*checked)
+                    wrong += [row for row in checked if row.wrong]
+                elif runner != TORCH:
+                    one.note = f"results differ by {checked[0].error:.1e}"
+            run.add(*_timed(ready, base, run))
+        _fail(wrong)
+
+    def _measure_runs(self, family: str, run: SuiteRun) -> None:
+        """Measure runs of the Trainer in processes of their own, with empty caches and with those of the run before.
+
+        Raises:
+            CaseFailedError: the losses of a patched model are others.
+            AccelerantError: a process failed.
+        """
+        cell = Cell(family, "fixed", run.gpu)
+        steps = _TRAINER_STEPS if run.gpu else self.steps
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        runners = [RUNNERS[name] for name in self.runner if RUNNERS[name] in (TORCH, *_PLAIN)]
+        for runner in runners:
+            with tempfile.TemporaryDirectory() as folder:
+                for cache in _RUNS:  # the second run as it was is from other weights
+                    run.progress(f"{family} {TRAINER}: {runner}, {cache}")
+                    moved = _MOVED[0] if runner == TORCH and cache == "warm" else 0
+                    found[runner, cache] = _run_child(family, runner, str(run.torch_device), steps, moved, folder)
+        results = {key: _Results([torch.tensor(loss) for loss in one["losses"]]) for key, one in found.items()}
+        wrong: list[Row] = []
+        for (runner, cache), one in found.items():
+            row = Row(
+                self.name, family, f"{TRAINER} {cache}, {steps} x {cell.label.partition(', ')[2]}", runner, runner
+            )
+            if runner != TORCH:
+                checked = _compared(row, results[runner, cache], [results[TORCH, c] for c in _RUNS])
+                wrong += [row for row in checked if row.wrong]
+                run.add(*checked, _ratio(row, [found[TORCH, cache]["all_s"]], [one["all_s"]], run))
+            row = replace(row, unit="s", cold_ms=1e3 * one["first_s"], peak_bytes=one["peak_bytes"] or None)
+            run.add(row.timed(Timing.of([one["all_s"]])))
+        _fail(wrong)
+
+
+def _fail(wrong: Sequence[Row]) -> None:
+    if wrong:
+        raise CaseFailedError("; ".join(f"{row.op} {row.case}, {row.runner}: {row.note}" for row in wrong))
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What the steps computed, and the trained weights after them; None if nothing was trained."""
+
+    steps: list[Tensor]
+    weights: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A runner after its first steps: their results, the first one's milliseconds, and the peak of reserved memory."""
+
+    running: Running
+    steps: Iterator[Tensor]
+    block: int
+    results: _Results
+    first_ms: float
+    peak_bytes: int | None
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, cell: Cell, runner: str, steps: int, run: SuiteRun, models: contextlib.ExitStack, *, moved: int = 0
+    ) -> Self:  # fmt: skip
+        """Build a runner's model, which `models` closes, and make its first steps."""
+        where = run.torch_device
+        gc.collect()
+        if run.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(where)
+        held = torch.cuda.memory_reserved(where) if run.gpu else 0
+        this = models.enter_context(running(cell, runner, where, moved=moved))
+        iterator = cell.how.steps(this)
+        values: list[Tensor] = []
+        first = first_ms(lambda: values.append(next(iterator)), where)
+        values += itertools.islice(iterator, steps - 1)
+        peak = torch.cuda.max_memory_reserved(where) - held if run.gpu else None
+        trained = [x.detach().flatten().float() for x in this.model.parameters() if x.requires_grad and cell.how.trains]
+        results = _Results(values, torch.cat(trained) if trained else None)
+        return cls(this, iterator, max(1, int(_BLOCK * cell.how.share)), results, first, peak)
+
+    def advance(self) -> None:
+        """Make a block of steps."""
+        for _ in itertools.islice(self.steps, self.block):
+            pass
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return ||mine - theirs|| / ||theirs||, or of tokens the share of other ones; infinity for other shapes."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return math.inf
+    if not theirs.is_floating_point():
+        return float((mine != theirs).double().mean())
+    found = float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+    return math.inf if math.isnan(found) else found
+
+
+def _compared(row: Row, mine: _Results, theirs: Sequence[_Results]) -> list[Row]:
+    """Return rows of the largest difference of the steps' results, and of the weights, from the model as it was.
+
+    `theirs` are the results of that model, the first from the same weights, others from weights that are rounded
+    differently. Beside 1.5 times the largest difference of two of them a unit in the last place is allowed, as results
+    themselves are rounded, and what another order of a sum changes.
+    """
+    pairs = {"results": (mine.steps, [each.steps for each in theirs])}
+    if mine.weights is not None:
+        pairs["weights"] = ([mine.weights], [[each.weights] for each in theirs if each.weights is not None])
+    rows = []
+    for what, (own, runs) in pairs.items():
+        found = _largest(own, runs[0])
+        usual = max(_largest(one, two) for one, two in itertools.combinations(runs, 2))
+        dtype = own[0].dtype
+        rounding = torch.finfo(dtype).eps + _SUM if dtype.is_floating_point else 0.0
+        bound = _ALLOWED * usual + rounding
+        note = f"largest difference {found:.2e} of {len(mine.steps)} steps; of two runs as it was {usual:.2e}"
+        done = replace(
+            row, op=f"{row.op} {what}", implementation="patched - as it was", unit="ppm", error=found,
+            target=max(_MILLION * bound, _LEAST), note=note if found <= bound else f"wrong: {note}",
+        )  # fmt: skip
+        rows.append(done.timed(Timing.of([max(_MILLION * found, _LEAST)])) if found < math.inf else done)
+    return rows
+
+
+def _largest(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(_difference(one, two) for one, two in zip(mine, theirs, strict=True))
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def _timed(ready: dict[str, _Ready], base: Row, run: SuiteRun) -> list[Row]:
+    """Return the ratios of the times of the model as it was to ours, and the times, from blocks in turns."""
+    runners = list(ready)
+    samples: dict[str, list[float]] = {runner: [] for runner in runners}
+    for at in range(_BLOCKS):
+        for runner in runners[at % len(runners) :] + runners[: at % len(runners)]:
+            one = ready[runner]
+            samples[runner].append(first_ms(one.advance, run.torch_device) / one.block)
+    rows = [
+        _ratio(replace(base, runner=name), samples[TORCH], times, run)
+        for name, times in samples.items()
+        if name in _OURS
+    ]
+    for runner, one in ready.items():
+        report = one.running.report
+        graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.most_common()) if report else ""
+        row = replace(
+            base, runner=runner, implementation=runner, cold_ms=one.first_ms, peak_bytes=one.peak_bytes,
+            timing=f"blocks of {one.block} in turns", note=f"CUDA graphs: {graphs}" if graphs else one.note,
+        )  # fmt: skip
+        rows.append(row.timed(Timing.of(samples[runner], wall=True)))
+    return rows
+
+
+def _ratio(row: Row, before: Sequence[float], after: Sequence[float], run: SuiteRun) -> Row:
+    """Return the row of a runner's speed over the model as it was, of which a GPU has a target."""
+    row = replace(row, op=f"{row.op} {_OVER}", implementation="as it was / patched", unit="x", better="higher")
+    row = replace(row, target=_LEVEL if run.gpu and row.runner == OURS else None)
+    return row.timed(Timing.of([old / new for old, new in zip(before, after, strict=True)]))
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """Return a note on the cells in which a patched model is slower than it was, and one on torch.compile."""
+    ratios = {
+        f"{row.op.removesuffix(f' {_OVER}')} {row.case}": row.p50
+        for row in rows if row.op.endswith(f" {_OVER}") and row.runner == OURS and row.p50
+    }  # fmt: skip
+    slow = [f"{name} {speed:.2f}" for name, speed in ratios.items() if speed < _LEVEL]
+    notes = [f"below {_LEVEL} of the speed as it was: {len(slow)} of {len(ratios)} cells" + ": " * bool(slow)]
+    notes[0] += "; ".join(slow)
+    times = {(row.op, row.case, row.runner): row.p50 for row in rows if row.unit in _TIMES and row.p50}
+    pairs = [(ms, times.get((op, case, DYNAMIC))) for (op, case, runner), ms in times.items() if runner == OURS]
+    both = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
+    if both:
+        faster = sum(ours < theirs for ours, theirs in both)
+        notes.append(f"faster than {DYNAMIC}: {faster} of {len(both)} cells ({faster / len(both):.0%})")
+    return notes if ratios else []
+
+
+# --- the Trainer -----------------------------------------------------------------------------------------------------
+
+
+def _run_child(family: str, runner: str, device: str, steps: int, moved: int, folder: str) -> dict[str, Any]:
+    """Run `train` in a process whose caches are in a folder; AccelerantError if it fails."""
+    program = f"from benchmarks.loops import train; train({family!r}, {runner!r}, {device!r}, {steps}, {moved})"
+    caches = {name: os.path.join(folder, name) for name in _CACHES}
+    environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=_CHILD_S, cwd=folder
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["its process ended"])[-1]
+        raise AccelerantError(f"{family} {TRAINER}, {runner}: {last}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def train(family: str, runner: str, device: str, steps: int, moved: int) -> None:
+    """Patch a model if the runner does, train it by the Trainer, and print losses, seconds and memory as JSON."""
+    import transformers
+
+    where = torch.device(device)
+    cell, losses, ends = Cell(family, "fixed", where.type == "cuda"), list[Tensor](), list[float]()
+
+    class Recorded(transformers.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            losses.append(super().training_step(*args, **kwargs).detach())
+            return losses[-1]
+
+    class Ends(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if not ends:
+                first_ms(lambda: None, where)  # waits for the device
+                ends.append(time.perf_counter())
+
+    batches = [cell.batch(number) for number in range(steps)]
+    data = [{name: x[i] for name, x in batch.items()} for batch in batches for i in range(cell.sizes[0])]
+    with tempfile.TemporaryDirectory() as folder, running(cell, TORCH, where, moved=moved) as this:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=cell.sizes[0], max_steps=steps, learning_rate=1e-3, seed=0,
+            bf16=where.type == "cuda", use_cpu=where.type == "cpu", save_strategy="no", report_to="none",
+            disable_tqdm=True, logging_steps=steps,
+        )  # fmt: skip
+        began = time.perf_counter()
+        if runner in _PLAIN:
+            patch(this.model, graph=False if runner == EAGER else None)
+        Recorded(this.model, arguments, train_dataset=data, callbacks=[Ends()]).train()
+        first_ms(lambda: None, where)
+        all_s = time.perf_counter() - began
+    peak = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else 0
+    found = {"losses": [float(loss) for loss in losses], "first_s": ends[0] - began, "all_s": all_s, "peak_bytes": peak}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run_command(LoopsSuite)
