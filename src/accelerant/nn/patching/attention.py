@@ -8,8 +8,10 @@ read on the host.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -19,9 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
-    and_masks,
     causal_mask_function,
-    packed_sequence_mask_function,
     sdpa_mask,
 )
 
@@ -122,7 +122,7 @@ class _MaskState:
         return self._tensor
 
     def given(self) -> Tensor | None:
-        if self._tensor is None and not self._is_absent and not self.pattern.implied:
+        if self._tensor is None and not self._is_absent:
             self._tensor = sdpa_mask(**self._arguments)
             self._is_absent = self._tensor is None
         return self._tensor
@@ -132,6 +132,8 @@ def register() -> None:
     """Register attention and masks with transformers."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+    if _find_packed is not None:
+        masking_utils.find_packed_sequence_indices = _packed_sequences
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -157,24 +159,47 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     return Mask.of(state)
 
 
-def causal_mask(B: int, S: int, device: torch.device, position_ids: Tensor | None = None) -> Tensor:
-    """Return the causal mask of S tokens, (B, 1, S, S), which transformers accepts as it is.
+def causal_mask(B: int, S: int, device: torch.device) -> Tensor:
+    """Return the causal mask of S tokens, (B, 1, S, S), which models take as it is, and look for no padding then.
 
-    To build the mask itself, transformers reads on the host whether positions restart (packed sequences), which
-    synchronizes with the device once a forward pass. Under torch.compile it builds one in any case, and no Mask can be
-    made: an empty mask then stands for the causal one.
+    Under torch.compile no Mask can be made: an empty mask then stands for the causal one.
     """
     if torch.compiler.is_compiling():
         return torch.ones(1, 1, 0, 0, dtype=torch.bool, device=device)
-    arguments: dict[str, Any] = {"batch_size": B, "q_length": S, "kv_length": S, "device": device}
-    pattern = Pattern(True, implied=True)
-    if position_ids is not None:
-        steps = torch.diff(position_ids.expand(B, S), prepend=position_ids[:, :1].expand(B, 1) - 1)
-        sequences = (steps != 1).cumsum(-1)
-        pattern = Pattern(True, sequences=sequences)
-        packed = and_masks(causal_mask_function, packed_sequence_mask_function(sequences))
-        arguments |= {"mask_function": packed, "allow_is_causal_skip": False}
-    return Mask.of(_MaskState(pattern, arguments, device))
+    arguments = {"batch_size": B, "q_length": S, "kv_length": S, "device": device}
+    return Mask.of(_MaskState(Pattern(True, implied=True), arguments, device))
+
+
+class _Packing(threading.local):
+    assumed: bool | None = None
+
+
+_packing = _Packing()
+
+
+@contextlib.contextmanager
+def assumed_packing(packed: bool) -> Iterator[None]:
+    """Let transformers take positions for those of packed sequences, or of one each, without reading them.
+
+    To build a mask, it otherwise reads on the host whether they restart, in each forward pass without a cache.
+    """
+    before, _packing.assumed = _packing.assumed, packed
+    try:
+        yield
+    finally:
+        _packing.assumed = before
+
+
+def _packed_sequences(position_ids: Tensor) -> Tensor | None:
+    """Return transformers' indices of packed sequences; None for one sequence a row."""
+    if torch.compiler.is_compiling() or _packing.assumed is None:
+        return _find_packed(position_ids)  # type: ignore[no-any-return]
+    if not _packing.assumed:
+        return None
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+_find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
 
 
 def _code(make: str, *args: Any) -> CodeType | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.nn.patching.attention import causal_mask
+from accelerant.nn.patching.attention import assumed_packing, causal_mask
 from accelerant.nn.patching.lazy import LazyTensor
 from accelerant.nn.patching.plain import is_exported
 from accelerant.nn.patching.record import ATTENTION_NAME, MARK, PARTS, is_bare
@@ -25,6 +25,8 @@ from accelerant.ops._library import autocast_dtype
 
 COMPILED = 2**28
 """Logits below which torch.compile has torch's own loss: ours, which it cannot look into, costs the host more."""
+
+_NOTHING = contextlib.nullcontext()
 
 _CACHES = ("cache", "past_key_values", "cache_params")
 """The argument's names: from transformers 5.24, before, and in models with a state of another form."""
@@ -44,12 +46,13 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
     as_dict = self.config.return_dict if as_dict is None else as_dict
-    if as_dict and _is_spared(self, kwargs):
+    spared = as_dict and _is_spared(self, kwargs)
+    if spared:
         kwargs["use_cache"] = False  # would prevent fused blocks
-    tokens = _needs_no_mask(self.config, kwargs) if options["plain"] and self.training and as_dict else None
-    if tokens is not None:
-        B, S = tokens.shape[:2]
-        kwargs["attention_mask"] = causal_mask(B, S, tokens.device, kwargs.get("position_ids"))
+        tokens = _causal_tokens(self.config, kwargs) if options["plain"] else None
+        if tokens is not None:
+            B, S = tokens.shape[:2]
+            kwargs["attention_mask"] = causal_mask(B, S, tokens.device)
     extra = {name: value for name, value in kwargs.items() if name not in options["names"]}
     keep = kwargs.get("logits_to_keep", 0)
     whole = isinstance(keep, int) and keep == 0
@@ -57,13 +60,15 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     fused = options["fused"] and self.training and whole and is_bare(head, nn.Linear) and head.bias is None
     if fused and not _is_compilers(labels.numel() * head.weight.shape[0]):
         kwargs.pop("logits_to_keep", None)
-        base = getattr(self, options["base"])(**kwargs, return_dict=True)
+        with _packing(kwargs, spared):
+            base = getattr(self, options["base"])(**kwargs, return_dict=True)
         hidden = base.last_hidden_state
         compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
         output = _training_output(options["output"], head, loss, _other_outputs(options["output"], base), hidden)
     else:
-        output = type(self).forward(self, **kwargs, return_dict=True)
+        with _packing(kwargs, spared):
+            output = type(self).forward(self, **kwargs, return_dict=True)
         logits = output.logits
         compute = functools.partial(_cross_entropy, logits)
         loss = _causal_loss(compute, logits.dtype, logits.device, labels, **extra)
@@ -78,9 +83,18 @@ def cacheless_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     as_dict = (kwargs | given).get("return_dict")
     as_dict = self.config.return_dict if as_dict is None else as_dict  # a tuple's places would change
     labelled = kwargs.get("labels", given.get("labels")) is not None
-    if labelled and as_dict and "use_cache" not in given and _is_spared(self, kwargs | given):
+    spared = labelled and as_dict and "use_cache" not in given and _is_spared(self, kwargs | given)
+    if spared:
         kwargs["use_cache"] = False
-    return (options["inner"] or type(self).forward)(self, *args, **kwargs)
+    with _packing(kwargs | given, spared):
+        return (options["inner"] or type(self).forward)(self, *args, **kwargs)
+
+
+def _packing(kwargs: dict[str, Any], spared: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a call in which transformers reads no positions: with a cache it would not do so either."""
+    positions = kwargs.get("position_ids")
+    packed = not spared and isinstance(positions, Tensor) and positions.device.type != "cpu"
+    return assumed_packing(packed) if (spared or packed) and not torch.compiler.is_compiling() else _NOTHING
 
 
 def _is_spared(model: Any, kwargs: dict[str, Any]) -> bool:
@@ -105,22 +119,14 @@ def _needs_no_cache(kwargs: dict[str, Any], prefix: str) -> bool:
     return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
 
 
-def _needs_no_mask(config: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tokens, or their embeddings, if the model would make them a causal mask; None for any other."""
-    uses_cache = getattr(config, "use_cache", True) if kwargs.get("use_cache") is None else kwargs["use_cache"]
-    if uses_cache or config._attn_implementation != ATTENTION_NAME:
+def _causal_tokens(config: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tokens, or their embeddings, if the model makes them a mask that is only causal; None for others."""
+    if config._attn_implementation != ATTENTION_NAME or not getattr(config, "is_causal", True):
         return None
-    if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
-        return None
-    if any(kwargs.get(name) is not None for name in ("attention_mask", *_CACHES)):
+    if kwargs.get("attention_mask") is not None or getattr(config, "sliding_window", None) is not None:
         return None
     inputs = [x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(x, Tensor)]
-    if len(inputs) != 1 or inputs[0].dim() < 2 or inputs[0].shape[1] < 2:
-        return None
-    positions, (B, S) = kwargs.get("position_ids"), inputs[0].shape[:2]
-    if positions is not None and (torch.compiler.is_compiling() or positions.shape not in ((B, S), (1, S))):
-        return None
-    return inputs[0]
+    return inputs[0] if len(inputs) == 1 and inputs[0].dim() > 1 and inputs[0].shape[1] > 1 else None
 
 
 def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
