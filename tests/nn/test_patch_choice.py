@@ -181,6 +181,21 @@ def test_a_graph_that_is_kept_may_run_again_and_is_waited_for(clock):
     assert {*clock.sides[-STEPS:]} == {True, False}
 
 
+def test_a_new_kind_waits_for_calls_that_were_not_watched(clock):
+    """Once all is decided, backward passes are not watched: a call of another kind begins on the side that is there."""
+    net = Normed(clock)
+    acl.nn.patch(net)
+    clock.ours = 2.0
+    run(net)
+    one, two = net(rows()), net(rows(100))
+    assert clock.sides[-2:] == [False, False]
+    (one.sum() + two.sum()).backward()
+    for _ in range(STEPS):
+        one, two = net(rows()), net(rows(100))
+        assert clock.sides[-1] == clock.sides[-2]
+        (one.sum() + two.sum()).backward()
+
+
 def test_outputs_that_are_dropped_are_not_waited_for(clock):
     net = Normed(clock)
     acl.nn.patch(net)
@@ -243,7 +258,7 @@ def test_some_calls_are_on_our_ops_always(clock, context):
     assert clock.sides[-1] is False
     with context():
         run(net, 1)
-    assert clock.sides[-1] is True
+    assert clock.sides[-1] is False  # what is decided stays
 
 
 def test_graphs_that_were_asked_for_are_not_measured(clock):
@@ -294,6 +309,7 @@ def test_memory_that_runs_out_as_it_was_leaves_our_ops(clock):
     acl.nn.patch(net)
     run(net)
     assert clock.sides[-3:] == [True] * 3
+    assert "memory" in str(net.__dict__[RECORD].report)
 
 
 def test_threads_never_see_a_switch():

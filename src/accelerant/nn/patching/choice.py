@@ -1,12 +1,13 @@
 """Whether a kind of call of a patched model runs on our ops or as the model was, measured in the run itself.
 
 The first calls of a kind run on both sides in turns, and the faster side serves the later ones. A kind is: training or
-evaluation, with gradients or without, device, dtype, the names of the arguments, and their elements to a power of two.
-Calls with gradients are timed as whole steps, from the start of one to that of the next; others by themselves. Sides
-are only switched while no backward pass is to come, which might run the forward pass again (checkpoints).
+evaluation, with gradients or without, device, dtype, the names of the arguments, and their elements, but for masks, to
+a power of two. Calls with gradients are timed as whole steps, from the start of one to that of the next; others by
+themselves. Sides are only switched while no backward pass is to come, which might run the forward pass again
+(checkpoints).
 
 Nothing is measured with the settings `deterministic` or `race = "off"`, inside torch.compile, a trace, a capture, or
-under a mode or transform of torch: these run on our ops.
+under a mode or transform of torch: kinds that are not decided yet run on our ops then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from accelerant.runtime.streams.graphs import captures_ahead
 
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
 FEWEST_LAPS, CLEAR = 5, 1.05  # laps of each that decide if the slowest of one side beats the fastest of the other so
+MOST_KEYS = 1024  # calls with other numbers of elements whose kind is remembered
 REPLAYS, MOST_EAGER = 6, 12  # calls on our ops after which CUDA graphs are compared with eager calls, or are rare
 TIE = 1.02  # times that differ by less are equal: a CPU runs the model as it was, a GPU our ops, which need less memory
 
@@ -215,6 +217,9 @@ class Choice:
         self._trials: dict[Any, _Trial] = {}
         self._waiting: set[int] = set()
         self._open: _Open | None = None  # the lap that the next call ends
+        self._sides: set[bool | None] = set()  # decisions of all kinds
+        self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
+        self._device_type = ""
         self._param: Any = lambda: None
 
     def __getstate__(self) -> Any:
@@ -225,13 +230,16 @@ class Choice:
 
     def __call__(self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model."""
-        running, graded, trial = self._running, torch.is_grad_enabled(), None
+        graded, running, trial = torch.is_grad_enabled(), self._running, None
         running.append(None)
         try:
+            key = self._key(model, graded, args, kwargs)
+            if self._agreed and key in self._trials and not captures_ahead():
+                return self._run(model, record, args, kwargs)
             if len(running) > 1:
                 self._open = None  # another thread's call, or one inside of this one: the time is shared
             elif torch._C._current_graph_task_id() == -1:  # else a checkpoint runs a call again
-                trial = self._begin(model, record, args, kwargs, graded)
+                trial = self._begin(model, record, key, kwargs)
             if trial is None:
                 result = self._run(model, record, args, kwargs)
             else:
@@ -244,55 +252,66 @@ class Choice:
         finally:
             running.pop()
 
-    def _begin(
-        self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool
-    ) -> _Trial | None:  # fmt: skip
+    def _begin(self, model: Any, record: PatchRecord, key: Any, kwargs: dict[str, Any]) -> _Trial | None:
         """Choose the side of a call; return the trial that it is part of, if it is."""
+        free, self._agreed = not self._waiting and not self._agreed, False  # calls before were not watched
         if self.fixed or is_fixed() or captures_ahead() or is_watched() or _is_captured():
             self._open = None
-            if not self._waiting:
+            if free:
                 record.switch(ours=True)
             return None
-        if self._open is not None and not self._waiting:
+        if self._open is not None and free:
             self._end_lap()
-        trial, ours = self._trial(model, record, args, kwargs, graded), record.ours
+        trial = self._trials.get(key) or self._trial(key, record)
         if trial.ours is None:
             self._decide(trial, record)
-            ours = trial.side(ours) if trial.ours is None else trial.ours
+        if trial.ours is None:
+            trial.elements = _sizes(key)[1]
+            ours = trial.side(record.ours)
             if not ours and not trial.calls[0] and not _has_room(model, trial, kwargs):
-                ours = trial.ours = True
-                record.report.choices[trial.kind()] = "on our ops, as the rest of the memory may not do otherwise"
+                ours = True
+                self._settle(trial, True, record, "for which alone the memory may suffice")
         else:
             ours = trial.ours
-        if ours is not record.ours and not self._waiting:
+        if ours is not record.ours and free:
             record.switch(ours=ours)
+        self._agreed = self._sides == {record.ours}
         return trial if trial.ours is None else None
 
-    def _trial(
-        self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool
-    ) -> _Trial:  # fmt: skip
-        """Return the trial of a call's kind."""
+    def _key(self, model: Any, graded: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what tells calls apart: mode, device, dtype, and the elements of each argument."""
         param = self._param()
         if param is None:
-            param = next(model.parameters(), None)
-            self._param = weakref.ref(param) if param is not None else lambda: None
-        first = total = 0
-        for x in (*args, *kwargs.values()):
+            param = next(model.parameters(), _NONE)
+            self._param, self._device_type = weakref.ref(param), param.device.type
+        device, dtype, kind = param.device, param.dtype, self._device_type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        key = [model.training, graded, device, dtype]
+        for x in args:
             if isinstance(x, Tensor):
-                elements = x.numel()
-                first = first or elements
-                total += elements
-        device, dtype = (_CPU, None) if param is None else (param.device, param.dtype)
-        kind = device.type
-        low = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-        training = model.training
-        key = training, graded, device, low or dtype, first.bit_length(), total.bit_length(), *kwargs
-        trial = self._trials.get(key)
+                key.append(x.numel())
+        for name, x in kwargs.items():
+            if isinstance(x, Tensor) and not name.endswith("mask"):  # which grows with each token that is generated
+                key += name, x.numel()
+            elif x is not None:
+                key.append(name)
+        return tuple(key)
+
+    def _trial(self, key: Any, record: PatchRecord) -> _Trial:
+        """Return the trial of a call's kind, which is that of calls whose arguments have about as many elements."""
+        (training, graded, device, *_), (first, total) = key, _sizes(key)
+        names = [each for each in key if isinstance(each, str)]
+        kind = *key[:4], first.bit_length(), total.bit_length(), *names
+        trial = next((each for each in self._trials.values() if each.key == kind), None)
         if trial is None:
-            trial = self._trials[key] = _Trial(key, record.graphs is None or not (training and graded))
-            if kind not in ("cpu", "cuda"):  # no clock is known
+            trial = _Trial(kind, record.graphs is None or not (training and graded))
+            if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
-        trial.elements = total
+        if len(self._trials) >= MOST_KEYS:
+            del self._trials[next(iter(self._trials))]
+        self._trials[key] = trial
+        self._sides.add(trial.ours)
         return trial
 
     def _run(self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,7 +333,7 @@ class Choice:
         except torch.OutOfMemoryError:
             if ours:
                 raise
-            trial.ours = True  # which needs less
+            self._settle(trial, True, record, "for which alone the memory suffices")
             record.switch(ours=True)
             return self._run(model, record, args, kwargs)
         trial.calls[ours] += 1
@@ -344,13 +363,18 @@ class Choice:
         gain = trial.gain()
         if gain is None:
             return
-        trial.ours = gain > TIE if trial.key[2].type == "cpu" else gain >= 1 / TIE
-        trial.laps = ([], [])
-        if not trial.ours and trial.replays:
+        ours = gain > TIE if trial.key[2].type == "cpu" else gain >= 1 / TIE
+        if not ours and trial.replays:
             record.graphs.release()
-        winner, faster = "on our ops" if trial.ours else "as it was", max(gain, 1 / gain)
-        percent = f"{faster - 1:.0%} faster here" if faster > TIE else f"equal within {TIE - 1:.0%}"
-        record.report.choices[trial.kind()] = f"{winner}, {percent}"
+        faster = max(gain, 1 / gain)
+        why = f"{faster - 1:.0%} faster here" if faster > TIE else f"equal within {TIE - 1:.0%}"
+        self._settle(trial, ours, record, why)
+
+    def _settle(self, trial: _Trial, ours: bool, record: PatchRecord, why: str) -> None:
+        """Run all calls of a kind on one side from now on."""
+        trial.ours, trial.laps = ours, ([], [])
+        self._sides = {each.ours for each in self._trials.values()}
+        record.report.choices[trial.kind()] = f"{'on our ops' if ours else 'as it was'}, {why}"
 
 
 def _allocated_bytes(trial: _Trial) -> int:
@@ -370,7 +394,13 @@ def _has_room(model: Any, trial: _Trial, kwargs: dict[str, Any]) -> bool:
     return 2 * trial.kept_bytes + 12 * logits < _free_bytes()
 
 
-_CPU = torch.device("cpu")
+def _sizes(key: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the elements of the first tensor of a call's key, and of all."""
+    sizes = [each for each in key[4:] if isinstance(each, int)]
+    return (sizes[0], sum(sizes)) if sizes else (0, 0)
+
+
+_NONE = torch.empty(0)  # of a model without parameters
 
 
 def _is_captured() -> bool:
