@@ -26,8 +26,8 @@ def exact(model, examples):
 
 
 def test_torch_and_the_prover_agree_on_100_000_inputs():
-    network = exact(mlp(), torch.randn(256, 64))
-    x = torch.randint(-128, 128, (100_000, 64), dtype=torch.int8)
+    network = exact(mlp(widths=(16, 32, 8)), torch.randn(256, 16))
+    x = torch.randint(-128, 128, (100_000, 16), dtype=torch.int8)
     assert np.array_equal(network(x).numpy(), integer_network(network)(x.numpy()))
 
 
@@ -62,6 +62,54 @@ def test_extremes():
         assert y.item() == pytest.approx(value, rel=0.01)
 
 
+def lenet():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(16 * 3 * 3, 32), nn.ReLU(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def test_convolutions():
+    model, x = lenet(), torch.randn(64, 1, 20, 20)
+    network, y = exact(model, x), model(x).detach()
+    assert (network(x) - y).square().mean() < 0.001 * y.square().mean()  # 0.00003 measured
+    integers = torch.randint(-128, 128, (50, 1, 20, 20), dtype=torch.int8)
+    assert np.array_equal(network(integers).numpy(), integer_network(network)(integers.numpy()))
+
+
+def test_an_image_as_the_output():
+    model, x = nn.Sequential(nn.Conv2d(2, 3, (3, 2), stride=2, padding=1), nn.ReLU()), torch.randn(8, 2, 7, 6)
+    network = exact(model, x)
+    y = network(network.quantize_input(x))
+    assert y.shape == model(x).shape == (8, 3, 4, 4)
+    assert np.array_equal(y.numpy(), integer_network(network)(network.quantize_input(x).numpy()))
+    assert (network(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([nn.Conv2d(2, 2, 3, groups=2)], "0: .*without groups"),
+        ([nn.Conv2d(2, 2, 3, dilation=2)], "0: .*without groups, dilation"),
+        ([nn.Conv2d(2, 2, 3, stride=(1, 2))], r"0: .*one number for both directions, got stride \(1, 2\)"),
+        ([nn.Conv2d(2, 2, 3, padding="same")], "0: .*one number for both directions, got padding 'same'"),
+        ([nn.Conv2d(2, 2, 9)], r"0: it takes 2 channels, and an image of \(2, 6, 6\) comes"),
+        ([nn.Conv2d(3, 2, 1)], r"0: it takes 3 channels"),
+        ([nn.AvgPool2d(2, padding=1)], "0: .*pools without padding"),
+        ([nn.Conv2d(2, 2, (1, 3), padding=1)], "0: it has the padding 1"),
+        ([nn.MaxPool2d(2)], r"0 \(MaxPool2d\)"),
+        ([nn.Conv2d(2, 2, 1), nn.Linear(72, 2)], r"1: it takes 72 inputs, and an image of \(2, 6, 6\) comes"),
+        ([nn.Conv2d(2, 2, 1), nn.Flatten(2), nn.Linear(36, 2)], r"1 \(Flatten\)"),
+    ],
+)
+def test_images_that_it_does_not_represent_are_refused_by_name(layers, message):
+    with pytest.raises(ConfigError, match=message):
+        exact(nn.Sequential(*layers), torch.ones(1, 2, 6, 6))
+    with pytest.raises(ShapeError, match=r"examples must be \(batch, channels, height, width\)"):
+        exact(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.ones(1, 2))
+
+
 class Odd(nn.Linear):
     """Could compute anything."""
 
@@ -71,8 +119,8 @@ class Odd(nn.Linear):
     [
         (nn.Linear(2, 2), r"takes a torch\.nn\.Sequential, got Linear"),
         (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), r"1 \(BatchNorm1d\).*it is neither"),
-        (nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1))), r"0.0 \(Conv2d\)"),
-        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no linear layer is before it"),
+        (nn.Sequential(nn.Sequential(nn.Conv3d(1, 1, 1))), r"0.0 \(Conv3d\)"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no layer is before it"),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.GELU()), r"2 \(GELU\)"),
         (nn.Sequential(Odd(2, 2)), r"0 \(Odd\)"),
         (nn.Sequential(nn.Identity()), "no linear layer"),

@@ -219,8 +219,9 @@ def quantize(
     model's dtype instead: every library loads them, and quantize(loaded_model) restores the integers.
 
     mode="exact" makes a network of integers alone, whose int8 outputs are the same on every device: zk.inference proves
-    them. It takes a torch.nn.Sequential of linear layers and functions of one number (ReLU, GELU, ...), which become
-    tables; other modules are refused by name. The model stays as it is, and `skip` and `inplace` have no effect.
+    them. It takes a torch.nn.Sequential of Linear, Conv2d, AvgPool2d and Flatten, and functions of one number (ReLU,
+    GELU, ...), which become tables; other modules are refused by name. The model stays as it is, and `skip` and
+    `inplace` have no effect.
 
     Args:
         model: a model that contains linear layers, not itself one.
@@ -228,7 +229,8 @@ def quantize(
         skip: layers to leave: full names ("blocks.0.mlp.up") or last components ("lm_head"); or a function of name and
             layer. The output layer is left by default: its errors affect the result directly.
         inplace: False changes a copy, which the report holds.
-        examples: for "exact", typical inputs (batch, in_features), from which the scales of activations follow.
+        examples: for "exact", typical inputs (batch, in_features) or (batch, channels, height, width), from which the
+            scales of activations follow.
 
     Returns:
         the replaced layers, the others with reasons, and the sizes in bytes.
@@ -236,7 +238,7 @@ def quantize(
     Raises:
         ConfigError: an unknown mode, no linear layer, a weight that is not finite, or for "exact" a module that it does
             not represent. Nothing is changed then.
-        ShapeError: examples are not (batch, in_features).
+        ShapeError: examples have another shape.
     """
     if mode == "exact":
         network, replaced = exact_network(model, examples)

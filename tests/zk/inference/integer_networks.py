@@ -23,19 +23,58 @@ def random_network(generator, widths, *, tables=(RELU, IDENTITY), multipliers=No
     return IntegerNetwork(Network(tuple(layers)), weights, offsets)
 
 
+def random_convolutions(generator, count):
+    """Return convolutions of random geometries; some have an earlier source, and some add an output."""
+    shapes, layers, weights, offsets = (
+        [(int(generator.integers(1, 4)), *map(int, generator.integers(1, 8, 2)))],
+        [],
+        [],
+        [],
+    )
+    for i in range(count):
+        source = int(generator.integers(1, i + 2)) if generator.random() < 0.3 else 1
+        channels, *image = shapes[len(shapes) - source]
+        kernel = tuple(int(generator.integers(1, 1 + min(size, 4))) for size in image)
+        padding, stride = int(generator.integers(0, min(kernel))), int(generator.integers(1, 3))
+        if generator.random() < 0.3:
+            kernel, padding, stride = (1, 1), 0, 1  # so that outputs of one shape are common
+        outputs = channels if kernel == (1, 1) else int(generator.integers(1, 6))
+        multiplier = min(1 << 17, int(2**24 / (60 * (channels * kernel[0] * kernel[1]) ** 0.5)))
+        layer = Layer(
+            channels, outputs, multiplier, generator.bytes(256), tuple(image), kernel, stride, padding, source
+        )
+        before = [k for k in range(1, i + 1) if shapes[len(shapes) - k] == layer.output_shape]
+        if before:
+            layer = layer._replace(
+                skip=int(generator.choice(before)), skip_multiplier=int(generator.integers(0, 1 << 25))
+            )
+        layers.append(layer)
+        shapes.append(layer.output_shape)
+        weights.append(generator.integers(-128, 128, (outputs, channels, *kernel)).astype(np.int8))
+        offsets.append(generator.integers(-20_000, 20_000, outputs))
+    return IntegerNetwork(Network(tuple(layers)), weights, offsets)
+
+
 def random_input(generator, network, batch=1):
-    return generator.integers(-128, 128, (batch, network.network.layers[0].inputs)).astype(np.int8)
+    return generator.integers(-128, 128, (batch, *network.network.layers[0].input_shape)).astype(np.int8)
 
 
 def evaluated(network, x):
-    """Return the output by the definition, in Python's integers."""
-    rows = x.tolist()
+    """Return the output (batch, channels, height, width) by the definition, in Python's integers."""
+    arrays = [x.astype(object)]
     for layer, weight, bias in zip(network.network.layers, network.weights, network.biases, strict=True):
-        outputs = []
-        for row in rows:
-            sums = [sum(w * v for w, v in zip(ws, row, strict=True)) for ws in weight.tolist()]
-            scaled = [(layer.multiplier * (a + b) + 2**23) // 2**24 for a, b in zip(sums, bias.tolist(), strict=True)]
-            entries = [layer.table[min(max(q, -128), 127) + 128] for q in scaled]
-            outputs.append([entry - 256 * (entry > 127) for entry in entries])
-        rows = outputs
-    return np.array(rows, np.int8)
+        image = arrays[len(arrays) - layer.source]
+        y = np.zeros((len(x), *layer.output_shape), object)
+        for b, o, row, column in np.ndindex(*y.shape):
+            total = int(bias[o])
+            for c, i, j in np.ndindex(layer.inputs, *layer.kernel):
+                at = row * layer.stride + i - layer.padding, column * layer.stride + j - layer.padding
+                if 0 <= at[0] < layer.image[0] and 0 <= at[1] < layer.image[1]:
+                    total += int(weight[o, c, i, j]) * int(image[b, c, *at])
+            scaled = layer.multiplier * total + 2**23
+            if layer.skip:
+                scaled += layer.skip_multiplier * int(arrays[len(arrays) - layer.skip][b, o, row, column])
+            entry = layer.table[min(max(scaled // 2**24, -128), 127) + 128]
+            y[b, o, row, column] = entry - 256 * (entry > 127)
+        arrays.append(y)
+    return arrays[-1].astype(np.int8)

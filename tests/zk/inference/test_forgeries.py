@@ -9,6 +9,7 @@ from integer_networks import RELU, random_input, random_network
 from accelerant.errors import FormatError, ShapeError
 from accelerant.zk.inference import (
     IntegerNetwork,
+    Layer,
     ModelCommitment,
     Network,
     Prover,
@@ -18,8 +19,9 @@ from accelerant.zk.inference import (
     prover,
     verify,
 )
+from accelerant.zk.inference import network as network_module
 from accelerant.zk.inference.proofs import InferenceProof
-from accelerant.zk.inference.protocol import COMMITMENT_HEADER, PROOF_HEADER, P
+from accelerant.zk.inference.protocol import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P
 
 WIDTHS = [4, 4, 4, 2]
 
@@ -85,7 +87,7 @@ def test_another_batch(honest):
     assert_refused(committed.commitment, np.concatenate((-x, x)), both[::-1], together)
     with pytest.raises(ShapeError, match=r"x must be \(batch, 4\)"):
         check(committed.commitment, x[:, :3], y, proof)
-    with pytest.raises(ShapeError, match=r"y must be \(1, 2\)"):
+    with pytest.raises(ShapeError, match=r"y must be \(batch, 2\)"):
         check(committed.commitment, x, y[:, :1], proof)
 
 
@@ -164,13 +166,72 @@ def test_lengths_that_lie(honest):
     wide = (1 << 16).to_bytes(4, "little")
     announced = {
         "layers, more than 256": data[:at] + b"\xff" * 4 + data[at + 4 :],
-        "takes 4 inputs, and 65536 come": data[: at + 24] + wide + data[at + 28 :],
+        r"takes an input of \(4, 1, 1\), and \(65536, 1, 1\) comes": data[: at + 24] + wide + data[at + 28 :],
         r"a table of 2\^33 entries": data[:at] + b"\1" + data[at + 1 : at + 20] + wide * 2 + data[at + 28 :],
         "ends at byte": data[: at + 20],
     }
     for message, lie in announced.items():
         with pytest.raises(FormatError, match=message):
             ModelCommitment(lie)
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def convolutions():
+    """Three convolutions of 3x5x4 pixels, of which the last adds the output of the first; and a proof."""
+    generator = np.random.default_rng(3)
+    first = Layer(3, 3, 20_000, RELU, image=(5, 4), kernel=(3, 3), padding=1)
+    layers = [first, first, Layer(3, 3, 40_000, IDENTITY, image=(5, 4), skip=2, skip_multiplier=1 << 22)]
+    weights = [generator.integers(-128, 128, (3, 3, *each.kernel)).astype(np.int8) for each in layers]
+    network = IntegerNetwork(Network(tuple(layers)), weights, generator.integers(-9000, 9000, (3, 3)))
+    committed, x = Prover(network), random_input(generator, network)
+    return committed, x, *committed.prove(x)
+
+
+def test_another_pixel(convolutions):
+    committed, x, y, proof = convolutions
+    check(committed.commitment, x, y, proof)
+    for at in range(0, x.size, 11):
+        for array in (other_x := x.copy(), other_y := y.copy()):
+            array.reshape(-1)[at] ^= 1
+        assert_refused(committed.commitment, other_x, y, proof)
+        assert_refused(committed.commitment, x, other_y, proof)
+    for other in (x[:, ::-1], x[:, :, ::-1], x[..., ::-1]):
+        assert_refused(committed.commitment, other, y, proof)
+
+
+@pytest.mark.parametrize("axes", [(-1,), (-2,), (-2, -1)])
+def test_another_geometry(convolutions, axes, monkeypatch):
+    """A prover whose convolutions flip the image, in the witness, or in the witness and in the sumchecks."""
+    committed, x, y, _ = convolutions
+    true = network_module.windows
+
+    def flipped(image, layer):
+        return true(np.flip(image, axes), layer)
+
+    monkeypatch.setattr(network_module, "windows", flipped)
+    other, proof = committed.prove(x)
+    assert (other != y).any()
+    assert_refused(committed.commitment, x, other, proof, "the product of layer 0")
+    monkeypatch.setattr(proofs, "windows", flipped)
+    other, proof = committed.prove(x)
+    assert_refused(committed.commitment, x, other, proof, "the image of layer 0")
+
+
+@pytest.mark.parametrize("changes", [{"skip_multiplier": 1 << 21}, {"skip": 1}, {"skip": 0}, {"source": 2}], ids=str)
+def test_another_graph(convolutions, changes, monkeypatch):
+    """A prover whose last layer is another, under the name of the committed network."""
+    committed, x, y, _ = convolutions
+    public = committed.network.network.encode()
+    other = Prover(changed_network(committed.network, layer=2, **changes))
+    other.commitment = committed.commitment
+    monkeypatch.setattr(Network, "encode", lambda self: public)
+    wrong, proof = other.prove(x)
+    assert (wrong != y).any()
+    monkeypatch.undo()
+    assert_refused(committed.commitment, x, wrong, proof)
 
 
 # --- provers that lie ------------------------------------------------------------------------------------------------
@@ -268,6 +329,22 @@ def test_a_lie_in_a_table_that_is_in_the_table(honest):
     run = LyingProof(committed, x, lie, row=0)
     run.table_indices = lambda columns: InferenceProof.table_indices(run, columns)
     assert_refused(committed.commitment, x, *run.run(), "the product of layer")
+
+
+@pytest.mark.search(2)
+def test_no_entry_of_the_witness_can_be_changed(convolutions, rng, record_property):
+    """Random entries of random columns, in rows of activations, by random amounts."""
+    committed, x, _, _ = convolutions
+    for _ in range(examples := 12):
+        column, amount = rng.randrange(8), rng.choice([1, -1, 256, rng.randrange(1, 1 << 62)])
+
+        def lie(columns, row, column=column, amount=amount):
+            columns[column, row] += amount
+
+        run = LyingProof(committed, x, lie)
+        run.row = rng.choice(run.layout.rows) + rng.randrange(1 << run.layout.logs[0])
+        assert_refused(committed.commitment, x, *run.run())
+    record_property("examples", examples)
 
 
 @pytest.mark.parametrize("entry", [-1, 1, 300])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from integer_networks import RELU, evaluated, random_input, random_network
+from integer_networks import RELU, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
@@ -89,9 +89,25 @@ def test_any_network_is_proven_as_defined(generator, record_property):
         x = random_input(generator, network, int(generator.integers(1, 6)))
         prover = Prover(network)
         y, proof = prover.prove(x)
-        assert (y == evaluated(network, x)).all()
+        assert (y.reshape(-1) == evaluated(network, x).reshape(-1)).all()
         assert (y == network(x)).all()
         check(ModelCommitment(prover.commitment.to_bytes()), x, y, proof)
+    record_property("examples", examples)
+
+
+@pytest.mark.search(1)
+def test_any_convolutions_are_proven_as_defined(generator, record_property):
+    """Images, kernels, strides, padding, sources and added outputs at random."""
+    added = 0
+    for _ in range(examples := 8):
+        network = random_convolutions(generator, int(generator.integers(1, 5)))
+        x = random_input(generator, network, int(generator.integers(1, 4)))
+        prover = Prover(network)
+        y, proof = prover.prove(x)
+        assert (y.reshape(-1) == evaluated(network, x).reshape(-1)).all()
+        check(prover.commitment, x, y, proof)
+        added += sum(layer.skip > 0 for layer in network.network.layers)
+    assert added
     record_property("examples", examples)
 
 
@@ -126,8 +142,8 @@ def test_known_answer():
     assert y.tolist() == [[-47, -31, -8]]
     hashes = [hashlib.sha256(data).hexdigest() for data in (prover.commitment.to_bytes(), proof)]
     assert hashes == [
-        "62d3f4bdc109322e18c1393270f4ab8b8f92c871543f469afc2399b97842a202",
-        "f2ed4313088f1c772a7d5ef9d51aa47ac94ac4c63137d058432e3869d5dc6c5a",
+        "a1b922983187f33e99d4712544ecf692590649d1a3c55d80911c4210ffb5a647",
+        "59a43ce5f90cc67717c7f09191bda3b603bea5600af34b8825984a37c1a70189",
     ]
 
 
@@ -136,7 +152,7 @@ def test_the_numbers_of_the_soundness_table(generator):
     prover = Prover(random_network(generator, [64, 128, 64, 10]))
     weights, layout = prover.layout, WitnessLayout(prover.network.network, 1)
     field, queries, rows = P**2, 8 << layout.log_rows, 1 << layout.log_table
-    claims = len(layout.columns) + 5 + 11 * len(layout.rows) + len(layout.rows) - 1 + 1
+    claims = len(layout.columns) + 5 + 12 * len(layout.rows)  # the first layer has none on its input, the output one
     errors = {
         "proximity": 0.625**QUERIES,
         "fold": ((1 << weights.log_rows + LOG_RATE) + 2) / field,
@@ -199,8 +215,17 @@ def test_the_verifier_needs_no_numpy(generator, tmp_path):
         ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
         ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
         ({"table": b"short"}, ConfigError, "table of 5 entries"),
-        ({"inputs": 1 << 17}, ConfigError, "layer 0 has width 131072"),
+        ({"inputs": 1 << 17}, ConfigError, "layer 0 has a size of 131072"),
         ({"inputs": 4}, ShapeError, r"takes \(2, 4\)"),
+        ({"kernel": (2, 1)}, ConfigError, r"kernel of \(2, 1\), larger than its image"),
+        ({"padding": 1}, ConfigError, "layer 0 has padding 1, not below its kernel"),
+        ({"stride": 0}, ConfigError, "layer 0 has a size of 0"),
+        ({"image": (1 << 13, 1 << 12)}, ConfigError, r"100663296 pixels, more than 2\^20"),
+        ({"image": (300, 300), "kernel": (256, 256)}, ConfigError, "sums of 196608 products, which could pass int32"),
+        ({"image": (1, 1 << 16), "kernel": (1, 1 << 10)}, ConfigError, r"sees \d+ pixels in a direction"),
+        ({"source": 2}, ConfigError, "layer 0 takes its input from 2 layers before"),
+        ({"skip": 1}, ConfigError, "layer 0 adds the output of 1 layers before"),
+        ({"skip_multiplier": 1 << 26}, ConfigError, "layer 0 has skip multiplier 67108864"),
     ],
 )
 def test_layers_out_of_range_are_refused(changes, error, message):
@@ -216,7 +241,7 @@ def test_arrays_out_of_range_are_refused(generator):
             IntegerNetwork(Network((layer,)), [weight], [bias])
     with pytest.raises(UnsupportedDtype, match="int8 weights and integer biases, got float64"):
         IntegerNetwork(Network((layer,)), [weight.astype(float)], [[0, 0]])
-    with pytest.raises(ConfigError, match="layer 1 takes 4 inputs, and 2 come"):
+    with pytest.raises(ConfigError, match=r"layer 1 takes an input of \(4, 1, 1\), and \(2, 1, 1\) comes"):
         IntegerNetwork(Network((layer, Layer(4, 1, 1, IDENTITY))), [weight] * 2, [[0, 0]] * 2)
     with pytest.raises(ConfigError, match="scales must be positive"):
         IntegerNetwork(Network((layer,), input_scale=float("nan")), [weight], [[0, 0]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from accelerant.zk.inference.protocol import (
     BIAS_LIMIT,
     SHIFT,
     Channel,
+    Layer,
     Network,
     RejectedProofError,
     log2_ceil,
@@ -49,47 +51,54 @@ class IntegerNetwork:
                 raise UnsupportedDtype(
                     f"layer {i} takes int8 weights and integer biases, got {weight.dtype}, {bias.dtype}"
                 )
-            if weight.shape != (layer.outputs, layer.inputs) or bias.shape != (layer.outputs,):
-                shapes = f"{weight.shape} and {bias.shape}"
-                raise ShapeError(
-                    f"layer {i} takes ({layer.outputs}, {layer.inputs}) and ({layer.outputs},), got {shapes}"
-                )
+            shape = (layer.outputs, layer.inputs, *layer.kernel)
+            flat = shape[:2] if layer.kernel == (1, 1) else shape
+            if weight.shape not in (shape, flat) or bias.shape != (layer.outputs,):
+                raise ShapeError(f"layer {i} takes {flat} and ({layer.outputs},), got {weight.shape} and {bias.shape}")
             if (off := (bias < -BIAS_LIMIT) | (bias >= BIAS_LIMIT)).any():
                 value = int(bias[off][0])
                 raise ConfigError(f"layer {i} has the bias {value}, which is not from -2^23 to 2^23 - 1")
-            self.weights.append(weight)
+            self.weights.append(weight.reshape(shape))
             self.biases.append(bias.astype(np.int64))
 
     def __repr__(self) -> str:
         return f"IntegerNetwork({self.network.widths})"  # no values: they may be secret
 
     def __call__(self, x: Int8) -> Int8:
-        """Return the output (batch, outputs) of int8 inputs (batch, inputs), exactly."""
-        return self.run(checked_input(self.network, x))
+        """Return the output of int8 inputs, exactly: (batch, outputs), or (batch, outputs, height, width)."""
+        *_, (_, _, y) = self._run(checked_input(self.network, x))
+        return self.outward(y)
 
-    def run(self, x: Int8) -> Int8:
-        """Return the output of a checked input."""
-        for layer, weight, bias in zip(self.network.layers, self.weights, self.biases, strict=True):
-            q = (_accumulators(x, weight, bias) * layer.multiplier + (1 << SHIFT - 1)) >> SHIFT
-            x = np.frombuffer(layer.table, np.int8)[np.clip(q, -128, 127) + 128]
-        return x
+    def outward(self, y: npt.NDArray[Any]) -> Int8:
+        """Return the last layer's padded output as callers get it."""
+        shape = self.network.layers[-1].output_shape
+        y = unpadded(y.astype(np.int8), shape)
+        return np.ascontiguousarray(y if shape[1:] != (1, 1) else y.reshape(len(y), -1))
 
     def trace(self, x: Int8) -> list[Trace]:
-        """Return the witness of each layer for padded inputs (2^batch bits, inputs)."""
-        traces = []
-        for layer, weight, bias in zip(self.network.layers, self.weights, self.biases, strict=True):
-            padded = np.zeros((len(x), 1 << log2_ceil(layer.outputs)), np.int64)
-            padded[:, : layer.outputs] = _accumulators(x[:, : layer.inputs], weight, bias)
-            scaled = padded * layer.multiplier + (1 << SHIFT - 1)
-            q, r = scaled >> SHIFT, scaled & (1 << SHIFT) - 1
-            u = np.clip(q, -128, 127) + 128
-            excess = q - (u - 128)
-            columns = {f"r{i}": r >> 8 * i & 255 for i in range(3)}
-            columns |= {f"d{i}": np.sign(excess) * (np.abs(excess) >> 8 * i & 255) for i in range(3)}
-            table = np.frombuffer(layer.table, np.int8)
-            traces.append(columns | {"u": u, "y": table[u].astype(np.int64)})
-            x = traces[-1]["y"].astype(np.int8)
+        """Return the witness of each layer for checked inputs, each axis but the batch's padded to a power of two."""
+        traces: list[Trace] = []
+        for scaled, u, y in self._run(x):
+            r, excess = scaled & (1 << SHIFT) - 1, (scaled >> SHIFT) - (u - 128)
+            columns = {f"r{k}": r >> 8 * k & 255 for k in range(3)}
+            columns |= {f"d{k}": np.sign(excess) * (np.abs(excess) >> 8 * k & 255) for k in range(3)}
+            traces.append(columns | {"u": u, "y": y.astype(np.int64)})
         return traces
+
+    def _run(self, x: Int8) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Int8]]:
+        """Yield m a + s x' + 2^23, u and y of each layer."""
+        outputs: list[Int8] = []
+        for i, (layer, weight, bias) in enumerate(zip(self.network.layers, self.weights, self.biases, strict=True)):
+            source = x if layer.source > i else unpadded(outputs[i - layer.source], layer.input_shape)
+            scaled = padded(_products(source, weight, layer), *layer.output_shape)
+            scaled += padded(bias, layer.outputs)[:, None, None]
+            scaled *= layer.multiplier
+            scaled += 1 << SHIFT - 1
+            if layer.skip:
+                scaled += outputs[i - layer.skip].astype(np.int64) * layer.skip_multiplier
+            u = np.clip(scaled >> SHIFT, -128, 127) + 128
+            outputs.append(np.frombuffer(layer.table, np.int8)[u])
+            yield scaled, u, outputs[-1]
 
     def to_bytes(self) -> bytes:
         """Return the network as a file, which has the private weights."""
@@ -115,8 +124,8 @@ class IntegerNetwork:
             reader = Channel(data[len(NETWORK_HEADER) :])
             network, weights, biases = read_network(reader), [], []
             for layer in network.layers:
-                shape = (layer.outputs, layer.inputs)
-                weights.append(np.frombuffer(reader.take(layer.outputs * layer.inputs), np.int8).reshape(shape))
+                shape = (layer.outputs, layer.inputs, *layer.kernel)
+                weights.append(np.frombuffer(reader.take(math.prod(shape)), np.int8).reshape(shape))
                 biases.append(np.frombuffer(reader.take(4 * layer.outputs), "<i4"))
         except RejectedProofError as error:
             raise FormatError(f"the integer network is malformed: {error}") from None
@@ -125,17 +134,50 @@ class IntegerNetwork:
         return cls(network, weights, biases)
 
 
-def _accumulators(x: Int8, weight: Int8, bias: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return W x + b; sums of at most 2^16 products of 2^14 are exact in float64."""
-    sums: npt.NDArray[np.int64] = (x.astype(np.float64) @ weight.T.astype(np.float64)).astype(np.int64) + bias
-    return sums
+def padded(x: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
+    """Return an array whose last axes, of this shape, are padded by zeros to powers of two."""
+    width = [(0, 0)] * (x.ndim - len(shape)) + [(0, (1 << log2_ceil(size)) - size) for size in shape]
+    return np.pad(x, width)
+
+
+def unpadded(x: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Return the part of an array whose last axes have this shape."""
+    key: Any = (..., *(slice(size) for size in shape))
+    part: npt.NDArray[Any] = x[key]
+    return part
+
+
+def windows(x: npt.NDArray[Any], layer: Layer) -> npt.NDArray[Any]:
+    """Return the pixels that each output pixel sees: (..., image) -> (..., *kernel, *output image)."""
+    sides = [(0, 0)] * (x.ndim - 2) + [(layer.padding, layer.padding)] * 2
+    views = np.lib.stride_tricks.sliding_window_view(np.pad(x, sides), layer.kernel, axis=(-2, -1))
+    views = views[..., :: layer.stride, :: layer.stride, :, :]
+    return np.moveaxis(views, (-2, -1), (-4, -3))
+
+
+def _products(x: npt.NDArray[Any], weight: Int8, layer: Layer) -> npt.NDArray[np.int64]:
+    """Return the convolution (batch, outputs, height, width); sums of 2^16 products of 2^14 are exact in float64."""
+    seen = windows(x.astype(np.float64), layer)
+    sums = np.tensordot(seen, weight.astype(np.float64), ((1, 2, 3), (1, 2, 3)))
+    return np.moveaxis(sums, -1, 1).astype(np.int64)
 
 
 def checked_input(network: Network, x: Any) -> Int8:
-    """Return x as an array; ShapeError or UnsupportedDtype where it is not int8 (batch, inputs)."""
-    width, array = network.layers[0].inputs, np.asarray(x)
+    """Return x as an array (batch, channels, height, width).
+
+    Raises:
+        ShapeError: x is neither that nor (batch, inputs), or is empty.
+        UnsupportedDtype: x is not int8.
+    """
+    return checked_array("x", x, network.layers[0].input_shape)
+
+
+def checked_array(name: str, x: Any, shape: tuple[int, int, int]) -> Int8:
+    """Return an int8 array (batch, *shape), which may be given with the shape flattened; errors as checked_input."""
+    array, size = np.asarray(x), math.prod(shape)
     if array.dtype != np.int8:
-        raise UnsupportedDtype(f"x must be int8, got {array.dtype}: divide real numbers by input_scale and round")
-    if array.ndim != 2 or array.shape[1] != width or not len(array):
-        raise ShapeError(f"x must be (batch, {width}) with a batch of at least 1, got {array.shape}")
-    return array
+        raise UnsupportedDtype(f"{name} must be int8, got {array.dtype}: divide real numbers by the scale and round")
+    if array.ndim < 2 or not len(array) or array.shape[1:] not in (shape, (size,)):
+        either = f"(batch, {size})" if shape[1:] == (1, 1) else f"(batch, {', '.join(map(str, shape))})"
+        raise ShapeError(f"{name} must be {either} with a batch of at least 1, got {array.shape}")
+    return array.reshape(-1, *shape)

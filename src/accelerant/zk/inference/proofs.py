@@ -16,7 +16,15 @@ import numpy.typing as npt
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.extension import Words
-from accelerant.zk.inference.network import Int8, IntegerNetwork, checked_input
+from accelerant.zk.inference.network import (
+    Int8,
+    IntegerNetwork,
+    checked_array,
+    checked_input,
+    padded,
+    unpadded,
+    windows,
+)
 from accelerant.zk.inference.protocol import (
     BIAS_LIMIT,
     COLUMNS,
@@ -31,8 +39,10 @@ from accelerant.zk.inference.protocol import (
     WeightLayout,
     WitnessLayout,
     blocks,
+    image_weights,
     log2_ceil,
     sha256,
+    shape_bits,
     table_rows,
 )
 from accelerant.zk.inference.prover import (
@@ -109,14 +119,11 @@ class Prover:
         """Return the table of weights that WeightLayout describes."""
         values = np.zeros(1 << self.layout.log_size, np.int64)
         for i, (weight, bias) in enumerate(zip(self.network.weights, self.network.biases, strict=True)):
-            k_out, k_in = map(log2_ceil, weight.shape)
-            block = np.zeros((1 << k_out, 1 << k_in), np.int64)
-            block[: weight.shape[0], : weight.shape[1]] = weight
-            values[self.layout.weights[i] :][: block.size] = block.reshape(-1) + 128
-            padded = np.full(1 << k_out, BIAS_LIMIT, np.int64)
-            padded[: len(bias)] += bias
+            block = padded(weight.astype(np.int64), *weight.shape).reshape(-1) + 128
+            values[self.layout.weights[i] :][: len(block)] = block
+            block = padded(bias, len(bias)) + BIAS_LIMIT
             for byte, at in enumerate(self.layout.biases[i]):
-                values[at:][: len(padded)] = padded >> 8 * byte & 255
+                values[at:][: len(block)] = block >> 8 * byte & 255
         return values
 
     def _commitment(self, public: Network, values: npt.NDArray[np.int64]) -> bytes:
@@ -197,11 +204,10 @@ class InferenceProof:
         self.prover, self.network, self.x = prover, prover.network, x
         public, batch = self.network.network, len(x)
         self.layers, self.layout = public.layers, WitnessLayout(public, batch)
-        padded = np.zeros((1 << log2_ceil(batch), x.shape[1]), np.int8)
-        padded[:batch] = x
-        self.inputs, self.traces = padded, self.network.trace(padded)
+        images = np.pad(x, [(0, (1 << log2_ceil(batch)) - batch), *[(0, 0)] * 3])
+        self.inputs, self.traces = images.astype(np.int64), self.network.trace(images)
         self.padded_output = self.traces[-1]["y"].astype(np.int8)
-        self.y = np.ascontiguousarray(self.padded_output[:batch, : self.layers[-1].outputs])
+        self.y = self.network.outward(self.traces[-1]["y"][:batch])
         root = prover.commitment.checked.root
         statement = (public.encode(), root, batch.to_bytes(8, "little"), x.tobytes(), self.y.tobytes())
         self.speaker = Speaker(PROOF_HEADER, PROOF_HEADER, *statement)
@@ -225,8 +231,8 @@ class InferenceProof:
         sent = speaker.send_elements(values_at(self.values, rows))
         claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
         claims += lookups.show_table(1, layout.multiplicities) + lookups.claims(2)
-        for index, log in enumerate(layout.logs):
-            claims += self.show_layer(index, speaker.challenges(log))
+        for index in range(len(self.layers)):
+            claims += self.show_layer(index)
         point = speaker.challenges(layout.logs[-1])
         output = ext.elements(values_at(ext.words(self.padded_output.reshape(1, -1)), point))
         claims.append(Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
@@ -267,41 +273,63 @@ class InferenceProof:
         tag = np.stack((zeros, zeros, zeros, ones, ones, ones, tags, zeros))
         return fingerprint(alpha, beta, *(ext.lifted(each.reshape(-1)) for each in (a, b, tag)))
 
-    def show_layer(self, index: int, z: list[Element]) -> list[Claim]:
-        """Show equation (1) of a layer at z; see verifier.check_layer."""
-        layer, layout, weights = self.layers[index], self.layout, self.prover.layout
-        at, size = layout.rows[index], 1 << layout.logs[index]
-        k_in, k_out = log2_ceil(layer.inputs), log2_ceil(layer.outputs)
-        columns = self.speaker.send_elements(values_at(self.values[:7, at : at + size], z))
+    def show_layer(self, index: int) -> list[Claim]:
+        """Show equation (1) of a layer at a random z; see verifier.check_layer."""
+        layer, layout, weights, speaker = self.layers[index], self.layout, self.prover.layout, self.speaker
+        z, at, k_out = speaker.challenges(layout.logs[index]), layout.rows[index], log2_ceil(layer.outputs)
+        pixels = shape_bits(layer.output_shape[1:])
+        outputs, images = z[pixels : pixels + k_out], z[pixels + k_out :]
+        columns = speaker.send_elements(values_at(self.values[:7, at : at + (1 << layout.logs[index])], z))
         table = self.prover._weights.values.reshape(-1)
         biases = np.stack([table[b : b + (1 << k_out)] for b in weights.biases[index]])
-        bias = self.speaker.send_elements(values_at(biases, z[:k_out]))
-        tables = [self.weights_at(index, z[:k_out]), self.inputs_at(index, z[k_out:])]
-        if index and layer.inputs < 1 << k_in:
-            tables.append(ext.lifted((np.arange(1 << k_in) < layer.inputs).astype(np.uint64)))
-        j, last = sumcheck(self.speaker, np.stack(tables, axis=1), len(tables), multiplied)
-        last = ext.add(last, ext.lifted(np.array([128, *[0] * (len(tables) - 1)], np.uint64)))
-        weight, *x = self.speaker.send_elements(last[:, : 1 + (index > 0)])
+        bias = speaker.send_elements(values_at(biases, outputs))
         claims = [Claim(1, c + at, z, value) for c, value in zip(layout.columns[:7], columns, strict=True)]
-        claims += [Claim(0, b, z[:k_out], value) for b, value in zip(weights.biases[index], bias, strict=True)]
-        claims.append(Claim(0, weights.weights[index], j + z[:k_out], weight))
-        if index:
-            claims.append(Claim(1, layout.columns[7] + layout.rows[index - 1], j + z[k_out:], x[0]))
+        claims += [Claim(0, b, outputs, value) for b, value in zip(weights.biases[index], bias, strict=True)]
+        if layer.skip:
+            before = index - layer.skip
+            values = self.values[7:, layout.rows[before] :][:, : 1 << layout.logs[before]]
+            (added,) = speaker.send_elements(values_at(values, z))
+            claims.append(Claim(1, layout.columns[7] + layout.rows[before], z, added))
+
+        kernel = padded(self.network.weights[index], layer.outputs, layer.inputs, *layer.kernel).astype(np.int64)
+        x = self.inputs_at(index, images)
+        tables = [values_at(ext.words(kernel.reshape(1 << k_out, -1).T), outputs), self.seen(layer, x, z)]
+        if layer.inputs & (layer.inputs - 1):
+            mask = np.arange(tables[0].shape[1]) >> shape_bits(layer.kernel) < layer.inputs
+            tables.append(ext.lifted(mask.astype(np.uint64)))
+        j, last = sumcheck(speaker, np.stack(tables, axis=1), len(tables), multiplied)
+        last[:, 0] = ext.add(last[:, 0], np.array([128, 0], np.uint64))
+        weight, _ = speaker.send_elements(last[:, :2])
+        claims.append(Claim(0, weights.weights[index], j + outputs, weight))
+
+        channels = j[shape_bits(layer.kernel) :]
+        of_channels = ext.total(np.moveaxis(ext.mul(x, ext.eq_table(channels)[:, :, None, None]), 1, -1))
+        of_rows, of_columns = (np.array(each, np.uint64).T for each in image_weights(z, j, layer))
+        of_pixels = ext.mul(of_rows[:, :, None], of_columns[:, None, :])
+        tables = [of_channels.reshape(2, -1), of_pixels.reshape(2, -1)]
+        pixel, last = sumcheck(speaker, np.stack(tables, axis=1), 2, multiplied)
+        if layer.source <= index:
+            (value,) = speaker.send_elements(last[:, :1])
+            row = layout.rows[index - layer.source]
+            claims.append(Claim(1, layout.columns[7] + row, pixel + channels + images, value))
         return claims
 
-    def weights_at(self, index: int, z: list[Element]) -> Words:
-        """Return sum_i eq(z, i) W_ij for each j."""
-        weight = self.network.weights[index]
-        padded = np.zeros((1 << log2_ceil(weight.shape[1]), 1 << len(z)), np.int64)
-        padded[: weight.shape[1], : weight.shape[0]] = weight.T
-        return values_at(ext.words(padded), z)
+    def inputs_at(self, index: int, images: list[Element]) -> Words:
+        """Return sum_b eq(images, b) x_b of a layer's inputs, padded to powers of two: (2, channels, height, width)."""
+        layer = self.layers[index]
+        source = self.inputs if layer.source > index else self.traces[index - layer.source]["y"]
+        x = padded(source, *layer.input_shape) if layer.source > index else source
+        return values_at(ext.words(x.reshape(len(x), -1).T), images).reshape(2, *x.shape[1:])
 
-    def inputs_at(self, index: int, z: list[Element]) -> Words:
-        """Return sum_i eq(z, i) x_ij for each j."""
-        x = self.traces[index - 1]["y"] if index else self.inputs
-        padded = np.zeros((1 << log2_ceil(self.layers[index].inputs), len(x)), np.int64)
-        padded[: x.shape[1]] = x.T
-        return values_at(ext.words(padded), z)
+    def seen(self, layer: Layer, x: Words, z: list[Element]) -> Words:
+        """Return g(j), the sum of eq(z, p) x at the pixel that output p sees through j, a channel and kernel offset."""
+        k = shape_bits(layer.output_shape[2:])
+        of_columns, of_rows = ext.eq_table(z[:k]), ext.eq_table(z[k : shape_bits(layer.output_shape[1:])])
+        _, height, width = layer.output_shape
+        of_pixels = ext.mul(of_rows[:, :height, None], of_columns[:, None, :width]).reshape(2, 1, 1, 1, -1)
+        views = windows(unpadded(x, layer.image), layer)
+        sums = ext.total(ext.mul(views.reshape(*views.shape[:4], -1), of_pixels))
+        return padded(sums, *layer.kernel).reshape(2, -1)
 
 
 def integer_network(model: Any) -> IntegerNetwork:
@@ -316,7 +344,8 @@ def integer_network(model: Any) -> IntegerNetwork:
     layers, weights, biases = [], [], []
     for layer in model.exact_layers():
         weight, bias, table = (array.cpu().numpy() for array in (layer.weight, layer.bias, layer.table))
-        layers.append(Layer(weight.shape[1], weight.shape[0], layer.multiplier, table.tobytes()))
+        geometry = (layer.image, weight.shape[2:], layer.stride, layer.padding)
+        layers.append(Layer(weight.shape[1], len(weight), layer.multiplier, table.tobytes(), *geometry))
         weights.append(weight)
         biases.append(bias)
     return IntegerNetwork(Network(tuple(layers), model.input_scale, model.output_scale), weights, biases)
@@ -334,11 +363,10 @@ def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
         RejectedProofError: the proof does not show it; says which check fails.
         ShapeError, UnsupportedDtype: x or y is not of this network.
     """
-    x, y = checked_input(commitment.network, x), np.asarray(y)
-    if y.dtype != np.int8:
-        raise UnsupportedDtype(f"y must be int8, got {y.dtype}")
-    if y.shape != (len(x), commitment.network.layers[-1].outputs):
-        raise ShapeError(f"y must be ({len(x)}, {commitment.network.layers[-1].outputs}), got {y.shape}")
+    x = checked_input(commitment.network, x)
+    y = checked_array("y", y, commitment.network.layers[-1].output_shape)
+    if len(y) != len(x):
+        raise ShapeError(f"x and y must have one batch size, got {len(x)} and {len(y)}")
     check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), bytes(proof))
 
 

@@ -26,6 +26,7 @@ SHIFT = 24  # of requantization
 BIAS_LIMIT = 1 << 23
 MAX_MULTIPLIER = 1 << 17
 MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 10
+MAX_LOG_IMAGE = 20
 COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
 IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
 
@@ -145,12 +146,47 @@ def fingerprint(alpha: Element, beta: Element, a: Element, b: Element, tag: Elem
 
 
 class Layer(NamedTuple):
-    """The public part of a layer; `table` has 256 int8 entries as bytes."""
+    """The public part of a convolution; by default of a product with a matrix, which is one of an image of one pixel.
+
+    Attributes:
+        inputs, outputs: channels.
+        multiplier: m of the requantization.
+        table: of the activation, 256 int8 entries as bytes.
+        image: height and width of the input.
+        kernel: height and width of the kernel; a whole image flattens it.
+        stride, padding: in both directions; the padding has zeros.
+        source: how many layers before is the one whose output is the input; the network's input is before the first.
+        skip: how many layers before is the one whose output, times skip_multiplier, is added before the shift; or 0.
+    """
 
     inputs: int
     outputs: int
     multiplier: int
     table: bytes
+    image: tuple[int, int] = (1, 1)
+    kernel: tuple[int, int] = (1, 1)
+    stride: int = 1
+    padding: int = 0
+    source: int = 1
+    skip: int = 0
+    skip_multiplier: int = 0
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the input."""
+        return self.inputs, *self.image
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the output."""
+        sizes = zip(self.image, self.kernel, strict=True)
+        height, width = ((size + 2 * self.padding - k) // self.stride + 1 for size, k in sizes)
+        return self.outputs, height, width
+
+    def encode(self) -> bytes:
+        """Return the bytes of the layer."""
+        numbers = (*self.image, *self.kernel, self.stride, self.padding, self.source, self.skip, self.skip_multiplier)
+        return struct.pack("<12I", self.inputs, self.outputs, self.multiplier, *numbers) + self.table
 
 
 class Network(NamedTuple):
@@ -162,33 +198,108 @@ class Network(NamedTuple):
 
     @property
     def widths(self) -> str:
-        """The widths as text: 64-128-10."""
-        return "-".join(map(str, [self.layers[0].inputs, *(layer.outputs for layer in self.layers)]))
+        """The shapes as text: 64-128-10, or 1x28x28-6x24x24-10."""
+        shapes = [self.layers[0].input_shape, *(layer.output_shape for layer in self.layers)]
+        return "-".join("x".join(map(str, shape if shape[1:] != (1, 1) else shape[:1])) for shape in shapes)
 
     def encode(self) -> bytes:
         """Return the bytes that commitments contain and transcripts absorb."""
         head = struct.pack("<Idd", len(self.layers), self.input_scale, self.output_scale)
-        return head + b"".join(struct.pack("<III", *layer[:3]) + layer.table for layer in self.layers)
+        return head + b"".join(layer.encode() for layer in self.layers)
 
     def check(self) -> None:
         """Raise RejectedProofError where a number is out of range."""
         require(1 <= len(self.layers) <= MAX_LAYERS, f"{len(self.layers)} layers, not 1 to {MAX_LAYERS}")
         for i, layer in enumerate(self.layers):
-            for width in layer[:2]:
-                require(1 <= width <= MAX_WIDTH, f"layer {i} has width {width}, not 1 to {MAX_WIDTH}")
-            require(1 <= layer.multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {layer.multiplier}")
-            require(len(layer.table) == 256, f"layer {i} has a table of {len(layer.table)} entries, not 256")
-            width = self.layers[i - 1].outputs if i else layer.inputs
-            require(layer.inputs == width, f"layer {i} takes {layer.inputs} inputs, and {width} come")
+            self._check_layer(i, layer)
         scales = (self.input_scale, self.output_scale)
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
         logs = WeightLayout(self).log_size
         require(logs <= MAX_LOG_WEIGHTS, f"the weights need a table of 2^{logs} entries, more than 2^{MAX_LOG_WEIGHTS}")
 
+    def _check_layer(self, i: int, layer: Layer) -> None:
+        sizes = (*layer[:2], *layer.image, *layer.kernel, layer.stride)
+        for size in sizes:
+            require(1 <= size <= MAX_WIDTH, f"layer {i} has a size of {size}, not 1 to {MAX_WIDTH}")
+        products = layer.inputs * math.prod(layer.kernel)
+        require(products <= MAX_WIDTH, f"layer {i} has sums of {products} products, which could pass int32")
+        require(1 <= layer.multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {layer.multiplier}")
+        require(0 <= layer.skip_multiplier <= 2 << SHIFT, f"layer {i} has skip multiplier {layer.skip_multiplier}")
+        require(len(layer.table) == 256, f"layer {i} has a table of {len(layer.table)} entries, not 256")
+        require(0 <= layer.padding < min(layer.kernel), f"layer {i} has padding {layer.padding}, not below its kernel")
+        require(min(layer.output_shape) >= 1, f"layer {i} has a kernel of {layer.kernel}, larger than its image")
+        areas = (math.prod(layer.input_shape), math.prod(layer.output_shape))
+        require(max(areas) <= 1 << MAX_LOG_IMAGE, f"layer {i} has {max(areas)} pixels, more than 2^{MAX_LOG_IMAGE}")
+        seen = max(k * size for k, size in zip(layer.kernel, layer.output_shape[1:], strict=True))
+        require(seen <= 1 << MAX_LOG_IMAGE, f"layer {i} sees {seen} pixels in a direction, more than 2^{MAX_LOG_IMAGE}")
+        require(1 <= layer.source <= i + 1, f"layer {i} takes its input from {layer.source} layers before")
+        require(0 <= layer.skip <= i, f"layer {i} adds the output of {layer.skip} layers before")
+        came = self.shape_of(i - layer.source)
+        require(layer.input_shape == came, f"layer {i} takes an input of {layer.input_shape}, and {came} comes")
+        added = self.shape_of(i - layer.skip) if layer.skip else layer.output_shape
+        require(layer.output_shape == added, f"layer {i} adds {added} to its output of {layer.output_shape}")
+
+    def shape_of(self, index: int) -> tuple[int, int, int]:
+        """Return the shape of a layer's output, or for -1 of the network's input."""
+        return self.layers[index].output_shape if index >= 0 else self.layers[0].input_shape
+
 
 def log2_ceil(n: int) -> int:
     """Return the least k with 2^k >= n."""
     return (n - 1).bit_length()
+
+
+def shape_bits(shape: Sequence[int]) -> int:
+    """Return log2 of the size of an array whose axes are padded to powers of two."""
+    return sum(map(log2_ceil, shape))
+
+
+def pixel_weights(z: Sequence[Element], j: Sequence[Element], sizes: tuple[int, int], layer: Layer) -> list[Element]:
+    """Return, for each q, sum eq(z, p) eq(j, d) over outputs p and kernel offsets d with p stride + d - padding = q.
+
+    `sizes` has those of the kernel and of the output in this direction; q goes from -padding to the last that is used.
+    """
+    pixels, offsets = eq_table(z)[: sizes[1]], eq_table(j)[: sizes[0]]
+    weights = [ZERO] * ((sizes[1] - 1) * layer.stride + sizes[0])
+    for p, pixel in enumerate(pixels):
+        for d, offset in enumerate(offsets):
+            weights[p * layer.stride + d] = add(weights[p * layer.stride + d], mul(pixel, offset))
+    return weights
+
+
+def image_weights(z: Sequence[Element], j: Sequence[Element], layer: Layer) -> tuple[list[Element], list[Element]]:
+    """Return the weights of the input's rows and columns: pixel_weights in both directions, padded to powers of two.
+
+    z has the coordinates of the output's columns, rows, ..., and j those of the kernel's.
+    """
+    found, at_z, at_j = [], 0, 0
+    for axis in (1, 0):
+        size, kernel, output = layer.image[axis], layer.kernel[axis], layer.output_shape[1 + axis]
+        end_z, end_j = at_z + log2_ceil(output), at_j + log2_ceil(kernel)
+        weights = pixel_weights(z[at_z:end_z], j[at_j:end_j], (kernel, output), layer)
+        weights = weights[layer.padding : layer.padding + size]
+        found.append(weights + [ZERO] * ((1 << log2_ceil(size)) - len(weights)))
+        at_z, at_j = end_z, end_j
+    return found[1], found[0]
+
+
+def extension(values: bytes, shape: Sequence[int], point: Sequence[Element]) -> Element:
+    """Return the extension of an int8 array, each axis padded by zeros to a power of two, at a point."""
+    at, size = log2_ceil(shape[-1]), shape[-1]
+    weights, signed = eq_table(point[:at])[:size], struct.unpack(f"{len(values)}b", values)
+    level = [combine(weights, signed[i : i + size]) for i in range(0, len(signed), size)]
+    for size in reversed(shape[:-1]):
+        weights, at = eq_table(point[at : at + log2_ceil(size)])[:size], at + log2_ceil(size)
+        level = [inner(weights, level[i : i + size]) for i in range(0, len(level), size)]
+    return level[0]
+
+
+def unpadded(data: bytes, shape: Sequence[int]) -> bytes:
+    """Return the entries of an int8 array whose axes are padded to powers of two."""
+    if len(shape) == 1:
+        return data[: shape[0]]
+    step = len(data) >> log2_ceil(shape[0])
+    return b"".join(unpadded(data[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0]))
 
 
 def blocks(logs: Sequence[int]) -> tuple[list[int], int]:
@@ -203,7 +314,7 @@ class WeightLayout:
     """The table of weights: for each layer a block of w + 128, input index first, and three of the bias's bytes."""
 
     def __init__(self, network: Network) -> None:
-        pairs = [(log2_ceil(layer.inputs), log2_ceil(layer.outputs)) for layer in network.layers]
+        pairs = [(shape_bits((layer.inputs, *layer.kernel)), log2_ceil(layer.outputs)) for layer in network.layers]
         offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
         self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
         self.log_rows = max(6, self.log_size - 5)
@@ -214,7 +325,7 @@ class WitnessLayout:
 
     def __init__(self, network: Network, batch: int) -> None:
         self.tables = list(dict.fromkeys([IDENTITY, *(layer.table for layer in network.layers)]))
-        self.logs = [log2_ceil(layer.outputs) + log2_ceil(batch) for layer in network.layers]
+        self.logs = [shape_bits(layer.output_shape) + log2_ceil(batch) for layer in network.layers]
         self.rows, self.log_rows = blocks(self.logs)
         self.log_table = log2_ceil(1022 + 256 * len(self.tables))
         offsets, self.log_size = blocks([*[self.log_rows] * 8, self.log_table])
@@ -345,5 +456,8 @@ def read_network(reader: Channel) -> Network:
 
 
 def _read_layer(reader: Channel) -> Layer:
-    inputs, outputs, multiplier = struct.unpack("<III", reader.take(12))
-    return Layer(inputs, outputs, multiplier, reader.take(256))
+    numbers = struct.unpack("<12I", reader.take(48))
+    inputs, outputs, multiplier, *sizes, stride, padding, source, skip, skip_multiplier = numbers
+    image, kernel = (sizes[0], sizes[1]), (sizes[2], sizes[3])
+    table = reader.take(256)
+    return Layer(inputs, outputs, multiplier, table, image, kernel, stride, padding, source, skip, skip_multiplier)

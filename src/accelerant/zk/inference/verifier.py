@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,8 +33,10 @@ from accelerant.zk.inference.protocol import (
     eq,
     eq_below,
     eq_table,
+    extension,
     fingerprint,
     fold,
+    image_weights,
     inner,
     log2_ceil,
     mul,
@@ -43,9 +45,11 @@ from accelerant.zk.inference.protocol import (
     root_of_unity,
     scale,
     sha256,
+    shape_bits,
     sub,
     table_rows,
     unpack,
+    unpadded,
 )  # fmt: skip
 
 
@@ -196,43 +200,47 @@ def check_commitment(data: bytes) -> Commitment:
     return Commitment(network, root)
 
 
-def extension(values: bytes, widths: tuple[int, int], point: Sequence[Element]) -> Element:
-    """Return the extension of a matrix of int8 entries, padded by zeros to powers of two, at a point."""
-    rows, columns = widths
-    k = log2_ceil(columns)
-    weights, outer = eq_table(point[:k])[:columns], eq_table(point[k:])[:rows]
-    signed = struct.unpack(f"{rows * columns}b", values)
-    return inner(outer, [combine(weights, signed[at : at + columns]) for at in range(0, len(signed), columns)])
-
-
 def check_layer(
-    channel: Channel,
-    network: Network,
-    index: int,
-    witness: WitnessLayout,
-    z: list[Element],
-    x_at: Callable[[list[Element]], Element],
+    channel: Channel, network: Network, index: int, witness: WitnessLayout, x_at: Callable[[list[Element]], Element]
 ) -> list[Claim]:
-    """Reduce equation (1) of a layer at z to claims on the weights (source 0) and the witness (source 1)."""
-    layer, weights = network.layers[index], WeightLayout(network)
-    k_in, k_out, digits = log2_ceil(layer.inputs), log2_ceil(layer.outputs), (1, 1 << 8, 1 << 16)
+    """Reduce equation (1) of a layer at a random z to claims on the weights (source 0) and the witness (source 1).
+
+    The product is sum_j w~(j, z) g(j), j an input channel and an offset in the kernel, with g(j) = sum_q x~(q, j) c(q),
+    q a pixel and c the weights of pixels for z and j.
+    """
+    layer, weights, z = network.layers[index], WeightLayout(network), channel.challenges(witness.logs[index])
+    pixel_bits, k_out = shape_bits(layer.output_shape[1:]), log2_ceil(layer.outputs)
+    outputs, images = z[pixel_bits : pixel_bits + k_out], z[pixel_bits + k_out :]
+    digits, y, rows = (1, 1 << 8, 1 << 16), witness.columns[7], witness.rows
     columns, bias = channel.elements(7), channel.elements(3)
     q = sub(add(columns[6], combine(columns[3:6], digits)), (128, 0))
     scaled = sub(add(scale(q, 1 << SHIFT), combine(columns[:3], digits)), (1 << (SHIFT - 1), 0))
+    claims = [Claim(1, at + rows[index], z, value) for at, value in zip(witness.columns[:7], columns, strict=True)]
+    claims += [Claim(0, at, outputs, value) for at, value in zip(weights.biases[index], bias, strict=True)]
+    if layer.skip:
+        (added,) = channel.elements(1)
+        claims.append(Claim(1, y + rows[index - layer.skip], z, added))
+        scaled = sub(scaled, scale(added, layer.skip_multiplier))
     products = sub(scale(scaled, pow(layer.multiplier, -1, P)), sub(combine(bias, digits), (BIAS_LIMIT, 0)))
-    masked = index > 0 and layer.inputs < 1 << k_in
-    j, final = sumcheck(channel, products, k_in, 2 + masked)
-    row = witness.rows[index]
-    claims = [Claim(1, at + row, z, value) for at, value in zip(witness.columns[:7], columns, strict=True)]
-    claims += [Claim(0, at, z[:k_out], value) for at, value in zip(weights.biases[index], bias, strict=True)]
-    weight, *x = channel.elements(1 + (index > 0))
-    claims.append(Claim(0, weights.weights[index], j + z[:k_out], weight))
-    if index:
-        claims.append(Claim(1, witness.columns[7] + witness.rows[index - 1], j + z[k_out:], x[0]))
-    value = mul(sub(weight, (128, 0)), x[0] if index else x_at(j + z[k_out:]))
-    require(
-        (mul(value, eq_below(j, layer.inputs)) if masked else value) == final, f"the product of layer {index} is wrong"
-    )
+
+    kernel_bits, masked = shape_bits(layer.kernel), layer.inputs & (layer.inputs - 1) != 0
+    j, final = sumcheck(channel, products, kernel_bits + log2_ceil(layer.inputs), 2 + masked)
+    weight, g = channel.elements(2)
+    claims.append(Claim(0, weights.weights[index], j + outputs, weight))
+    value, channels = mul(sub(weight, (128, 0)), g), j[kernel_bits:]
+    value = mul(value, eq_below(channels, layer.inputs)) if masked else value
+    require(value == final, f"the product of layer {index} is wrong")
+
+    pixel, final = sumcheck(channel, g, shape_bits(layer.image), 2)
+    point, column_bits = pixel + channels + images, log2_ceil(layer.image[1])
+    if layer.source <= index:
+        (x,) = channel.elements(1)
+        claims.append(Claim(1, y + rows[index - layer.source], point, x))
+    else:
+        x = x_at(point)
+    of_rows, of_columns = image_weights(z, j, layer)
+    of_pixels = mul(inner(of_rows, eq_table(pixel[column_bits:])), inner(of_columns, eq_table(pixel[:column_bits])))
+    require(mul(x, of_pixels) == final, f"the image of layer {index} is wrong")
     return claims
 
 
@@ -241,18 +249,17 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     network, root = commitment
     layers, last = network.layers, network.layers[-1]
     require(batch >= 1, f"the batch must be at least 1, got {batch}")
-    for name, data, width in (("input", x, layers[0].inputs), ("output", y, last.outputs)):
-        require(len(data) == batch * width, f"the {name} has {len(data)} bytes, not {batch} x {width}")
+    shapes = (batch, *layers[0].input_shape), (batch, *last.output_shape)
+    for name, data, shape in zip(("input", "output"), (x, y), shapes, strict=True):
+        require(len(data) == math.prod(shape), f"the {name} has {len(data)} bytes, not {math.prod(shape)}")
     require(proof.startswith(PROOF_HEADER), "this is no proof of inference of version 1")
     statement = (PROOF_HEADER, network.encode(), root, batch.to_bytes(8, "little"), x, y)
     channel, layout = Channel(proof[len(PROOF_HEADER) :], *statement), WitnessLayout(network, batch)
     helper, helper_log = blocks([layout.log_rows + 3] * 2 + [layout.log_table] * 2)
     weights = WeightLayout(network)
     stack = Stack(weights.log_rows, [weights.log_size, layout.log_size, helper_log])
-    k_out, k_batch = log2_ceil(last.outputs), log2_ceil(batch)
-    padded = channel.bytes(1 << (k_out + k_batch))
-    kept = [padded[i << k_out : (i << k_out) + last.outputs] for i in range(batch)]
-    require(b"".join(kept) == y, "the proof is of another output")
+    padded = channel.bytes(1 << layout.logs[-1])
+    require(unpadded(padded, shapes[1]) == y, "the proof is of another output")
     roots = [root, channel.bytes(32)]
     alpha, beta = channel.challenges(2)
     roots.append(channel.bytes(32))
@@ -276,11 +283,11 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     claims += [Claim(2, at, table.point, value) for at, value in zip(helper[2:], table.parts, strict=True)]
 
     def x_at(z: list[Element]) -> Element:
-        return extension(x, (batch, layers[0].inputs), z)
+        return extension(x, shapes[0], z)
 
-    for index, log in enumerate(layout.logs):
-        claims += check_layer(channel, network, index, layout, channel.challenges(log), x_at)
-    z = channel.challenges(k_out + k_batch)
-    value = extension(padded, (1 << k_batch, 1 << k_out), z)
+    for index in range(len(layers)):
+        claims += check_layer(channel, network, index, layout, x_at)
+    z = channel.challenges(layout.logs[-1])
+    value = extension(padded, [1 << log2_ceil(size) for size in shapes[1]], z)
     claims.append(Claim(1, layout.columns[7] + layout.rows[-1], z, value))
     check_openings(channel, stack, roots, claims)
