@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ _MICRO_BATCHES, _EVALUATED = 4, 4
 _LENGTHS = (0.4, 1.95)
 """Lengths that vary are drawn between these multiples of a family's tokens: 256 gives 102 to 499."""
 
-_NEW_TOKENS = 64
+_NEW_TOKENS, _LARGE_BATCHES = 64, 8
 _FIRST_ID = 3  # ids below are those of padding, begin and end
 
 
@@ -193,15 +194,15 @@ def _training(this: Running, micro_batches: int = 1) -> Iterator[Tensor]:
     parameters = [parameter for parameter in this.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE)
     while True:
-        total = torch.zeros((), device=this.where)
+        losses = []
         for _ in range(micro_batches):
             loss = this.loss() / micro_batches
             loss.backward()
-            total += loss.detach()
+            losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, _CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield total
+        yield torch.stack(losses).sum()
 
 
 def _evaluating(this: Running) -> Iterator[Tensor]:
@@ -384,8 +385,13 @@ class Cell:
         dropouts = dict.fromkeys(self.model.dropouts, 0.1 if self.loop == "dropout" else 0.0)
         return (self.model.config if self.gpu else tiny(self.model.config)) | dropouts
 
-    def batch(self, number: int) -> dict[str, Tensor]:
-        """Draw a batch on the host: the same one for the same number."""
+    def batches(self, count: int) -> list[dict[str, Tensor]]:
+        """Draw batches on the host, which a loop repeats; of images and speech a few, as they are large."""
+        large = self.model.task in ("image", "speech", "pairs")
+        return [self._batch(number) for number in range(min(count, _LARGE_BATCHES) if large else count)]
+
+    def _batch(self, number: int) -> dict[str, Tensor]:
+        """Draw a batch: the same one for the same number."""
         generator = torch.Generator().manual_seed(number)
         config, (rows, tokens), task = self.config(), self.sizes, self.model.task
         low, high = self._lengths()
@@ -445,7 +451,9 @@ def _move(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def running(cell: Cell, runner: str, where: torch.device, *, moved: int = 0) -> Iterator[Running]:
+def running(
+    cell: Cell, runner: str, where: torch.device, batches: Sequence[dict[str, Tensor]], *, moved: int = 0
+) -> Iterator[Running]:  # fmt: skip
     """Yield a runner's model, from the same weights and seeds each time; then restore what Liger changes.
 
     With a seed `moved` the weights are rounded differently, and dropout draws other numbers.
@@ -475,21 +483,13 @@ def running(cell: Cell, runner: str, where: torch.device, *, moved: int = 0) -> 
         elif runner.startswith(OURS):
             report = patch(model, graph=False if runner == EAGER else None)
         if runner in (COMPILED, DYNAMIC):
-            torch.compiler.reset()
-            call = torch.compile(model, dynamic=True)
+            call = torch.compile(model.forward if cell.loop == "generate" else model, dynamic=True)
             if cell.loop == "generate":
-                model.forward = torch.compile(model.forward, dynamic=True)
+                model.forward = call
         torch.manual_seed(moved)
-        yield Running(model, call, map(cell.batch, _numbers()), where, cell.low, report)
+        yield Running(model, call, itertools.cycle(batches), where, cell.low, report)
     finally:
         vars(module_of).update(before)
-
-
-def _numbers() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
 
 
 def _apply_liger(model: Any) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from accelerant.bench.record import COMPILED, EAGER, OURS, Row, failure_note
 from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
-from accelerant.bench.suites.precompile import Task, compile_first, compiling, measure_quietly
+from accelerant.bench.suites.precompile import Task, compile_first, measure_quietly
 from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, MissingDependency
@@ -122,7 +122,10 @@ class LoopsSuite(Suite):
             SuiteCase(f"{cell.family} {cell.label}", functools.partial(self._measure_cell, cell), _CELL_S)
             for cell in cells if not cell.left_out
         ]  # fmt: skip
-        trained = [family for family, loop in chosen if loop == TRAINER and not FAMILIES[family].only]
+        trained = [
+            family for family, loop in chosen
+            if loop == TRAINER and not FAMILIES[family].only and FAMILIES[family].task != "pairs"
+        ]  # fmt: skip
         return cases + [
             SuiteCase(f"{name} {TRAINER}", functools.partial(self._measure_runs, name), _RUNS_S) for name in trained
         ]
@@ -136,21 +139,23 @@ class LoopsSuite(Suite):
     def measure(self, run: SuiteRun) -> None:
         """Measure the cells, after compiling for them, and note what was left out, and which cells are slower."""
         cases = self.cases(run)
-        compiled = [name for name in self.runner if RUNNERS[name] in _COMPILED]
         out = [Cell(family, loop, run.gpu) for loop in self.loop or LOOPS if loop in LOOPS for family in self.family]
         run.record.notes += [
             f"{cell.family} {cell.loop}: left out, it {cell.left_out}" for cell in out if cell.left_out
         ]
-        with compiling() if compiled else contextlib.nullcontext():
-            if compiled and (self.workers or 1) > 1:
-                self._compile(compiled, cases, run)
-            try:
-                measure_cases(self.name, cases, run)
-            finally:
-                run.record.notes += _summary(run.record.rows)
+        if self._compiled and (self.workers or 1) > 1:
+            self._compile(cases, run)
+        try:
+            measure_cases(self.name, cases, run)
+        finally:
+            run.record.notes += _summary(run.record.rows)
 
-    def _compile(self, compiled: Sequence[str], cases: Sequence[SuiteCase], run: SuiteRun) -> None:
-        quick = replace(self, runner=("torch", *compiled), steps=2, workers=1)
+    @property
+    def _compiled(self) -> list[str]:
+        return [name for name in self.runner if RUNNERS[name] in _COMPILED]
+
+    def _compile(self, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
+        quick = replace(self, runner=("torch", *self._compiled), steps=2, workers=1)
 
         def groups(keys: set[str]) -> list[list[Task]]:
             left = [case.key for case in cases if case.key in keys and not case.key.endswith(TRAINER)]
@@ -168,17 +173,20 @@ class LoopsSuite(Suite):
         base = Row(self.name, cell.family, cell.label, "", "")
         ready: dict[str, _Ready] = {}
         wrong: list[Row] = []
+        batches = cell.batches(steps + _BLOCKS * _BLOCK)
+        if self._compiled:
+            torch.compiler.reset()
         with contextlib.ExitStack() as models:
             others = []
             for moved in _MOVED:
                 run.progress(f"{cell.family} {cell.label}: {TORCH}, rounded differently")
                 with contextlib.ExitStack() as alone:
-                    others.append(_Ready.of(cell, TORCH, steps, run, alone, moved=moved).results)
+                    others.append(_Ready.of(cell, TORCH, batches, steps, run, alone, moved=moved).results)
             for name in self.runner:
                 runner = RUNNERS[name]
                 run.progress(f"{cell.family} {cell.label}: {runner}")
                 try:
-                    ready[runner] = one = _Ready.of(cell, runner, steps, run, models)
+                    ready[runner] = one = _Ready.of(cell, runner, batches, steps, run, models)
                 except Exception as error:
                     if runner in (TORCH, OURS):
                         raise
@@ -255,7 +263,8 @@ class _Ready:
 
     @classmethod
     def of(
-        cls, cell: Cell, runner: str, steps: int, run: SuiteRun, models: contextlib.ExitStack, *, moved: int = 0
+        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Tensor]], steps: int, run: SuiteRun,
+        models: contextlib.ExitStack, *, moved: int = 0,
     ) -> Self:  # fmt: skip
         """Build a runner's model, which `models` closes, and make its first steps."""
         where = run.torch_device
@@ -264,7 +273,7 @@ class _Ready:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(where)
         held = torch.cuda.memory_reserved(where) if run.gpu else 0
-        this = models.enter_context(running(cell, runner, where, moved=moved))
+        this = models.enter_context(running(cell, runner, where, batches, moved=moved))
         iterator = cell.how.steps(this)
         values: list[Tensor] = []
         first = first_ms(lambda: values.append(next(iterator)), where)
@@ -408,9 +417,9 @@ def train(family: str, runner: str, device: str, steps: int, moved: int) -> None
                 first_ms(lambda: None, where)  # waits for the device
                 ends.append(time.perf_counter())
 
-    batches = [cell.batch(number) for number in range(steps)]
+    batches = cell.batches(steps)
     data = [{name: x[i] for name, x in batch.items()} for batch in batches for i in range(cell.sizes[0])]
-    with tempfile.TemporaryDirectory() as folder, running(cell, TORCH, where, moved=moved) as this:
+    with tempfile.TemporaryDirectory() as folder, running(cell, TORCH, where, batches, moved=moved) as this:
         arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=cell.sizes[0], max_steps=steps, learning_rate=1e-3, seed=0,
             bf16=where.type == "cuda", use_cpu=where.type == "cpu", save_strategy="no", report_to="none",

@@ -91,7 +91,7 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
 def model_step_shares(device: ComputeDevice, cell: Cell, runner: str) -> list[KernelShare]:
     """Return the time by the clock of a step of benchmarks.loops, its kernels, and the host's part of it."""
     where = torch.device(device.torch_device)
-    with running(cell, runner, where) as this:
+    with running(cell, runner, where, cell.batches(WARM_UP)) as this:
         step = functools.partial(next, cell.how.steps(this))
         for _ in range(WARM_UP):
             step()

@@ -109,9 +109,9 @@ def test_every_family_has_every_loop_or_a_reason():
 @pytest.mark.parametrize("loop", ["varying", "padded-right", "padded-left", "packed"])
 def test_batches_are_those_of_their_number(loop):
     cell = Cell("llama", loop, gpu=False)
-    batches = [cell.batch(i) for i in range(6)]
-    again = cell.batch(3)
-    assert all(torch.equal(x, again[name]) for name, x in batches[3].items())
+    batches = cell.batches(6)
+    again = cell.batches(4)
+    assert all(torch.equal(x, again[3][name]) for name, x in batches[3].items())
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     for batch, length in zip(batches, lengths, strict=True):
         assert length == 32 if loop == "packed" else 6 <= length <= 31
