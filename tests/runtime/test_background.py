@@ -72,6 +72,7 @@ def two_kernels(kernels, **options):
 def test_a_library_runs_until_the_kernels_are_compiled(book, kernels):
     op = two_kernels(kernels)
     assert [op(CASE, 1), op(CASE, 1)] == ["library"] * 2
+    assert len(kernels.asked) == 2, "nothing is attempted while they are compiled"
     assert set(kernels.asked) == {"first", "second"}, "both are known after one call"
     assert (kernels.launched, kernels.waited) == ([], [])
     assert background.misses() == 2

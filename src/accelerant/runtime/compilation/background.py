@@ -91,8 +91,14 @@ attempts: dict[int, Attempt] = {}
 
 
 @contextlib.contextmanager
-def attempt(*, skips: bool) -> Iterator[None]:
-    """Make the block an attempt; raise NotCompiledError after it if a kernel was missing."""
+def attempt(*, skips: bool, again: bool = False) -> Iterator[None]:
+    """Make the block an attempt; raise NotCompiledError after it if a kernel was missing.
+
+    `again`: an earlier attempt missed some; nothing is attempted before all are compiled.
+    """
+    if again and _compilers is not None and not _compilers.is_ready():
+        _compilers.misses += 1
+        raise NotCompiledError
     thread = threading.get_ident()
     outer, current = attempts.get(thread), Attempt(skips)
     attempts[thread] = current

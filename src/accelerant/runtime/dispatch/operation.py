@@ -416,14 +416,16 @@ class Operation:
         self, plan: DispatchEntry, chosen: Implementation, serving: Sequence[Implementation]
     ) -> None:
         """Let a plan raise NotCompiledError instead of waiting for a compiler, until it has run once."""
-        run = plan.run
+        run, again = plan.run, False
         if all(candidate.own for candidate in serving):
             return
 
         def attempted(*args: Any) -> Any:
+            nonlocal again
             if settings().fallback == "forbid":
                 return run(*args)
-            with background.attempt(skips=not chosen.mutates):
+            before, again = again, True
+            with background.attempt(skips=not chosen.mutates, again=before):
                 result = run(*args)
             plan.run = run
             return result
