@@ -5,14 +5,18 @@ Triton's interpreter stands in for the device; what is compiled is real.
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 
 import pytest
+import torch
 from patch_models import assert_same, batch, make, outcome
 
 import accelerant as acl
 from accelerant.config import override
+from accelerant.errors import ConfigError
+from accelerant.nn.patching.warm import compile_kernels, model_of
 from accelerant.runtime.compilation import background, triton
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
@@ -107,3 +111,38 @@ def wait_until_ready():
     while not background.is_ready():
         assert time.monotonic() < end, "not within five minutes"
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_kernels_of_a_model_are_compiled_ahead(device, monkeypatch, tmp_path):
+    as_in_a_new_process(monkeypatch)
+    make("gpt2").config.save_pretrained(tmp_path / "model")
+    ahead = model_of(str(tmp_path / "model"), torch.device("cpu"))
+    progress = []
+    try:
+        compiled = compile_kernels(ahead, 2, 16, torch.bfloat16, progress.append)
+        assert set(compiled) >= {"attention_bwd_q", "norm_bwd", "embedding_fwd"}
+        assert len(compiled) == len(KernelCache().entries())
+        assert re.fullmatch(r"compiled: \d+ of \d+ kernels", progress[-1])
+        assert not device.compiled_here
+
+        as_in_a_new_process(monkeypatch)
+        model = make("gpt2")
+        acl.nn.patch(model)
+        background.start()
+        ids = batch("gpt2", 2, 16)["input_ids"]
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert background.misses() == 0
+    finally:
+        as_in_a_new_process(monkeypatch)
+
+
+def test_a_model_to_compile_for_is_a_folder_or_a_type():
+    assert type(model_of("gpt2", torch.device("meta"))).__name__ == "GPT2LMHeadModel"
+    assert type(model_of("bert", torch.device("meta"))).__name__ == "BertForMaskedLM"
+    with pytest.raises(ConfigError, match="--model vit: a ViTConfig is of no language model"):
+        model_of("vit", torch.device("meta"))
+    with pytest.raises(ConfigError, match=r"--model \./nowhere: "):
+        model_of("./nowhere", torch.device("meta"))

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from probes import CASE, operation, ran
 
 from accelerant.config import override
@@ -87,17 +88,60 @@ def test_a_library_runs_until_the_kernels_are_compiled(book, kernels):
     assert not book.fallback_count()
 
 
-def test_once_it_has_run_an_implementation_is_called_directly(book, kernels):
-    kernels.compiled = {"first", "second"}
-    op = two_kernels(kernels)
-    op(CASE, 1)
-    assert op.plans.usual[CASE].run is op.named("own").run
+def test_another_kernel_of_a_case_that_has_run_is_not_waited_for_either(book, kernels):
+    names = ["first"]
+    op = operation(
+        Implementation("own", lambda x: [kernels.launch(name) for name in names] and "own", own=True),
+        Implementation("library", lambda x: "library"),
+    )
+    kernels.compiled = {"first"}
+    assert op(CASE, 1) == "own"
+    names.append("second")  # as for an evaluation, which saves less
+    assert op(CASE, 1) == "library"
+    kernels.compiled.add("second")
+    assert op(CASE, 1) == "own"
+    assert not kernels.waited
+
+
+def test_an_operation_within_another(book, kernels):
+    inner = two_kernels(kernels)
+    outer = operation(
+        Implementation("own", lambda x: (kernels.launch("outer"), inner(CASE, x), kernels.launch("last"))[1], own=True),
+        Implementation("library", lambda x: "outer library"),
+        name="outer",
+    )
+    assert outer(CASE, 1) == "outer library"
+    assert set(kernels.asked) == {"outer", "first", "second", "last"}
+    kernels.compiled = {"outer", "last", "first"}
+    outer.forget()
+    assert outer(CASE, 1) == "library"
+    kernels.compiled.add("second")
+    assert outer(CASE, 1) == "own"
+    assert not kernels.waited
+    assert not background.missing
 
 
 def test_arguments_that_change_are_changed_once(book, kernels):
+    def run(x):
+        kernels.launch("first")
+        x += 1  # as what follows a kernel may do
+        kernels.launch("second")
+
+    x = torch.zeros(3)
+    op = operation(
+        Implementation("own", run, own=True, mutates=True),
+        Implementation("library", lambda x: x.add_(1), mutates=True),
+    )
+    op(CASE, x)
+    assert (x.tolist(), kernels.launched) == ([1.0] * 3, [])
+    assert set(kernels.asked) == {"first", "second"}
+    kernels.compiled = {"first", "second"}
+    op(CASE, x)
+    assert (x.tolist(), kernels.launched, kernels.waited) == ([2.0] * 3, ["first", "second"], [])
+
+
+def test_after_a_launch_that_may_have_changed_something_a_kernel_is_waited_for(book, kernels):
     op = two_kernels(kernels, mutates=True)
-    assert op(CASE, 1) == "library"
-    assert (kernels.asked, kernels.launched) == (["first"], []), "nothing may follow a kernel that was skipped"
     kernels.compiled = {"first"}
     assert op(CASE, 1) == "own"
     assert (kernels.launched, kernels.waited) == (["first", "second"], ["second"]), (
@@ -182,8 +226,8 @@ def compilers(monkeypatch, tmp_path):
 
 def ask(*sources):
     for source in sources:
-        with pytest.raises(background.NotCompiledError), background.attempt(skips=True):
-            background.binary_of(cuda_key(source, "sm_90"), source, "sm_90")
+        with pytest.raises(background.NotCompiledError):
+            background.attempt(background.binary_of, (cuda_key(source, "sm_90"), source, "sm_90"), True)
 
 
 def wait(until, timeout_s=60.0):
@@ -263,9 +307,9 @@ from accelerant.runtime.compilation import background
 from accelerant.runtime.compilation.kernel import KernelSource
 background.start()
 text = 'extern "C" __global__ void k(int *x) { *x = 1; }'
+source = KernelSource("k", {"cuda": text}, {"k": ("*i32",)})
 try:
-    with background.attempt(skips=True):
-        background.binary_of("0" * 64, KernelSource("k", {"cuda": text}, {"k": ("*i32",)}), "sm_90")
+    background.attempt(background.binary_of, ("0" * 64, source, "sm_90"), True)
 except background.NotCompiledError:
     print(*[child.process.pid for child in background._compilers._children], flush=True)
 if sys.argv[1] == "fork" and os.fork() == 0:

@@ -83,17 +83,28 @@ def warm(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Compile for this device.")] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Compile for training this language model, patched, instead: a folder or a type (gpt2)."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of the model's batch.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 256,
+    dtype: Annotated[str, typer.Option(help="The dtype of autocast: bfloat16 or float16; float32: none.")] = "bfloat16",
     json_output: JsonOutput = False,
 ) -> None:
     """Compile the shipped kernels in advance, so that first calls load machine code instead of compiling.
 
-    A call whose sizes are not multiples of 16 may still compile its own variant.
+    A call whose sizes are not multiples of 16 may still compile its own variant. With --model, a model of that
+    configuration with random weights takes a step on the GPU, and every kernel that it asks for is compiled.
     """
     if arch and device != "auto":
         raise ConfigError(f"--arch and --device {device} exclude each other")
     from accelerant.runtime.compilation.cache import KernelCache
 
     KernelCache().require_writable()
+    if model is not None:
+        _warm_model(model, device, batch, tokens, dtype, json_output, excluded=(names or []) + (arch or []))
+        return
     kernels = _selected(shipped_kernels(), names)
     providers = _providers(arch, device)
     jobs = [(kernel, *target) for target in providers for kernel in kernels if _serves(target[1], kernel.source)]
@@ -117,6 +128,31 @@ def warm(
         print(f"{labels}: {len(fresh)} compiled in {sum(fresh) / 1e3:.1f} s, {known} were there already{rest}")
     if failed:
         raise typer.Exit(1)
+
+
+def _warm_model(
+    name: str, device: str, batch: int, tokens: int, dtype: str, json_output: bool, excluded: Sequence[str]
+) -> None:
+    import torch
+
+    from accelerant.bench.suite import dtypes_named
+    from accelerant.nn.patching.warm import compile_kernels, model_of
+    from accelerant.runtime import registry
+
+    if excluded:
+        raise ConfigError(f"--model compiles what a step asks for: leave out {', '.join(excluded)}")
+    chosen = registry.find_device(device)
+    if chosen.backend != "cuda":
+        raise ConfigError(f"--model takes a step on an NVIDIA GPU, which is absent; {chosen.label} compiles nothing")
+    progress: Callable[[str], None] = (lambda text: None) if json_output else ProgressLine(every_s=0.0)
+    (low,) = dtypes_named((dtype,)).values()
+    built = model_of(name, torch.device(chosen.torch_device))
+    compiled = compile_kernels(built, batch, tokens, None if low == torch.float32 else low, progress)
+    progress("")
+    if json_output:
+        print(json.dumps({"model": type(built).__name__, "target": chosen.architecture, "compiled": compiled}))
+    else:
+        print(f"{type(built).__name__} on {chosen.architecture}: {len(compiled)} kernels compiled")
 
 
 def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputeProvider]]:
@@ -212,6 +248,7 @@ cache = Group(
     {
         list_entries: "list\naccelerant cache list 'softmax*' --json",
         clear: "clear --yes\naccelerant cache clear 'gelu*'",
-        warm: "warm\naccelerant cache warm --arch sm_90 --arch sm_80\naccelerant cache warm field_add --device cpu",
+        warm: "warm\naccelerant cache warm --arch sm_90 --arch sm_80\naccelerant cache warm field_add --device cpu\n"
+        "accelerant cache warm --model gpt2 --batch 8 --tokens 256",
     },
 )

@@ -31,7 +31,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -74,52 +75,51 @@ class NotCompiledError(Exception):
         self.skips = skips
 
 
-@dataclass(slots=True)
-class Attempt:
-    """A run that does not wait for a compiler.
+attempts: dict[int, bool] = {}
+"""Threads, by identity, that run an implementation without waiting for a compiler; whether kernels are skipped."""
 
-    If it `skips`, launches return without effect from the first missing kernel on, so that it finds the others too;
-    otherwise that kernel raises NotCompiledError, unless the run has launched others: then the kernel is waited for.
+missing: set[int] = set()  # those of them that have met a kernel that is not compiled
+
+
+def attempt(run: Callable[..., Any], args: tuple[Any, ...], skips: bool) -> Any:
+    """Run an implementation if its kernels are compiled; otherwise ask for them, and raise NotCompiledError.
+
+    If it `skips`, launches have no effect from the first missing kernel on, so that it finds the others too. Otherwise
+    that kernel ends the run, unless others were launched, which may have changed something: then it is waited for.
     """
-
-    skips: bool
-    missing: bool = False
-
-
-attempts: dict[int, Attempt] = {}
-"""The attempt that a thread, by its identity, is in."""
-
-
-@contextlib.contextmanager
-def attempt(*, skips: bool, again: bool = False) -> Iterator[None]:
-    """Make the block an attempt; raise NotCompiledError after it if a kernel was missing.
-
-    `again`: an earlier attempt missed some; nothing is attempted before all are compiled.
-    """
-    if again and _compilers is not None and not _compilers.is_ready():
-        _compilers.misses += 1
-        raise NotCompiledError
-    thread = threading.get_ident()
-    outer, current = attempts.get(thread), Attempt(skips)
-    attempts[thread] = current
+    thread = get_ident()
+    if thread in missing:
+        return run(*args)  # within another one, which is void
+    outer = attempts.get(thread)
+    attempts[thread] = skips
     try:
-        yield
+        result = run(*args)
     except Exception:
-        if not current.missing:  # else it may be due to a kernel that was skipped
+        if thread not in missing:  # else it may be due to a kernel that was skipped
             raise
     finally:
         if outer is None:
             del attempts[thread]
         else:
             attempts[thread] = outer
-    if current.missing:
+        missed = thread in missing
+        if missed:
+            missing.discard(thread)
+    if missed:
         raise NotCompiledError
+    return result
 
 
 def is_missing() -> bool:
     """Return whether this thread is in an attempt that has met a missing kernel."""
-    current = attempts.get(threading.get_ident()) if attempts else None
-    return current is not None and current.missing
+    return bool(missing) and get_ident() in missing
+
+
+def pass_over() -> None:
+    """Raise NotCompiledError while kernels are compiled: for what an earlier attempt asked for."""
+    if _compilers is not None and not _compilers.is_ready():
+        _compilers.misses += 1
+        raise NotCompiledError
 
 
 def start() -> None:
@@ -142,6 +142,11 @@ def is_ready() -> bool:
     return _compilers is None or _compilers.is_ready()
 
 
+def waiting() -> list[str]:
+    """Return the names of the kernels that are being compiled."""
+    return [] if _compilers is None else _compilers.waiting()
+
+
 def misses() -> int:
     """Return how many runs were left to libraries so far; a time during which it changed is not one of our kernels."""
     return 0 if _compilers is None else _compilers.misses
@@ -152,17 +157,16 @@ def binary_of(key: str, source: KernelSource, target: str) -> Binary:
 
     In an attempt it is only asked for, and NotCompiledError is raised. Raises CompileError as compile_cuda does.
     """
-    compilers, thread = _compilers, threading.get_ident()
+    compilers, thread = _compilers, get_ident()
     if compilers is None:
         return compile_cuda(source, target)
-    found = compilers.result(key)
-    current = attempts.get(thread)
-    if found is None and current is not None and not _is_capturing():
+    found, skips = compilers.result(key), attempts.get(thread)
+    if found is None and skips is not None and not _is_capturing():
         launched = any(counter.count for counter in watched.get(thread, ()))
-        if (current.skips or not launched) and compilers.ask(key, source, target):
-            compilers.misses += not current.missing
-            current.missing = True
-            raise NotCompiledError(current.skips)
+        if (skips or not launched) and compilers.ask(key, source, target):
+            compilers.misses += thread not in missing
+            missing.add(thread)
+            raise NotCompiledError(skips)
     return compile_cuda(source, target) if found is None else found
 
 
@@ -232,6 +236,11 @@ class _Compilers:
         if failure:
             warnings.warn(f"kernels are not compiled in the background: {failure}", FallbackWarning, stacklevel=4)
         return ready
+
+    def waiting(self) -> list[str]:
+        """Return the names of the kernels that are being compiled."""
+        with self._lock:
+            return [name for name, _ in self._waiting.values()]
 
     def result(self, key: str) -> Binary | None:
         """Return code that the disk cache could not keep; raise the error of a kernel that does not compile."""
@@ -312,6 +321,7 @@ def _forget() -> None:
     global _compilers
     _compilers = None  # of the parent process, as its children are
     attempts.clear()
+    missing.clear()
 
 
 if hasattr(os, "register_at_fork"):

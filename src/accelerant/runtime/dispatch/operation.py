@@ -347,8 +347,9 @@ class Operation:
         plan.forced, plan.torch_autograd = forced is not None, torch_autograd
         if not plan.forced:
             plan.failed = tuple((name, broken[name]) for name in preferred if name in broken)
-            if background.is_started() and chosen.own and not (rules().deterministic or rules().debug):
-                self._run_when_compiled(plan, chosen, serving)
+            waits = rules().deterministic or rules().debug or all(candidate.own for candidate in serving)
+            if background.is_started() and chosen.own and not waits:
+                plan.run = self._without_waiting(chosen, plan.run)
         if lasting:
             self.plans.store(plans, case, plan)
         return plan
@@ -412,25 +413,27 @@ class Operation:
             run = checked(run, named, mutates=chosen.mutates)
         return DispatchEntry(decision, run, record, provider, case.device.index or 0)
 
-    def _run_when_compiled(
-        self, plan: DispatchEntry, chosen: Implementation, serving: Sequence[Implementation]
-    ) -> None:
-        """Let a plan raise NotCompiledError instead of waiting for a compiler, until it has run once."""
-        run, again = plan.run, False
-        if all(candidate.own for candidate in serving):
-            return
+    def _without_waiting(self, chosen: Implementation, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a run of an implementation that raises NotCompiledError instead of waiting for a compiler."""
+        asked = False
 
         def attempted(*args: Any) -> Any:
-            nonlocal again
+            nonlocal asked
             if settings().fallback == "forbid":
                 return run(*args)
-            before, again = again, True
-            with background.attempt(skips=not chosen.mutates, again=before):
-                result = run(*args)
-            plan.run = run
-            return result
+            if asked:
+                background.pass_over()
+                asked = False
+            try:
+                return background.attempt(run, args, not chosen.mutates)
+            except background.NotCompiledError:
+                asked = True
+                if chosen.mutates:
+                    with contextlib.suppress(background.NotCompiledError):  # to find its other kernels
+                        background.attempt(chosen.run, tuple(map(_spare, args)), True)
+                raise
 
-        plan.run = attempted
+        return attempted
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -524,6 +527,11 @@ class Operation:
                 FallbackWarning,
                 stacklevel=5,
             )
+
+
+def _spare(arg: Any) -> Any:
+    """Return other memory in place of a tensor of numbers, which may be changed."""
+    return torch.empty_like(arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
 
 
 @functools.lru_cache(maxsize=64)

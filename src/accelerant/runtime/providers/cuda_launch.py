@@ -20,7 +20,7 @@ import torch
 
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
-from accelerant.runtime.compilation.background import attempts, is_missing
+from accelerant.runtime.compilation.background import is_missing, missing
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.memory.limits import predictions, predicts_here
 from accelerant.runtime.monitoring.monitor import publish
@@ -232,7 +232,7 @@ class PackedLaunch:
 
     def enqueue(self, arguments: int, stream: int) -> None:
         """Launch on a raw stream, with the arguments whose addresses are in an array at address `arguments`."""
-        if (predictions and predicts_here()) or (attempts and is_missing()):
+        if (predictions and predicts_here()) or (missing and is_missing()):
             return
         if not hasattr(_thread, "ready"):
             make_ready()

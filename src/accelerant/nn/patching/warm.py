@@ -1,0 +1,73 @@
+"""Compilation of all kernels that a Hugging Face model needs, ahead of the process that trains it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerant.config import override
+from accelerant.errors import CompileError, ConfigError, MissingDependency
+from accelerant.nn.patching.api import patch
+from accelerant.runtime.compilation import background
+
+_POLL_S = 0.05
+
+
+def model_of(name: str, device: torch.device) -> nn.Module:
+    """Return a model of transformers with random weights: of a folder's config.json, or of a type's default config."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependency("--model needs transformers: pip install transformers") from error
+    try:
+        folder = Path(name).is_dir()
+        config = transformers.AutoConfig.from_pretrained(name) if folder else transformers.AutoConfig.for_model(name)
+        named = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+        with device:
+            for kind in (*filter(None, named), transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
+                build: Callable[[Any], nn.Module] = getattr(kind, "_from_config", None) or kind.from_config
+                if hasattr(kind, "_from_config") or type(config) in kind._model_mapping:
+                    return build(config).train()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+    raise ConfigError(f"--model {name}: a {type(config).__name__} is of no language model")
+
+
+def compile_kernels(
+    model: nn.Module, batch: int, tokens: int, low: torch.dtype | None, progress: Callable[[str], None] = lambda _: None
+) -> list[str]:  # fmt: skip
+    """Patch a language model and compile the kernels of its training step and of its evaluation on its device.
+
+    `low` is the dtype of autocast, None for none. Returns the names of the kernels that were not in the disk cache;
+    raises CompileError if the child processes fail.
+    """
+    patch(model, graph=False)
+    names: list[str] = []
+    background.start()
+    with override(race="off"):  # calls run on our ops, without a comparison
+        for train in (True, False):
+            while _misses(model.train(train), torch.zeros(batch, tokens, dtype=torch.long), low):
+                names += (waiting := background.waiting())
+                while left := len(background.waiting()):
+                    progress(f"compiled: {len(waiting) - left} of {len(waiting)} kernels")
+                    time.sleep(_POLL_S)
+                if not background.is_ready():  # which warns of the reason
+                    raise CompileError(f"the kernels of {type(model).__name__} are not compiled")
+    return names
+
+
+def _misses(model: nn.Module, ids: torch.Tensor, low: torch.dtype | None) -> int:
+    """Run a step, an evaluation if the model is not in training mode; return how many operations lacked kernels."""
+    device, before = next(model.parameters()).device, background.misses()
+    ids = ids.to(device)
+    with torch.autocast(device.type, low, enabled=low is not None), torch.set_grad_enabled(model.training):
+        loss = model(input_ids=ids, labels=ids)["loss"]
+    if model.training:
+        loss.backward()
+        model.zero_grad()
+    return background.misses() - before
