@@ -432,3 +432,70 @@ def test_ddp(tmp_path):
         wrapped = torch.nn.parallel.DistributedDataParallel(net)
         run(wrapped)
         assert report.choices
+
+
+# --- kernels that are being compiled ---------------------------------------------------------------------------------
+
+
+class Kernels:
+    """In place of the compiling processes: calls on our ops lack kernels while `lacking`; they are ready or not."""
+
+    def __init__(self, net):
+        self.net, self.lacking, self.ready, self.missed, self.sides = net, True, False, 0, []
+        net.trick = self.call
+
+    def call(self, x):
+        self.sides.append(is_ours(self.net))
+        self.missed += self.lacking and is_ours(self.net)
+
+
+@pytest.fixture
+def kernels(clock, monkeypatch):
+    found = Kernels(Normed(clock))
+    monkeypatch.setattr(choice.background, "misses", lambda: found.missed)
+    monkeypatch.setattr(choice.background, "is_ready", lambda: found.ready)
+    return found
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_while_kernels_are_compiled_a_model_runs_as_it_was_and_is_not_measured(kernels, clock, train):
+    report = acl.nn.patch(kernels.net)
+    clock.ours = 0.5
+    run(kernels.net, 30, train)
+    assert kernels.sides == [True] + [False] * 29, "the first call asks for the kernels"
+    assert not report.choices
+    kernels.ready, kernels.lacking = True, False
+    kernels.sides.clear()
+    run(kernels.net, STEPS, train)
+    assert kernels.sides[-1]
+    assert list(report.choices.values()) == ["on our ops, 100% faster here"]
+
+
+def test_other_kinds_of_calls_stay_where_they_are(kernels, clock):
+    acl.nn.patch(kernels.net)
+    clock.ours, kernels.lacking = 0.5, False
+    run(kernels.net)
+    kernels.lacking = True
+    run(kernels.net, 4, train=False)
+    kernels.lacking = False
+    kernels.sides.clear()
+    run(kernels.net, 4)
+    assert all(kernels.sides)
+    kernels.sides.clear()
+    run(kernels.net, 4, train=False)
+    assert not any(kernels.sides)
+
+
+def test_a_model_that_lacks_memory_as_it_was_stays_on_our_ops_while_they_are_compiled(kernels):
+    acl.nn.patch(kernels.net)
+    run(kernels.net, 1)
+
+    def trick(x):
+        kernels.call(x)
+        if not is_ours(kernels.net):
+            raise torch.OutOfMemoryError("as it was")
+
+    kernels.net.trick = trick
+    kernels.sides.clear()
+    run(kernels.net, 4)
+    assert kernels.sides == [False] + [True] * 4

@@ -6,6 +6,10 @@ a power of two. Calls with gradients are timed as whole steps, from the start of
 themselves. Sides are only switched while no backward pass is to come, which might run the forward pass again
 (checkpoints).
 
+On a CUDA device, calls on our ops do not wait for kernels that are not compiled yet: operations run other functions
+in their place, and the later calls of the kind run as the model was, until child processes have compiled the kernels
+(runtime/compilation/background.py). Such calls are not measured.
+
 Nothing is measured with the settings `deterministic` or `race = "off"`, inside torch.compile, a trace, a capture, or
 under a mode or transform of torch: kinds that are not decided yet run on our ops then.
 """
@@ -68,11 +72,13 @@ class _Trial:
         settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured and compared.
         replays: calls that ran from graphs.
         kept_bytes: the most that a call on our ops kept for its backward pass on a GPU.
+        cramped: whether memory ran out in a call as it was.
     """
 
     def __init__(self, key: Any, settled: bool) -> None:
         self.key, self.settled, self.elements = key, settled, 0
         self.ours: bool | None = None
+        self.cramped = False
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
         self.replays, self._replayed, self._eager, self.kept_bytes = 0, False, 0, 0
@@ -219,6 +225,9 @@ class Choice:
         self._open: _Open | None = None  # the lap that the next call ends
         self._sides: set[bool | None] = set()  # decisions of all kinds
         self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
+        self._compiling: set[_Trial] = set()  # kinds of calls whose kernels are being compiled
+        self._misses = background.misses()
+        self._last: Any = None  # the key of the last call
         self._device_type = ""
         self._param: Any = lambda: None
 
@@ -233,12 +242,16 @@ class Choice:
         graded, running, trial = torch.is_grad_enabled(), self._running, None
         running.append(None)
         try:
-            key = self._key(model, graded, args, kwargs)
-            if self._agreed and key in self._trials and not captures_ahead():
+            key, last = self._key(model, graded, args, kwargs), self._last
+            self._last = key
+            compiled = self._misses == background.misses()
+            if self._agreed and compiled and key in self._trials and not captures_ahead():
                 return self._run(model, record, args, kwargs)
             if len(running) > 1:
                 self._open = None  # another thread's call, or one inside of this one: the time is shared
             elif torch._C._current_graph_task_id() == -1:  # else a checkpoint runs a call again
+                if not compiled:
+                    self._see_misses(last)
                 trial = self._begin(model, record, key, kwargs)
             if trial is None:
                 result = self._run(model, record, args, kwargs)
@@ -263,20 +276,36 @@ class Choice:
         if self._open is not None and free:
             self._end_lap()
         trial = self._trials.get(key) or self._trial(key, record)
+        if self._compiling and background.is_ready():
+            self._compiling.clear()
+        compiling = trial in self._compiling
+        if compiling:
+            ours = trial.cramped or not _has_room(model, trial, kwargs)
+        else:
+            ours = self._side(trial, key, model, record, kwargs)
+        if ours is not record.ours and free:
+            record.switch(ours=ours)
+        self._agreed = not self._compiling and self._sides == {record.ours}
+        return trial if trial.ours is None or compiling else None
+
+    def _side(self, trial: _Trial, key: Any, model: Any, record: PatchRecord, kwargs: dict[str, Any]) -> bool:
+        """Return the side that was chosen for a kind of call, or the one whose turn it is."""
         if trial.ours is None:
             self._decide(trial, record)
         if trial.ours is None:
             trial.elements = _sizes(key)[1]
             ours = trial.side(record.ours)
-            if not ours and not trial.calls[0] and not _has_room(model, trial, kwargs):
-                ours = True
-                self._settle(trial, True, record, "for which alone the memory may suffice")
-        else:
-            ours = trial.ours
-        if ours is not record.ours and free:
-            record.switch(ours=ours)
-        self._agreed = self._sides == {record.ours}
-        return trial if trial.ours is None else None
+            if ours or trial.calls[0] or _has_room(model, trial, kwargs):
+                return ours
+            self._settle(trial, True, record, "for which alone the memory may suffice")
+        assert trial.ours is not None  # for the type checker
+        return trial.ours
+
+    def _see_misses(self, last: Any) -> None:
+        """Note that kernels of the last call were not compiled."""
+        self._misses, self._open = background.misses(), None
+        if (trial := self._trials.get(last)) is not None:
+            self._compiling.add(trial)
 
     def _key(self, model: Any, graded: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return what tells calls apart: mode, device, dtype, and the elements of each argument."""
@@ -308,6 +337,8 @@ class Choice:
             trial = _Trial(kind, record.graphs is None or not (training and graded))
             if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
+            if device.type == "cuda":
+                background.start()
         if len(self._trials) >= MOST_KEYS:
             del self._trials[next(iter(self._trials))]
         self._trials[key] = trial
@@ -325,7 +356,7 @@ class Choice:
         self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial
     ) -> Any:  # fmt: skip
         """Run a call and add it to the laps of its side, or let the next call do so."""
-        ours, whole, graphs, misses = record.ours, not self._waiting, record.report.graphs, background.misses()
+        ours, whole, graphs = record.ours, not self._waiting, record.report.graphs
         counts, held = Counter(graphs), _allocated_bytes(trial)
         start = trial.now()
         try:
@@ -333,15 +364,19 @@ class Choice:
         except torch.OutOfMemoryError:
             if ours:
                 raise
+            trial.cramped = True
             self._settle(trial, True, record, "for which alone the memory suffices")
             record.switch(ours=True)
             return self._run(model, record, args, kwargs)
-        trial.calls[ours] += 1
-        counts_as_lap = trial.calls[ours] > 1 and misses == background.misses()  # the first one compiles
         if not ours and record.graphs is not None:
             record.graphs.pause()
         if ours:
             trial.kept_bytes = max(trial.kept_bytes, _allocated_bytes(trial) - held)
+        if trial in self._compiling or self._misses != background.misses():
+            return result
+        trial.calls[ours] += 1
+        counts_as_lap = trial.calls[ours] > 1  # the first one loads kernels
+        if ours:
             counts_as_lap &= trial.note(graphs, counts)
         if torch.is_grad_enabled():
             if whole:
