@@ -141,6 +141,7 @@ def test_kernels_of_a_model_are_compiled_ahead(device, monkeypatch, tmp_path):
 
 def test_a_model_to_compile_for_is_a_folder_or_a_type():
     assert type(model_of("gpt2", torch.device("meta"))).__name__ == "GPT2LMHeadModel"
+    assert type(model_of("t5", torch.device("meta"))).__name__ == "T5ForConditionalGeneration"
     assert type(model_of("bert", torch.device("meta"))).__name__ == "BertForMaskedLM"
     with pytest.raises(ConfigError, match="--model vit: a ViTConfig is of no language model"):
         model_of("vit", torch.device("meta"))

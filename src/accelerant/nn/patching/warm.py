@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerant.nn.patching.api import patch
 from accelerant.runtime.compilation import background
 
 _POLL_S = 0.05
+_AUTOMATIC = ("MaskedLM", "CausalLM", "Seq2SeqLM")
 
 
 def model_of(name: str, device: torch.device) -> nn.Module:
@@ -23,18 +25,20 @@ def model_of(name: str, device: torch.device) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise MissingDependency("--model needs transformers: pip install transformers") from error
+        raise MissingDependency("transformers", "huggingface", "--model") from error
     try:
         folder = Path(name).is_dir()
         config = transformers.AutoConfig.from_pretrained(name) if folder else transformers.AutoConfig.for_model(name)
-        named = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
-        with device:
-            for kind in (*filter(None, named), transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
-                build: Callable[[Any], nn.Module] = getattr(kind, "_from_config", None) or kind.from_config
-                if hasattr(kind, "_from_config") or type(config) in kind._model_mapping:
-                    return build(config).train()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {name}: {error}") from error
+    kinds: list[Any] = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+    mappings = (getattr(transformers, f"AutoModelFor{each}")._model_mapping for each in _AUTOMATIC)
+    kinds += [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    for kind in filter(None, kinds):
+        if {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
+            with device:
+                model: nn.Module = kind._from_config(config)
+            return model.train()
     raise ConfigError(f"--model {name}: a {type(config).__name__} is of no language model")
 
 
