@@ -281,3 +281,55 @@ def test_a_classifier_reads_the_last_token_of_the_caller():
         batch = drawn(rng, "llama", length, "right") | {"labels": torch.tensor([0, 1])}
         assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
     assert other.report.graphs["replayed"] >= 3
+
+
+def without_labels(batch):
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_evaluation_runs_from_graphs_at_any_lengths(family, mode, rng):
+    model = make(family).eval()
+    other = copy.deepcopy(model)
+    report = acl.nn.patch(other, graph=True)
+    kept = []
+    for step in range(24):
+        batch = drawn(rng, family, rng.randrange(6, 49), "right" if rng.random() < 0.5 else "none")
+        with mode():
+            one, two = model(**batch), other(**batch)
+            kept.append((one.logits, two.logits))
+        if step == 16:  # as an optimizer does
+            for each in (model, other):
+                each.lm_head.weight.data.mul_(2) if family == "qwen3" else next(each.parameters()).data.mul_(2)
+    for one, two in kept:
+        torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
+    assert report.graphs["replayed"] >= 6
+
+
+def test_training_and_evaluation_in_turns_have_graphs_of_their_own(rng):
+    model = make("bert")
+    other = patched(model)
+    for _ in range(24):
+        batch = drawn(rng, "bert", rng.randrange(6, 49), "right", labels=1.0)
+        assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
+        with torch.no_grad():
+            for each in (model, other):
+                each.eval()
+                for param in each.parameters():
+                    param.sub_(param.grad, alpha=1e-3)
+            found = [each(**without_labels(batch)).logits for each in (model, other)]
+            torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+        model.train()
+        other.train()
+    assert other.report.graphs["replayed"] == 2 * (24 - BEFORE)
+
+
+def test_generation_is_as_without_graphs():
+    model = make("llama").eval()
+    other = patched(model)
+    ids = torch.arange(3, 12)[None]
+    for _ in range(BEFORE + 2):
+        found = [each.generate(ids, max_new_tokens=8, do_sample=False) for each in (model, other)]
+        assert torch.equal(*found)
+    assert not other.report.graphs

@@ -57,7 +57,11 @@ class Rerun:
                     shared.fill_(float("nan"))
         rebuild, run = self.captured._rebuild, self.captured._run
         self.captured._needed, self.captured._run = self.needed, self.run
-        with torch.enable_grad(), torch.random.fork_rng():  # a replay draws nothing on the host
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(),
+        ):  # a replay draws nothing on the host
             results = self.fn()
         self.captured._rebuild, self.captured._run = rebuild, run
         with torch.no_grad():

@@ -184,7 +184,7 @@ class _Replay(torch.autograd.Function):
 
 
 class Captured:
-    """The two graphs of one key, and the tensors that they read and write."""
+    """The two graphs of one key, without gradients the first, and the tensors that they read and write."""
 
     def __init__(
         self, run: Forward, values: list[Any], key: tuple[Any, ...], state: State,
@@ -197,24 +197,39 @@ class Captured:
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
         self.draws, self.written, self._work = draws, written, work
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
+        self._graded = torch.is_grad_enabled()
         self._live: list[Tensor] = []
-        copies = (x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)
-        self._values = list(copies)
-        self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
-        with _capturable(state.model, draws) as leaves, work.repeated():
+        # Tensors made in inference mode could not be written to outside of it.
+        with (
+            torch.inference_mode(False), torch.set_grad_enabled(self._graded),
+            _capturable(state.model, draws) as leaves, work.repeated(),
+        ):  # fmt: skip
+            self._values = [
+                x.detach().clone().requires_grad_(x.requires_grad and self._graded) if isinstance(x, Tensor) else x
+                for x in values
+            ]
+            self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
             self._shared = [pool.grads.get(leaves[x]) if isinstance(x, nn.Parameter) else None for x in self._needed]
-            self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
+            self.forward_graph = Graph("patch: forward")
             self.outputs = [
                 out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0, pool=pool.handle)
             ]
-            self.out_grads = [
-                pool.out_grad(place, out) if out.requires_grad else None for place, out in enumerate(self._live)
-            ]
-            if all(grad is None for grad in self.out_grads):
-                raise Reason("no output requires a gradient")
             pool.handle = self.forward_graph.pool
-            grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool.handle)
+            if self._graded:
+                self._capture_backward(leaves)
+        self._live, self._needed = [], []
+
+    def _capture_backward(self, leaves: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Capture the backward pass of all outputs; note which parameters and outputs it joins."""
+        pool = self.pool
+        self.out_grads = [
+            pool.out_grad(place, out) if out.requires_grad else None for place, out in enumerate(self._live)
+        ]
+        if all(grad is None for grad in self.out_grads):
+            raise Reason("no output requires a gradient")
+        self._backward_graph = Graph("patch: backward")
+        grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool.handle)
         by_leaf = dict(zip(map(id, self._needed), grads, strict=True))
         # What got no gradient is no input: its .grad stays None, and DDP counts it as unused.
         used = [leaf for leaf in leaves if by_leaf.get(id(leaf)) is not None]
@@ -234,7 +249,6 @@ class Captured:
         # Outputs without a common history can have backward passes of their own, none of which keeps the graph.
         self.tied = [{place for place, nodes in enumerate(histories) if nodes & own} for own in histories]
         self.parted = any(tied and len(tied) < sum(map(bool, histories)) for tied in self.tied)
-        self._live, self._needed = [], []
 
     def check(self, outputs: set[int], params: Sequence[Tensor], then: Sequence[int]) -> None:
         """Raise as torch does if a parameter that these outputs depend on has another version than in their call."""
@@ -279,6 +293,9 @@ class Captured:
                     static.copy_(value, non_blocking=True)
                 else:
                     self.padding.write(static, value, place)
+        if not self._graded:
+            self.forward_graph.replay()
+            return self._rebuild([out.clone() for out in self.outputs_of(length)])
         outputs: tuple[Tensor, ...] = _Replay.apply(self, length, *given, *self.params)  # type: ignore[no-untyped-call]
         return self._rebuild(outputs)
 

@@ -334,7 +334,7 @@ class Choice:
         kind = *key[:4], first.bit_length(), total.bit_length(), *names
         trial = next((each for each in self._trials.values() if each.key == kind), None)
         if trial is None:
-            trial = _Trial(kind, record.graphs is None or not (training and graded))
+            trial = _Trial(kind, record.graphs is None or training is not graded)
             if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
             if device.type == "cuda":

@@ -51,6 +51,8 @@ _SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that 
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
 
+_CACHES = ("past_key_values", "cache")  # arguments of which calls of generate() have one
+
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -219,8 +221,9 @@ class Graphs:
     `automatic` captures only where a graph helps, and runs other calls eagerly without a warning.
     """
 
-    def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:
-        self._forward, self._report, self._automatic = forward, report, automatic
+    def __init__(self, forward: Forward, report: PatchReport, automatic: bool, training: bool = True) -> None:
+        self._forward, self._report, self._automatic, self._training = forward, report, automatic, training
+        self._evaluation: Graphs | None = None  # of calls in evaluation without gradients
         self._credit, self._off = _CREDIT, ""
         self._lock = fork_safe(threading.RLock())
         self._running = 0  # eager calls, which a capture would give other parameters
@@ -244,6 +247,7 @@ class Graphs:
         """Discard all graphs; a later call is as the first one."""
         with self._lock:
             self._forget()
+            self._evaluation = None
 
     def pause(self) -> None:
         """Do not time the call before: the model has run elsewhere since."""
@@ -262,8 +266,20 @@ class Graphs:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: from its graphs, or eagerly."""
         traced = torch.compiler.is_compiling() or torch._C._is_tracing()
-        if not model.training or not torch.is_grad_enabled() or traced or _in_capture():
-            return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
+        if traced or torch.is_grad_enabled() is not model.training or _in_capture():
+            return self._forward(model, *args, **kwargs)  # TrainStep, and calls of few kinds: not a fallback
+        if model.training:
+            return self._run(model, args, kwargs)
+        if any(kwargs.get(name) is not None for name in _CACHES):
+            return self._forward(model, *args, **kwargs)  # generation
+        if self._evaluation is None:
+            self._evaluation = Graphs(self._forward, self._report, automatic=True, training=False)
+            if (unknown := unknown_code(model)) is not None:
+                self._evaluation._off = f"{unknown} may do more than its operations"
+        return self._evaluation._run(model, args, kwargs)
+
+    def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of this kind."""
         try:
             with self._lock:
                 if self._off:
@@ -523,7 +539,7 @@ class Graphs:
             if self._automatic:  # who asked for graphs is warned of each reason
                 warnings.warn(
                     f"{type(model).__name__}: no CUDA graphs, runs as without them: {self._off}", FallbackWarning,
-                    stacklevel=6,
+                    stacklevel=12,
                 )  # fmt: skip
             raise Reason(self._off) from None
         failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -537,6 +553,8 @@ class Graphs:
 
     def _refuse(self, model: nn.Module, reason: str) -> None:
         """Count a call that runs eagerly, with its reason; warn or raise as the policy says if graphs were wanted."""
+        if not self._training:
+            return
         self._report.graphs[f"eager: {reason}"] += 1
         if self._automatic:
             if self._report.graphs[f"eager: {reason}"] == 1:
@@ -547,5 +565,5 @@ class Graphs:
         new = ledger().fallback(FallbackRecord("patch", type(model).__name__, "graph", "eager", reason))
         if new or settings().fallback == "warn":
             warnings.warn(
-                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=8
+                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=9
             )
