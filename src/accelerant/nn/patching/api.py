@@ -49,8 +49,8 @@ def patch(
         padding: "exact" or "skip", which mean the same now: masks with padding stay on our kernels, and results equal
             the unpatched model's at all positions.
         embedding: whether to replace token and position embeddings.
-        graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
-            captured after three eager calls with arguments of the same shapes. None: where that makes steps faster,
+        graph: whether calls run from CUDA graphs: the forward pass as one, in training the backward pass as another,
+            captured after three eager calls that differ at most in their length. None: where that makes steps faster,
             for modules of torch, transformers and peft, within a quarter of the free memory. True: always, with a
             warning for calls that cannot be captured. Other calls run eagerly; the report counts them by reason. The
             page on Hugging Face models lists what else differs.

@@ -462,6 +462,11 @@ class Graphs:
             self._refused[kind] = "its forward writes into its arguments"
         elif len(trials) == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
             self._refused[kind] = "its forward changes modules or their attributes"
+        if not self._training:  # a cache, as causal models return in evaluation, is found before the capture
+            try:
+                capture.flattened(result)
+            except Reason as reason:
+                self._refused[kind] = str(reason)
         if not self._captured and not self._off:  # else the next call finds the change
             self._state = State(model)
         return result

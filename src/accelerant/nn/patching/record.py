@@ -73,7 +73,7 @@ class PatchReport:
         notes: facts that a user of the model must know, such as when logits are computed.
         fallbacks: number of later attention calls that torch served, by reason; updated while the model runs. Calls
             inside graphs of torch.compile are not counted.
-        graphs: number of training calls by outcome: "replayed" from a CUDA graph, or "eager: " and the reason; and that
+        graphs: number of calls by outcome: "replayed" from a CUDA graph, or "eager: " and the reason; and that
             of captures. Empty with patch(graph=False), and where this process can capture none.
         choices: kinds of calls, and whether they run on our ops or as the model was, with the measured difference.
     """
