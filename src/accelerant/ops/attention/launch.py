@@ -284,10 +284,18 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
 _SEGMENT_BLOCK = 64
 
 
-def launch_segments(table: Tensor, queries: int) -> Tensor:
-    """Complete a table of segments (B, 4, queries + keys) int32 in place from its row 0; see `attention_segments`."""
-    B, _, total = table.shape
-    keys = total - queries
+def new_table(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return a table of segments (B, 4, S + Skv) int32 that has row 0; see the kernel `attention_segments`."""
+    (B, S), Skv = of_queries.shape, of_keys.shape[1]
+    table = torch.empty(B, 4, S + Skv, dtype=torch.int32, device=of_queries.device)
+    table[:, 0, :S] = of_queries
+    table[:, 0, S:] = of_keys
+    return table
+
+
+def launch_segments(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return the table of segments (B, S) and (B, Skv)."""
+    (B, queries), keys, table = of_queries.shape, of_keys.shape[1], new_table(of_queries, of_keys)
     blocks = ceil_div(queries, _SEGMENT_BLOCK) + ceil_div(keys, _SEGMENT_BLOCK)
     if B and blocks:
         args = table, queries, keys, blocks, table.stride(0), table.stride(1)

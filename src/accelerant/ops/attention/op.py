@@ -39,7 +39,14 @@ from accelerant.ops.attention.backends import (
     torch_forward,
     unfolded,
 )
-from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, launch_segments, like
+from accelerant.ops.attention.launch import (
+    MAX_WIDTH,
+    launch_backward,
+    launch_forward,
+    launch_segments,
+    like,
+    new_table,
+)
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
 from accelerant.runtime.files import clipped
@@ -603,11 +610,12 @@ def _masked_case(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, sc
     return plain._replace(options=(*plain.options, kind))
 
 
-def _any_segments(table: Tensor, queries: int) -> Tensor:
-    """Complete a table of segments with ranges that are true of any: each row may see all of the others."""
+def _any_segments(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Return the table of segments with ranges that are true of any: each row may see all of the others."""
+    S, Skv, table = of_queries.shape[1], of_keys.shape[1], new_table(of_queries, of_keys)
     table[:, 1] = table[:, 3] = 0
-    table[:, 2, :queries] = table.shape[2] - queries
-    table[:, 2, queries:] = queries
+    table[:, 2, :S] = Skv
+    table[:, 2, S:] = S
     return table
 
 
@@ -617,7 +625,7 @@ def _segments_cost(case: Case) -> Cost:
 
 
 attention_segments: Callable[..., Tensor] = triton_operation(
-    "attention_segments", launch_segments, _any_segments, cost=_segments_cost, mutates=True
+    "attention_segments", launch_segments, _any_segments, cost=_segments_cost
 )
 
 
@@ -627,13 +635,10 @@ def segments_mask(of_queries: Tensor, of_keys: Tensor) -> Tensor:
     A table (B, 4, S + Skv) int32 also holds what each row sees, so that kernels skip the rest; nothing is read on the
     host. Where a transform or a compiler sees the call, it is a mask of bools, (B, 1, S, Skv).
     """
-    (B, S), Skv = of_queries.shape, of_keys.shape[1]
     if is_compiling() or not is_plain(of_queries) or not is_plain(of_keys):
         return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
-    table = torch.empty(B, 4, S + Skv, dtype=torch.int32, device=of_queries.device)
-    table[:, 0, :S] = of_queries
-    table[:, 0, S:] = of_keys
-    return attention_segments(Case(table.device, table.dtype, (B, S, Skv)), table, S)
+    sizes = (*of_queries.shape, of_keys.shape[1])
+    return attention_segments(Case(of_queries.device, torch.int32, sizes), of_queries, of_keys)
 
 
 def attend_masked(
