@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from patch_models import CAUSAL, FAMILIES, ROTARY, VOCABULARY, assert_same, batch, make, outcome
+from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import sdpa_mask
 
 import accelerant as acl
@@ -83,6 +84,17 @@ def test_padding_without_our_kernels_is_that_of_torch(family):
 def test_packed_sequences_do_not_see_each_other(family, seed, ours):
     model, inputs = make(family), batch(family, 3) | {"use_cache": False}
     inputs["position_ids"] = packed(seed=seed) if seed else packed(1)
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert not report.fallbacks
+
+
+def test_packed_batches_of_a_collator(ours):
+    """DataCollatorWithFlattening's arguments for FlashAttention, beside positions that say the same."""
+    rows = [{"input_ids": list(range(3, 3 + length))} for length in (4, 7, 2)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    model, inputs = make("llama"), collate(rows) | {"use_cache": False}
     before = outcome(model, inputs)
     report = acl.nn.patch(model)
     assert_same(outcome(model, inputs), before, **TIGHT)
@@ -307,23 +319,28 @@ def test_generate(family, cache):
         torch.testing.assert_close(a, b, **TIGHT)
 
 
+@pytest.mark.parametrize("kind", ["ones", "left", "holes"])
 @pytest.mark.parametrize("family", ROTARY)
-def test_a_prompt_in_two_parts(family):
+def test_a_prompt_in_two_parts(family, kind, ours):
     model = make(family).eval()
-    ids = batch(family)["input_ids"]
+    ids, mask = batch(family, 3)["input_ids"], padded(kind)
     with torch.no_grad():
-        whole = model(ids, use_cache=True).logits
-        acl.nn.patch(model)
-        first = model(ids[:, :6], use_cache=True)
-        second = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+        whole = model(ids, attention_mask=mask, use_cache=True).logits
+        report = acl.nn.patch(model)
+        first = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+        second = model(ids[:, 6:], attention_mask=mask, past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), whole, **TIGHT)
+    assert not report.fallbacks
 
 
-def test_a_decoder_with_cross_attention():
+@pytest.mark.parametrize("kind", [None, "ones", "right", "holes", "nothing else"])
+def test_a_decoder_with_cross_attention(kind, ours):
     model = make("gpt2", add_cross_attention=True)
-    inputs = batch("gpt2") | {
-        "encoder_hidden_states": torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1))
+    inputs = batch("gpt2", 3) | {
+        "encoder_hidden_states": torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1))
     }
+    if kind is not None:
+        inputs |= {"encoder_attention_mask": padded(kind, S=5), "attention_mask": padded("left")}
     before = outcome(model, inputs)
     report = acl.nn.patch(model)
     assert report.counts["attention"] == 4
