@@ -11,7 +11,8 @@ Layout: x, residual, dy and ds with a distance between rows, everything else den
 Grid:   fwd takes ROWS rows a program, as CHUNKS chunks of BLOCK_N columns. bwd is persistent: program p takes the rows
         p ROWS, (p + programs) ROWS, ... ROWS at a time, and keeps w and its part of the sums in registers. bwd_reduce
         adds the programs' parts in a fixed order.
-        The _wide kernels are for rows beyond the registers: one program a row, which reads it several times, from L2;
+        The _wide kernels are for rows beyond the registers: one program a row, which reads it several times, from L2,
+        and corrects the roundings of mean and r, for an error of two units in the last place of the largest result;
         bwd_columns then takes a strip of columns and a share of the rows.
 Bound:  memory: 2 accesses an element forward, 3 backward, with a residual 4 and 4 (fwd_wide the same if L2 holds the
         row, bwd_wide with bwd_columns 2 more); about 9 operations forward, 18 backward.
@@ -215,17 +216,29 @@ def norm_fwd_wide(
             total += _summed(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), N, dtype)
         mean = tl.sum(total, 0) / N
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    drift = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         centred = _centred(_summed(x_ptr, residual_ptr, at, N, dtype), mean, at, N, CENTRE)
         total += centred * centred
-    rstd = tl.rsqrt(tl.sum(total, 0) / N + eps)
+        if CENTRE:
+            drift += centred
+    # One rounding of mean, variance or rstd moves the whole row, an unlucky one by more than all others: what they lack
+    # is added to each element. The last sum in float64 is 16 additions a thread.
+    variance = tl.sum(total.to(tl.float64), 0) / N + eps
+    rstd = tl.rsqrt(variance.to(tl.float32))
+    rstd_rest = (rstd * (0.5 - 0.5 * variance * rstd * rstd)).to(tl.float32)
+    rstd_rest = tl.where(rstd_rest == rstd_rest, rstd_rest, 0.0)  # not a number where the variance is infinite
+    mean_rest = 0.0
+    if CENTRE:
+        mean_rest = tl.sum(drift, 0) / N
     for start in range(0, N, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         x = _summed(x_ptr, residual_ptr, at, N, dtype)
         if s_ptr is not None:
             tl.store(s_ptr + at, x.to(dtype), mask=at < N)
-        y = (x - mean) * rstd
+        centred = x - mean - mean_rest
+        y = centred * rstd + centred * rstd_rest
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         if bias_ptr is not None:
