@@ -6,11 +6,9 @@ has what the loop works with: a model as one of the runners takes it, and batche
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,17 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.bench.record import COMPILED, EAGER, OURS
-from accelerant.errors import UnsupportedCase
 from accelerant.nn import PatchReport, patch
 
 __all__ = ["DYNAMIC", "FAMILIES", "LOOPS", "RUNNERS", "TORCH", "Cell", "Family", "Loop", "Running", "running"]
 
-TORCH, DYNAMIC, LIGER = "torch", "torch.compile, dynamic", "liger"
-RUNNERS = {
-    "torch": TORCH, "patched": OURS, "patched-compiled": COMPILED, "compile": DYNAMIC, "eager": EAGER, "liger": LIGER,
-}  # fmt: skip
+TORCH, DYNAMIC = "torch", "torch.compile, dynamic"
+RUNNERS = {"torch": TORCH, "patched": OURS, "patched-compiled": COMPILED, "compile": DYNAMIC, "eager": EAGER}
 """Runners by their names in --runner: the model as it was, patched, patched and compiled, under torch.compile for
-varying sizes, patched without CUDA graphs, and with Liger's kernels.
+varying sizes, and patched without CUDA graphs.
 """
 
 _LEARNING_RATE, _CLIP = 1e-3, 1.0
@@ -450,24 +445,18 @@ def _move(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
             parameter.mul_(1 + torch.finfo(dtype).eps * noise)
 
 
-@contextlib.contextmanager
 def running(
     cell: Cell, runner: str, where: torch.device, batches: Sequence[dict[str, Tensor]], *, moved: int = 0
-) -> Iterator[Running]:  # fmt: skip
-    """Yield a runner's model, from the same weights and seeds each time; then restore what Liger changes.
+) -> Running:  # fmt: skip
+    """Return a runner's model, from the same weights and seeds each time.
 
     With a seed `moved` the weights are rounded differently, and dropout draws other numbers.
-
-    Raises:
-        UnsupportedCase: liger-kernel is absent, or has no such model.
     """
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     kind = getattr(transformers, cell.model.kind)
-    module_of = sys.modules[kind.__module__]
-    before = dict(vars(module_of))
     torch.manual_seed(0)
     with torch.device(where):
         model = kind(kind.config_class(**cell.config()))
@@ -477,27 +466,11 @@ def running(
     if moved:
         _move(model, cell.low or next(model.parameters()).dtype, moved)
     call, report = model, None
-    try:
-        if runner == LIGER:
-            _apply_liger(model)
-        elif runner.startswith(OURS):
-            report = patch(model, graph=False if runner == EAGER else None)
-        if runner in (COMPILED, DYNAMIC):
-            call = torch.compile(model.forward if cell.loop == "generate" else model, dynamic=True)
-            if cell.loop == "generate":
-                model.forward = call
-        torch.manual_seed(moved)
-        yield Running(model, call, itertools.cycle(batches), where, cell.low, report)
-    finally:
-        vars(module_of).update(before)
-
-
-def _apply_liger(model: Any) -> None:
-    try:
-        liger = importlib.import_module("liger_kernel.transformers")
-    except Exception as error:  # noqa: BLE001 - a library that does not load counts as absent; the row says why
-        raise UnsupportedCase(f"liger-kernel cannot be used here: {type(error).__name__}: {error}") from None
-    apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}", None)
-    if apply is None:
-        raise UnsupportedCase(f"liger-kernel has no {model.config.model_type}")
-    apply(model=model)
+    if runner.startswith(OURS):
+        report = patch(model, graph=False if runner == EAGER else None)
+    if runner in (COMPILED, DYNAMIC):
+        call = torch.compile(model.forward if cell.loop == "generate" else model, dynamic=True)
+        if cell.loop == "generate":
+            model.forward = call
+    torch.manual_seed(moved)
+    return Running(model, call, itertools.cycle(batches), where, cell.low, report)

@@ -15,7 +15,6 @@ On a CPU the models are tiny: a test of results, not of speed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -176,29 +175,26 @@ class LoopsSuite(Suite):
         batches = cell.batches(steps + _BLOCKS * _BLOCK)
         if self._compiled:
             torch.compiler.reset()
-        with contextlib.ExitStack() as models:
-            others = []
-            for moved in _MOVED:
-                run.progress(f"{cell.family} {cell.label}: {TORCH}, rounded differently")
-                with contextlib.ExitStack() as alone:
-                    others.append(_Ready.of(cell, TORCH, batches, steps, run, alone, moved=moved).results)
-            for name in self.runner:
-                runner = RUNNERS[name]
-                run.progress(f"{cell.family} {cell.label}: {runner}")
-                try:
-                    ready[runner] = one = _Ready.of(cell, runner, batches, steps, run, models)
-                except Exception as error:
-                    if runner in (TORCH, OURS):
-                        raise
-                    run.add(replace(base, runner=runner, implementation=runner, note=failure_note(error)))
-                    continue
-                checked = _compared(replace(base, runner=runner), one.results, [ready[TORCH].results, *others])
-                if runner in _OURS:
-                    run.add(*checked)
-                    wrong += [row for row in checked if row.wrong]
-                elif runner != TORCH:
-                    one.note = f"results differ by {checked[0].error:.1e}"
-            run.add(*_timed(ready, base, run))
+        others = []
+        for moved in _MOVED:
+            run.progress(f"{cell.family} {cell.label}: {TORCH}, rounded differently")
+            others.append(_Ready.of(cell, TORCH, batches, steps, run, moved=moved).results)
+        for runner in (RUNNERS[name] for name in self.runner):
+            run.progress(f"{cell.family} {cell.label}: {runner}")
+            try:
+                ready[runner] = one = _Ready.of(cell, runner, batches, steps, run)
+            except Exception as error:
+                if runner in (TORCH, OURS):
+                    raise
+                run.add(replace(base, runner=runner, implementation=runner, note=failure_note(error)))
+                continue
+            checked = _compared(replace(base, runner=runner), one.results, [ready[TORCH].results, *others])
+            if runner in _OURS:
+                run.add(*checked)
+                wrong += [row for row in checked if row.wrong]
+            elif runner != TORCH:
+                one.note = f"results differ by {checked[0].error:.1e}"
+        run.add(*_timed(ready, base, run))
         _fail(wrong)
 
     def _measure_runs(self, family: str, run: SuiteRun) -> None:
@@ -263,17 +259,16 @@ class _Ready:
 
     @classmethod
     def of(
-        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Tensor]], steps: int, run: SuiteRun,
-        models: contextlib.ExitStack, *, moved: int = 0,
+        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Tensor]], steps: int, run: SuiteRun, *, moved: int = 0
     ) -> Self:  # fmt: skip
-        """Build a runner's model, which `models` closes, and make its first steps."""
+        """Build a runner's model, and make its first steps."""
         where = run.torch_device
         gc.collect()
         if run.gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(where)
         held = torch.cuda.memory_reserved(where) if run.gpu else 0
-        this = models.enter_context(running(cell, runner, where, batches, moved=moved))
+        this = running(cell, runner, where, batches, moved=moved)
         iterator = cell.how.steps(this)
         values: list[Tensor] = []
         first = first_ms(lambda: values.append(next(iterator)), where)
@@ -419,7 +414,8 @@ def train(family: str, runner: str, device: str, steps: int, moved: int) -> None
 
     batches = cell.batches(steps)
     data = [{name: x[i] for name, x in batch.items()} for batch in batches for i in range(cell.sizes[0])]
-    with tempfile.TemporaryDirectory() as folder, running(cell, TORCH, where, batches, moved=moved) as this:
+    model = running(cell, TORCH, where, batches, moved=moved).model
+    with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=cell.sizes[0], max_steps=steps, learning_rate=1e-3, seed=0,
             bf16=where.type == "cuda", use_cpu=where.type == "cpu", save_strategy="no", report_to="none",
@@ -427,8 +423,8 @@ def train(family: str, runner: str, device: str, steps: int, moved: int) -> None
         )  # fmt: skip
         began = time.perf_counter()
         if runner in _PLAIN:
-            patch(this.model, graph=False if runner == EAGER else None)
-        Recorded(this.model, arguments, train_dataset=data, callbacks=[Ends()]).train()
+            patch(model, graph=False if runner == EAGER else None)
+        Recorded(model, arguments, train_dataset=data, callbacks=[Ends()]).train()
         first_ms(lambda: None, where)
         all_s = time.perf_counter() - began
     peak = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else 0

@@ -91,12 +91,11 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
 def model_step_shares(device: ComputeDevice, cell: Cell, runner: str) -> list[KernelShare]:
     """Return the time by the clock of a step of benchmarks.loops, its kernels, and the host's part of it."""
     where = torch.device(device.torch_device)
-    with running(cell, runner, where, cell.batches(WARM_UP)) as this:
-        step = functools.partial(next, cell.how.steps(this))
-        for _ in range(WARM_UP):
-            step()
-        by_clock = KernelShare("a step, back to back", "clock", back_to_back_ms(step, where).p50_ms, 1)
-        return [by_clock, *kernel_shares(step, host=True)]
+    step = functools.partial(next, cell.how.steps(running(cell, runner, where, cell.batches(WARM_UP))))
+    for _ in range(WARM_UP):
+        step()
+    by_clock = KernelShare("a step, back to back", "clock", back_to_back_ms(step, where).p50_ms, 1)
+    return [by_clock, *kernel_shares(step, host=True)]
 
 
 def kernel_shares(step: Callable[[], object], *, host: bool = False) -> list[KernelShare]:
