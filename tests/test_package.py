@@ -93,6 +93,8 @@ def test_errors_are_also_those_of_python():
     assert issubclass(errors.MissingFile, FileNotFoundError)
     assert issubclass(errors.MissingFile, errors.FormatError)
     assert issubclass(errors.MissingFile, errors.ConfigError)
+    assert issubclass(errors.IndexOutOfRange, IndexError)
+    assert issubclass(errors.IndexOutOfRange, errors.ConfigError)
     assert issubclass(errors.OutOfMemory, MemoryError)
     assert issubclass(errors.MissingDependency, ImportError)
 

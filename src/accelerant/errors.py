@@ -13,6 +13,7 @@
     ├── UnsupportedCase         valid input that no implementation serves
     ├── FormatError             a malformed file or message                 (also ValueError)
     ├── ConfigError             an invalid setting or argument              (also ValueError)
+    ├── IndexOutOfRange         an index or a class that is not there (also ConfigError and IndexError)
     ├── MissingFile             no such file or folder (also FormatError, ConfigError and FileNotFoundError)
     ├── RangeError              a number beyond what its encoding holds     (also OverflowError)
     ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
@@ -31,9 +32,9 @@ from typing import Any
 
 __all__ = [
     "AccelerantError", "BackendUnavailable", "BoundsError", "BudgetExceeded", "CompileError", "ConfigError",
-    "DeviceLost", "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency",
-    "MissingFile", "OutOfMemory", "ProtocolError", "RangeError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase",
-    "UnsupportedDtype",
+    "DeviceLost", "DivergenceError", "FallbackWarning", "FormatError", "IndexOutOfRange", "LaunchError",
+    "MissingDependency", "MissingFile", "OutOfMemory", "ProtocolError", "RangeError", "ShapeError",
+    "TimeLimitExceeded", "UnsupportedCase", "UnsupportedDtype",
 ]  # fmt: skip
 
 
@@ -122,6 +123,10 @@ class FormatError(AccelerantError, ValueError):
 
 class ConfigError(AccelerantError, ValueError):
     """An invalid setting or argument; the message names it and the allowed values."""
+
+
+class IndexOutOfRange(ConfigError, IndexError):
+    """An index of a row, or a target class, that is not in the range that the message names."""
 
 
 class MissingFile(FileNotFoundError, FormatError, ConfigError):

@@ -373,7 +373,7 @@ def test_values_changed_in_place_are_seen_without_a_capture(net):
 
 
 def draw(x):
-    torch.rand([])
+    return float(torch.rand([]))
 
 
 def write(x):

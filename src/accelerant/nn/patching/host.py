@@ -7,6 +7,7 @@ left out, at probability 0) are repeated in each replay, so that later draws are
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 _LARGEST_BYTES = 1 << 20  # of values that are kept on the device
+_MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 _LESS = (Tensor.__lt__, Tensor.lt, torch.lt)
 
 
@@ -35,23 +37,25 @@ class HostWork:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what an eager call does inside the block."""
-        self.draws, self._decided, open_draws = 0, True, list[Tensor]()
+        self.draws, self._decided = 0, True
+        unused = dict[int, weakref.ref[Tensor]]()
 
         def note(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            if open_draws and (found := [x for x in open_draws if _is_among(x, args, kwargs)]):
-                self._decided &= func in _LESS and args[0] is found[0] and _is_certain(args[1])
-                open_draws[:] = [x for x in open_draws if all(x is not each for each in found)]
+            for x in pytree.tree_leaves((args, kwargs)) if unused else ():
+                if id(x) in unused and unused.pop(id(x))() is x:
+                    self._decided &= func in _LESS and x is args[0] and _is_certain(args[1])
+            args = self._indexed(func, args, note=True)
             host, result = self._copied(func, args, kwargs), func(*args, **kwargs)
             if func is torch.rand and result.dim() == 0 and result.device.type == "cpu" and not kwargs:
                 self.draws += 1
-                open_draws.append(result)
+                unused[id(result)] = weakref.ref(result)
             elif host is not None and result.device.type == self._device:
                 self._constants[_content(host)] = result.detach().clone()
             return result
 
         with _Calls(note):
             yield
-        self._decided &= not open_draws
+        self._decided &= all(x() is None for x in unused.values())
 
     def explains(self, before: Tensor, after: Tensor) -> bool:
         """Return whether a call that changed the state of torch's generator on the host made only draws as noted."""
@@ -68,9 +72,9 @@ class HostWork:
         """Copy what was noted from the device, inside the block, and leave the host's generator as it was."""
 
         def repeat(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            host = self._copied(func, args, kwargs) if self._constants else None
+            host = self._copied(func, args, kwargs)
             kept = None if host is None else self._constants.get(_content(host))
-            return func(*args, **kwargs) if kept is None else kept.clone()
+            return func(*self._indexed(func, args, note=False), **kwargs) if kept is None else kept.clone()
 
         with torch.random.fork_rng(devices=(), enabled=self.draws > 0), _Calls(repeat):
             yield
@@ -89,9 +93,9 @@ class HostWork:
             if any(isinstance(x, Tensor) for x in pytree.tree_leaves(data)):
                 return None
             host = torch.tensor(data, dtype=kwargs.get("dtype"))
-        elif func in (Tensor.to, Tensor.cuda) and args[0].device.type == "cpu" and not args[0].requires_grad:
+        elif func in _MOVES and args[0].device.type == "cpu" and not args[0].requires_grad:
             host = args[0]
-            if func is Tensor.to:
+            if func is not Tensor.cuda:
                 other = args[1] if len(args) > 1 else kwargs.get("other")
                 parsed = (other.device, other.dtype) if isinstance(other, Tensor) else _parsed(args[1:], kwargs)
                 if parsed[0] is None or parsed[0].type != self._device:
@@ -100,6 +104,19 @@ class HostWork:
         else:
             return None
         return host if host.numel() * host.element_size() <= _LARGEST_BYTES else None
+
+    def _indexed(self, func: Callable[..., Any], args: Any, *, note: bool) -> Any:
+        """Return the arguments of a call; of indexing on the device by lists, with tensors that are kept there."""
+        if func is not Tensor.__getitem__ or args[0].device.type != self._device or not isinstance(args[1], tuple):
+            return args
+        index = list(args[1])
+        for place, each in enumerate(index):
+            if isinstance(each, list) and all(type(number) is int for number in each):
+                host = torch.tensor(each, dtype=torch.int64)
+                if note:
+                    self._constants[_content(host)] = host.to(args[0].device)
+                index[place] = self._constants.get(_content(host), each)
+        return args[0], tuple(index)
 
 
 class _Calls(TorchFunctionMode):
@@ -118,10 +135,6 @@ def _parsed(args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, tor
     options = {name: value for name, value in kwargs.items() if name != "copy"}
     device, dtype, *_ = torch._C._nn._parse_to(*args[:3], **options)
     return device, dtype
-
-
-def _is_among(x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(x is each for each in pytree.tree_leaves((args, kwargs)))
 
 
 def _is_certain(limit: object) -> bool:

@@ -47,20 +47,28 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> Replacement 
     """Return the changes to a module of a model, the reason against any, or None for a container without a rule."""
     kind: Any = type(module)
     rule = _rule_of(kind)
-    if rule is None:
+    is_model = issubclass(kind, PreTrainedModel)
+    if rule is None and (not is_model or "forward" in module.__dict__):
         return _why_unchanged(module, model)
     if MARK in module.__dict__:
         return "is patched already"
     if "forward" in module.__dict__:
         return "its forward was replaced by another library"
-    plan = rule(module, replace(options, model=model))
-    return plan if isinstance(plan, str) or plan.forward is loss.causal_lm_forward else _without_cache(kind, plan)
+    plan = _why_unchanged(module, model) if rule is None else rule(module, replace(options, model=model))
+    return _without_cache(module, plan) if is_model else plan
 
 
-def _without_cache(kind: Any, plan: Replacement) -> Replacement:
-    """Return the plan of a module; that of a model with labels and a cache makes none in training."""
-    if not issubclass(kind, PreTrainedModel) or not {"labels", "use_cache"} <= set(_parameters(kind)):
+def _without_cache(model: Any, plan: Replacement | str | None) -> Replacement | str | None:
+    """Return the plan of a model; that of one with labels and a cache makes none in training."""
+    kind = type(model)
+    parameters = inspect.signature(kind.forward).parameters.values()
+    names = {each.name for each in parameters}
+    takes = "use_cache" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    caches = takes and "labels" in names and getattr(model.config.get_text_config(), "use_cache", False)
+    if not caches or (isinstance(plan, Replacement) and plan.forward is loss.causal_lm_forward):
         return plan
+    if not isinstance(plan, Replacement):
+        plan = Replacement([], notes=() if plan is None else (f"the loss of {kind.__name__} stays as it is: {plan}",))
     options = plan.options | {"inner": plan.forward, "names": tuple(_parameters(kind))}
     return replace(plan, forward=loss.cacheless_forward, options=options, notes=(*plan.notes, _CACHE))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.errors import ConfigError, IndexOutOfRange, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
@@ -254,7 +254,8 @@ def cross_entropy(
     Raises:
         ShapeError: the logits are a scalar or have no class, targets are not (...), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: label_smoothing or reduction is out of range; on the CPU, a target out of [0, V).
+        ConfigError: label_smoothing or reduction is out of range.
+        IndexOutOfRange: on the CPU, a target out of [0, V).
         UnsupportedCase: a second backward pass after inplace_backward.
         TypeError: an argument is not a tensor.
 
@@ -299,7 +300,7 @@ def check_loss(op: str, targets: Tensor, shape: Sequence[int], label_smoothing: 
 
 
 def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
-    """Raise ConfigError for a target out of range if the check is cheap: on the CPU, not while tracing."""
+    """Raise IndexOutOfRange for a target out of range if the check is cheap: on the CPU, not while tracing."""
     if targets.device.type != "cpu" or is_compiling() or not is_plain(targets):
         return
     if targets.numel():
@@ -308,7 +309,7 @@ def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
             return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
     if wrong.numel():
-        raise ConfigError(f"targets must be in [0, {V}) or ignore_index ({ignore_index}), got {int(wrong[0])}")
+        raise IndexOutOfRange(f"targets must be in [0, {V}) or ignore_index ({ignore_index}), got {int(wrong[0])}")
 
 
 def _case(logits: Tensor, *options: str) -> Case:

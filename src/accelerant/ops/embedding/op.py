@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, IndexOutOfRange, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import check_dtype, is_plain, name_of, not_a_tensor, refuses_triton_kernel
@@ -209,7 +209,8 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
     Raises:
         ShapeError: weight is not (V, D), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: padding_idx is out of range; or, on a CPU, an index is.
+        ConfigError: padding_idx is out of range.
+        IndexOutOfRange: on a CPU, an index is.
         TypeError: an argument is not a tensor.
 
     On a GPU indices are not checked, which would synchronize: one outside [0, V) reads no memory, gives a row of NaN
@@ -245,12 +246,12 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
 
 
 def _check_range(indices: Tensor, V: int) -> None:
-    """Raise ConfigError for an index out of range if the check is cheap: on the CPU, not while tracing."""
+    """Raise IndexOutOfRange for an index out of range if the check is cheap: on the CPU, not while tracing."""
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= V:
-        raise ConfigError(f"indices must be in [0, {V}), got {low if low < 0 else high}")
+        raise IndexOutOfRange(f"indices must be in [0, {V}), got {low if low < 0 else high}")
 
 
 # --- implementations -------------------------------------------------------------------------------------------------

@@ -377,7 +377,8 @@ def linear_cross_entropy(
     Raises:
         ShapeError: weight is not (V, K), targets are not (...), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: label_smoothing or reduction is out of range; on the CPU, a target out of [0, V).
+        ConfigError: label_smoothing or reduction is out of range.
+        IndexOutOfRange: on the CPU, a target out of [0, V).
         TypeError: an argument is not a tensor.
 
     Memory besides the inputs: 512 MiB of logits (or as much as the weight takes in float32, if that is more), and the
