@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from integer_networks import RELU, random_input, random_network
 
-from accelerant.errors import FormatError, ShapeError
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.inference import (
     IntegerNetwork,
     Layer,
@@ -87,6 +87,10 @@ def test_another_batch(honest):
     assert_refused(committed.commitment, np.concatenate((-x, x)), both[::-1], together)
     with pytest.raises(ShapeError, match=r"x must be \(batch, 4\)"):
         check(committed.commitment, x[:, :3], y, proof)
+    with pytest.raises(UnsupportedDtype, match="the proof must be bytes, got int"):
+        check(committed.commitment, x, y, 10**10)
+    with pytest.raises(ShapeError, match="x and y must have one batch size, got 1 and 2"):
+        check(committed.commitment, x, np.repeat(y, 2, 0), proof)
     with pytest.raises(ShapeError, match=r"y must be \(batch, 2\)"):
         check(committed.commitment, x, y[:, :1], proof)
 

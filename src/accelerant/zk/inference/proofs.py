@@ -361,10 +361,12 @@ def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
 
     Raises:
         RejectedProofError: the proof does not show it; says which check fails.
-        ShapeError, UnsupportedDtype: x or y is not of this network.
+        ShapeError, UnsupportedDtype: x or y is not of this network, or the proof is not bytes.
     """
     x = checked_input(commitment.network, x)
     y = checked_array("y", y, commitment.network.layers[-1].output_shape)
+    if not isinstance(proof, bytes | bytearray | memoryview):
+        raise UnsupportedDtype(f"the proof must be bytes, got {type(proof).__name__}")
     if len(y) != len(x):
         raise ShapeError(f"x and y must have one batch size, got {len(x)} and {len(y)}")
     check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), bytes(proof))

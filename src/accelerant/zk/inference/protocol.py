@@ -317,7 +317,7 @@ class WeightLayout:
         pairs = [(shape_bits((layer.inputs, *layer.kernel)), log2_ceil(layer.outputs)) for layer in network.layers]
         offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
         self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
-        self.log_rows = max(6, self.log_size - 5)
+        self.log_rows = max(6, self.log_size - max(5, self.log_size // 3))
 
 
 class WitnessLayout:

@@ -24,6 +24,9 @@ from accelerant.zk.inference.protocol import (
 
 Combine = Callable[[Words], Words]
 
+_CHUNK = 1 << 14
+"""Entries of tables that a round of a sumcheck takes at a time, so that its temporaries stay in the cache."""
+
 
 class Speaker(Transcript):
     """The transcript of a prover, who writes the messages of a proof."""
@@ -58,10 +61,10 @@ class MerkleTree:
 
     def __init__(self, leaves: Words) -> None:
         """Hash rows of words."""
-        data, count = words_to_bytes(leaves), len(leaves)
-        size, digest = len(data) // count, hashlib.sha256
-        self.leaves = [data[at : at + size] for at in range(0, len(data), size)]
-        level = [digest(b"leaf" + leaf).digest() for leaf in self.leaves]
+        rows, digest = np.ascontiguousarray(leaves).astype("<u8", copy=False), hashlib.sha256
+        self.count, self.data = len(rows), memoryview(rows.reshape(-1)).cast("B")
+        self.leaf_bytes = len(self.data) // self.count
+        level = [digest(b"leaf" + self.leaf(i)).digest() for i in range(self.count)]
         self.levels = [level]
         while len(level) > 1 << LOG_CAP:
             level = [digest(b"node" + level[i] + level[i + 1]).digest() for i in range(0, len(level), 2)]
@@ -69,10 +72,14 @@ class MerkleTree:
         self.cap = b"".join(level)
         self.root = sha256(b"cap", self.cap)
 
+    def leaf(self, index: int) -> memoryview:
+        """Return the bytes of a leaf."""
+        return self.data[index * self.leaf_bytes : (index + 1) * self.leaf_bytes]
+
     def opening(self, index: int) -> bytes:
         """Return a leaf and its path."""
         path = [level[(index >> k) ^ 1] for k, level in enumerate(self.levels[:-1])]
-        return b"".join([self.leaves[index], *path])
+        return b"".join([self.leaf(index), *path])
 
 
 class CommittedTable:
@@ -87,14 +94,21 @@ class CommittedTable:
 
 def sumcheck_round(speaker: Speaker, tables: Words, degree: int, combine: Combine) -> tuple[Element, Words]:
     """Send g(0), g(2), ..., g(degree) for tables (2, k, n), of which `combine` is summed; bind the last bit."""
-    low, high = tables[..., 0::2], tables[..., 1::2]
-    step, points, at = ext.sub(high, low), [low], high
-    for _ in range(degree - 1):
-        at = ext.add(at, step)
-        points.append(at)
-    speaker.send_elements(ext.total(combine(np.stack(points, axis=2))))
-    z = speaker.challenge()
-    return z, ext.add(low, ext.mul(step, ext.constant(z, 2)))
+    half = tables.shape[-1] // 2
+    parts = [slice(at, at + _CHUNK) for at in range(0, half, _CHUNK)]
+    low, high, sums = tables[..., 0::2], tables[..., 1::2], []
+    for part in parts:
+        at, step, points = high[..., part], ext.sub(high[..., part], low[..., part]), [low[..., part]]
+        for _ in range(degree - 1):
+            at = ext.add(at, step)
+            points.append(at)
+        sums.append(ext.total(combine(np.stack(points, axis=2))))
+    speaker.send_elements(ext.total(np.stack(sums, axis=-1)))
+    z, bound = speaker.challenge(), np.empty((*tables.shape[:-1], half), np.uint64)
+    for part in parts:
+        step = ext.sub(high[..., part], low[..., part])
+        bound[..., part] = ext.add(low[..., part], ext.mul(step, ext.constant(z, 2)))
+    return z, bound
 
 
 def sumcheck(speaker: Speaker, tables: Words, degree: int, combine: Combine) -> tuple[list[Element], Words]:
@@ -135,25 +149,51 @@ def values_at(tables: Words, point: Sequence[Element]) -> Words:
     return ext.dot(ext.eq_table(point)[:, None, :], tables[None])
 
 
+def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> Words:
+    """Send the sumcheck's rounds for columns; return the tables f and e of rows that are left, (2, 2, rows).
+
+    The sum over rows is made first: the tables of a claim have an entry for each column, and no table over K is larger
+    than a column.
+    """
+    lam, power = ext.constant(speaker.challenge(), 1), ext.constant((1, 0), 1)
+    rows, columns, count = 1 << stack.log_rows, 1 << stack.log_columns, len(claims)
+    tables = np.zeros((2, 2 * count, columns), np.uint64)
+    of_rows: list[tuple[int, Words]] = []
+    for i, claim in enumerate(claims):
+        at, first = claim.offset % rows, stack.offsets[claim.source] + (claim.offset >> stack.log_rows)
+        again = i > 0 and claim.point == claims[i - 1].point
+        equal = of_rows[-1][1] if again else ext.eq_table(claim.point[: stack.log_rows])
+        ends = ext.eq_table(claim.point[stack.log_rows :])
+        tables[:, i, first : first + ends.shape[1]] = ext.mul(ends, power)
+        if again and of_rows[-1][0] == at:
+            tables[:, count + i] = tables[:, count + i - 1]
+        else:
+            for table, begin in zip(committed, stack.offsets, strict=True):
+                part = table.values[:, at : at + equal.shape[1]]
+                tables[:, count + i, begin : begin + len(part)] = ext.dot(equal[:, None, :], part[None])
+        of_rows.append((at, equal))
+        power = ext.mul(power, lam)
+
+    def combine(tables: Words) -> Words:
+        return ext.total(np.moveaxis(ext.mul(tables[:, :count], tables[:, count:]), 1, -1))
+
+    point = []
+    for _ in range(stack.log_columns):
+        z, tables = sumcheck_round(speaker, tables, 2, combine)
+        point.append(z)
+    weights, left = ext.eq_table(point), np.zeros((2, 2, rows), np.uint64)
+    for table, at in zip(committed, stack.offsets, strict=True):
+        folded = ext.dot(weights[:, None, at : at + len(table.values)], table.values.T[None])
+        left[:, 0] = ext.add(left[:, 0], folded)
+    for i, (at, equal) in enumerate(of_rows):
+        part = left[:, 1, at : at + equal.shape[1]]
+        part[...] = ext.add(part, ext.mul(equal, tables[:, i]))
+    return left
+
+
 def send_openings(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> None:
     """Show claims on the committed tables; see verifier.check_openings."""
-    lam = ext.constant(speaker.challenge(), 1)
-    rows, columns = 1 << stack.log_rows, 1 << stack.log_columns
-    table, weights = np.zeros((rows, columns), np.uint64), np.zeros((2, columns, rows), np.uint64)
-    for each, at in zip(committed, stack.offsets, strict=True):
-        table[:, at : at + len(each.values)] = each.values.T
-    power, last = ext.constant((1, 0), 1), None
-    flat = weights.reshape(2, -1)
-    for claim in claims:
-        if claim.point != last:
-            last, equal = claim.point, ext.eq_table(claim.point)
-        at = (stack.offsets[claim.source] << stack.log_rows) + claim.offset
-        part = flat[:, at : at + equal.shape[1]]
-        part[...] = ext.add(part, ext.mul(equal, power))
-        power = ext.mul(power, lam)
-    tables = np.stack((ext.lifted(table.reshape(-1)), weights.transpose(0, 2, 1).reshape(2, -1)), axis=1)
-    for _ in range(stack.log_columns):
-        _, tables = sumcheck_round(speaker, tables, 2, multiplied)
+    tables = bind_columns(speaker, stack, committed, claims)
     folded: list[MerkleTree] = []
     while tables.shape[-1] > 1 << LOG_FINAL:
         codeword = ext.encode(tables[:, 0])
@@ -173,5 +213,5 @@ def send_openings(speaker: Speaker, stack: Stack, committed: Sequence[CommittedT
         for tree in trees:
             speaker.write(tree.opening(position))
         for tree in folded:
-            position %= len(tree.leaves)
+            position %= tree.count
             speaker.write(tree.opening(position))
