@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -50,6 +51,7 @@ class Pattern:
     Attributes:
         causal: whether a query attends to no later key; queries are aligned with the last keys.
         window: how many positions back a query attends; None for all.
+        ahead: how many positions ahead a query attends, beside a window; None for all, or for none if causal.
         padding: (B, Skv) bool, False where a key is padding; None if there is no padding.
         sequences: (B, S) integers, for packed sequences: tokens attend to those of their own; None for one sequence.
         implied: whether the mask replaces the absence of one, for which the module's is_causal decides.
@@ -57,18 +59,26 @@ class Pattern:
 
     causal: bool
     window: int | None = None
+    ahead: int | None = None
     padding: Tensor | None = None
     sequences: Tensor | None = None
     implied: bool = False
     _segments: Tensor | None = None
 
-    def segments(self, queries: int) -> Tensor | None:
-        """Return padding or sequences as our ops take them (see `segments_mask`), made once for all layers."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether a query attends to all keys, or to all within a causal window."""
+        return self.padding is None and self.sequences is None and self.ahead is None
+
+    def segments(self, q: Tensor) -> Tensor | None:
+        """Return what our ops take for more than a plain pattern (see `segments_mask`), made once for all layers."""
         if self._segments is None and self.sequences is not None:
             self._segments = segments_mask(self.sequences, self.sequences)
-        elif self._segments is None and self.padding is not None:
-            of_keys = self.padding.to(torch.int32) - 1
-            self._segments = segments_mask(of_keys.new_zeros(of_keys.shape[0], queries), of_keys)
+        elif self._segments is None and (self.padding is not None or self.ahead is not None):
+            B, S = q.shape[0], q.shape[-2]
+            of_queries = torch.zeros(B, S, dtype=torch.int32, device=q.device)
+            of_keys = of_queries if self.padding is None else self.padding.to(torch.int32) - 1
+            self._segments = segments_mask(of_queries, F.pad(of_keys, (0, self.ahead or 0), value=-1))
         return self._segments
 
 
@@ -153,8 +163,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     if pattern is None:
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     state = _MaskState(pattern, arguments, torch.device(arguments.get("device", "cpu")))
-    plain = pattern.padding is None and pattern.sequences is None and pattern.window is None
-    if plain and state.given() is None:
+    if pattern.is_plain and pattern.window is None and state.given() is None:
         return None
     return Mask.of(state)
 
@@ -210,6 +219,7 @@ def _code(make: str, *args: Any) -> CodeType | None:
 
 _AND = _code("and_masks", causal_mask_function)
 _WINDOW = _code("sliding_window_overlay", 1)
+_BOTH_SIDES = _code("sliding_window_bidirectional_overlay", 1)
 _PACKED = _code("packed_sequence_mask_function", None)
 
 
@@ -227,19 +237,25 @@ def _pattern_of_arguments(
     attention_mask: Tensor | None = None, **_: Any,
 ) -> Pattern | None:  # fmt: skip
     """Return the pattern of a mask made from these arguments; None if it is unknown."""
-    causal, window, sequences = False, None, None
+    causal, window, ahead, sequences = False, None, None, None
     for kind, made_from in _parts(mask_function):
         if kind is causal_mask_function:
             causal = True
         elif kind is _WINDOW:
             window = made_from - 1
+        elif kind is _BOTH_SIDES:
+            window = ahead = made_from
         elif kind is _PACKED:
             sequences = made_from
         elif kind is not _bidirectional or kind is None:
             return None
     bounds = (q_offset, q_length, kv_offset, kv_length)
-    if not all(isinstance(bound, int) for bound in bounds) or (window is not None and not causal):
+    if not all(isinstance(bound, int) for bound in bounds) or (window is not None and causal is (ahead is not None)):
         return None
+    if ahead is not None and (q_offset, q_length) != (kv_offset, kv_length):
+        return None
+    if ahead is not None and ahead >= kv_length - 1:  # it hides nothing
+        window = ahead = None
     if causal and q_offset + q_length != kv_offset + kv_length:
         return None
     if sequences is not None and (attention_mask is not None or q_length != kv_length or q_offset or kv_offset):
@@ -251,7 +267,7 @@ def _pattern_of_arguments(
         padding = attention_mask[..., kv_offset : kv_offset + kv_length]
         if padding.device.type == "cpu" and not captures_ahead() and bool(padding.all()):
             padding = None
-    return Pattern(causal, window, padding, sequences)
+    return Pattern(causal, window, ahead, padding, sequences)
 
 
 def known_pattern(mask: Tensor | None, causal: bool, lengths: tuple[int, int]) -> Pattern | None:
@@ -268,8 +284,7 @@ def known_pattern(mask: Tensor | None, causal: bool, lengths: tuple[int, int]) -
 def is_torchs(pattern: Pattern, x: Tensor) -> bool:
     """Return whether torch's function serves a pattern: one with segments where our kernels do not run."""
     runs = x.device.type != "cpu" or interpreting()
-    has_segments = pattern.padding is not None or pattern.sequences is not None
-    return has_segments and not (runs and x.shape[-1] <= MAX_WIDTH and x.dtype is not torch.float64)
+    return not pattern.is_plain and not (runs and x.shape[-1] <= MAX_WIDTH and x.dtype is not torch.float64)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -338,15 +353,23 @@ def _refuses(
         return "a mask of another kind than causal, window, padding and packed sequences (or torch.compile traces it)"
     if pattern.causal and key.shape[2] < query.shape[2]:
         return "fewer keys than queries, hidden from the first query on"
-    return "padding or packed sequences where our kernels do not run" if is_torchs(pattern, query) else None
+    return (
+        "padding, packed sequences or windows of both sides where our kernels do not run"
+        if is_torchs(pattern, query)
+        else None
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scaling: float | None) -> Tensor:
     """Return our attention, (B, S, Hq, D)."""
-    segments = pattern.segments(q.shape[2])
+    segments = pattern.segments(q)
     if segments is not None:
-        o = attend_masked(q, k, v, segments, causal=pattern.causal, scale=scaling, window=pattern.window)
-        return o.transpose(1, 2)
+        causal, window = pattern.causal, pattern.window
+        if pattern.ahead is not None:  # a causal window of keys that end later: none sees those appended
+            assert window is not None  # beside a window
+            causal, window = True, window + pattern.ahead
+            k, v = (F.pad(x, (0, 0, 0, pattern.ahead)) for x in (k, v))
+        return attend_masked(q, k, v, segments, causal=causal, scale=scaling, window=window).transpose(1, 2)
     plain = ops.attention(q, k, v, causal=pattern.causal, scale=scaling, window=pattern.window)
     assert isinstance(plain, Tensor)  # without the log-sum-exp
     return plain.transpose(1, 2)

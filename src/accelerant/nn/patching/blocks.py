@@ -361,9 +361,9 @@ def _pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
     pattern = known_pattern(attention_mask, module.is_causal, (S, S))
-    if pattern is not None and (pattern.padding is not None or pattern.sequences is not None) and is_torchs(pattern, x):
+    if pattern is None or pattern.ahead is not None:
         return None
-    return pattern
+    return pattern if pattern.padding is pattern.sequences is None or not is_torchs(pattern, x) else None
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
@@ -429,7 +429,7 @@ def _fused_block(
         linears[:6] = torch.cat(linears[:6:2]), None if biases[0] is None else torch.cat(biases)
     window = -1 if pattern.window is None else pattern.window
     eps = (norms[0].eps, norms[1].eps)
-    mask = pattern.segments(x.shape[1])
+    mask = pattern.segments(x)
     spec = BlockSpec(heads, eps, pattern.causal, window, attention.scaling, approximate, post_norm, True, mask)
     casts = _casts(linears, x.dtype, dtype)
     y, _ = fused_block(x, None, spec, None, None, n1, c1, *linears[:4], n2, c2, *linears[4:], *casts)
@@ -521,7 +521,7 @@ def _fused_decoder_layer(
             return by_modules(x)
 
     both_eps = (eps, norms[1].variance_epsilon)
-    mask = pattern.segments(x.shape[1])
+    mask = pattern.segments(x)
     spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, recomputed, mask)
     return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights, *_casts(linears, x.dtype, dtype))
 
