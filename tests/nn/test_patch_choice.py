@@ -99,8 +99,8 @@ def test_the_faster_side_is_chosen_and_said(clock, train, before, ours, wins, sa
     assert clock.sides[STEPS:] == [wins] * 3
     assert clock.sides[:9] == [True, False, False, True, True, False, False, True, True]  # in turns
     mode = "training" if train else "training mode without gradients"
-    assert report.choices == {f"{mode}, float32, up to 64 elements (cpu)": said}
-    assert f"up to 64 elements (cpu): {said}" in str(report)
+    assert report.choices == {f"{mode}, float32, up to 32 elements (cpu)": said}
+    assert f"up to 32 elements (cpu): {said}" in str(report)
     assert said in report._repr_html_()
     assert json.loads(json.dumps(report.to_dict()))["choices"] == report.choices
 

@@ -331,7 +331,7 @@ class Choice:
         """Return the trial of a call's kind, which is that of calls whose arguments have about as many elements."""
         (training, graded, device, *_), (first, total) = key, _sizes(key)
         names = [each for each in key if isinstance(each, str)]
-        kind = *key[:4], first.bit_length(), total.bit_length(), *names
+        kind = *key[:4], _class(first), _class(total), *names
         trial = next((each for each in self._trials.values() if each.key == kind), None)
         if trial is None:
             trial = _Trial(kind, record.graphs is None or training is not graded)
@@ -433,6 +433,11 @@ def _sizes(key: tuple[Any, ...]) -> tuple[int, int]:
     """Return the elements of the first tensor of a call's key, and of all."""
     sizes = [each for each in key[4:] if isinstance(each, int)]
     return (sizes[0], sum(sizes)) if sizes else (0, 0)
+
+
+def _class(elements: int) -> int:
+    """Return the logarithm of the power of two up to which numbers of elements are of one class."""
+    return max(0, elements - 1).bit_length()
 
 
 _NONE = torch.empty(0)  # of a model without parameters
