@@ -37,8 +37,8 @@ def drawn(rng, family, length, style, rows=2, labels=0.75):
     if style == "packed":
         cut = rng.randrange(1, length)
         found["position_ids"] = torch.cat((torch.arange(cut), torch.arange(length - cut))).expand(rows, -1)
-    elif style != "none":
-        found["attention_mask"] = mask
+    elif style != "none" or (rng.random() < 0.2 and family in MASKED):
+        found["attention_mask"] = None if style == "none" else mask
     return found
 
 

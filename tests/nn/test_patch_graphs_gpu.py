@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import itertools
+import random
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 SETTINGS = {
     "gpt2": {"n_embd": 256, "n_head": 4, "n_positions": 256},
-    "bert": WIDE,
+    "bert": WIDE | {"max_position_embeddings": 256},
     "qwen3": WIDE | {"max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 64},
 }
 
@@ -248,6 +250,69 @@ def test_a_step_captured_as_a_whole_contains_no_graphs_of_the_model():
     assert step.captured
     assert losses[-1] < losses[0] - 0.1
     assert not report.graphs["replayed"]
+
+
+def varying(model, lengths, amp=True):
+    """Losses of steps at these lengths, padded on the right, and the memory that they leave reserved."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step, length in enumerate(lengths):
+        x = ids(step, 8, length)
+        mask = (
+            torch.arange(length, device="cuda") < length - torch.arange(8, device="cuda")[:, None] * length // 16
+        ).long()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            loss = model(input_ids=x, labels=x.masked_fill(mask == 0, -100), attention_mask=mask).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return losses, torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("amp", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bert"])
+def test_lengths_that_vary_run_from_few_graphs(family, amp):
+    rng = random.Random(0)
+    lengths = [rng.randint(40, 250) for _ in range(40)]
+    model = wide(family)
+    other = copy.deepcopy(model)
+    acl.nn.patch(model, graph=False)
+    report = acl.nn.patch(other, graph=True)
+    wanted, found = varying(model, lengths, amp)[0], varying(other, lengths, amp)[0]
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+    assert report.graphs["replayed"] >= 30
+    captured = other.__dict__["_accelerant_patch"].graphs._captured
+    assert len(captured) <= 12
+    assert all(each.padding is not None for each in captured.values())
+
+
+def test_graphs_of_several_lengths_hold_little_more_than_the_longest():
+    held = []
+    for lengths in ([256] * 6, [256, 200, 256, 200, *[40, 72, 104, 136, 168, 200, 232] * 4]):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        model = wide(n_layer=8)
+        acl.nn.patch(model, graph=True)
+        held.append(varying(model, lengths)[1] - before)
+        graphs_of = model.__dict__["_accelerant_patch"].graphs
+        assert max(length for _, length in graphs_of._captured) == 256
+        del model, graphs_of
+        gc.collect()
+    assert held[1] <= 1.15 * held[0]
+
+
+def test_embeddings_in_evaluation_run_from_graphs():
+    model = wide("bert").eval()
+    other = copy.deepcopy(model)
+    report = acl.nn.patch(other, graph=True)
+    rng = random.Random(0)
+    for step in range(30):
+        x = ids(step, 4, rng.randint(20, 250))
+        with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
+            torch.testing.assert_close(other(input_ids=x).logits, model(input_ids=x).logits, rtol=3e-2, atol=3e-2)
+    assert report.graphs["replayed"] >= 20
 
 
 def test_two_streams_have_graphs_of_their_own():

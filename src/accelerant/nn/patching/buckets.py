@@ -8,7 +8,7 @@ the rest, and must be what the model computes without it.
 from __future__ import annotations
 
 import inspect
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ _PARTS = 7  # buckets between 0 and the longest call, of one width in its upper 
 _MOST_PADDING = 0.12  # of tokens, in the mean, above which a length gets graphs of its own
 _MOST_BUCKETS = 16
 _MULTIPLE = 4  # of which lengths of buckets are
+_MOST_PLANS = 1024  # keys of calls that are remembered
 _RECENT = 64  # calls whose lengths are remembered
 
 _FILLS = {
@@ -54,17 +55,17 @@ class Lengths:
         self._limit, self._width, self.longest = limit, 0, 0
         self._seen: deque[int] = deque(maxlen=_RECENT)
         self._padded: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # tokens added, and those that there were
-        self._vary = False
+        self._others = 0  # calls of other lengths than the first
 
     def see(self, length: int) -> int:
         """Count a call; return how many of those remembered had its length."""
+        self._others += bool(self._seen) and length != self._seen[0]
         self._seen.append(length)
         return self._seen.count(length)
 
     def vary(self) -> bool:
-        """Return whether several calls had other lengths than most; a last batch alone does not count."""
-        self._vary = self._vary or len(self._seen) - Counter(self._seen).most_common(1)[0][1] > 1
-        return self._vary
+        """Return whether several calls had other lengths than the first; a last batch alone does not count."""
+        return self._others > 1
 
     def choose(self, length: int, captured: Sequence[int]) -> int:
         """Return the length whose graphs serve a call: one of those captured, or that of the next capture."""
@@ -115,12 +116,16 @@ class Call:
     fills: tuple[Any, ...]
 
 
+_Plan = tuple[Any, tuple[int, int], tuple[str, ...], tuple[Any, ...], int | None]
+
+
 class Buckets:
     """Calls of a model that may be filled up."""
 
     def __init__(self, model: nn.Module) -> None:
         self.reason = obstacle(model)
         self.limit: int | None = None
+        self._plans: dict[Any, _Plan | None] = {}  # by key
         if self.reason is not None:
             return
         inner = _inner(model)
@@ -138,23 +143,46 @@ class Buckets:
                 found.append(module.num_embeddings - module.padding_idx - 1)  # its positions begin after that
         self.limit = min((each for each in found if isinstance(each, int) and each > 0), default=None)
 
-    def call(self, key: tuple[Any, ...], values: Sequence[Any]) -> Call | None:
+    def call(self, key: tuple[Any, ...], values: list[Any]) -> Call | None:
         """Return the call with this key and these arguments; None if it cannot be filled up."""
-        first = len(values) - len(key[0])
-        if self.reason is not None or first > len(self._parameters):
+        if self.reason is not None:
             return None
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(key, values)
+        plan = self._plans[key]
+        if plan is None:
+            return None
+        family, shape, names, fills, mask = plan
+        if mask is not None:
+            device = next(x.device for x in values if isinstance(x, Tensor))
+            values = values.copy()
+            values[mask : mask + 1] = [torch.ones(shape, dtype=torch.int64, device=device)]
+        return Call(family, shape[1], names, values, fills)
+
+    def _plan(self, key: tuple[Any, ...], values: Sequence[Any]) -> _Plan | None:
+        """Return a call's family, rows and length, names, what fills up, and the place of a mask that is to be added.
+
+        Models that attend in both directions need one.
+        """
+        first = len(values) - len(key[0])
         names = (*self._parameters[:first], *key[0])
-        given = dict(zip(names, values, strict=True))
+        given = dict(zip(names, values, strict=False))
         if len(given) < len(values):
-            return None  # an argument given twice: the model raises
+            return None  # an argument given twice, or too many: the model raises
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not self._allows(given, tokens.shape):
             return None
-        length = tokens.shape[1]
+        rows, length = tokens.shape[:2]
+        mask = None
         if not self.causal and given.get("attention_mask") is None:
-            given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        fills, parts = [], []
+            if "attention_mask" not in self._parameters:
+                return None
+            given["attention_mask"] = torch.ones((rows, length), dtype=torch.int64)
+            mask = list(given).index("attention_mask")
+        fills, parts = list[Any](), list[Any]()
         for name, value in given.items():
             if not isinstance(value, Tensor):
                 parts.append(value)
@@ -164,7 +192,7 @@ class Buckets:
             fills.append(self._token if long and fill is None else fill)
             shape = (value.shape[0], *value.shape[2:]) if long else value.shape
             parts.append((name, shape, value.dtype, value.requires_grad))
-        return Call((key[0], tuple(parts), *key[2:]), length, tuple(given), list(given.values()), tuple(fills))
+        return (key[0], tuple(parts), *key[2:]), (rows, length), tuple(given), tuple(fills), mask
 
     def _allows(self, given: dict[str, Any], shape: torch.Size) -> bool:
         """Return whether each argument is one that can be filled up, or that no position has a part in."""
@@ -261,9 +289,9 @@ def tried(run: Callable[..., Any], call: Call, length: int, model: nn.Module, dr
         seen = Padding(length, call.fills, _dims(exact, long, shorter, length))
     for place, (one, two, three) in enumerate(zip(exact, long, other, strict=True)):
         two, three = (seen.cut(x, place, shorter).nan_to_num() for x in (two, three))
-        if not torch.equal(two, three):
+        if not _near(two, three, 1e-5, 2e-3):  # sums in any order leave the last bits open
             raise Untrue("its results depend on what fills up a call")
-        if not _near(one.nan_to_num(), two):
+        if not _near(one.nan_to_num(), two, 1e-2, 5e-2):
             raise Untrue("its results depend on the length that a call is filled up to")
     return Padding(length, call.fills, dims)
 
@@ -299,13 +327,13 @@ def _dims(exact: Sequence[Tensor], long: Sequence[Tensor], shorter: int, longer:
     return tuple(dims)
 
 
-def _near(one: Tensor, two: Tensor) -> bool:
-    """Return whether tensors are equal within rounding, in their norm."""
+def _near(one: Tensor, two: Tensor, tolerance: float, low_tolerance: float) -> bool:
+    """Return whether tensors are equal within a tolerance of their norm, which is another in 16 bits."""
     if not one.is_floating_point():
         return torch.equal(one, two)
     low = one.dtype in _LOW or torch.is_autocast_enabled(one.device.type)
     difference, norm = (one.double() - two.double()).norm(), one.double().norm()
-    return bool(difference <= (5e-2 if low else 1e-2) * norm + 1e-6)
+    return bool(difference <= (low_tolerance if low else tolerance) * norm + 1e-6)
 
 
 @contextmanager
