@@ -96,6 +96,14 @@ def test_experts_in_bfloat16_are_captured(name):
     assert not refusals(model, inputs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"layerdrop": 0.1}, {"mask_time_prob": 0.5, "mask_time_length": 2}])
+def test_layers_left_out_and_masks_at_random_are_drawn_on_the_host(settings):
+    model, inputs = made("Wav2Vec2ForSequenceClassification", "audio", **settings)
+    acl.nn.patch(model, graph=False)
+    assert "draws random numbers on the host" in refusals(model, inputs)
+
+
 def result(model, inputs):
     """The outcome of a step, or the class of the error that it raises."""
     try:
