@@ -786,19 +786,58 @@ def test_training_on_few_elements_on_a_gpu_is_torchs(name, dtype, eager):
     assert _served(f"{name}_fwd") == {("torch", True): 6}
     assert _served(f"{name}_bwd") == {("torch", True): 6}
     (decision,) = explain_quietly(ours, x, w).decisions
-    assert set(dict(decision.refused).values()) == {"its autograd function costs the host more than torch's whole call"}
+    assert set(dict(decision.refused).values()) == {"it costs the host more than torch's whole call"}
     torch.autograd.grad(torch.autograd.grad(ours(x, w).sum(), x, create_graph=True)[0].sum(), x)
+
+
+_NO_GRADIENT = {
+    **_FEW,
+    "matmul": (lambda x, w: ops.matmul(x, w), lambda x, w: torch.matmul(x, w.unsqueeze(1)).squeeze(-1)),
+    "linear": (lambda x, w: ops.linear(x, x, w[:64]), lambda x, w: F.linear(x, x, w[:64])),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _NO_GRADIENT)
+def test_few_elements_without_a_gradient_on_a_gpu_are_torchs(name, dtype, eager):
+    x, w = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((64, 256), (256,)))
+    ours, torchs = _NO_GRADIENT[name]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert all(torch.equal(ours(x, w), torchs(x, w)) for _ in range(6))
+    names = (name, f"{name}_fwd")
+    rows = [row for row in ledger().to_dict()["ops"] if row["op"] in names and row["calls"]]
+    assert {row["implementation"] for row in rows} == {"torch"}
+    assert sum(row["calls"] for row in rows) == 12
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["gelu", "silu", "softmax", "layer_norm", "rms_norm", "matmul", "linear"])
+def test_few_elements_elsewhere_than_on_a_cpu_are_recognized(name, grad, eager, monkeypatch):
+    """With tensors of a CPU that say they are on a GPU: what is learned, and how often a call is counted."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False), raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    x, w = torch.randn(64, 256), torch.randn(256)
+    ours, torchs = _NO_GRADIENT[name]
+    with torch.set_grad_enabled(grad):
+        for _ in range(6):
+            assert torch.equal(ours(x, w), torchs(x, w))
+        assert calls_of(lambda: ours(x, w)) <= 7
+        with graphs.ahead_of_capture():
+            assert calls_of(lambda: ours(x, w)) > 12
+    names = (name, f"{name}_fwd")
+    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] in names) == 8
 
 
 @pytest.mark.gpu
 def test_everything_else_on_a_gpu_runs_our_kernels(eager):
-    x = torch.randn(64, 256, device="cuda")
     many = torch.randn(_differentiable.SMALL, device="cuda").requires_grad_()
-    wants = x.clone().requires_grad_()
+    wants = torch.randn(64, 256, device="cuda").requires_grad_()
 
-    def under_no_grad():
+    def many_under_no_grad():
         with torch.no_grad():
-            ops.gelu(wants)
+            ops.gelu(many)
 
     def ahead():
         with graphs.ahead_of_capture():
@@ -809,10 +848,9 @@ def test_everything_else_on_a_gpu_runs_our_kernels(eager):
             ops.gelu(wants)
 
     for call in (
-        lambda: ops.gelu(x),
         lambda: ops.gelu(many),
         lambda: ops.gelu(wants.t()),
-        under_no_grad,
+        many_under_no_grad,
         ahead,
         forced,
     ):

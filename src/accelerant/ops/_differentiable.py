@@ -84,7 +84,7 @@ _ledger = ledger()
 _count_lock = _ledger.lock
 
 SMALL = 2**20
-"""Elements of the first tensor on a GPU below which a call that records a gradient waits for the host."""
+"""Elements of the first tensor on a GPU below which a call waits for the host."""
 
 _SMALL_SAMPLE_EVERY = 16 * SAMPLE_EVERY
 """One such call in so many is timed, and one on a CPU that records a gradient once so many were counted: two events and
@@ -183,8 +183,8 @@ class CpuFastPath:
     are not checked again. It is learned at the 1st, 2nd, 4th, 8th, ... call that is not recognized, so that calls of
     alternating kinds do not pay for it.
 
-    On a GPU, training on few elements waits for the host, of which torch's functions need half as much as our autograd
-    function. With `small`, calls that record a gradient are torch's there too, outside of captures.
+    On a GPU, calls on few elements wait for the host, of which torch's functions need half as much as our launches and
+    autograd functions. With `small`, they are torch's there too, outside of captures.
 
     Args:
         function: torch's function, with the parameters of the public one.
@@ -313,10 +313,10 @@ class CpuFastPath:
 
     def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
         """Return whether a call elsewhere than on a CPU may teach a kind; this costs little where it may not."""
-        if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
-            return False
         if self._serves_small is not None and 0 < x.numel() < SMALL:
             return x.is_contiguous()
+        if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
+            return False
         missed = self._missed + 1
         if missed & (missed - 1):  # see _watched
             self._missed = missed
@@ -341,9 +341,8 @@ class CpuFastPath:
         return y
 
     def _learn_small(self, public: Callable[..., Any], args: Any, options: Any, tensors: Sequence[Tensor]) -> Any:
-        """Do the same on a GPU, for calls on few elements that record a gradient."""
-        records = is_grad_enabled() and 0 < tensors[0].numel() < SMALL and any(x.requires_grad for x in tensors)
-        learns = records and all(x.is_cuda and _is_contiguous(x) for x in tensors)
+        """Do the same on a GPU, for calls on few elements."""
+        learns = 0 < tensors[0].numel() < SMALL and all(x.is_cuda and _is_contiguous(x) for x in tensors)
         if not learns or choice_overrides or torch_wants_determinism() or captures_ahead():
             return public(*args, **options)
         try:

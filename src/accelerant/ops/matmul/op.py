@@ -138,7 +138,7 @@ def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-_cpu = CpuFastPath(_torch_equivalent)
+_cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True)
 
 
 @_cpu
@@ -178,7 +178,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
     if not is_plain(a) or not is_ordinary(b):
         return _op(a, b)
-    result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu else NotImplemented
+    result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu or _cpu.thread.small else NotImplemented
     return _product(a, b) if result is NotImplemented else result
 
 
@@ -197,7 +197,11 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
 
 
-_linear_cpu = CpuFastPath(lambda input, weight, bias=None: functional.linear(input, weight, bias), any_layout=True)
+_linear_cpu = CpuFastPath(
+    lambda input, weight, bias=None: functional.linear(input, weight, bias),
+    any_layout=True,
+    small=lambda *_, **__: True,
+)
 
 
 @_linear_cpu
@@ -231,7 +235,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(input, weight, bias)
     args = input, weight, bias
     case = Case(input.device, input.dtype, (input.shape[:-1].numel(), weight.shape[:-1].numel(), weight.shape[-1]))
-    result = _linear_cpu.run(linear_op, case, args) if input.is_cpu else NotImplemented
+    result = _linear_cpu.run(linear_op, case, args) if input.is_cpu or _linear_cpu.thread.small else NotImplemented
     y: Tensor = linear_op(case, *args) if result is NotImplemented else result
     return y
 

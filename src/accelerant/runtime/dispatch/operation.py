@@ -272,7 +272,7 @@ class Operation:
         if implementation.name in broken:
             return reason_of(broken[implementation.name])
         if FEW_ELEMENTS in case.options and not implementation.differentiable:
-            return "its autograd function costs the host more than torch's whole call"
+            return "it costs the host more than torch's whole call"
         if implementation.own and (lacking := registry.reason_without_kernels(case.device)):
             return lacking
         if deterministic and not implementation.deterministic:
