@@ -36,6 +36,8 @@ def patch(
     Linear followed by a GELU in a Sequential, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
     and the losses CrossEntropyLoss, MSELoss, L1Loss, BCELoss and BCEWithLogitsLoss.
 
+    On an NVIDIA GPU the first calls run as the model was, while child processes compile the kernels that it lacks.
+
     Methods are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the
     state_dict stay. A module is left alone, as the report says, if its forward has another form or was replaced, or if
     it has adapters; one of torch.nn's also if it is a subclass, or has hooks or parametrizations. Warns if no module
