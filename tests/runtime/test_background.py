@@ -61,13 +61,14 @@ def kernels(monkeypatch):
     return stand_in
 
 
-def two_kernels(kernels, **options):
+def two_kernels(kernels, name="probe", **options):
     def run(x):
         kernels.launch("first")
         kernels.launch("second")
         return "own"
 
-    return operation(Implementation("own", run, own=True, **options), Implementation("library", lambda x: "library"))
+    library = Implementation("library", lambda x: "library")
+    return operation(Implementation("own", run, own=True, **options), library, name=name)
 
 
 def test_a_library_runs_until_the_kernels_are_compiled(book, kernels):
@@ -149,11 +150,21 @@ def test_after_a_launch_that_may_have_changed_something_a_kernel_is_waited_for(b
     )
 
 
-@pytest.mark.parametrize("wanted", [{"implementation": {"probe": "own"}}, {"deterministic": True}, {"debug": True}])
+@pytest.mark.parametrize(
+    "wanted",
+    [{"implementation": {"probe": "own"}}, {"deterministic": True}, {"debug": True}, {"tune": "first_use"}],
+)
 def test_what_must_run_is_waited_for(book, kernels, wanted):
     with override(**wanted):
         assert two_kernels(kernels)(CASE, 1) == "own"
     assert (kernels.waited, kernels.asked) == (["first", "second"], [])
+
+
+def test_what_is_timed_is_waited_for(book, kernels):
+    with override(race="first_use"):
+        two_kernels(kernels, "timed")(CASE, 1)  # what is measured is kept
+    assert set(kernels.waited) == {"first", "second"}
+    assert not kernels.asked
 
 
 def test_where_a_fallback_is_forbidden_or_missing_it_is_waited_for(book, kernels):

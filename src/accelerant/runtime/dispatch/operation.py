@@ -347,8 +347,9 @@ class Operation:
         plan.forced, plan.torch_autograd = forced is not None, torch_autograd
         if not plan.forced:
             plan.failed = tuple((name, broken[name]) for name in preferred if name in broken)
-            waits = rules().deterministic or rules().debug or all(candidate.own for candidate in serving)
-            if background.is_started() and chosen.own and not waits:
+            waits = rules().deterministic or rules().debug or rules().race or rules().tune  # which times kernels
+            library = any(not candidate.own for candidate in serving)
+            if background.is_started() and chosen.own and library and not waits:
                 plan.run = self._without_waiting(chosen, plan.run)
         if lasting:
             self.plans.store(plans, case, plan)
@@ -364,6 +365,7 @@ class Operation:
         known = choices().find(case.device, key, self._sources)
         covered = known is not None and not known.table and all(known.covers(candidate.name) for candidate in serving)
         by_default = current.race is None and _race_s < RACES_S and _has_no_table(case.device)
+        by_default = by_default and not background.is_started()  # a race waits for the compiler
         if not (current.race or by_default) or current.deterministic or covered:
             return known, True
         if obstacle(case.device, args) is not None:
