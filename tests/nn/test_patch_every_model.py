@@ -16,6 +16,8 @@ from patch_models import assert_same, outcome, transformers
 from tiny_models import CASES, inputs_of, tiny
 
 import accelerant as acl
+from accelerant.nn.patching import capture
+from accelerant.nn.patching.graphs import EAGER_CALLS
 
 TABLE = Path(__file__).with_name("not_captured.txt")
 NO_MODEL = "no tiny model"
@@ -85,6 +87,22 @@ def test_a_graph_takes_its_step_or_the_table_says_why_not(name, kind):
     model, inputs = made(name, kind)
     acl.nn.patch(model, graph=False)
     assert "; ".join(refusals(model, inputs)) == reasons.get(name, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("name", "kind"), CASES[::3], ids=IDS[::3])
+def test_a_gpu_captures_what_the_table_says(name, kind):
+    version, reasons = recorded()
+    if version != f"transformers {transformers.__version__}":
+        pytest.skip(f"the table is of {version}")
+    model, inputs = made(name, kind)
+    model, inputs = model.to(capture.DEVICE), {name: value.to(capture.DEVICE) for name, value in inputs.items()}
+    report = acl.nn.patch(model, graph=True)
+    for _ in range(EAGER_CALLS + 3):
+        model.zero_grad()
+        model(**inputs)["loss"].backward()
+    assert bool(report.graphs["captured"]) == (name not in reasons), report.graphs
 
 
 @pytest.mark.slow
