@@ -89,8 +89,7 @@ _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 4096}
 _BERT = {"vocab_size": 30522, "max_position_embeddings": 514, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _GPT2 = {
-    "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _SPEECH = {
     "d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 8,
@@ -166,16 +165,19 @@ class Running:
 
     model: Any
     call: Callable[..., Any]
-    batches: Iterator[dict[str, Tensor]]
+    batches: Iterator[dict[str, Any]]
     where: torch.device
     low: torch.dtype | None
     report: PatchReport | None = None
 
-    def batch(self) -> dict[str, Tensor]:
+    def batch(self) -> dict[str, Any]:
         """Return the next batch on the device, its floats in the dtype of the weights."""
         dtype = next(self.model.parameters()).dtype
-        moved = {name: value.to(self.where, non_blocking=True) for name, value in next(self.batches).items()}
-        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()}
+
+        def moved(x: Any) -> Any:
+            return x.to(self.where, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
+
+        return {name: moved(x) for name, x in next(self.batches).items()}
 
     def loss(self) -> Tensor:
         """Return the loss of the next batch."""
@@ -380,12 +382,12 @@ class Cell:
         dropouts = dict.fromkeys(self.model.dropouts, 0.1 if self.loop == "dropout" else 0.0)
         return (self.model.config if self.gpu else tiny(self.model.config)) | dropouts
 
-    def batches(self, count: int) -> list[dict[str, Tensor]]:
+    def batches(self, count: int) -> list[dict[str, Any]]:
         """Draw batches on the host, which a loop repeats; of images and speech a few, as they are large."""
         large = self.model.task in ("image", "speech", "pairs")
         return [self._batch(number) for number in range(min(count, _LARGE_BATCHES) if large else count)]
 
-    def _batch(self, number: int) -> dict[str, Tensor]:
+    def _batch(self, number: int) -> dict[str, Any]:
         """Draw a batch: the same one for the same number."""
         generator = torch.Generator().manual_seed(number)
         config, (rows, tokens), task = self.config(), self.sizes, self.model.task
@@ -405,12 +407,12 @@ class Cell:
             chosen = torch.rand(ids.shape, generator=generator) < 0.15
             chosen[:, 0] = True
             labels[~chosen] = -100
-        batch = {"input_ids": ids}
+        batch: dict[str, Any] = {"input_ids": ids}
         if self.how.pads:
             kept = draw(min(low, length), length + 1, (rows,)).index_fill(0, torch.tensor(0), length)
             places = torch.arange(length) if self.how.pads == "right" else torch.arange(length - 1, -1, -1)
             mask = places < kept[:, None]
-            ids[~mask], labels[~mask] = text["pad_token_id"], -100
+            ids[~mask], labels[~mask] = text.get("pad_token_id", 0), -100
             batch["attention_mask"] = mask.long()
         if self.loop == "packed":
             begins = torch.rand(length, generator=generator) < 4 / self.sizes[1]
@@ -419,7 +421,7 @@ class Cell:
             labels[0, begins] = -100
             batch["position_ids"] = (torch.arange(length) - starts)[None]
         if task == "pairs":
-            return batch | images | {"return_loss": torch.tensor(True)}
+            return batch | images | {"return_loss": True}
         if task == "speech":
             frames = 2 * config["max_source_positions"]
             features = torch.randn(rows, config["num_mel_bins"], frames, generator=generator)
@@ -446,7 +448,7 @@ def _move(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 def running(
-    cell: Cell, runner: str, where: torch.device, batches: Sequence[dict[str, Tensor]], *, moved: int = 0
+    cell: Cell, runner: str, where: torch.device, batches: Sequence[dict[str, Any]], *, moved: int = 0
 ) -> Running:  # fmt: skip
     """Return a runner's model, from the same weights and seeds each time.
 

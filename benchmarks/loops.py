@@ -259,7 +259,7 @@ class _Ready:
 
     @classmethod
     def of(
-        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Tensor]], steps: int, run: SuiteRun, *, moved: int = 0
+        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Any]], steps: int, run: SuiteRun, *, moved: int = 0
     ) -> Self:  # fmt: skip
         """Build a runner's model, and make its first steps."""
         where = run.torch_device
