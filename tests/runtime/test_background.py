@@ -167,6 +167,14 @@ def test_what_is_timed_is_waited_for(book, kernels):
     assert not kernels.asked
 
 
+def test_before_a_capture_kernels_that_were_asked_for_are_waited_for(book, kernels):
+    op = two_kernels(kernels)
+    assert op(CASE, 1) == "library"
+    with background.awaited():
+        assert op(CASE, 1) == "own"
+    assert kernels.waited == ["first", "second"]
+
+
 def test_where_a_fallback_is_forbidden_or_missing_it_is_waited_for(book, kernels):
     op = two_kernels(kernels)
     with override(fallback="forbid"):

@@ -32,6 +32,7 @@ from accelerant.nn.train.data import Batch
 from accelerant.nn.train.parallel import GradientReduction, described, is_reduced_elsewhere, start_equal
 from accelerant.nn.transformer import DRAW_NOTHING
 from accelerant.ops._library import is_distributed
+from accelerant.runtime.compilation import background
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import Processes
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
@@ -120,7 +121,7 @@ class GraphedStep:
             self._stream = torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), ahead_of_capture():
+        with torch.cuda.stream(self._stream), ahead_of_capture(), background.awaited():
             result = run()
         current.wait_stream(self._stream)
         return result

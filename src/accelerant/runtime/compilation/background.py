@@ -35,8 +35,6 @@ from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
-import torch
-
 from accelerant.config import settings
 from accelerant.errors import CompileError, FallbackWarning
 from accelerant.runtime.compilation.cache import KernelCache
@@ -117,7 +115,7 @@ def is_missing() -> bool:
 
 def pass_over() -> None:
     """Raise NotCompiledError while kernels are compiled: for what an earlier attempt asked for."""
-    if _compilers is not None and not _compilers.is_ready():
+    if _compilers is not None and not _awaited and not _compilers.is_ready():
         _compilers.misses += 1
         raise NotCompiledError
 
@@ -161,7 +159,7 @@ def binary_of(key: str, source: KernelSource, target: str) -> Binary:
     if compilers is None:
         return compile_cuda(source, target)
     found, skips = compilers.result(key), attempts.get(thread)
-    if found is None and skips is not None and not _is_capturing():
+    if found is None and skips is not None and not _awaited:
         launched = any(counter.count for counter in watched.get(thread, ()))
         if (skips or not launched) and compilers.ask(key, source, target):
             compilers.misses += thread not in missing
@@ -170,8 +168,18 @@ def binary_of(key: str, source: KernelSource, target: str) -> Binary:
     return compile_cuda(source, target) if found is None else found
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+_awaited = 0  # blocks, of any thread, that wait for kernels
+
+
+@contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """Wait for kernels inside the block, as for the last calls before a capture, which could not load them."""
+    global _awaited
+    _awaited += 1
+    try:
+        yield
+    finally:
+        _awaited -= 1
 
 
 # --- the parent's side -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from torch.compiler import is_compiling
 
 from accelerant.errors import LaunchError
+from accelerant.runtime.compilation import background
 from accelerant.runtime.dispatch.plan import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 from accelerant.runtime.streams.stream import capturing
@@ -135,7 +136,7 @@ class Graph:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream), ahead_of_capture():
+        with torch.cuda.stream(stream), ahead_of_capture(), background.awaited():
             for _ in range(warm_up):
                 fn(*args, **kwargs)
         current.wait_stream(stream)
