@@ -87,6 +87,10 @@ def test_another_batch(honest):
     assert_refused(committed.commitment, np.concatenate((-x, x)), both[::-1], together)
     with pytest.raises(ShapeError, match=r"x must be \(batch, 4\)"):
         check(committed.commitment, x[:, :3], y, proof)
+    many = np.zeros((1 << 12, 4), np.int8)
+    with pytest.raises(ShapeError, match="x has 4096 inputs: the batch is too large for this network: divide it"):
+        committed.prove(many)
+    assert_refused(committed.commitment, many, np.zeros((1 << 12, 2), np.int8), proof, "the batch is too large")
     with pytest.raises(UnsupportedDtype, match="the proof must be bytes, got int"):
         check(committed.commitment, x, y, 10**10)
     with pytest.raises(ShapeError, match="x and y must have one batch size, got 1 and 2"):

@@ -204,6 +204,10 @@ class InferenceProof:
         self.prover, self.network, self.x = prover, prover.network, x
         public, batch = self.network.network, len(x)
         self.layers, self.layout = public.layers, WitnessLayout(public, batch)
+        try:
+            self.stack = self.layout.stack(prover.layout)
+        except RejectedProofError as error:
+            raise ShapeError(f"x has {batch} inputs: {error}") from None
         images = np.pad(x, [(0, (1 << log2_ceil(batch)) - batch), *[(0, 0)] * 3])
         self.inputs, self.traces = images.astype(np.int64), self.network.trace(images)
         self.padded_output = self.traces[-1]["y"].astype(np.int8)
@@ -236,8 +240,7 @@ class InferenceProof:
         point = speaker.challenges(layout.logs[-1])
         output = ext.elements(values_at(ext.words(self.padded_output.reshape(1, -1)), point))
         claims.append(Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
-        stack = Stack(log_rows, [self.prover.layout.log_size, layout.log_size, lookups.log_size])
-        send_openings(speaker, stack, [self.prover._weights, witness, lookups.committed], claims)
+        send_openings(speaker, self.stack, [self.prover._weights, witness, lookups.committed], claims)
         return self.y, b"".join(speaker.parts)
 
     def columns(self) -> npt.NDArray[np.int64]:

@@ -317,7 +317,8 @@ class WeightLayout:
         pairs = [(shape_bits((layer.inputs, *layer.kernel)), log2_ceil(layer.outputs)) for layer in network.layers]
         offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
         self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
-        self.log_rows = max(6, self.log_size - max(5, self.log_size // 3))
+        largest = max(self.log_size, WitnessLayout(network, 1).log_rows + 4)  # the table of helpers, of a batch of 1
+        self.log_rows = max(6, largest - max(5, largest // 3))
 
 
 class WitnessLayout:
@@ -330,6 +331,11 @@ class WitnessLayout:
         self.log_table = log2_ceil(1022 + 256 * len(self.tables))
         offsets, self.log_size = blocks([*[self.log_rows] * 8, self.log_table])
         self.columns, self.multiplicities = offsets[:8], offsets[8]
+        self.helpers, self.log_helpers = blocks([self.log_rows + 3] * 2 + [self.log_table] * 2)
+
+    def stack(self, weights: WeightLayout) -> Stack:
+        """Return the stack of the tables of weights, witness and helpers of lookups."""
+        return Stack(weights.log_rows, [weights.log_size, self.log_size, self.log_helpers])
 
     def tag(self, layer: Layer) -> int:
         """Return the tag of a layer's table in fingerprints."""

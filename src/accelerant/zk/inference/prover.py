@@ -62,7 +62,7 @@ class MerkleTree:
     def __init__(self, leaves: Words) -> None:
         """Hash rows of words."""
         rows, digest = np.ascontiguousarray(leaves).astype("<u8", copy=False), hashlib.sha256
-        self.count, self.data = len(rows), memoryview(rows.reshape(-1)).cast("B")
+        self.count, self.data = len(rows), rows.reshape(-1).data.cast("B")
         self.leaf_bytes = len(self.data) // self.count
         level = [digest(b"leaf" + self.leaf(i)).digest() for i in range(self.count)]
         self.levels = [level]

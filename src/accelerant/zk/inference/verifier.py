@@ -255,9 +255,7 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     require(proof.startswith(PROOF_HEADER), "this is no proof of inference of version 1")
     statement = (PROOF_HEADER, network.encode(), root, batch.to_bytes(8, "little"), x, y)
     channel, layout = Channel(proof[len(PROOF_HEADER) :], *statement), WitnessLayout(network, batch)
-    helper, helper_log = blocks([layout.log_rows + 3] * 2 + [layout.log_table] * 2)
-    weights = WeightLayout(network)
-    stack = Stack(weights.log_rows, [weights.log_size, layout.log_size, helper_log])
+    stack, helper = layout.stack(WeightLayout(network)), layout.helpers
     padded = channel.bytes(1 << layout.logs[-1])
     require(unpadded(padded, shapes[1]) == y, "the proof is of another output")
     roots = [root, channel.bytes(32)]

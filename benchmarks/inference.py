@@ -1,0 +1,93 @@
+"""Proofs of inference: CPU seconds of commitment, proof and verification, and bytes, of networks of random integers.
+
+python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m] prints one JSON object a network.
+Times are of the whole process on all cores, the least of three; the peak of memory is that of the process so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from accelerant.zk.inference import IntegerNetwork, Layer, ModelCommitment, Network, Prover, check
+from accelerant.zk.inference.protocol import IDENTITY
+
+RELU = bytes(max(0, i - 128) for i in range(256))
+_REPEATS = 3
+
+
+def _layer(inputs: int, outputs: int, **options: Any) -> Layer:
+    products = inputs * int(np.prod(options.get("kernel", (1, 1))))
+    return Layer(inputs, outputs, int(2**24 / (60 * products**0.5)), RELU, **options)
+
+
+def _dense(*widths: int) -> list[Layer]:
+    return [_layer(*pair) for pair in pairwise(widths)]
+
+
+def _lenet() -> list[Layer]:
+    """A LeNet of 28x28 pixels whose pools are convolutions of stride 2."""
+    return [
+        _layer(1, 6, image=(28, 28), kernel=(5, 5), padding=2), _layer(6, 6, image=(28, 28), kernel=(2, 2), stride=2),
+        _layer(6, 16, image=(14, 14), kernel=(5, 5)), _layer(16, 16, image=(10, 10), kernel=(2, 2), stride=2),
+        _layer(16, 120, image=(5, 5), kernel=(5, 5)), *_dense(120, 84, 10),
+    ]  # fmt: skip
+
+
+NETWORKS: dict[str, Callable[[], list[Layer]]] = {
+    "mlp": lambda: _dense(64, 128, 64, 10),
+    "lenet": _lenet,
+    "dense4m": lambda: _dense(1024, 2048, 1024, 10),
+}
+"""Name -> layers. mlp is EZKL's example of 64-128-64-10."""
+
+
+def measured(name: str, repeats: int = _REPEATS) -> dict[str, Any]:
+    """Return the record of a network; each proof is verified."""
+    layers, generator = NETWORKS[name](), np.random.default_rng(0)
+    layers[-1] = layers[-1]._replace(table=IDENTITY)
+    shapes = [(each.outputs, each.inputs, *each.kernel) for each in layers]
+    weights = [generator.integers(-127, 128, shape).astype(np.int8) for shape in shapes]
+    biases = [generator.integers(-20_000, 20_000, shape[0]) for shape in shapes]
+    network = IntegerNetwork(Network(tuple(layers)), weights, biases)
+    x = generator.integers(-128, 128, (1, *layers[0].input_shape)).astype(np.int8)
+    committing, prover = _least(lambda: Prover(network), 1)
+    published = prover.commitment.to_bytes()
+    proving, (y, proof) = _least(lambda: prover.prove(x), repeats)
+    loading, commitment = _least(lambda: ModelCommitment(published), repeats)
+    verifying, _ = _least(lambda: check(commitment, x, y, proof), repeats)
+    return {
+        "network": name, "shape": network.network.widths, "weights": sum(w.size for w in weights),
+        "commit_cpu_s": committing, "prove_cpu_s": proving, "check_commitment_cpu_s": loading,
+        "verify_cpu_s": verifying,
+        "commitment_bytes": len(published), "proof_bytes": len(proof),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }  # fmt: skip
+
+
+def _least(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    times = []
+    for _ in range(repeats):
+        began = time.process_time()
+        result = call()
+        times.append(time.process_time() - began)
+    return round(min(times), 4), result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the networks that the arguments name, by default the two small ones."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", action="append", choices=sorted(NETWORKS))
+    for name in parser.parse_args(arguments).network or ["mlp", "lenet"]:
+        print(json.dumps(measured(name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

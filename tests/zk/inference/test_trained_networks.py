@@ -1,0 +1,38 @@
+"""From training to proof: a LeNet on synthetic digits."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accelerant as acl
+from accelerant.nn.train import TrainConfig, fit
+
+
+def digits(count):
+    """Return noisy images of ten patterns, (count, 1, 16, 16), and their classes."""
+    patterns = torch.randn(10, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(10, (count,))
+    return patterns[labels] + 0.5 * torch.randn(count, 1, 16, 16), labels
+
+
+@pytest.mark.slow
+def test_a_lenet_from_training_to_proof():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 3), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(16 * 3 * 3, 32), nn.ReLU(), nn.Linear(32, 10),
+    )  # fmt: skip
+    (x, labels), (test, expected) = digits(1000), digits(500)
+    fit(model, x, labels, TrainConfig(epochs=8, batch_size=50, learning_rate=3e-3, device="cpu"))
+    network = acl.nn.quantize(model, mode="exact", examples=x[:200]).model
+    right = (model.eval()(test).argmax(1) == expected).float().mean()
+    kept = (network(test).argmax(1) == expected).float().mean()
+    assert right > 0.95
+    assert kept > right - 0.01
+    prover = acl.zk.inference.Prover(network)
+    images = network.quantize_input(test[:3]).numpy()
+    y, proof = prover.prove(images)
+    acl.zk.inference.check(prover.commitment, images, y, proof)
+    assert (y.argmax(1) == expected[:3].numpy()).all()
+    assert not acl.zk.inference.verify(prover.commitment, images, np.roll(y, 1, axis=1), proof)
