@@ -124,6 +124,22 @@ def test_padding_of_a_checkpointed_model(checkpointing, ours):
     assert not report.fallbacks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "modernbert"])
+def test_padding_in_layers_that_are_compiled_alone(family, ours):
+    """The mask comes from outside of what is compiled; another one in each step compiles nothing again."""
+    model, other = make(family), make(family)
+    acl.nn.patch(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    compiled = []
+    for step in range(4):
+        inputs = batch(family, 3, seed=step) | {"attention_mask": padded("both", seed=step)}
+        assert_same(outcome(model, inputs), outcome(other, inputs), **TIGHT)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[1] == compiled[3]
+
+
 @pytest.mark.parametrize("family", [*CAUSAL, "gemma2", "gemma3", "bert", "modernbert", "whisper"])
 @pytest.mark.parametrize("mask", [None, "attention_mask", "position_ids"])
 def test_nothing_of_a_mask_is_read_on_the_host(family, mask):
