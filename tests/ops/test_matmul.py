@@ -176,7 +176,7 @@ def test_products_by_onednn_are_differentiable_twice(by_onednn):
 
 
 def test_onednn_serves_large_float32_products_where_mkl_is_slow(monkeypatch):
-    case = Case(torch.device("cpu"), torch.float32, (128, 128, 128))
+    case = Case(torch.device("cpu"), torch.float32, (256, 256, 128))
     for vendor, capability, reason in (
         ("GenuineIntel", "AVX512", "uses all of this processor's vectors"),
         ("AuthenticAMD", "AVX2", "uses all of this processor's vectors"),
@@ -189,6 +189,6 @@ def test_onednn_serves_large_float32_products_where_mkl_is_slow(monkeypatch):
         found = op._refuses_onednn(case)
         assert found is None if reason is None else reason in found
     assert "float32" in op._refuses_onednn(case._replace(dtype=torch.bfloat16))
-    assert "multiplications" in op._refuses_onednn(case._replace(shape=(128, 128, 127)))
+    assert "multiplications" in op._refuses_onednn(case._replace(shape=(256, 256, 127)))
     assert "two matrices" in op._refuses_onednn(case._replace(shape=(2, 128, 128, 128)))
     op._refuses_processor.cache_clear()
