@@ -93,6 +93,44 @@ def test_padding(family, side):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", ["mask", "long mask", "tokens", "tuple", "positional"])
+@pytest.mark.parametrize("family", ["gemma3", "t5", "whisper"])
+def test_a_step_without_its_cache_computes_the_same(family, more):
+    model, inputs = make(family), batch(family)
+    prefix, labels = "" if family == "gemma3" else "decoder_", inputs["labels"]
+    mask = torch.ones(labels.shape[0], labels.shape[1] + (more == "long mask"), dtype=torch.int64)
+    mask[1, -3:] = 0
+    options = {"mask": {f"{prefix}attention_mask": mask}, "tuple": {"return_dict": False}}
+    options |= {"long mask": options["mask"], "tokens": {f"{prefix}input_ids": labels.clamp_min(0)}}
+    inputs |= options.get(more, {})
+    args = [inputs.pop(model.main_input_name)] if more == "positional" else []
+    found = []
+    for patched in (False, True):
+        if patched:
+            acl.nn.patch(model)
+        model.zero_grad()
+        try:
+            output = model(*args, **inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            found.append([type(error)])
+            continue
+        output[0].backward()
+        found.append([len(output), output[0].detach(), output[1].detach(), *(p.grad for p in model.parameters())])
+        if more != "tuple":
+            assert (output.past_key_values is None) == (patched and more != "long mask")
+            assert model(*args, **inputs, use_cache=True).past_key_values is not None
+            assert model.eval()(*args, **inputs).past_key_values is not None
+            model.train()
+    if more != "tuple":
+        found = [each[1:] if len(each) > 1 else each for each in found]  # None is no element
+    for one, two in zip(*found, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(two, one, **TIGHT)
+        else:
+            assert one == two
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("family", GENERATES)
 def test_generate(family, cache):
