@@ -273,14 +273,46 @@ def test_a_model_whose_results_depend_on_the_length_keeps_it_and_says_so(monkeyp
     assert all(each.padding is None for each in captured.values())
 
 
-def test_a_classifier_reads_the_last_token_of_the_caller():
-    model = transformers.LlamaForSequenceClassification(config(transformers.LlamaConfig)).train()
+SMALL = {
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "n_embd": 48, "n_layer": 1, "n_head": 3,
+    "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dim": 48, "hidden_dim": 80,
+    "n_layers": 1, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32,
+    "layerdrop": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForSequenceClassification", "BertModel", "BertForSequenceClassification", "BertForTokenClassification",
+     "GPT2ForSequenceClassification", "GPT2Model", "Qwen3ForTokenClassification", "DistilBertForMaskedLM",
+     "OPTForCausalLM", "XLMRobertaForSequenceClassification"],
+)  # fmt: skip
+def test_heads_and_bare_models_give_what_they_give_without_graphs(name, rng):
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(config(kind.config_class, bos_token_id=1, eos_token_id=2, **SMALL)).train()
     other = patched(model)
-    rng = random.Random(0)
-    for length in (9, 14, 20, 14, 8, 11, 17, 9, 12, 20):
-        batch = drawn(rng, "llama", length, "right") | {"labels": torch.tensor([0, 1])}
-        assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
-    assert other.report.graphs["replayed"] >= 3
+    for _ in range(12):
+        family = "roberta" if "Roberta" in name else "bert"
+        batch = drawn(rng, family, rng.randrange(8, 49), rng.choice(["none", "right"]), labels=1.0)
+        if "SequenceClassification" in name:
+            batch["labels"] = torch.tensor([0, 1])
+        elif "TokenClassification" in name:
+            batch["labels"] = batch["labels"].clamp(max=1)
+        elif name.endswith("Model"):
+            del batch["labels"]
+        if name.startswith(("GPT2", "Qwen3", "Llama", "OPT")):
+            batch["use_cache"] = False
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            output = each(**batch)
+            loss = output.loss if "labels" in batch else output.last_hidden_state.sin().mean()
+            loss.backward()
+            found.append((loss.detach(), [p.grad.clone() for p in each.parameters() if p.grad is not None]))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    assert other.report.graphs["replayed"] >= 4
 
 
 def without_labels(batch):
