@@ -220,7 +220,8 @@ class Choice:
     def __init__(self, forward: Forward, fixed: bool) -> None:
         self.forward, self.fixed = forward, fixed
         self._running: list[None] = []  # one for each call, of any thread: the first one chooses the side
-        self._trials: dict[Any, _Trial] = {}
+        self._kinds: dict[Any, _Trial] = {}
+        self._trials: dict[Any, _Trial] = {}  # the same by the elements of each argument
         self._waiting: set[int] = set()
         self._open: _Open | None = None  # the lap that the next call ends
         self._sides: set[bool | None] = set()  # decisions of all kinds
@@ -332,9 +333,9 @@ class Choice:
         (training, graded, device, *_), (first, total) = key, _sizes(key)
         names = [each for each in key if isinstance(each, str)]
         kind = *key[:4], _class(first), _class(total), *names
-        trial = next((each for each in self._trials.values() if each.key == kind), None)
+        trial = self._kinds.get(kind)
         if trial is None:
-            trial = _Trial(kind, record.graphs is None or training is not graded)
+            trial = self._kinds[kind] = _Trial(kind, record.graphs is None or training is not graded)
             if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
             if device.type == "cuda":
@@ -408,7 +409,7 @@ class Choice:
     def _settle(self, trial: _Trial, ours: bool, record: PatchRecord, why: str) -> None:
         """Run all calls of a kind on one side from now on."""
         trial.ours, trial.laps = ours, ([], [])
-        self._sides = {each.ours for each in self._trials.values()}
+        self._sides = {each.ours for each in self._kinds.values()}
         record.report.choices[trial.kind()] = f"{'on our ops' if ours else 'as it was'}, {why}"
 
 
