@@ -93,7 +93,7 @@ def patch(
     if not record.report.changed:
         warnings.warn(_why_nothing(record.report), UserWarning, stacklevel=2)
     for module, plan in planned:
-        record.apply(module, plan, padding)
+        record.apply(module, plan)
     if graph is not False:
         _add_graphs(model, record, automatic=graph is None)
     if record.graphs is not None or record.report.changed:

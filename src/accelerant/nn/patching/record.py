@@ -194,7 +194,6 @@ class Mark(_Picklable):
 
     report: PatchReport
     attention: bool = False
-    padding: str = "exact"
     forward: Forward | None = None
     options: dict[str, Any] = field(default_factory=dict)
     plain: bool = False
@@ -230,11 +229,11 @@ class PatchRecord(_Picklable):
             copied.__dict__ = copied.__getstate__()
         return copied
 
-    def apply(self, module: nn.Module, plan: Any, padding: str) -> None:
+    def apply(self, module: nn.Module, plan: Any) -> None:
         """Change a module as its Replacement says."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
-            mark = module.__dict__[MARK] = Mark(self.report, False, padding, plan.forward, plain=self.plain)
+            mark = module.__dict__[MARK] = Mark(self.report, False, plan.forward, plain=self.plain)
             self.marked.append(module)
         mark.attention = mark.attention or plan.attention
         mark.options |= plan.options
