@@ -277,6 +277,12 @@ def quantize(
         changes.append((name, parent, key, quantized[layer]))
     for _, parent, key, new in changes:
         parent._modules[key] = new  # like add_module, but for containers whose keys are not attribute names
+    _adapt_libraries(model)
+    return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
+
+
+def _adapt_libraries(model: nn.Module) -> None:
+    """Turn off torch's fused inference around quantized layers, and attach transformers' hooks for saving them."""
     for module in model.modules():  # torch's fused inference reads the weights of these layers itself
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, LinearInt8) for m in module.children()):
             module.activation_relu_or_gelu = 0
@@ -286,7 +292,6 @@ def quantize(
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(isinstance(m, LinearInt8) for m in module.modules()):
             importlib.import_module("accelerant.nn._hugging_face_quantizer").attach(module)
-    return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
 
 
 def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
