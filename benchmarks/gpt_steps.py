@@ -83,7 +83,7 @@ def parameter_groups(model: nn.Module, decay: float = WEIGHT_DECAY) -> list[dict
 def plain_step(model: PlainGPT, *, compiled: bool = False, precision: torch.dtype | None = torch.bfloat16) -> Step:
     """Return a step of the plain model with torch's fused AdamW; `precision` is of autocast, None for float32."""
     device = model.wte.weight.device
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=RATE, betas=BETAS, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=RATE, betas=BETAS, fused=device.type in ("cpu", "cuda"))
     if compiled:
         torch.compiler.reset()  # else a second batch size is compiled for any size, which is slower
     loss_of = torch.compile(model) if compiled else model

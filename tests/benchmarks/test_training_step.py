@@ -8,7 +8,7 @@ from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
-from benchmarks import step_kernels, training
+from benchmarks import cpu_steps, step_kernels, training
 from benchmarks.gpt_steps import PlainGPT, own_step, plain_step
 from benchmarks.step_kernels import KernelShare, kernel_table
 from benchmarks.training import TrainingSuite
@@ -112,3 +112,10 @@ def test_the_table_sums_by_kind():
     assert "10.000 ms in all; of 4.000 ms besides products and attention 75.0% are ours" in table
     assert table.splitlines()[0].endswith("clock      a step, back to back")
     assert table.splitlines()[1].endswith("host       aten::mm")
+
+
+@pytest.mark.parametrize(("precision", "most"), [(None, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_steps_on_a_cpu_have_the_losses_of_a_plain_loop(precision, most):
+    plain_ms, ours_ms, difference = cpu_steps.measure((2, 8, 16, 1), precision, steps=2)
+    assert min(plain_ms, ours_ms) > 0
+    assert difference < most
