@@ -165,7 +165,7 @@ def test_unknown_names(options, message, cpu):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sample(6)
 def test_every_loop_of_a_family_computes_what_it_did(family, cpu):
-    record = run_suite(LoopsSuite(family=(family,), loop=tuple(LOOPS), steps=6), cpu)  # raises where it does not
+    record = run_suite(LoopsSuite(family=(family,), loop=tuple(LOOPS), steps=20), cpu)  # raises where it does not
     results = {row.case.partition(",")[0] for row in record.rows if row.op == f"{family} results" and row.p50}
     assert results == {loop for loop in LOOPS if not Cell(family, loop, False).left_out}
 
