@@ -384,8 +384,9 @@ def test_a_copy_and_unpatch_of_a_model_of_transformers_as_it_was(family):
         assert_same(outcome(each, inputs), wanted)
 
 
-def test_a_forward_that_was_replaced_since_stays():
-    net = begun(1)
+@pytest.mark.parametrize("steps", [0, 1, 2])  # before a switch, on our ops, and as it was
+def test_a_forward_that_was_replaced_since_stays(steps):
+    net = begun(steps)
     mine = net.norm.forward = lambda x: 2 * x * net.norm.weight
     run(net)
     assert net.norm.forward is mine

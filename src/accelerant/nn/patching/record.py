@@ -272,9 +272,10 @@ class PatchRecord(_Picklable):
         if not self.places:
             for module, forward in self.forwards:
                 kind: Any = type(module)
-                if MARK in module.__dict__ and module.__dict__[MARK].forward is forward:  # not what runs the model
+                known = MARK in module.__dict__ and module.__dict__[MARK].forward is forward  # not what runs the model
+                if known and runs_forward(module, forward):
                     before = types.MethodType(kind.forward, module)
-                    self.places.append((module, "forward", (before, module.__dict__.get("forward"))))
+                    self.places.append((module, "forward", (before, module.__dict__["forward"])))
             self.places += [(module, "_loss_function", (before, after)) for module, after, before in self.losses]
             names = ("sdpa", ATTENTION_NAME)
             self.places += [(config, "_attn_implementation_internal", names) for config in self.configs]
