@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import functools
 import json
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -388,6 +390,14 @@ def test_a_copy_and_unpatch_of_a_model_of_transformers_as_it_was(family):
 def test_a_forward_that_was_replaced_since_stays(steps):
     net = begun(steps)
     mine = net.norm.forward = lambda x: 2 * x * net.norm.weight
+    run(net)
+    assert net.norm.forward is mine
+
+
+def test_a_forward_that_was_wrapped_since_stays():
+    net = begun(0)
+    ours = net.norm.forward.__func__
+    mine = net.norm.forward = types.MethodType(functools.wraps(ours)(lambda self, x: ours(self, x)), net.norm)
     run(net)
     assert net.norm.forward is mine
 

@@ -272,10 +272,11 @@ class PatchRecord(_Picklable):
         if not self.places:
             for module, forward in self.forwards:
                 kind: Any = type(module)
-                known = MARK in module.__dict__ and module.__dict__[MARK].forward is forward  # not what runs the model
-                if known and runs_forward(module, forward):
-                    before = types.MethodType(kind.forward, module)
-                    self.places.append((module, "forward", (before, module.__dict__["forward"])))
+                mark: Mark | None = module.__dict__.get(MARK)
+                current: Any = module.__dict__.get("forward")
+                bare = runs_forward(module, forward) and current.__func__.__code__ is getattr(forward, "__code__", None)
+                if bare and mark is not None and mark.forward is forward:  # not what runs the model
+                    self.places.append((module, "forward", (types.MethodType(kind.forward, module), current)))
             self.places += [(module, "_loss_function", (before, after)) for module, after, before in self.losses]
             names = ("sdpa", ATTENTION_NAME)
             self.places += [(config, "_attn_implementation_internal", names) for config in self.configs]
