@@ -106,6 +106,52 @@ def test_malformed_files_end_with_2_and_are_named(folder, capsys):
     assert run(capsys, "verify", "absent", "input.npy", "output.npy", "proof")[0] == 2
 
 
+HEADERS = [
+    "{'descr': '|i1', 'fortran_order': False, 'shape': (0x" + "f" * 6000 + ",)}",
+    f"{{'descr': '|i1', 'fortran_order': False, 'shape': (0, {1 << 70})}}",
+    "{'descr': '|i1', 'fortran_order': False, 'shape': (" + "1, " * 100 + "3)}",
+    "{'descr': '|i1', 'fortran_order': False, 'shape': (True, 3)}",
+    "{'descr': (), 'fortran_order': False, 'shape': (1, 3)}",
+    "(" * 5000,
+    "-" * 9000 + "1",
+    "1" + "+1j" * 3000,
+    "{{}: 1}",
+    "{1: 1, 'descr': 2, 'shape': 3}",
+]
+
+
+def test_crafted_headers_end_with_one_line(folder, capsys):
+    for header in HEADERS:
+        (folder / "input.npy").write_bytes(
+            b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode() + b"abc"
+        )
+        code, text, error = run(capsys, "verify", "commitment", "input.npy", "output.npy", "proof")
+        assert (code, text, error.count("\n")) == (2, "", 1)
+        assert error.startswith("accelerant: input.npy ")
+        assert len(error) < 250
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_images(tmp_path, monkeypatch, capsys, flat):
+    monkeypatch.chdir(tmp_path)
+    layer = Layer(2, 3, 1 << 15, IDENTITY, image=(2, 3), kernel=(2, 2))
+    network = IntegerNetwork(Network((layer,)), [np.arange(24, dtype=np.int8).reshape(3, 2, 2, 2)], [[0, 0, 0]])
+    network.save("network")
+    x = np.arange(24, dtype=np.int8).reshape(2, 2, 2, 3)
+    np.save("input.npy", x.reshape(2, -1) if flat else x)
+    assert run(capsys, "commit", "network")[0] == 0
+    assert run(capsys, "prove", "network", "input.npy")[0] == 0
+    assert (np.load("output.npy") == network(x)).all()
+    code, text, _ = run(capsys, "verify", "commitment", "input.npy", "output.npy", "proof")
+    assert code == 0
+    shape = "2x12" if flat else "2x2x2x3"
+    assert text.endswith(f", 11, ...] of shape {shape} to [0, 0, 1, 1, 2, 2, ...] of shape 2x3x1x2\n")
+    np.save("input.npy", x[:, :, :, :2])
+    code, _, error = run(capsys, "verify", "commitment", "input.npy", "output.npy", "proof")
+    assert code == 2
+    assert "the network takes or returns (batch, 12) or (batch, 2, 2, 3)" in error
+
+
 def test_no_input_is_overwritten(folder, capsys):
     before = (folder / "network").read_bytes()
     code, _, error = run(capsys, "prove", "network", "input.npy", "output.npy", "network")

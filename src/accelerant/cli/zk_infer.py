@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Group
 from accelerant.cli.zk_prove import StageDisplay, resolve_targets
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import escaped, read_regular, write_together
+from accelerant.runtime.files import clipped, escaped, npy_header, read_regular, write_together
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,8 +32,10 @@ def _file(metavar: str, text: str) -> Any:
 
 _Network = Annotated[Path, _file("NETWORK", "Network with its weights, a file of IntegerNetwork.save.")]
 _Commitment = Annotated[Path, _file("COMMITMENT", "Commitment to the network, which has no weights.")]
-_Input = Annotated[Path, _file("INPUT.NPY", "Input, an int8 array (batch, inputs).")]
-_Output = Annotated[Path, _file("OUTPUT.NPY", "Output, an int8 array (batch, outputs).")]
+_Input = Annotated[
+    Path, _file("INPUT.NPY", "Input, an int8 array (batch, inputs), or of images (batch, channels, height, width).")
+]
+_Output = Annotated[Path, _file("OUTPUT.NPY", "Output, an int8 array (batch, outputs), or of images as the input.")]
 _Proof = Annotated[Path, _file("PROOF", "Proof.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 
@@ -69,11 +72,12 @@ def prove(
     from accelerant.zk.inference import Prover, check
 
     with StageDisplay(quiet=json_output) as progress:
-        loaded, array = _network(network), _array(x)
+        loaded = _network(network)
+        array = _array(x, loaded.network.layers[0].input_shape)
         progress("commit to the weights")
         prover = Prover(loaded)
         progress("prove")
-        output, data = prover.prove(_named(x, array, loaded.network.layers[0].inputs))
+        output, data = prover.prove(array)
         progress("verify")
         check(prover.commitment, array, output, data)
     file = io.BytesIO()
@@ -99,7 +103,7 @@ def verify(commitment: _Commitment, x: _Input, y: _Output, proof: _Proof, json_o
     except FormatError as error:
         raise FormatError(f"{commitment}: {error}") from None
     layers = trusted.network.layers
-    arrays = _named(x, _array(x), layers[0].inputs), _named(y, _array(y), layers[-1].outputs)
+    arrays = _array(x, layers[0].input_shape), _array(y, layers[-1].output_shape)
     reason = ""
     try:
         check(trusted, *arrays, _read(proof))
@@ -124,10 +128,10 @@ def _facts(commitment: ModelCommitment) -> dict[str, Any]:
 
 def _shown(array: npt.NDArray[np.int8], most: int = 16) -> str:
     """Return an array as text: the first numbers of the first row, and its shape where that is not all."""
-    text = ", ".join(map(str, array[0, :most].tolist()))
+    text = ", ".join(map(str, array[0].reshape(-1)[:most].tolist()))
     if array.size <= most and len(array) == 1:
         return f"[{text}]"
-    return f"[{text}, ...] of shape {array.shape[0]}x{array.shape[1]}"
+    return f"[{text}, ...] of shape {'x'.join(map(str, array.shape))}"
 
 
 def _read(path: Path) -> bytes:
@@ -146,34 +150,29 @@ def _network(path: Path) -> IntegerNetwork:
         raise FormatError(f"{path}: {error}") from None
 
 
-def _array(path: Path) -> npt.NDArray[np.int8]:
-    """Read an int8 array of a .npy file; the size comes from the file, never from its header."""
+def _array(path: Path, shape: tuple[int, int, int]) -> npt.NDArray[np.int8]:
+    """Read an int8 array (batch, *shape) or (batch, numbers) of a .npy file; its size is that of the file."""
     import numpy as np
 
     data = _read(path)
     file = io.BytesIO(data)
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
+        announced, fortran, dtype = npy_header(file)
     except ValueError as error:
         raise FormatError(f"{path} is no .npy file: {str(error).splitlines()[0]}") from None
     if dtype != np.int8:
-        raise FormatError(f"{path} has {dtype}, not int8: divide real numbers by the network's input_scale and round")
-    array = np.frombuffer(data, np.int8, offset=file.tell())
-    size = 1
-    for length in shape:
-        size *= length
-    if min(shape, default=1) < 0 or size != len(array):
-        raise FormatError(f"{path} announces the shape {shape}, and has {len(array)} numbers")
-    return array.reshape(shape, order="F" if fortran else "C")
-
-
-def _named(path: Path, array: npt.NDArray[np.int8], width: int) -> npt.NDArray[np.int8]:
-    """Return the array, or raise FormatError with the file's name where its shape is not (batch, width)."""
-    if array.ndim != 2 or array.shape[1] != width or not len(array):
-        raise FormatError(f"{path} has the shape {array.shape}; the network takes or returns (batch, {width})")
-    return array
+        raise FormatError(
+            f"{path} has {str(dtype)[:80]}, not int8: divide real numbers by the network's input_scale and round"
+        )
+    array, numbers = np.frombuffer(data, np.int8, offset=file.tell()), math.prod(shape)
+    if math.prod(announced) != len(array):
+        raise FormatError(f"{path} announces the shape {clipped(announced)}, and has {len(array)} numbers")
+    if not announced or announced[0] < 1 or announced[1:] not in ((numbers,), shape):
+        either = "" if shape[1:] == (1, 1) else f" or (batch, {', '.join(map(str, shape))})"
+        raise FormatError(
+            f"{path} has the shape {clipped(announced)}; the network takes or returns (batch, {numbers}){either}"
+        )
+    return array.reshape(announced, order="F" if fortran else "C")
 
 
 infer = Group(

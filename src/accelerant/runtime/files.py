@@ -27,8 +27,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
@@ -335,6 +339,30 @@ def _words(kind: Any) -> str:
     if origin in (list, tuple):
         return "a list" if origin is list or inner[-1] is Ellipsis else f"a list of {len(inner)} values"
     return "null" if kind is types.NoneType else _WORDS.get(kind, "an object")
+
+
+_NPY_ERRORS = (
+    SyntaxError, TokenError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+    EOFError,
+)  # fmt: skip
+"""Errors, beside ValueError, that NumPy, which parses a header as Python, raises for a malformed one."""
+
+
+def npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a .npy array; return shape, whether in Fortran order, and dtype, or raise ValueError."""
+    import numpy as np
+
+    try:
+        version = np.lib.format.read_magic(stream)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in readers:
+            raise ValueError(f"version {version} is not 1.0 or 2.0")
+        shape, fortran, dtype = readers[version](stream)
+    except _NPY_ERRORS as error:
+        raise ValueError(f"{type(error).__name__} in its header") from None
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"the shape must be whole numbers, got {clipped(shape)}")
+    return shape, fortran, dtype
 
 
 def clipped(value: object, length: int = 80, *, hexadecimal: bool = False) -> str:

@@ -13,14 +13,13 @@ import io
 import json
 import math
 from collections.abc import Collection, Mapping
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import FormatError, MissingDependency, UnsupportedDtype
-from accelerant.runtime.files import clipped, decode_json
+from accelerant.runtime.files import clipped, decode_json, npy_header
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
@@ -293,24 +292,14 @@ def _read_safetensors(body: bytes, most_json: int) -> Values:
     return values
 
 
-_NPY_ERRORS = (
-    ValueError, EOFError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError, TokenError,
-)  # fmt: skip
-"""Errors that NumPy, which parses a header as Python, raises for a malformed one."""
-
-
 def _read_npy(body: bytes, names: Collection[str]) -> Values:
     stream, values = io.BytesIO(body), Values()
     for name in names:
         if stream.tell() == len(body):
             break
         try:
-            version = np.lib.format.read_magic(stream)
-            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            if version not in readers:
-                raise ValueError(f"version {version} is not 1.0 or 2.0")
-            shape, fortran, dtype = readers[version](stream)
-        except _NPY_ERRORS as error:
+            shape, fortran, dtype = npy_header(stream)
+        except ValueError as error:
             raise FormatError(f"array {name!r} is not .npy: {clipped(str(error))}") from None
         if dtype.newbyteorder("<") not in _NAMES:
             raise FormatError(f"array {name!r}: dtype {clipped(str(dtype))} is none of {', '.join(DATATYPES)}")
