@@ -16,9 +16,12 @@ from accelerant.zk.inference import (
     RejectedProofError,
     check,
     proofs,
+    protocol,
     prover,
+    verifier,
     verify,
 )
+from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference import network as network_module
 from accelerant.zk.inference.proofs import InferenceProof
 from accelerant.zk.inference.protocol import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P
@@ -417,6 +420,95 @@ def test_each_part_of_the_statement_is_absorbed(honest, part):
     statement[part] = statement[part][:-1] + bytes([statement[part][-1] ^ 1])
     run.speaker = prover.Speaker(PROOF_HEADER, *statement)
     assert_refused(committed.commitment, x, *run.run())
+
+
+@pytest.mark.parametrize(
+    ("rounds", "reason"),
+    [(0, "a fold of the code"), (1, "the last fold of the code"), (None, "the claims on committed tables do not hold")],
+)
+def test_a_false_claim_on_a_committed_table(honest, rounds, reason, monkeypatch):
+    """Another output, under which the witness is true: the claim that both are equal is off by eq(z, 0).
+
+    The prover sends the sumchecks' true g(0) and g(2), so that the verifier's g(1) is off, and makes up for it by one
+    entry of the message: before the first codeword, after it was committed, or not at all.
+    """
+    committed, x, _, _ = honest
+    run = InferenceProof(committed, x)
+    run.padded_output = run.padded_output + np.eye(1, run.padded_output.size, dtype=np.int8).reshape(
+        run.padded_output.shape
+    )
+    run.y = committed.network.outward(run.padded_output)
+    run.speaker = prover.Speaker(
+        PROOF_HEADER, PROOF_HEADER, committed.network.network.encode(), committed.commitment.checked.root,
+        (1).to_bytes(8, "little"), x.tobytes(), run.y.tobytes(),
+    )  # fmt: skip
+    challenge, bind, one_round, drawn, error = run.speaker.challenge, prover.bind_columns, prover.sumcheck_round, [], []
+
+    def corrected(tables):
+        changed, row = tables.copy(), tables[:, 1].any(axis=0).argmax()
+        off = ext.mul(np.array(error[-1], np.uint64)[:, None], ext.inverse(tables[:, 1, row : row + 1]))
+        changed[:, 0, row : row + 1] = ext.add(tables[:, 0, row : row + 1], off)
+        return changed
+
+    def after(value, challenges):
+        for z in challenges:  # z (2 - z) is the polynomial of degree 2 that is 1 at 1, and 0 at 0 and 2
+            value = protocol.mul(value, protocol.mul(z, protocol.sub((2, 0), z)))
+        return value
+
+    def recorded_bind(speaker, stack, tables, claims):
+        drawn.clear()
+        left = bind(speaker, stack, tables, claims)
+        off = protocol.eq(claims[-1].point, [protocol.ZERO] * len(claims[-1].point))
+        for _ in claims[1:]:
+            off = protocol.mul(off, drawn[0])
+        error.append(after(off, drawn[1:]))
+        return corrected(left) if rounds == 0 else left
+
+    def recorded_round(speaker, tables, degree, combine):
+        z, tables = one_round(speaker, tables, degree, combine)
+        if error:
+            error.append(after(error[-1], [z]))
+        return z, corrected(tables) if rounds and len(error) == rounds + 1 else tables
+
+    run.speaker.challenge = lambda: (drawn.append(challenge()), drawn[-1])[1]
+    monkeypatch.setattr(prover, "bind_columns", recorded_bind)
+    monkeypatch.setattr(prover, "sumcheck_round", recorded_round)
+    assert_refused(committed.commitment, x, *run.run(), reason)
+
+
+def test_weights_in_the_padding_do_not_count(generator, monkeypatch):
+    """Four channels committed as three, whose tables are as large: only the mask of the channels refuses the fourth."""
+    five = bytes([5]) * 256
+    layers = Layer(3, 3, 1000, five), Layer(3, 2, 1 << 17, IDENTITY)
+    public, wide = Network(layers), Network((layers[0]._replace(outputs=4), layers[1]._replace(inputs=4)))
+    weights = [np.zeros((4, 3), np.int8), np.array([[1, 2, 3, 90], [4, 5, 6, 0]], np.int8)]
+    x, named, true, calls = np.ones((1, 3), np.int8), public.encode(), proofs.sumcheck, itertools.count()
+
+    def without_mask(speaker, tables, degree, combine):
+        if next(calls) % 2 == 0:  # the sums over channels, the others are over pixels
+            ones = np.zeros_like(tables[:, :1])
+            ones[0] = 1
+            tables, degree = np.concatenate((tables[:, :2], ones), axis=1), 3
+        return true(speaker, tables, degree, combine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Network, "encode", lambda self: named)
+        patch.setattr(proofs, "sumcheck", without_mask)
+        other = Prover(IntegerNetwork(wide, weights, [[0] * 4, [0] * 2]))
+        y, proof = other.prove(x)
+    assert other.commitment.network == public
+    narrow = IntegerNetwork(public, [weights[0][:3], weights[1][:, :3]], [[0] * 3, [0] * 2])
+    assert (y != narrow(x)).any()
+    assert_refused(other.commitment, x, y, proof, "the product of layer")
+    monkeypatch.setattr(verifier, "eq_below", lambda point, count: protocol.ONE)
+    check(other.commitment, x, y, proof)
+
+
+def test_elements_have_one_encoding():
+    assert protocol.unpack((P - 1).to_bytes(8, "little")) == (P - 1,)
+    for value in (P, P + 1, 2**64 - 1):
+        with pytest.raises(RejectedProofError, match="not below the modulus"):
+            protocol.unpack(bytes(8) + value.to_bytes(8, "little"))
 
 
 def test_replays(honest):
