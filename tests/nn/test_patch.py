@@ -436,7 +436,7 @@ def test_the_report_names_every_leaf_once():
     assert "2 x GPT2MLP" in text
     assert "ops.linear_gelu('tanh')" in text
     assert "Dropout  ours draws other random numbers" in text
-    assert "logits never exist whole" in text
+    assert "logits are not materialized" in text
 
 
 def test_patching_twice_changes_nothing_more():

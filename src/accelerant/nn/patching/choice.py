@@ -134,7 +134,7 @@ class _Trial:
         mode = "training" if training else "evaluation"
         if training is not graded:
             mode += " with gradients" if graded else " mode without gradients"
-        sizes = f"up to {2**total:,} elements" + (f", {2**first:,} in the first tensor" if first < total else "")
+        sizes = f"up to {2**total:,} elements" + (f" in all, {2**first:,} in the first tensor" if first < total else "")
         labels = ", with labels" if "labels" in names else ""
         return f"{mode}, {str(dtype).removeprefix('torch.')}, {sizes}{labels} ({device})"
 

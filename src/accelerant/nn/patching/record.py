@@ -109,11 +109,7 @@ class PatchReport:
         if left:
             lines.append("left alone:")
             lines += text_table(left, indent=2)
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
-        lines += [f"CUDA graphs, calls {outcome}: {count}" for outcome, count in self.graphs.most_common()]
-        lines += [f"{kind}: {choice}" for kind, choice in self.choices.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + self._facts())
 
     __repr__ = __str__
 
@@ -126,12 +122,17 @@ class PatchReport:
             [(f"{n} x {module}", reason) for (module, reason), n in left.items()],
         )
 
+    def _facts(self) -> list[str]:
+        """Return the notes, and what has been counted and decided so far, a line each."""
+        lines = [f"note: {note}" for note in self.notes]
+        lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
+        lines += [f"CUDA graphs, calls {outcome}: {count}" for outcome, count in self.graphs.most_common()]
+        return lines + [f"chosen for {kind}: {choice}" for kind, choice in self.choices.items()]
+
     def _repr_html_(self) -> str:
         changed, left = self._rows()
         rows = [[("", cell) for cell in row] for row in (*changed, *((name, "left alone", why) for name, why in left))]
-        more = [*self.notes, *(f"attention by torch, {n} times: {why}" for why, n in self.fallbacks.most_common())]
-        more += [f"{kind}: {choice}" for kind, choice in self.choices.items()]
-        notes = "".join(f"<p>{escape(text)}</p>" for text in more)
+        notes = "".join(f"<p>{escape(text)}</p>" for text in self._facts())
         return f"<h4>{escape(self.model)}</h4>{table(('modules', 'kind', 'now'), rows)}{notes}"
 
 

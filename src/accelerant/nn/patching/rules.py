@@ -333,10 +333,10 @@ def _rotated(forward: Any, model: Any) -> Forward | None:
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 _LAZY = (
-    "in training with labels, the logits never exist whole: output.logits makes them when it is read, and is None "
-    "under torch.compile; patch(model, loss=False) makes them always"
+    "in training with labels, the logits are not materialized: reading output.logits computes them (under "
+    "torch.compile it is None); patch(model, loss=False) always computes them"
 )
-_CACHE = "with labels in training mode, a cache (past_key_values) is made only where use_cache=True is passed"
+_CACHE = "in training with labels, no cache (past_key_values) is made unless use_cache=True is passed"
 _ALL_LOGITS = (
     f"all logits are computed: the model's forward is none of those, {_KNOWN} a loss without them was written for"
 )

@@ -39,7 +39,7 @@ def model_of(name: str, device: torch.device) -> nn.Module:
             with device:
                 model: nn.Module = kind._from_config(config)
             return model.train()
-    raise ConfigError(f"--model {name}: a {type(config).__name__} is of no language model")
+    raise ConfigError(f"--model {name}: {type(config).__name__} has no language model that takes input_ids and labels")
 
 
 def compile_kernels(
