@@ -56,6 +56,7 @@ def test_json(folder, capsys):
         assert facts["zero_knowledge"] is False
         assert len(facts["digest"]) == 64
     assert facts["valid"] is True
+    assert (facts["input"], facts["output"]) == ([[100, -50, 25]], [[1, 7]])
 
 
 @pytest.mark.parametrize("changed", ["input.npy", "output.npy", "proof"])
@@ -95,7 +96,7 @@ def test_malformed_files_end_with_2_and_are_named(folder, capsys):
     for arguments in (verify, ["prove", "network", "input.npy", "other.npy", "other"]):
         code, _, error = run(capsys, *arguments)
         assert code == 2
-        assert "input.npy has the shape (1, 4)" in error
+        assert "input.npy has the shape (1, 4); this network needs (batch, 3), with a batch of at least 1" in error
     code, _, error = run(capsys, "verify", "network", "input.npy", "output.npy", "proof")
     assert code == 2
     assert "network: the model commitment is invalid: this is no model commitment" in error
@@ -103,7 +104,10 @@ def test_malformed_files_end_with_2_and_are_named(folder, capsys):
     assert code == 2
     assert "commitment: an integer network begins with" in error
     assert not (folder / "new").exists()
-    assert run(capsys, "verify", "absent", "input.npy", "output.npy", "proof")[0] == 2
+    for arguments in (["verify", "absent", *verify[2:]], ["commit", "absent", "new"]):
+        code, _, error = run(capsys, *arguments)
+        assert code == 2
+        assert error.startswith("accelerant: absent cannot be read")
 
 
 HEADERS = [
@@ -149,7 +153,7 @@ def test_images(tmp_path, monkeypatch, capsys, flat):
     np.save("input.npy", x[:, :, :, :2])
     code, _, error = run(capsys, "verify", "commitment", "input.npy", "output.npy", "proof")
     assert code == 2
-    assert "the network takes or returns (batch, 12) or (batch, 2, 2, 3)" in error
+    assert "this network needs (batch, 12) or (batch, 2, 2, 3)" in error
 
 
 def test_no_input_is_overwritten(folder, capsys):

@@ -98,8 +98,9 @@ def verify(commitment: _Commitment, x: _Input, y: _Output, proof: _Proof, json_o
     """
     from accelerant.zk.inference import ModelCommitment, RejectedProofError, check
 
+    published = _read(commitment)
     try:
-        trusted = ModelCommitment(_read(commitment))
+        trusted = ModelCommitment(published)
     except FormatError as error:
         raise FormatError(f"{commitment}: {error}") from None
     layers = trusted.network.layers
@@ -110,7 +111,8 @@ def verify(commitment: _Commitment, x: _Input, y: _Output, proof: _Proof, json_o
     except RejectedProofError as error:
         reason = str(error)
     if json_output:
-        write(json.dumps({"valid": not reason, "reason": reason, **_facts(trusted)}))
+        statement = {"input": arrays[0].tolist(), "output": arrays[1].tolist()}
+        write(json.dumps({"valid": not reason, "reason": reason, **_facts(trusted), **statement}))
     elif reason:
         write(f"invalid: {reason}")
     else:
@@ -144,8 +146,9 @@ def _read(path: Path) -> bytes:
 def _network(path: Path) -> IntegerNetwork:
     from accelerant.zk.inference import IntegerNetwork
 
+    data = _read(path)
     try:
-        return IntegerNetwork.from_bytes(_read(path))
+        return IntegerNetwork.from_bytes(data)
     except (ConfigError, FormatError) as error:
         raise FormatError(f"{path}: {error}") from None
 
@@ -170,7 +173,8 @@ def _array(path: Path, shape: tuple[int, int, int]) -> npt.NDArray[np.int8]:
     if not announced or announced[0] < 1 or announced[1:] not in ((numbers,), shape):
         either = "" if shape[1:] == (1, 1) else f" or (batch, {', '.join(map(str, shape))})"
         raise FormatError(
-            f"{path} has the shape {clipped(announced)}; the network takes or returns (batch, {numbers}){either}"
+            f"{path} has the shape {clipped(announced)}; this network needs (batch, {numbers}){either}"
+            ", with a batch of at least 1"
         )
     return array.reshape(announced, order="F" if fortran else "C")
 

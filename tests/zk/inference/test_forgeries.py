@@ -179,7 +179,7 @@ def test_lengths_that_lie(honest):
         "layers, more than 256": data[:at] + b"\xff" * 4 + data[at + 4 :],
         r"takes an input of \(4, 1, 1\), and \(65536, 1, 1\) comes": data[: at + 24] + wide + data[at + 28 :],
         r"a table of 2\^33 entries": data[:at] + b"\1" + data[at + 1 : at + 20] + wide * 2 + data[at + 28 :],
-        "ends at byte": data[: at + 20],
+        "is cut off": data[: at + 20],
     }
     for message, lie in announced.items():
         with pytest.raises(FormatError, match=message):

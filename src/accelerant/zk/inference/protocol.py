@@ -429,7 +429,10 @@ class Channel(Transcript):
 
     def take(self, size: int) -> bytes:
         """Read bytes without absorbing them."""
-        require(size <= len(self.proof) - self.at, f"the proof ends at byte {len(self.proof)}")
+        require(
+            size <= len(self.proof) - self.at,
+            f"the proof is cut off: {size - len(self.proof) + self.at:,} bytes of a message are missing",
+        )
         self.at += size
         return self.proof[self.at - size : self.at]
 
