@@ -1,7 +1,9 @@
 """Proofs of inference: CPU seconds of commitment, proof and verification, and bytes, of networks of random integers.
 
-python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m] prints one JSON object a network.
-Times are of the whole process on all cores, the least of three; the peak of memory is that of the process so far.
+    python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m]
+
+One JSON object a network. Times are CPU seconds of the whole process on all cores, the least of three, that of the
+commitment of one run; the peak of memory is that of the process so far.
 """
 
 from __future__ import annotations
@@ -83,8 +85,10 @@ def _least(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the networks that the arguments name, by default the two small ones."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--network", action="append", choices=sorted(NETWORKS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--network", action="append", choices=sorted(NETWORKS), help="may be repeated; by default mlp and lenet"
+    )
     for name in parser.parse_args(arguments).network or ["mlp", "lenet"]:
         print(json.dumps(measured(name)), flush=True)
 

@@ -41,6 +41,7 @@ from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, MissingDependency
 from accelerant.nn import patch
+from accelerant.nn.patching.choice import LAPS
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.loop_cells import DYNAMIC, FAMILIES, LOOPS, RUNNERS, TORCH, Cell, Running, running
 
@@ -73,6 +74,11 @@ _CELL_S, _RUNS_S = 4.0, 60.0
 _COMPILE_S, _SHARE = 240.0, 0.06
 """Seconds that compiling in other processes may take before the first cell; one's share of the device's memory."""
 
+_TINY = (
+    "on a CPU the models are tiny: ratios are no measure of speed; up to the first "
+    f"{2 * (LAPS + 1)} calls of a kind nn.patch compares both sides"
+)
+
 _RUNS, _TRAINER_STEPS, _CHILD_S = ("cold", "warm"), 60, 300.0
 _CACHES = ("ACCELERANT_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -89,8 +95,8 @@ class LoopsSuite(Suite):
     family: tuple[str, ...] = option((), f"Only this family of {', '.join(FAMILIES)}; may be repeated.")
     loop: tuple[str, ...] = option((), f"Only this loop of {', '.join([*LOOPS, TRAINER])}; may be repeated.")
     runner: tuple[str, ...] = option(
-        (), f"Only this runner of {', '.join(RUNNERS)}, beside torch, the model as it was; may be repeated. By default "
-        "the first four, on a CPU the first two.", same=True,
+        (), f"Only this runner of {', '.join(RUNNERS)}; may be repeated. torch, the model as it was, always runs; "
+        "eager is patched without CUDA graphs. By default the first four, on a CPU the first two.", same=True,
     )  # fmt: skip
     steps: int = option(40, "Steps whose results are compared.", min=2, same=True)
     workers: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
@@ -147,7 +153,8 @@ class LoopsSuite(Suite):
         try:
             measure_cases(self.name, cases, run)
         finally:
-            run.record.notes += _summary(run.record.rows)
+            notes = _summary(run.record.rows)
+            run.record.notes += ([] if run.gpu or not notes else [_TINY]) + notes
 
     @property
     def _compiled(self) -> list[str]:

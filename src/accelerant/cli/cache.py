@@ -85,10 +85,13 @@ def warm(
     device: Annotated[str, typer.Option(help="Compile for this device.")] = "auto",
     model: Annotated[
         str | None,
-        typer.Option(help="Compile for training this language model, patched, instead: a folder or a type (gpt2)."),
+        typer.Option(
+            help="Compile instead what a patched language model of this configuration needs in training: a folder with "
+            "config.json, or a type of transformers (gpt2). Needs the GPU, and the extra huggingface."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of the model's batch.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,
     dtype: Annotated[str, typer.Option(help="The dtype of autocast: bfloat16 or float16; float32: none.")] = "bfloat16",
     json_output: JsonOutput = False,
 ) -> None:
@@ -140,10 +143,10 @@ def _warm_model(
     from accelerant.runtime import registry
 
     if excluded:
-        raise ConfigError(f"--model compiles what a step asks for: leave out {', '.join(excluded)}")
+        raise ConfigError(f"--model takes neither names of kernels nor --arch: leave out {', '.join(excluded)}")
     chosen = registry.find_device(device)
     if chosen.backend != "cuda":
-        raise ConfigError(f"--model takes a step on an NVIDIA GPU, which is absent; {chosen.label} compiles nothing")
+        raise ConfigError(f"--model takes a training step on an NVIDIA GPU; the chosen device is {chosen.label}")
     progress: Callable[[str], None] = (lambda text: None) if json_output else ProgressLine(every_s=0.0)
     (low,) = dtypes_named((dtype,)).values()
     built = model_of(name, torch.device(chosen.torch_device))
