@@ -1,6 +1,7 @@
 """Proofs of inference: the integer semantics, honest proofs of any shape, and the verifier without NumPy."""
 
 import hashlib
+import itertools
 import math
 import re
 import subprocess
@@ -58,6 +59,29 @@ def test_multilinear_extensions(generator, k):
     for count in range(1, (1 << k) + 1):
         sums = tuple(sum(parts) % P for parts in zip(*table[:count], strict=True))
         assert protocol.eq_below(z, count) == sums
+
+
+@pytest.mark.parametrize(("kernel", "outputs", "stride"), [(1, 1, 1), (3, 5, 1), (3, 5, 2), (4, 3, 7), (1, 6, 3)])
+def test_weights_of_pixels(generator, kernel, outputs, stride):
+    z, j = (
+        [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(protocol.log2_ceil(size))]
+        for size in (outputs, kernel)
+    )
+    expected = [(0, 0)] * ((outputs - 1) * stride + kernel)
+    for p, d in itertools.product(range(outputs), range(kernel)):
+        product = protocol.mul(protocol.eq(z, protocol.bits(p, len(z))), protocol.eq(j, protocol.bits(d, len(j))))
+        expected[p * stride + d] = protocol.add(expected[p * stride + d], product)
+    layer = Layer(1, 1, 1, IDENTITY, stride=stride)
+    assert protocol.pixel_weights(z, j, (kernel, outputs), layer) == expected
+
+
+def test_a_wide_kernel_costs_the_verifier_no_product_for_each_pair(monkeypatch):
+    """All entries of 2^64 - 2^32, the largest; a verifier pays for sizes, whatever network a stranger commits to."""
+    largest, calls, true = (P - 1, P - 1), itertools.count(), protocol.mul
+    assert protocol.convolved([largest] * 1024, [largest] * 1000)[1010] == (8 * 1000, 2 * 1000)
+    monkeypatch.setattr(protocol, "mul", lambda x, y: (next(calls), true(x, y))[1])
+    protocol.pixel_weights([largest] * 10, [largest] * 10, (1000, 1024), Layer(1, 1, 1, IDENTITY))
+    assert next(calls) < 4 * 2024
 
 
 def test_a_fold_of_the_code_is_the_code_of_the_folded_message(generator):

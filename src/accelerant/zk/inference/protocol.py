@@ -254,17 +254,29 @@ def shape_bits(shape: Sequence[int]) -> int:
     return sum(map(log2_ceil, shape))
 
 
+def convolved(x: Sequence[Element], y: Sequence[Element]) -> list[Element]:
+    """Return sum_i x_i y_(k - i) for each k: products of long integers, which have an entry in every 160 bits.
+
+    A sum has at most 2^16 terms of 2^131 (MAX_WIDTH), so that none reaches the next.
+    """
+    (x0, x1), (y0, y1) = (
+        [int.from_bytes(b"".join(e[i].to_bytes(20, "little") for e in each), "little") for i in (0, 1)]
+        for each in (x, y)
+    )
+    size = 20 * (len(x) + len(y) - 1)
+    sums = [each.to_bytes(size, "little") for each in (x0 * y0 + 7 * x1 * y1, x0 * y1 + x1 * y0)]
+    low, high = ([int.from_bytes(each[i : i + 20], "little") % P for i in range(0, size, 20)] for each in sums)
+    return list(zip(low, high, strict=True))
+
+
 def pixel_weights(z: Sequence[Element], j: Sequence[Element], sizes: tuple[int, int], layer: Layer) -> list[Element]:
     """Return, for each q, sum eq(z, p) eq(j, d) over outputs p and kernel offsets d with p stride + d - padding = q.
 
     `sizes` has those of the kernel and of the output in this direction; q goes from -padding to the last that is used.
     """
-    pixels, offsets = eq_table(z)[: sizes[1]], eq_table(j)[: sizes[0]]
-    weights = [ZERO] * ((sizes[1] - 1) * layer.stride + sizes[0])
-    for p, pixel in enumerate(pixels):
-        for d, offset in enumerate(offsets):
-            weights[p * layer.stride + d] = add(weights[p * layer.stride + d], mul(pixel, offset))
-    return weights
+    gap = [ZERO] * (layer.stride - 1)
+    spaced = [entry for pixel in eq_table(z)[: sizes[1]] for entry in (pixel, *gap)]
+    return convolved(spaced[: len(spaced) - len(gap)], eq_table(j)[: sizes[0]])
 
 
 def image_weights(z: Sequence[Element], j: Sequence[Element], layer: Layer) -> tuple[list[Element], list[Element]]:
