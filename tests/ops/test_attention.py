@@ -801,6 +801,9 @@ def test_segments_under_transforms_and_compile():
         (torch.zeros(1, 5, dtype=torch.int64, device="meta"), {}, ShapeError, "segments must be on cpu"),
         ((torch.zeros(1, 5, dtype=torch.int64), [[0] * 5]), {}, TypeError, "segments of keys is a list"),
         (torch.zeros(1, 5, dtype=torch.int64), {"mask": torch.ones(5, 5)}, ConfigError, "mask or segments, not both"),
+        ((torch.zeros(1, 5, dtype=torch.int64),), {}, ConfigError, "a tensor, or a pair of tensors"),
+        (3, {}, ConfigError, "a tensor, or a pair of tensors, got 3"),
+        (torch.arange(5)[None] << 32, {}, ConfigError, r"segments of queries must be below 2\^31"),
     ],
 )
 def test_segments_that_do_not_fit_are_refused(segments, options, error, message):

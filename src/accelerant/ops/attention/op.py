@@ -349,10 +349,11 @@ def attention(
         mask: broadcasts to (B, Hq, S, Skv), on the device of q. bool: False hides the key. Numbers, in the dtype of q
             or float32: added to the scaled score; up to -1e30, such as -inf, they hide the key. It applies together
             with causal and window.
-        segments: integers, on the device of q: a query sees the keys of its own number only. (B, S) for queries and
-            keys alike, or a pair (B, S) and (B, Skv). Sequences that are packed in one row have a number each; keys
-            that are padding have one that no query has, such as -1. It applies together with causal and window, and
-            not together with mask: our kernels skip the keys outside of a segment, and need no memory of S Skv.
+        segments: integers below 2^31 in size, on the device of q: a query sees the keys of its own number only. (B, S)
+            for queries and keys alike, or a pair (B, S) and (B, Skv). Sequences that are packed in one row have a
+            number each; keys that are padding have one that no query has, such as -1. It applies together with causal
+            and window, and not together with mask: our kernels skip the keys outside of a segment, and need no memory
+            of S Skv. On a GPU, where nothing reads them, larger numbers lose their upper bits.
 
     Returns:
         o, (B, Hq, S, D), dtype of q, in q's layout; accumulated in float32 from products in q's dtype. A query that
@@ -364,7 +365,8 @@ def attention(
     Raises:
         ShapeError: incompatible shapes, Hkv that does not divide Hq, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
-        ConfigError: a negative window, causal is not a bool, or mask together with segments.
+        ConfigError: a negative window, causal is not a bool, mask together with segments, or segments that are neither
+            one tensor nor two, or too large (on a CPU).
 
     The kernels take D up to 256; torch's functions serve wider heads. With a mask our Triton kernels run on a GPU. A
     mask of numbers that requires a gradient gets it from torch's functions, with a materialized score matrix: the
@@ -391,8 +393,7 @@ def attention(
     if segments is not None:
         if mask is not None:
             raise ConfigError("attention takes mask or segments, not both: a mask of bools can hold the segments too")
-        of_queries, of_keys = (segments, segments) if isinstance(segments, Tensor) else segments
-        mask = _checked_segments(q, k, of_queries, of_keys)
+        mask = _checked_segments(q, k, segments)
         o, lse = _masked(q, k, v, mask, causal, scale, window)
     elif mask is None:
         o, lse = _attention(q, k, v, causal, scale, window)
@@ -473,8 +474,11 @@ def _checked_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
     return mask.view(sizes) if mask.dim() < 4 else mask
 
 
-def _checked_segments(q: Tensor, k: Tensor, of_queries: Tensor, of_keys: Tensor) -> Tensor:
+def _checked_segments(q: Tensor, k: Tensor, segments: Any) -> Tensor:
     """Return the mask of segments."""
+    if not isinstance(segments, Tensor) and not (isinstance(segments, tuple | list) and len(segments) == 2):
+        raise ConfigError(f"segments must be a tensor, or a pair of tensors, got {clipped(segments)}")
+    of_queries, of_keys = (segments, segments) if isinstance(segments, Tensor) else segments
     for name, x, of in (("queries", of_queries, q), ("keys", of_keys, k)):
         if not isinstance(x, Tensor):
             raise not_a_tensor("attention", f"segments of {name}", x)
@@ -485,6 +489,9 @@ def _checked_segments(q: Tensor, k: Tensor, of_queries: Tensor, of_keys: Tensor)
         shape = (of.shape[0], of.shape[2])
         if x.shape != shape:
             raise ShapeError(f"segments of {name} must be {tuple(shape)}, got {tuple(x.shape)}")
+        wide = x.device.type == "cpu" and x.element_size() == 8 and not is_compiling() and is_plain(x)
+        if wide and not torch.equal(x.to(torch.int32).to(x.dtype), x):
+            raise ConfigError(f"segments of {name} must be below 2^31 in size")
     return segments_mask(of_queries, of_keys)
 
 
