@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from patch_models import assert_same, batch, make, outcome
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -282,6 +283,17 @@ def test_a_compiled_or_exported_model_is_not_measured():
     torch.export.export(net, (rows(),)).module()(rows())
     torch.jit.trace(net, rows())
     assert not report.choices
+
+
+@pytest.mark.parametrize("steps", [0, 1, STEPS])
+def test_a_trace_with_symbolic_sizes(steps):
+    """Before a trial, in its middle, and once a call's kind is found by its sizes."""
+    net = Normed()
+    acl.nn.patch(net)
+    run(net, steps, train=False)
+    traced = make_fx(net, tracing_mode="symbolic", _allow_non_fake_inputs=True)(rows())
+    torch.testing.assert_close(traced(rows(5)), Normed()(rows(5)))
+    run(net, 1, train=False)
 
 
 def test_calls_inside_of_calls_and_exceptions(clock):

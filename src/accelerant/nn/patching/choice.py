@@ -246,7 +246,11 @@ class Choice:
             key, last = self._key(model, graded, args, kwargs), self._last
             self._last = key
             compiled = self._misses == background.misses()
-            if self._agreed and compiled and key in self._trials and not captures_ahead():
+            try:
+                decided = self._agreed and compiled and key in self._trials and not captures_ahead()
+            except TypeError:  # symbols in place of sizes, in a trace
+                decided, self._last = True, None
+            if decided:
                 return self._run(model, record, args, kwargs)
             if len(running) > 1:
                 self._open = None  # another thread's call, or one inside of this one: the time is shared
@@ -269,8 +273,10 @@ class Choice:
     def _begin(self, model: Any, record: PatchRecord, key: Any, kwargs: dict[str, Any]) -> _Trial | None:
         """Choose the side of a call; return the trial that it is part of, if it is."""
         free, self._agreed = not self._waiting and not self._agreed, False  # calls before were not watched
-        if self.fixed or is_fixed() or captures_ahead() or is_watched() or _is_captured():
+        if (watched := is_watched()) or self.fixed or is_fixed() or captures_ahead() or _is_captured():
             self._open = None
+            if watched:
+                self._last = None  # its sizes may be symbols
             if free:
                 record.switch(ours=True)
             return None
