@@ -1,5 +1,6 @@
 """Proofs of inference: the integer semantics, honest proofs of any shape, and the verifier without NumPy."""
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -256,6 +257,25 @@ def test_layers_out_of_range_are_refused(changes, error, message):
     layer = Layer(3, 2, 1000, IDENTITY)._replace(**changes)
     with pytest.raises(error, match=message):
         IntegerNetwork(Network((layer,)), [np.zeros((2, 3), np.int8)], [[0, 0]])
+
+
+def test_what_no_proof_can_have_is_refused_before_the_commitment():
+    """A file of 80 KB with 2^28 activations took a commitment gigabytes, and then had no proof."""
+    layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
+    Network((layer,) * 4).check()
+    for layers in ((layer,) * 5, (layer,) * 256, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
+        with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
+            Network(tuple(layers)).check()
+
+
+def test_codewords_of_any_network_have_at_most_2_to_the_20_positions():
+    heights = []
+    for of_weights, of_rows, of_tables in itertools.product(range(27), range(32), range(11, 18)):
+        sizes = [of_weights] + [protocol.blocks([k] * n + [of_tables] * m)[1]
+                                for k, n, m in ((of_rows, 8, 1), (of_rows + 3, 2, 2))]  # fmt: skip
+        with contextlib.suppress(protocol.RejectedProofError):
+            heights.append(protocol.Stack(protocol.column_height(of_weights, of_rows), sizes).log_domain)
+    assert max(heights) == 20
 
 
 def test_arrays_out_of_range_are_refused(generator):

@@ -216,6 +216,11 @@ class Network(NamedTuple):
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
         logs = WeightLayout(self).log_size
         require(logs <= MAX_LOG_WEIGHTS, f"the weights need a table of 2^{logs} entries, more than 2^{MAX_LOG_WEIGHTS}")
+        try:
+            WitnessLayout(self, 1).stack(WeightLayout(self))
+        except RejectedProofError:
+            logs = WitnessLayout(self, 1).log_rows
+            raise RejectedProofError(f"2^{logs} activations of one input, or the tables, are too many") from None
 
     def _check_layer(self, i: int, layer: Layer) -> None:
         sizes = (*layer[:2], *layer.image, *layer.kernel, layer.stride)
@@ -322,6 +327,12 @@ def blocks(logs: Sequence[int]) -> tuple[list[int], int]:
     return offsets, log2_ceil(end)
 
 
+def column_height(log_weights: int, log_activations: int) -> int:
+    """Return log2 of the height of the columns of all tables, for activations of a batch of 1."""
+    largest = max(log_weights, log_activations + 4)  # that of the table of helpers
+    return max(6, largest - max(5, largest // 3))
+
+
 class WeightLayout:
     """The table of weights: for each layer a block of w + 128, input index first, and three of the bias's bytes."""
 
@@ -329,8 +340,7 @@ class WeightLayout:
         pairs = [(shape_bits((layer.inputs, *layer.kernel)), log2_ceil(layer.outputs)) for layer in network.layers]
         offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
         self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
-        largest = max(self.log_size, WitnessLayout(network, 1).log_rows + 4)  # the table of helpers, of a batch of 1
-        self.log_rows = max(6, largest - max(5, largest // 3))
+        self.log_rows = column_height(self.log_size, WitnessLayout(network, 1).log_rows)
 
 
 class WitnessLayout:
