@@ -143,7 +143,7 @@ def test_a_model_to_compile_for_is_a_folder_or_a_type():
     assert type(model_of("gpt2", torch.device("meta"))).__name__ == "GPT2LMHeadModel"
     assert type(model_of("t5", torch.device("meta"))).__name__ == "T5ForConditionalGeneration"
     assert type(model_of("bert", torch.device("meta"))).__name__ == "BertForMaskedLM"
-    with pytest.raises(ConfigError, match="--model vit: a ViTConfig is of no language model"):
+    with pytest.raises(ConfigError, match="--model vit: ViTConfig has no language model"):
         model_of("vit", torch.device("meta"))
     with pytest.raises(ConfigError, match=r"--model \./nowhere: "):
         model_of("./nowhere", torch.device("meta"))

@@ -1,4 +1,4 @@
-"""patch with CUDA graphs where lengths vary: calls filled up to few lengths give what they give as they are."""
+"""patch with CUDA graphs where lengths vary: calls padded to few lengths give what they give as they are."""
 
 import copy
 import random
@@ -76,7 +76,7 @@ def test_any_lengths_and_paddings_give_what_they_give_without_graphs(family, rng
     outcomes = other.report.graphs
     assert outcomes["replayed"] + outcomes["eager: before the capture"] == len(batches)
     assert outcomes["replayed"] >= 5
-    assert not [note for note in other.report.notes if "filled up" in note]
+    assert not [note for note in other.report.notes if "padded" in note]
 
 
 @pytest.mark.parametrize(
@@ -263,11 +263,9 @@ def test_a_model_whose_results_depend_on_the_length_keeps_it_and_says_so(monkeyp
 
     monkeypatch.setattr(type(model.model.norm), "forward", leaks)
     other = patched(model)
-    with pytest.warns(FallbackWarning, match="depend on what fills up"):
+    with pytest.warns(FallbackWarning, match="depend on the tokens that pad"):
         assert_steps_agree(model, other, steps("llama", [9, 14, 20, 9, 14, 20] * 4))
-    assert any(
-        "not filled up to few lengths for CUDA graphs: its results depend" in note for note in other.report.notes
-    )
+    assert any("not padded to share CUDA graphs: its results depend" in note for note in other.report.notes)
     captured = other.__dict__["_accelerant_patch"].graphs._captured
     assert captured  # each length its own
     assert all(each.padding is None for each in captured.values())

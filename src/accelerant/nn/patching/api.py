@@ -48,8 +48,8 @@ def patch(
             the options.
         loss: in training with labels, compute a language model's loss without materializing its logits; reading
             output.logits computes them. False: always compute all logits, and leave torch.nn's losses.
-        padding: "exact" or "skip", which mean the same now: masks with padding stay on our kernels, and results equal
-            the unpatched model's at all positions.
+        padding: "exact" or "skip", without effect: masks with padding stay on our kernels, and results equal the
+            unpatched model's at all positions.
         embedding: whether to replace token and position embeddings.
         graph: whether calls run from CUDA graphs: the forward pass as one, in training the backward pass as another,
             captured after three eager calls that differ at most in their length. None: where that makes steps faster,
@@ -63,9 +63,9 @@ def patch(
     Raises:
         ConfigError: model is no module, or is compiled; an invalid value of padding; a transformers that is too old.
 
-    Each kind of call runs on our ops or as the model was, whichever is measured to be faster in its first 20 calls; the
-    report says which. Nothing is measured, and all runs on our ops, with graph=True and with the settings
-    `deterministic` and `race = "off"`.
+    Each kind of call (training or evaluation, dtype, size) runs on our ops or as the model was, whichever is faster in
+    its first calls, up to 18 without CUDA graphs; the report says which. Nothing is measured, and all runs on our ops,
+    with graph=True and with the settings `deterministic` and `race = "off"`.
 
     Outputs and gradients equal the unpatched model's within the tolerance of the dtype, but for the random numbers of
     torch.nn's Dropout. A model without one of transformers can be pickled. The config of a transformers model then

@@ -1,8 +1,8 @@
-"""Calls whose lengths vary: filled up to few lengths (buckets), each of which has graphs.
+"""Calls whose lengths vary, padded to a few lengths (buckets) that have graphs.
 
-Positions are filled up on the right. Whether a model allows that is known from its class and config (`obstacle`), and
-tried once with the first arguments whose length varies (`tried`): what a caller gets must not depend on what fills up
-the rest, and must be what the model computes without it.
+Positions are padded on the right. Whether a model allows that is known from its class and config (`obstacle`), and
+tried once with the first arguments whose length varies (`tried`): what a caller gets must not depend on the
+padding, and must be what the model computes without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILLS = {
     "input_ids": None, "inputs_embeds": 0.0, "attention_mask": 0, "labels": -100, "shift_labels": -100,
     "position_ids": POSITIONS, "token_type_ids": 0,
 }  # fmt: skip
-"""What fills up arguments; None: the token for padding."""
+"""Values that pad arguments; None: the token for padding."""
 
 _LOSSES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 """Classes whose losses are means over labels that count, or over sequences."""
@@ -99,14 +99,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call whose length may be filled up.
+    """A call whose length may be padded.
 
     Attributes:
         family: its key without the length.
         length: in tokens.
         names: of all arguments, given by position or added.
         values: those arguments.
-        fills: what fills up each tensor among them.
+        fills: the value that pads each tensor among them.
     """
 
     family: Any
@@ -120,7 +120,7 @@ _Plan = tuple[Any, tuple[int, int], tuple[str, ...], tuple[Any, ...], int | None
 
 
 class Buckets:
-    """Calls of a model that may be filled up."""
+    """Calls of a model that may be padded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.reason = obstacle(model)
@@ -144,7 +144,7 @@ class Buckets:
         self.limit = min((each for each in found if isinstance(each, int) and each > 0), default=None)
 
     def call(self, key: tuple[Any, ...], values: list[Any]) -> Call | None:
-        """Return the call with this key and these arguments; None if it cannot be filled up."""
+        """Return the call with this key and these arguments; None if it cannot be padded."""
         if self.reason is not None:
             return None
         if key not in self._plans:
@@ -162,7 +162,7 @@ class Buckets:
         return Call(family, shape[1], names, values, fills)
 
     def _plan(self, key: tuple[Any, ...], values: Sequence[Any]) -> _Plan | None:
-        """Return a call's family, rows and length, names, what fills up, and the place of a mask that is to be added.
+        """Return a call's family, rows and length, names, padding values, and the place of a mask that is to be added.
 
         Models that attend in both directions need one.
         """
@@ -195,7 +195,7 @@ class Buckets:
         return (key[0], tuple(parts), *key[2:]), (rows, length), tuple(given), tuple(fills), mask
 
     def _allows(self, given: dict[str, Any], shape: torch.Size) -> bool:
-        """Return whether each argument is one that can be filled up, or that no position has a part in."""
+        """Return whether each argument is one that can be padded, or that no position has a part in."""
         for name, value in given.items():
             if name == "labels" and self._classifies:
                 continue
@@ -215,13 +215,13 @@ def _inner(model: nn.Module) -> Any:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Return whether no position attends to a later one, so that what fills up needs no mask."""
+    """Return whether no position attends to a later one, so that padding needs no mask."""
     found = [vars(module)["is_causal"] for module in model.modules() if "is_causal" in vars(module)]
     return bool(found) and all(found)
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Return why calls of a model keep their lengths; None if they may be filled up."""
+    """Return why calls of a model keep their lengths; None if they may be padded."""
     inner = _inner(model)
     kind, config = type(inner), getattr(inner, "config", None)
     if config is None or not kind.__module__.startswith("transformers."):
@@ -262,7 +262,7 @@ class NotYet(Reason):
 
 
 def tried(run: Callable[..., Any], call: Call, length: int, model: nn.Module, draws: bool) -> Padding:
-    """Return how calls are filled up to a length, tried with one; raise Reason if what a caller gets depends on it.
+    """Return how calls are padded to a length, tried with one; raise Reason if what a caller gets depends on it.
 
     `draws` says that the forward pass draws random numbers: outputs are then compared in evaluation.
     """
@@ -290,9 +290,9 @@ def tried(run: Callable[..., Any], call: Call, length: int, model: nn.Module, dr
     for place, (one, two, three) in enumerate(zip(exact, long, other, strict=True)):
         two, three = (seen.cut(x, place, shorter).nan_to_num() for x in (two, three))
         if not _near(two, three, 1e-5, 2e-3):  # sums in any order leave the last bits open
-            raise Untrue("its results depend on what fills up a call")
+            raise Untrue("its results depend on the tokens that pad a call")
         if not _near(one.nan_to_num(), two, 1e-2, 5e-2):
-            raise Untrue("its results depend on the length that a call is filled up to")
+            raise Untrue("its results depend on the length that a call is padded to")
     return Padding(length, call.fills, dims)
 
 
@@ -306,12 +306,12 @@ def _direct(output: Any) -> list[Tensor]:
 
 
 def _other(fill: Any) -> Any:
-    """Return what may fill up as well: another token, other embeddings."""
+    """Return another value that may pad: another token, other embeddings."""
     return _Token(fill - 1 if fill else 1) if isinstance(fill, _Token) else 1.0 if isinstance(fill, float) else fill
 
 
 class _Token(int):
-    """The token that fills up, where any would do."""
+    """The token that pads, where any would do."""
 
 
 def _dims(exact: Sequence[Tensor], long: Sequence[Tensor], shorter: int, longer: int) -> tuple[int | None, ...]:

@@ -93,16 +93,16 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-POSITIONS = "positions"  # fills up positions: a sequence of its own, from 0 on
+POSITIONS = "positions"  # pads positions: a sequence of its own, from 0 on
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules that fill up shorter calls to a graph's length: on the right, along dimension 1 of arguments.
+    """Rules that pad shorter calls to a graph's length: on the right, along dimension 1 of arguments.
 
     Attributes:
         length: that of the graph.
-        fills: what fills up each tensor among the arguments; None for one without the dimension.
+        fills: the value that pads each tensor among the arguments; None for one without the dimension.
         dims: the dimension of each output that has the length; None for one without.
     """
 
@@ -111,7 +111,7 @@ class Padding:
     dims: tuple[int | None, ...]
 
     def write(self, to: Tensor, value: Tensor, place: int) -> None:
-        """Write an argument, by its place among the tensors, filled up to the length."""
+        """Write an argument, by its place among the tensors, padded to the length."""
         fill, length = self.fills[place], value.shape[1] if value.dim() > 1 else 0
         if fill is None or self.length == length:
             to.copy_(value, non_blocking=True)
@@ -123,7 +123,7 @@ class Padding:
             to[:, length:] = fill
 
     def padded(self, values: Sequence[Any]) -> list[Any]:
-        """Return arguments filled up to the length."""
+        """Return arguments padded to the length."""
         found, place = list(values), 0
         for i, value in enumerate(values):
             if not isinstance(value, Tensor):
@@ -284,7 +284,7 @@ class Captured:
         ]  # fmt: skip
 
     def __call__(self, values: Sequence[Any], length: int = 0) -> Any:
-        """Replay the forward pass of new arguments of the same key, `length` long if they are to be filled up."""
+        """Replay the forward pass of new arguments of the same key, `length` long if they are to be padded."""
         given = [x for x in values if isinstance(x, Tensor)]
         self._work.draw()
         with torch.no_grad():

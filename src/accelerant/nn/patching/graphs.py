@@ -203,7 +203,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _Request:
-    """A call: its key, its arguments, and the call as one that may be filled up."""
+    """A call: its key, its arguments, and the call as one that may be padded."""
 
     key: Any
     values: list[Any]
@@ -321,7 +321,7 @@ class Graphs:
         return captured(request.call.values, request.call.length)
 
     def _call(self, key: Any, values: list[Any]) -> Call | None:
-        """Return the call as one that may be filled up; None if it keeps its length."""
+        """Return the call as one that may be padded; None if it keeps its length."""
         call = None if self._buckets is None or self._written else self._buckets.call(key, values)
         return None if call is None or call.family in self._kept else call
 
@@ -435,7 +435,7 @@ class Graphs:
         raise Reason(reason)
 
     def _note(self, reason: str) -> None:
-        note = f"calls are not filled up to few lengths for CUDA graphs: {reason}"
+        note = f"calls of varying lengths are not padded to share CUDA graphs: {reason}"
         if note not in self._report.notes:
             self._report.notes.append(note)
 
@@ -472,7 +472,7 @@ class Graphs:
         return result
 
     def _capture(self, model: nn.Module, request: _Request, line: _Line, length: int) -> Captured:
-        """Capture a call: as it is, or filled up to a length if those of its line vary."""
+        """Capture a call: as it is, or padded to a length if those of its line vary."""
         if self._running:
             raise Reason("another thread runs the model")
         kind, call, key, values = request.kind, request.call, request.key, request.values

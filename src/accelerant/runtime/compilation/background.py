@@ -114,7 +114,7 @@ def is_missing() -> bool:
 
 
 def pass_over() -> None:
-    """Raise NotCompiledError while kernels are compiled: for what an earlier attempt asked for."""
+    """Raise NotCompiledError while kernels that earlier attempts asked for are being compiled."""
     if _compilers is not None and not _awaited and not _compilers.is_ready():
         _compilers.misses += 1
         raise NotCompiledError
@@ -131,7 +131,7 @@ def start() -> None:
 
 
 def is_started() -> bool:
-    """Return whether operations do not wait for compilers."""
+    """Return whether operations run libraries' functions instead of waiting for compilers."""
     return _compilers is not None
 
 
@@ -146,7 +146,7 @@ def waiting() -> list[str]:
 
 
 def misses() -> int:
-    """Return how many runs were left to libraries so far; a time during which it changed is not one of our kernels."""
+    """Return how many runs libraries have served so far; times measured while it changed are not our kernels'."""
     return 0 if _compilers is None else _compilers.misses
 
 
