@@ -49,6 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each")
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error(f"--steps must be at least 1, got {steps}")
     torch.set_num_threads(1)
     print(f"{'precision':>9} {'cell':>18} {'torch ms':>9} {'ours ms':>9} {'speed':>6} {'losses':>8}")
     for precision in (None, torch.bfloat16):

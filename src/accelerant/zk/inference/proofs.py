@@ -336,7 +336,10 @@ class InferenceProof:
 
 
 def integer_network(model: Any) -> IntegerNetwork:
-    """Return an IntegerNetwork, or that of an accelerant.nn.exact.ExactNetwork; UnsupportedDtype for others."""
+    """Return the IntegerNetwork of the model that nn.quantize made with mode="exact"; one is returned as it is.
+
+    Raises UnsupportedDtype for other models.
+    """
     if isinstance(model, IntegerNetwork):
         return model
     if not hasattr(model, "exact_layers"):
