@@ -297,6 +297,10 @@ def test_arrays_out_of_range_are_refused(generator):
             prover.prove(np.zeros(shape, np.int8))
     with pytest.raises(UnsupportedDtype, match="expected an IntegerNetwork"):
         commit("a model")
+    x = np.zeros((1, 3), np.int8)
+    y, proof = prover.prove(x)
+    with pytest.raises(UnsupportedDtype, match="must be a ModelCommitment, got bytes"):
+        check(prover.commitment.to_bytes(), x, y, proof)
 
 
 @pytest.mark.parametrize("cut", [0, 10, 40, 60, 300, -1])

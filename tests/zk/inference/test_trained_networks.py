@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import accelerant as acl
+from accelerant.errors import UnsupportedDtype
 from accelerant.nn.train import TrainConfig, fit
 
 
@@ -36,3 +37,9 @@ def test_a_lenet_from_training_to_proof():
     acl.zk.inference.check(prover.commitment, images, y, proof)
     assert (y.argmax(1) == expected[:3].numpy()).all()
     assert not acl.zk.inference.verify(prover.commitment, images, np.roll(y, 1, axis=1), proof)
+
+
+def test_a_report_in_place_of_its_model_is_named():
+    report = acl.nn.quantize(nn.Sequential(nn.Linear(3, 2)), mode="exact", examples=torch.ones(1, 3))
+    with pytest.raises(UnsupportedDtype, match=r"got QuantizationReport: its \.model"):
+        acl.zk.inference.Prover(report)

@@ -343,9 +343,10 @@ def integer_network(model: Any) -> IntegerNetwork:
     if isinstance(model, IntegerNetwork):
         return model
     if not hasattr(model, "exact_layers"):
+        hint = ": its .model is what is proven" if hasattr(getattr(model, "model", None), "exact_layers") else ""
         raise UnsupportedDtype(
             "expected an IntegerNetwork, or the model of accelerant.nn.quantize(model, mode='exact', examples=x), got "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}{hint}"
         )
     layers, weights, biases = [], [], []
     for layer in model.exact_layers():
@@ -367,8 +368,13 @@ def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
 
     Raises:
         RejectedProofError: the proof does not show it; says which check fails.
-        ShapeError, UnsupportedDtype: x or y is not of this network, or the proof is not bytes.
+        ShapeError, UnsupportedDtype: x or y is not of this network, the proof is not bytes, or the commitment is no
+            ModelCommitment.
     """
+    if not isinstance(commitment, ModelCommitment):
+        raise UnsupportedDtype(
+            f"commitment must be a ModelCommitment, got {type(commitment).__name__}: ModelCommitment(bytes) reads one"
+        )
     x = checked_input(commitment.network, x)
     y = checked_array("y", y, commitment.network.layers[-1].output_shape)
     if not isinstance(proof, bytes | bytearray | memoryview):
