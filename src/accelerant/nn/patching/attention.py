@@ -221,12 +221,15 @@ _AND = _code("and_masks", causal_mask_function)
 _WINDOW = _code("sliding_window_overlay", 1)
 _BOTH_SIDES = _code("sliding_window_bidirectional_overlay", 1)
 _PACKED = _code("packed_sequence_mask_function", None)
+_REMAPPED = _code("remap_positions_for_packed_sequence", None, None)  # from transformers 5.24
 
 
 def _parts(function: Any) -> list[tuple[Any, Any]]:
     """Return the mask functions whose intersection this one is, each as its code and what it was made from."""
     cells: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
     code, made_from = getattr(function, "__code__", None), cells[0].cell_contents if len(cells) == 1 else None
+    if code is _REMAPPED is not None:  # by positions, which count on within a sequence as places do
+        return [*_parts(cells[0].cell_contents), (code, None)]
     if code is _AND and made_from is not None:
         return [part for each in made_from for part in _parts(each)]
     return [(code, made_from)] if made_from is not None else [(function, None)]
@@ -237,7 +240,7 @@ def _pattern_of_arguments(
     attention_mask: Tensor | None = None, **_: Any,
 ) -> Pattern | None:  # fmt: skip
     """Return the pattern of a mask made from these arguments; None if it is unknown."""
-    causal, window, ahead, sequences = False, None, None, None
+    causal, remapped, window, ahead, sequences = False, False, None, None, None
     for kind, made_from in _parts(mask_function):
         if kind is causal_mask_function:
             causal = True
@@ -247,10 +250,14 @@ def _pattern_of_arguments(
             window = ahead = made_from
         elif kind is _PACKED:
             sequences = made_from
+        elif kind is _REMAPPED is not None:
+            remapped = True
         elif kind is not _bidirectional or kind is None:
             return None
     bounds = (q_offset, q_length, kv_offset, kv_length)
     if not all(isinstance(bound, int) for bound in bounds) or (window is not None and causal is (ahead is not None)):
+        return None
+    if remapped and sequences is None:
         return None
     if ahead is not None and (q_offset, q_length) != (kv_offset, kv_length):
         return None
