@@ -75,8 +75,8 @@ _COMPILE_S, _SHARE = 240.0, 0.06
 """Seconds that compiling in other processes may take before the first cell; one's share of the device's memory."""
 
 _TINY = (
-    "on a CPU the models are tiny: ratios are no measure of speed; up to the first "
-    f"{2 * (LAPS + 1)} calls of a kind nn.patch compares both sides"
+    "on a CPU the models are tiny: ratios are no measure of speed; in up to the first "
+    f"{2 * (LAPS + 1)} calls of a kind nn.patch compares both sides: --steps 160 ends that before the times"
 )
 
 _RUNS, _TRAINER_STEPS, _CHILD_S = ("cold", "warm"), 60, 300.0
@@ -98,7 +98,7 @@ class LoopsSuite(Suite):
         (), f"Only this runner of {', '.join(RUNNERS)}; may be repeated. torch, the model as it was, always runs; "
         "eager is patched without CUDA graphs. By default the first four, on a CPU the first two.", same=True,
     )  # fmt: skip
-    steps: int = option(40, "Steps whose results are compared.", min=2, same=True)
+    steps: int = option(40, "Steps whose results are compared, before the timed ones.", min=2, same=True)
     workers: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
