@@ -186,6 +186,31 @@ def test_lengths_that_lie(honest):
             ModelCommitment(lie)
 
 
+def test_the_verifier_itself_checks_lengths(honest):
+    """Who calls it without arrays has no shapes that were compared before."""
+    committed, x, y, proof = honest
+    checked, x, y = committed.commitment.checked, x.tobytes(), y.tobytes()
+    verifier.check_inference(checked, 1, x, y, proof)
+    for batch, one, other in ((0, b"", b""), (1, x + b"\0", y), (1, x[:-1], y), (1, x, y + b"\0"), (2, x, y)):
+        with pytest.raises(RejectedProofError, match=r"the batch must be at least 1|bytes, not"):
+            verifier.check_inference(checked, batch, one, other, proof)
+
+
+def test_types_that_are_no_bytes_and_no_commitment(honest):
+    committed, x, y, proof = honest
+    data = committed.commitment.to_bytes()
+    for copy in (bytearray, memoryview):
+        check(ModelCommitment(copy(data)), x, y, copy(proof))
+        assert hash(ModelCommitment(copy(data))) == hash(committed.commitment)
+        assert IntegerNetwork.from_bytes(copy(committed.network.to_bytes())).network == committed.network.network
+    for read in (ModelCommitment, IntegerNetwork.from_bytes):
+        with pytest.raises(UnsupportedDtype, match="must be bytes, got str"):
+            read("text")
+    for other in (data, committed.commitment.checked, committed, None):
+        with pytest.raises(UnsupportedDtype, match="must be a ModelCommitment, got"):
+            check(other, x, y, proof)
+
+
 # --- images ----------------------------------------------------------------------------------------------------------
 
 

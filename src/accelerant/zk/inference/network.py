@@ -118,6 +118,7 @@ class IntegerNetwork:
     @classmethod
     def from_bytes(cls, data: bytes) -> IntegerNetwork:
         """Read such a file; FormatError says what is wrong."""
+        data = checked_bytes("integer network", data)
         if not data.startswith(NETWORK_HEADER):
             raise FormatError(f"an integer network begins with {NETWORK_HEADER!r}, got {data[: len(NETWORK_HEADER)]!r}")
         try:
@@ -181,3 +182,10 @@ def checked_array(name: str, x: Any, shape: tuple[int, int, int]) -> Int8:
         either = f"(batch, {size})" if shape[1:] == (1, 1) else f"(batch, {', '.join(map(str, shape))})"
         raise ShapeError(f"{name} must be {either} with a batch of at least 1, got {array.shape}")
     return array.reshape(-1, *shape)
+
+
+def checked_bytes(name: str, data: Any) -> bytes:
+    """Return bytes, of a bytearray or memoryview a copy; raise UnsupportedDtype for anything else."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise UnsupportedDtype(f"the {name} must be bytes, got {type(data).__name__}")
+    return bytes(data)

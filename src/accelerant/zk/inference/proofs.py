@@ -20,6 +20,7 @@ from accelerant.zk.inference.network import (
     Int8,
     IntegerNetwork,
     checked_array,
+    checked_bytes,
     checked_input,
     padded,
     unpadded,
@@ -65,6 +66,7 @@ class ModelCommitment:
 
     def __init__(self, data: bytes) -> None:
         """Read the bytes of `to_bytes` and verify the range proof; FormatError says what is wrong."""
+        data = checked_bytes("model commitment", data)
         try:
             self.checked: Commitment = check_commitment(data)
         except RejectedProofError as error:
@@ -377,11 +379,10 @@ def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
         )
     x = checked_input(commitment.network, x)
     y = checked_array("y", y, commitment.network.layers[-1].output_shape)
-    if not isinstance(proof, bytes | bytearray | memoryview):
-        raise UnsupportedDtype(f"the proof must be bytes, got {type(proof).__name__}")
+    proof = checked_bytes("proof", proof)
     if len(y) != len(x):
         raise ShapeError(f"x and y must have one batch size, got {len(x)} and {len(y)}")
-    check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), bytes(proof))
+    check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), proof)
 
 
 def verify(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> bool:
