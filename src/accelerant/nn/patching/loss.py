@@ -40,7 +40,8 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(options["names"], args, strict=False))
     labels = given.get("labels", kwargs.get("labels"))
     twice = any(name in kwargs for name in given)
-    if labels is None or len(given) < len(args) or twice or "_loss_function" in self.__dict__ or is_exported():
+    own = len(given) < len(args) or twice or "_loss_function" in self.__dict__ or is_exported()
+    if own or not _are_indices(labels):
         return type(self).forward(self, *args, **kwargs)
     kwargs |= given
     del kwargs["labels"]
@@ -133,7 +134,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run BertForMaskedLM."""
     options = getattr(self, MARK).options
     labels = kwargs.get("labels")
-    if labels is None or len(args) > options["positional"] or is_exported():
+    if len(args) > options["positional"] or is_exported() or not _are_indices(labels):
         return type(self).forward(self, *args, **kwargs)
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
@@ -161,6 +162,11 @@ def _is_bare_head(cls: Any, head: type[nn.Module], predictions: type[nn.Module])
     return bare and cls.predictions.decoder.bias is not None
 
 
+def _are_indices(labels: Any) -> bool:
+    """Return whether labels are of the dtype that torch's loss takes; our ops take all integers."""
+    return isinstance(labels, Tensor) and labels.dtype is torch.int64
+
+
 def _is_compilers(logits: int) -> bool:
     """Return whether the loss of so many logits is torch.compile's; see COMPILED."""
     return is_exported() or (torch.compiler.is_compiling() and logits < COMPILED)
@@ -168,7 +174,7 @@ def _is_compilers(logits: int) -> bool:
 
 def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Return ops.cross_entropy of logits; by torch's function, in float32 too, where that is torch.compile's."""
-    if not _is_compilers(logits.numel()):
+    if _are_indices(targets) and not _is_compilers(logits.numel()):
         return ops.cross_entropy(logits, targets, **options)
     loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), **options)
     return loss if autocast_dtype(logits.device.type) is not None else loss.to(logits.dtype)
