@@ -131,10 +131,11 @@ def result(model, inputs):
 
 
 def bad(model, inputs):
-    """Inputs with an error: labels and tokens out of range, masks of other lengths than the tokens, and NaN."""
+    """Inputs with an error: labels and tokens out of range, int32 labels, masks longer and shorter, and NaN."""
     wrong = inputs["labels"].clone()
     wrong.view(-1)[-1] = 1_000_000
     yield inputs | {"labels": wrong}
+    yield inputs | {"labels": inputs["labels"].int()}
     if "input_ids" in inputs:
         yield inputs | {"input_ids": inputs["input_ids"] + 1_000_000}
         rows, length = inputs["input_ids"].shape

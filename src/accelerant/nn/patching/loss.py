@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +162,7 @@ def _is_bare_head(cls: Any, head: type[nn.Module], predictions: type[nn.Module])
     return bare and cls.predictions.decoder.bias is not None
 
 
-def _are_indices(labels: Any) -> bool:
+def _are_indices(labels: Any) -> TypeGuard[Tensor]:
     """Return whether labels are of the dtype that torch's loss takes; our ops take all integers."""
     return isinstance(labels, Tensor) and labels.dtype is torch.int64
 
@@ -220,7 +220,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss."""
-        classes = self.weight is None and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+        classes = self.weight is None and input.dim() == 2 and target.dim() == 1 and _are_indices(target)
         if classes and not _is_compilers(input.numel()):
             return ops.cross_entropy(
                 input, target, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
