@@ -390,7 +390,7 @@ def test_a_mask_that_was_written_to_is_read():
     model.config.sliding_window = None
 
     def hide(module, arguments, named):
-        mask = attention.causal_mask(13, torch.device("cpu"))
+        mask = attention.causal_mask(1, 13, torch.device("cpu"))
         mask[..., 3] = False
         mask[..., 3, 3] = True
         return arguments, named | {"attention_mask": mask}

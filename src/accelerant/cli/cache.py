@@ -102,11 +102,13 @@ def warm(
     """
     if arch and device != "auto":
         raise ConfigError(f"--arch and --device {device} exclude each other")
+    from accelerant.bench.suite import dtypes_named
     from accelerant.runtime.compilation.cache import KernelCache
 
+    (low,) = dtypes_named((dtype,)).values()
     KernelCache().require_writable()
     if model is not None:
-        _warm_model(model, device, batch, tokens, dtype, json_output, excluded=(names or []) + (arch or []))
+        _warm_model(model, device, batch, tokens, low, json_output, excluded=(names or []) + (arch or []))
         return
     kernels = _selected(shipped_kernels(), names)
     providers = _providers(arch, device)
@@ -134,11 +136,10 @@ def warm(
 
 
 def _warm_model(
-    name: str, device: str, batch: int, tokens: int, dtype: str, json_output: bool, excluded: Sequence[str]
+    name: str, device: str, batch: int, tokens: int, low: Any, json_output: bool, excluded: Sequence[str]
 ) -> None:
     import torch
 
-    from accelerant.bench.suite import dtypes_named
     from accelerant.nn.patching.warm import compile_kernels, model_of
     from accelerant.runtime import registry
 
@@ -148,7 +149,6 @@ def _warm_model(
     if chosen.backend != "cuda":
         raise ConfigError(f"--model takes a training step on an NVIDIA GPU; the chosen device is {chosen.label}")
     progress: Callable[[str], None] = (lambda text: None) if json_output else ProgressLine(every_s=0.0)
-    (low,) = dtypes_named((dtype,)).values()
     built = model_of(name, torch.device(chosen.torch_device))
     compiled = compile_kernels(built, batch, tokens, None if low == torch.float32 else low, progress)
     progress("")

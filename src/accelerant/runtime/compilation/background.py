@@ -203,8 +203,9 @@ class _Child:
             threading.Thread(target=run, name="accelerant-compile", daemon=True).start()
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the assembler that it may have started
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # with the assembler that it may have started
 
     def _write(self) -> None:
         stdin = self.process.stdin
@@ -351,11 +352,12 @@ def work(parent: int) -> None:
     """Compile the kernels that standard input asks for, one a line; answer each with its key, and its code or error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints
-    with contextlib.suppress(OSError):
-        os.nice(19)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(parent, lines.put), daemon=True).start()
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):
+            os.nice(19)
     jobs: collections.deque[tuple[str, KernelSource, str]] = collections.deque()
     locks = _Locks()
     busy = 0  # how many of them in turn were found to be compiled by others
@@ -402,7 +404,8 @@ def _receive(parent: int, put: Callable[[str], None]) -> None:
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:
                 put(line.decode())
-    os.killpg(0, signal.SIGKILL)
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)
 
 
 class _Locks:
@@ -417,16 +420,16 @@ class _Locks:
     @contextlib.contextmanager
     def held(self, key: str) -> Iterator[bool]:
         """Hold a kernel's lock in the block, which learns whether no other process has it."""
-        import fcntl
-
         place = int(key[:8], 16)
         try:
+            import fcntl
+
             if self._file is not None:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
         except (BlockingIOError, PermissionError):
             yield False
             return
-        except OSError:  # a file system without locks
+        except (ImportError, OSError):  # a system, or a file system, without locks
             self._file = None
         try:
             yield True
