@@ -10,10 +10,9 @@ from test_patch_choice import STEPS, _on_our_ops  # noqa: F401  a fixture
 import accelerant as acl
 from accelerant.nn.patching.record import RECORD
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak  # times, which vary where other programs run
 
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "modernbert", "bert", "vit", "clip", "whisper", "t5")
-SHORT = ("llama", "vit", "t5")  # in the slow tier, at the smaller width; the soak has all
 SHARE = 0.98  # of its own speed, by the shortest or the lower quartile of calls in turns: both vary on a busy machine
 ROUNDS, MOST_ROUNDS = 30, 300
 TOKENS = 24
@@ -53,7 +52,7 @@ def generation(model, inputs):
 
 
 CASES = [
-    pytest.param(family, hidden, loop, marks=() if hidden == 64 and family in SHORT else pytest.mark.soak)
+    (family, hidden, loop)
     for hidden in (64, 256) for family in FAMILIES for loop in (training, evaluation, generation)
     if loop is not generation or family in ("llama", "qwen3", "gemma3", "phi3")
 ]  # fmt: skip

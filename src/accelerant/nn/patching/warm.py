@@ -51,18 +51,18 @@ def compile_kernels(
     raises CompileError if the child processes fail.
     """
     patch(model, graph=False)
-    names: list[str] = []
     background.start()
+    before = len(background.asked()[0])
     with override(race="off"):  # calls run on our ops, without a comparison
         for train in (True, False):
             while _misses(model.train(train), torch.zeros(batch, tokens, dtype=torch.long), low):
-                names += (waiting := background.waiting())
-                while left := len(background.waiting()):
-                    progress(f"compiled: {len(waiting) - left} of {len(waiting)} kernels")
+                while (found := background.asked())[1]:
+                    total = len(found[0]) - before
+                    progress(f"compiled: {total - found[1]} of {total} kernels")
                     time.sleep(_POLL_S)
                 if not background.is_ready():  # which warns of the reason
                     raise CompileError(f"the kernels of {type(model).__name__} are not compiled")
-    return names
+    return background.asked()[0][before:]
 
 
 def _misses(model: nn.Module, ids: torch.Tensor, low: torch.dtype | None) -> int:

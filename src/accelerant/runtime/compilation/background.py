@@ -140,9 +140,9 @@ def is_ready() -> bool:
     return _compilers is None or _compilers.is_ready()
 
 
-def waiting() -> list[str]:
-    """Return the names of the kernels that are being compiled."""
-    return [] if _compilers is None else _compilers.waiting()
+def asked() -> tuple[list[str], int]:
+    """Return the names of the kernels that were asked for so far, and how many of them are still being compiled."""
+    return ([], 0) if _compilers is None else _compilers.asked()
 
 
 def misses() -> int:
@@ -230,6 +230,7 @@ class _Compilers:
         self.misses = 0
         self._lock, self._pid = fork_safe(threading.Lock()), os.getpid()
         self._children: list[_Child] = []
+        self._asked: list[str] = []
         self._waiting: dict[str, tuple[str, str]] = {}  # key -> the kernel's name, and the line that asks for it
         self._results: dict[str, Binary | CompileError] = {}  # errors, and what the disk cache could not keep
         self._heard = time.monotonic()
@@ -246,10 +247,10 @@ class _Compilers:
             warnings.warn(f"kernels are not compiled in the background: {failure}", FallbackWarning, stacklevel=4)
         return ready
 
-    def waiting(self) -> list[str]:
-        """Return the names of the kernels that are being compiled."""
+    def asked(self) -> tuple[list[str], int]:
+        """Return the names of the kernels that were asked for so far, and how many are still being compiled."""
         with self._lock:
-            return [name for name, _ in self._waiting.values()]
+            return list(self._asked), len(self._waiting)
 
     def result(self, key: str) -> Binary | None:
         """Return code that the disk cache could not keep; raise the error of a kernel that does not compile."""
@@ -270,6 +271,7 @@ class _Compilers:
                 return False
             if not self._waiting:
                 self._heard = time.monotonic()
+            self._asked.append(source.name)
             self._waiting[key] = source.name, f"{base64.b64encode(job).decode()}\n"
             if self._children:
                 for child in self._children:
