@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn as _torch_nn
 
+from accelerant.nn.encoder import Encoder
 from accelerant.nn.layers import (
     GRU,
     LSTM,
@@ -24,10 +25,10 @@ from accelerant.nn.transformer import MLP, MultiHeadAttention, TransformerBlock
 from accelerant.nn import optim, train  # isort: skip  it imports the names above
 
 __all__ = [
-    "GPT", "GRU", "LSTM", "MLP", "RNN", "AvgPool2d", "CharRNN", "CharRNNConfig", "Conv2d", "GPTConfig", "LayerNorm",
-    "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention", "MultiheadAttention",
-    "PatchReport", "QuantizationReport", "RMSNorm", "TransformerBlock", "optim", "patch", "quantize", "train",
-    "unpatch", "unquantize",
+    "GPT", "GRU", "LSTM", "MLP", "RNN", "AvgPool2d", "CharRNN", "CharRNNConfig", "Conv2d", "Encoder", "GPTConfig",
+    "LayerNorm", "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention",
+    "MultiheadAttention", "PatchReport", "QuantizationReport", "RMSNorm", "TransformerBlock", "optim", "patch",
+    "quantize", "train", "unpatch", "unquantize",
 ]  # fmt: skip
 
 

@@ -104,24 +104,7 @@ class _HubTokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt of a byte-level BPE."""
 
     def __init__(self, folder: Path) -> None:
-        import tokenizers
-
-        path, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
-        try:
-            if path.is_file():
-                text = read_regular(path, 1 << 28).decode()
-                if not isinstance(decode_json(text), dict):
-                    raise ValueError("it must hold an object")
-                self._inner: Any = tokenizers.Tokenizer.from_str(text)
-            elif all(part.is_file() for part in parts):
-                self._inner = tokenizers.ByteLevelBPETokenizer(*map(str, parts))
-            else:
-                raise FileNotFoundError("there is none")
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
-            raise FormatError(
-                f"cannot read the tokenizer {path}: {str(error)[:300]}; write it with transformers: "
-                f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
-            ) from None
+        self._inner = read_tokenizer(folder)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with those that begin a text."""
@@ -130,3 +113,26 @@ class _HubTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=True))
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder, an object of the package tokenizers; FormatError if there is none."""
+    import tokenizers
+
+    path, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
+    try:
+        if path.is_file():
+            text = read_regular(path, 1 << 28).decode()
+            if not isinstance(decode_json(text), dict):
+                raise ValueError("it must hold an object")
+            found: Any = tokenizers.Tokenizer.from_str(text)
+        elif all(part.is_file() for part in parts):
+            found = tokenizers.ByteLevelBPETokenizer(*map(str, parts))
+        else:
+            raise FileNotFoundError("there is none")
+    except Exception as error:  # noqa: BLE001  the library raises bare Exception
+        raise FormatError(
+            f"cannot read the tokenizer {path}: {str(error)[:300]}; write it with transformers: "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
+        ) from None
+    return found
