@@ -22,6 +22,8 @@ from accelerant.ops.attention.op import scaled_dot_product_attention as scaled_d
 from accelerant.ops.conv2d import conv2d
 from accelerant.ops.cross_entropy import cross_entropy
 from accelerant.ops.decode import attention_decode
+from accelerant.ops.decode.paged import append_paged as append_paged
+from accelerant.ops.decode.paged import attention_paged as attention_paged
 from accelerant.ops.dropout import dropout
 from accelerant.ops.elementwise import add, mul, relu, sigmoid, silu, tanh
 from accelerant.ops.embedding import embedding

@@ -520,7 +520,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, T
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, op: str) -> None:
-    cache = "_cache" * (op == "attention_decode")
+    cache = {"attention_decode": "_cache", "attention_paged": "_blocks"}.get(op, "")
     for name, x in (("q", q), (f"k{cache}", k), (f"v{cache}", v)):
         check_dtype(op, x, name)
     if autocast_dtype(q.device.type) is None or torch.float64 in (q.dtype, k.dtype, v.dtype):

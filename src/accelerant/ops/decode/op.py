@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -120,6 +121,35 @@ def attention_decode_reference(
         k, v = (x[b : b + 1, :, :length] for x in (k_cache, v_cache))
         results.append(attention_reference(q[b : b + 1], k, v, causal=True, scale=scale))
     return torch.cat(cast("list[Tensor]", results)) if results else q.clone()
+
+
+def attention_paged_reference(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
+    starts: Tensor | None = None, *, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Return causal attention of each token to its row's keys, gathered for each token."""
+    token = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
+    row, left = token, torch.zeros_like(token)  # the tokens of its row after each token
+    if starts is not None:
+        row = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, max(lengths.shape[0] - 1, 0))
+        left = starts[row + 1] - 1 - token
+    position = (lengths[row] - 1 - left)[:, None]
+    table = block_table[row].clamp(0, max(k_blocks.shape[0] - 1, 0))
+    key = torch.arange(table.shape[1] * k_blocks.shape[1], device=q.device)
+    seen = key <= position
+    if window is not None:
+        seen = seen & (key > position - window)
+    keys, values = (
+        x[table].flatten(1, 2).where(seen[..., None, None], 0).transpose(1, 2) for x in (k_blocks, v_blocks)
+    )
+    scores = q.unflatten(1, (k_blocks.shape[2], -1)) @ keys.transpose(-1, -2)
+    scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = ~seen[:, None, None]
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1).masked_fill(hidden, 0)
+    return (weights @ values).flatten(1, 2)
 
 
 @with_torch_keywords

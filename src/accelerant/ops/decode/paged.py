@@ -1,0 +1,280 @@
+"""attention_paged and append_paged: attention to a cache in blocks that a table assigns to sequences.
+
+A row of the batch is one sequence. Its result does not depend on the other rows, nor on how many of its tokens are in
+one call, bit for bit: keys are summed in tiles of fixed length from the sequence's beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._launch import ceil_div
+from accelerant.ops._library import below_autograd, check_matches, define, is_plain, name_of, not_a_tensor
+from accelerant.ops.attention.op import check_heads, checked, options_of, shapes_of
+from accelerant.ops.decode.op import attention_paged_reference
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+KEY_TILE = 256
+"""Keys that are summed as one product; MKL splits longer sums into parts that depend on the length."""
+
+_SHORT_TILE = 64
+"""Lengths up to KEY_TILE are padded to a multiple of this: products of such lengths are one chain of sums."""
+
+_QUERY_ROWS = 4
+"""Rows of a product are padded to a multiple of this: MKL has other kernels, which sum in another order, for fewer."""
+
+_QUERIES = 64
+"""Tokens of a prompt that are computed at once, which bounds the memory of the scores."""
+
+
+def _padded_length(length: int) -> int:
+    tile = KEY_TILE if length > KEY_TILE else _SHORT_TILE
+    return ceil_div(length, tile) * tile
+
+
+def _torch_forward(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
+    window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    """Compute the rows of one token and equal padded length together, and prompts in pieces; reads the lengths."""
+    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    most = block_table.shape[1] * k_blocks.shape[1]
+    bounds = list(range(q.shape[0] + 1)) if starts is None else starts.tolist()
+    alike: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for row, length in enumerate(lengths.tolist()):
+        first, new = bounds[row], bounds[row + 1] - bounds[row]
+        for at in range(0, new, _QUERIES):
+            count = min(_QUERIES, new - at)
+            seen = min(length, most) - new + at + count  # keys of the piece's last query
+            if seen > 0:
+                alike[count, _padded_length(seen)].append((row, first + at, seen))
+    with torch.no_grad():
+        for (count, padded), pieces in alike.items():
+            for at in range(0, len(pieces), 1 if count > 1 else 64):
+                some = pieces[at : at + (1 if count > 1 else 64)]
+                rows, firsts, seen = (torch.tensor(each, device=q.device) for each in zip(*some, strict=True))
+                tokens = (firsts[:, None] + torch.arange(count, device=q.device)).flatten()
+                table = block_table.index_select(0, rows)
+                keys, values = (_gathered(x, table, padded) for x in (k_blocks, v_blocks))
+                result = _attend(q[tokens].unflatten(0, (-1, count)), keys, values, seen, window, scale, softcap)
+                o[tokens] = result.to(q.dtype).flatten(0, 1)
+    return o
+
+
+def _gathered(blocks: Tensor, table: Tensor, padded: int) -> Tensor:
+    """Return the first `padded` keys or values of each row of a table, (rows, padded, Hkv, D), in float32 at least."""
+    size = blocks.shape[1]
+    table = table[:, : ceil_div(padded, size)]
+    found = blocks.index_select(0, table.flatten().clamp(0, blocks.shape[0] - 1))
+    found = found.view(table.shape[0], -1, *blocks.shape[2:])[:, :padded]
+    found = found.to(torch.promote_types(blocks.dtype, torch.float32))
+    return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, padded - found.shape[1]))
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, scale: float, softcap: float) -> Tensor:
+    """Return attention of the last tokens q (rows, count, Hq, D) of the first `seen` of keys (rows, L, Hkv, D)."""
+    (rows, count, Hq, D), (L, Hkv) = q.shape, keys.shape[1:3]
+    lines = Hq // Hkv * count
+    beyond = -lines % _QUERY_ROWS
+    q = q.to(keys.dtype).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).reshape(rows * Hkv, lines, D)
+    q = torch.nn.functional.pad(q, (0, 0, 0, beyond))
+    scores = torch.bmm(q, keys.permute(0, 2, 3, 1).reshape(rows * Hkv, D, L)).mul_(scale)
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    key = torch.arange(L, device=q.device)
+    position = seen[:, None] - count + torch.arange(count, device=q.device)
+    hidden = key > position[..., None]
+    if window >= 0:
+        hidden |= key <= position[..., None] - window
+    by_row = scores.view(rows, Hkv, lines + beyond, L)
+    by_row[:, :, :lines].unflatten(2, (-1, count)).masked_fill_(hidden[:, None, None], -math.inf)
+    weights = torch.softmax(scores, -1)
+    blind = hidden.all(1)  # keys that no query sees may hold anything, NaN too
+    values = values.masked_fill(blind[..., None, None], 0).transpose(1, 2).reshape(rows * Hkv, L, D)
+    weights = weights.view(rows, Hkv, -1, L).masked_fill(blind[:, None, None], 0).view(rows * Hkv, -1, L)
+    o = torch.bmm(weights[..., :KEY_TILE], values[:, :KEY_TILE])
+    for at in range(KEY_TILE, L, KEY_TILE):
+        o += torch.bmm(weights[..., at : at + KEY_TILE], values[:, at : at + KEY_TILE])
+    o = o[:, :lines].view(rows, Hkv, -1, count, D).permute(0, 3, 1, 2, 4)
+    none = hidden.all(-1)[..., None, None, None]
+    return o.masked_fill(none, 0).reshape(rows, count, Hq, D)
+
+
+def _cost(case: Case) -> Cost:
+    """Return the cost for rows that use all of their blocks."""
+    tokens, Hq, Hkv, rows, length, D = case.shape
+    return Cost((2 * rows * Hkv * length + 2 * tokens * Hq) * D * case.dtype.itemsize, 4 * tokens * Hq * length * D)
+
+
+attention_paged_fwd: Callable[..., Tensor] = Operation(
+    "attention_paged_fwd", (Implementation("torch", _torch_forward),), cost=_cost
+)
+
+
+# --- the public functions --------------------------------------------------------------------------------------------
+
+
+def attention_paged(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
+    starts: Tensor | None = None, *, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute causal attention of each row's newest tokens to keys and values in blocks.
+
+    The blocks already hold the keys and values of these tokens. Rows with one token (decoding) and with several (a
+    prompt, or a part of it) may be in one call. Query i of the n new tokens of a row is at position length - n + i and
+    sees the keys up to itself. Key j of row r is in block block_table[r, j // block], at j % block.
+
+    Args:
+        q: (T, Hq, D), float16, bfloat16, float32 or float64: the new tokens of R rows, one row after the other.
+        k_blocks, v_blocks: (N, block, Hkv, D), dtype of q; Hkv divides Hq. What no query sees is not read.
+        block_table: (R, M) int32, contiguous: the blocks of each row; those that its length does not reach may be any
+            number.
+        lengths: (R,) int32: keys of each row, its new tokens included; more than M * block counts as that many.
+        starts: (R + 1,) int32: row r has the tokens starts[r] to starts[r + 1], non-decreasing from 0 to T; None: each
+            row has one token, T == R.
+        window: keys that a query sees at most, itself included; None for all.
+        scale: factor of the scores; None for 1 / sqrt(D).
+        softcap: scores become softcap * tanh(scores / softcap); None: they stay.
+
+    The numbers of block_table, lengths and starts stay on their device and are not checked.
+
+    Returns:
+        (T, Hq, D), dtype of q, contiguous, without a gradient. A query that sees no key gives zeros. A row's result is
+        the same, bit for bit, whatever other rows are in the call and however its tokens are cut into calls.
+
+    Raises:
+        ShapeError: incompatible shapes, tensors on several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+        ConfigError: a window below 1, or a softcap that is not positive.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180 for blocks and table; Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding
+    for long-context inference".
+    """
+    q, k_blocks, v_blocks = checked(q, k_blocks, v_blocks, "attention_paged")
+    if q.dim() != 3 or k_blocks.dim() != 4:
+        shapes = shapes_of(q, k_blocks)
+        raise ShapeError(f"attention_paged takes q (T, Hq, D) and blocks (N, block, Hkv, D), got {shapes}")
+    Hq, D = q.shape[1:]
+    if k_blocks.shape[3] != D or D < 1 or k_blocks.shape[1] < 1:
+        raise ShapeError(f"q and k_blocks must have the same D, and blocks a key, got {shapes_of(q, k_blocks)}")
+    check_heads(Hq, k_blocks.shape[2])
+    _check_numbers(q, block_table, lengths, starts)
+    if window is not None and window < 1:
+        raise ConfigError(f"window must be at least 1, got {window}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ConfigError(f"softcap must be positive, got {softcap}")
+    run = _forward if not torch.compiler.is_compiling() and is_plain(q) else _op
+    settings = -1 if window is None else window, D**-0.5 if scale is None else float(scale), float(softcap or 0.0)
+    return run(q, k_blocks, v_blocks, block_table, lengths, starts, *settings)
+
+
+def _check_numbers(q: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None) -> None:
+    for name, x, dims in (("block_table", block_table, 2), ("lengths", lengths, 1), ("starts", starts, 1)):
+        if x is None and name == "starts":
+            continue
+        if not isinstance(x, Tensor):
+            raise not_a_tensor("attention_paged", name, x)
+        if x.dtype != torch.int32:
+            raise UnsupportedDtype(f"{name} must be int32, got {name_of(x.dtype)}")
+        if x.device != q.device:
+            raise ShapeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
+        if x.dim() != dims or not x.is_contiguous():
+            raise ShapeError(f"{name} must have {dims} dimension(s) and be contiguous, got {tuple(x.shape)}")
+    rows = block_table.shape[0]
+    if lengths.shape[0] != rows:
+        raise ShapeError(f"lengths must be ({rows},), one for each row of block_table, got {tuple(lengths.shape)}")
+    if starts is None and q.shape[0] != rows:
+        raise ShapeError(f"without starts q has one token for each of {rows} rows, got {q.shape[0]}")
+    if starts is not None and starts.shape[0] != rows + 1:
+        raise ShapeError(f"starts must be ({rows + 1},), got {tuple(starts.shape)}")
+
+
+def _forward(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
+    window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    (T, Hq, D), (rows, columns) = q.shape, block_table.shape
+    size, Hkv = k_blocks.shape[1:3]
+    options = options_of(starts is not None, window) + (("softcap",) if softcap else ())
+    case = Case(q.device, q.dtype, (T, Hq, Hkv, rows, columns * size, D), options)
+    return attention_paged_fwd(case, q, k_blocks, v_blocks, block_table, lengths, starts, window, scale, softcap)
+
+
+def _without_gradient(*args: Any) -> Tensor:
+    with below_autograd():
+        o: Tensor = _op(*args)
+    return o
+
+
+def _composite(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
+    window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    return attention_paged_reference(
+        q, k_blocks, v_blocks, block_table, lengths, starts, window=window if window > 0 else None, scale=scale,
+        softcap=softcap or None,
+    ).detach()  # fmt: skip
+
+
+_op = define(
+    "attention_paged(Tensor q, Tensor k_blocks, Tensor v_blocks, Tensor block_table, Tensor lengths, Tensor? starts, "
+    "int window, float scale, float softcap) -> Tensor",
+    kernel=_forward,
+    fake=lambda q, *_: q.new_empty(q.shape),
+    differentiable=_without_gradient,
+    composite=_composite,
+)
+
+
+# --- writing to the blocks -------------------------------------------------------------------------------------------
+
+
+def _torch_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots: Tensor) -> None:
+    kept = (slots >= 0).nonzero().squeeze(1)
+    at = slots.index_select(0, kept)
+    for new, blocks in ((k, k_blocks), (v, v_blocks)):
+        blocks.view(-1, *blocks.shape[2:]).index_copy_(0, at, new.index_select(0, kept))
+
+
+append_paged_fwd: Callable[..., None] = Operation(
+    "append_paged_fwd",
+    (Implementation("torch", _torch_append, mutates=True),),
+    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 0),
+)
+
+
+def append_paged(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots: Tensor) -> None:
+    """Write keys and values of new tokens to blocks, in place.
+
+    Args:
+        k, v: (T, Hkv, D), of the new tokens.
+        k_blocks, v_blocks: (N, block, Hkv, D), contiguous, dtype of k; changed.
+        slots: (T,) int64 on the device of k, contiguous: block * block_size + offset of each token, all different; -1
+            leaves a token out. The numbers stay on the device and are not checked.
+
+    Raises:
+        ShapeError: incompatible shapes, blocks that are not contiguous, tensors on several devices.
+        UnsupportedDtype: several dtypes, or slots that are not int64.
+    """
+    check_matches("append_paged", k, "k", v=v, k_blocks=k_blocks, v_blocks=v_blocks)
+    if k.dim() != 3 or k_blocks.dim() != 4 or k_blocks.shape[2:] != k.shape[1:]:
+        shapes = shapes_of(k, k_blocks)
+        raise ShapeError(f"append_paged takes k (T, Hkv, D) and blocks (N, block, Hkv, D), got {shapes}")
+    if v.shape != k.shape or v_blocks.shape != k_blocks.shape:
+        raise ShapeError(f"v must be {tuple(k.shape)} and v_blocks {tuple(k_blocks.shape)}, as k and k_blocks are")
+    if not (k_blocks.is_contiguous() and v_blocks.is_contiguous()):
+        raise ShapeError("k_blocks and v_blocks must be contiguous: they are written in place")
+    if slots.dtype != torch.int64:
+        raise UnsupportedDtype(f"slots must be int64, got {name_of(slots.dtype)}")
+    if slots.shape != k.shape[:1] or slots.device != k.device or not slots.is_contiguous():
+        raise ShapeError(f"slots must be ({k.shape[0]},) and contiguous on {k.device}, got {tuple(slots.shape)}")
+    if k.numel():
+        append_paged_fwd(Case(k.device, k.dtype, tuple(k.shape)), k, v, k_blocks, v_blocks, slots)
