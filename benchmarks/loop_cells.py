@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,26 +157,28 @@ class Running:
 
     Attributes:
         model: the model itself, for its parameters and modes; `call` is what the loop calls.
-        batches: batches on the host.
+        batches: batches on the host, which the loop repeats; `at` is the number of those that it has taken.
         low: the dtype of autocast; None without.
         report: what patch did; None of other runners.
     """
 
     model: Any
     call: Callable[..., Any]
-    batches: Iterator[dict[str, Any]]
+    batches: Sequence[dict[str, Any]]
     where: torch.device
     low: torch.dtype | None
     report: PatchReport | None = None
+    at: int = 0
 
     def batch(self) -> dict[str, Any]:
         """Return the next batch on the device, its floats in the dtype of the weights."""
-        dtype = next(self.model.parameters()).dtype
+        dtype, batch = next(self.model.parameters()).dtype, self.batches[self.at % len(self.batches)]
+        self.at += 1
 
         def moved(x: Any) -> Any:
             return x.to(self.where, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
 
-        return {name: moved(x) for name, x in next(self.batches).items()}
+        return {name: moved(x) for name, x in batch.items()}
 
     def loss(self) -> Tensor:
         """Return the loss of the next batch."""
@@ -475,4 +476,4 @@ def running(
         if cell.loop == "generate":
             model.forward = call
     torch.manual_seed(moved)
-    return Running(model, call, itertools.cycle(batches), where, cell.low, report)
+    return Running(model, call, batches, where, cell.low, report)

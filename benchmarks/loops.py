@@ -5,9 +5,10 @@
 A cell is a family of models in a loop (benchmarks/loop_cells.py has the tables). First come the results: the largest
 difference of what the steps computed (losses, embeddings or tokens) and the difference of the weights that they left,
 each from the model as it was. Beside them is that of two runs of the model as it was, from weights that are rounded
-differently; a runner of ours may differ by 1.5 times as much. Then come the ratio of the times and the times: of blocks
-of steps, in which the runners take turns; with the peak of the memory that each reserves, and its first step in this
-process. The loop "trainer" measures whole runs of transformers' Trainer instead, each in a process
+differently; a runner of ours may differ by 1.5 times as much. Then come the ratio of the times of these first steps,
+compilation, captures and comparisons included ("first steps"); and, once a patched model changes nothing more, the
+ratio of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that
+each reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer instead, each in a process
 of its own: with empty caches of compiled kernels ("cold"), and with those of the run before ("warm").
 
 On a CPU the models are tiny: a test of results, not of speed.
@@ -42,12 +43,13 @@ from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, MissingDependency
 from accelerant.nn import patch
 from accelerant.nn.patching.choice import LAPS
+from accelerant.runtime.compilation import background
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.loop_cells import DYNAMIC, FAMILIES, LOOPS, RUNNERS, TORCH, Cell, Running, running
 
 __all__ = ["LoopsSuite", "train"]
 
-TRAINER, _OVER = "trainer", "over torch"
+TRAINER, _OVER, _FIRST = "trainer", "over torch", "first steps"
 _PLAIN, _TIMES = (OURS, EAGER), ("ms", "s")
 _OURS, _COMPILED = (*_PLAIN, COMPILED), (COMPILED, DYNAMIC)
 
@@ -67,6 +69,9 @@ _MILLION, _LEAST = 1e6, 1e-3
 
 _BLOCKS, _BLOCK = 5, 4
 """Blocks of steps that each runner is timed in, and the steps of one."""
+
+_QUIET, _SETTLE_S = 3, 15.0
+"""Blocks in which a patched model changes nothing before it is timed; it is timed after so many seconds anyway."""
 
 _CELL_S, _RUNS_S = 4.0, 60.0
 """Expected seconds of a cell and of a family's runs of the Trainer on a large GPU, as it was and patched."""
@@ -197,7 +202,7 @@ class LoopsSuite(Suite):
                 continue
             checked = _compared(replace(base, runner=runner), one.results, [ready[TORCH].results, *others])
             if runner in _OURS:
-                run.add(*checked)
+                run.add(*checked, _ratio(replace(base, runner=runner), [ready[TORCH].all_s], [one.all_s], run, _FIRST))
                 wrong += [row for row in checked if row.wrong]
             elif runner != TORCH:
                 one.note = f"results differ by {checked[0].error:.1e}"
@@ -261,6 +266,7 @@ class _Ready:
     block: int
     results: _Results
     first_ms: float
+    all_s: float
     peak_bytes: int | None
     note: str = ""
 
@@ -279,11 +285,25 @@ class _Ready:
         iterator = cell.how.steps(this)
         values: list[Tensor] = []
         first = first_ms(lambda: values.append(next(iterator)), where)
-        values += itertools.islice(iterator, steps - 1)
+        rest = first_ms(lambda: values.extend(itertools.islice(iterator, steps - 1)), where)
         peak = torch.cuda.max_memory_reserved(where) - held if run.gpu else None
         trained = [x.detach().flatten().float() for x in this.model.parameters() if x.requires_grad and cell.how.trains]
         results = _Results(values, torch.cat(trained) if trained else None)
-        return cls(this, iterator, max(1, int(_BLOCK * cell.how.share)), results, first, peak)
+        one = cls(this, iterator, max(1, int(_BLOCK * cell.how.share)), results, first, 1e-3 * (first + rest), peak)
+        if run.gpu and this.report is not None:
+            one.settle(where)
+        return one
+
+    def settle(self, where: torch.device) -> None:
+        """Make steps until all kernels are compiled, sides are chosen and graphs captured, or no more than usual."""
+        assert self.running.report is not None  # for the type checker: the caller has looked
+        report, at, same, before, began = self.running.report, self.running.at, 0, None, time.perf_counter()
+        while same < _QUIET and time.perf_counter() - began < _SETTLE_S:
+            first_ms(self.advance, where)
+            now = background.is_ready(), dict(report.choices), report.graphs["captured"]
+            same = same + 1 if now == before and now[0] and now[1] else 0
+            before = now
+        self.running.at = at
 
     def advance(self) -> None:
         """Make a block of steps."""
@@ -358,9 +378,11 @@ def _timed(ready: dict[str, _Ready], base: Row, run: SuiteRun) -> list[Row]:
     return rows
 
 
-def _ratio(row: Row, before: Sequence[float], after: Sequence[float], run: SuiteRun) -> Row:
+def _ratio(
+    row: Row, before: Sequence[float], after: Sequence[float], run: SuiteRun, what: str = _OVER
+) -> Row:  # fmt: skip
     """Return the row of a runner's speed over the model as it was, of which a GPU has a target."""
-    row = replace(row, op=f"{row.op} {_OVER}", implementation="as it was / patched", unit="x", better="higher")
+    row = replace(row, op=f"{row.op} {what}", implementation="as it was / patched", unit="x", better="higher")
     row = replace(row, target=_LEVEL if run.gpu and row.runner == OURS else None)
     return row.timed(Timing.of([old / new for old, new in zip(before, after, strict=True)]))
 
@@ -374,6 +396,12 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     slow = [f"{name} {speed:.2f}" for name, speed in ratios.items() if speed < _LEVEL]
     notes = [f"below {_LEVEL} of the speed as it was: {len(slow)} of {len(ratios)} cells" + ": " * bool(slow)]
     notes[0] += "; ".join(slow)
+    first = {
+        f"{row.op.removesuffix(f' {_FIRST}')} {row.case}": row.p50
+        for row in rows if row.op.endswith(f" {_FIRST}") and row.runner == OURS and row.p50
+    }  # fmt: skip
+    late = [f"{name} {speed:.2f}" for name, speed in first.items() if speed < _LEVEL]
+    notes.append(f"first steps below {_LEVEL}: {len(late)} of {len(first)} cells" + ": " * bool(late) + "; ".join(late))
     times = {(row.op, row.case, row.runner): row.p50 for row in rows if row.unit in _TIMES and row.p50}
     pairs = [(ms, times.get((op, case, DYNAMIC))) for (op, case, runner), ms in times.items() if runner == OURS]
     both = [(ours, theirs) for ours, theirs in pairs if theirs is not None]

@@ -31,7 +31,7 @@ class Rerun:
     def __init__(self, name):
         self.name, self.pool, self.following, self.sharing = name, self, None, []
 
-    def capture(self, fn, *, warm_up, pool=None):
+    def capture(self, fn, *, warm_up, pool=None, quick=False):
         captured = fn.__self__
         buffers = [(x, x.clone()) for x in captured._run.args[0].buffers()]
         with torch.random.fork_rng():

@@ -24,7 +24,7 @@ from accelerant.nn.patching.host import HostWork
 _PARTS = 7  # buckets between 0 and the longest call, of one width in its upper half: about 12% more tokens
 _MOST_PADDING = 0.12  # of tokens, in the mean, above which a length gets graphs of its own
 _MOST_BUCKETS = 16
-_MULTIPLE = 4  # of which lengths of buckets are
+_MULTIPLE, ALIGNED = 4, 16  # of which lengths of buckets are, long ones of the second: they have the same kernels
 _MOST_PLANS = 1024  # keys of calls that are remembered
 _RECENT = 64  # calls whose lengths are remembered
 
@@ -70,28 +70,36 @@ class Lengths:
     def choose(self, length: int, captured: Sequence[int]) -> int:
         """Return the length whose graphs serve a call: one of those captured, or that of the next capture."""
         if length > self.longest:  # all are captured again: the largest comes first
-            longest = max(self._seen)
-            multiple = self._width if self.longest else _MULTIPLE
-            self._width = max(_MULTIPLE, _MULTIPLE * round(longest / _MULTIPLE / _PARTS))
-            found = -(-longest // multiple) * multiple
+            longest, shortest = max(self._seen), min(self._seen)
+            multiple = self._multiple(longest)
+            self._width = max(multiple, multiple * round(longest / multiple / _PARTS))
+            margin = self._width if longest - shortest > 2 * self._width else multiple  # longer ones are to be expected
+            found = -(-longest // margin) * margin
             self.longest = found if self._limit is None or found <= self._limit else max(longest, self._limit)
         chosen = min((each for each in captured if each >= length), default=self.longest)
         added = chosen - length + sum(each for each, _ in self._padded)
-        too_many = added > _MOST_PADDING * (length + sum(each for _, each in self._padded))
-        if too_many and 0 < len(captured) < _MOST_BUCKETS:
-            chosen = min(chosen, self._bucket(length))
+        tokens = length + sum(each for _, each in self._padded)
+        if added > _MOST_PADDING * tokens and 0 < len(captured) < _MOST_BUCKETS:
+            bucket = min(chosen, self._bucket(length))
+            if (chosen - bucket) * (1 + len(self._padded)) > _MOST_PADDING * tokens:  # else others save more
+                chosen = bucket
         self._padded.append((chosen - length, length))
         return chosen
 
     def _bucket(self, length: int) -> int:
         """Return the smallest bucket for a length: half as wide from each half of the longest one down."""
         bucket, width, half = self.longest, self._width, self.longest // 2
+        multiple = self._multiple(self.longest)
         while bucket - width >= length:
             bucket -= width
             if bucket <= half:
                 half //= 2
-                width = max(_MULTIPLE, width // 2 // _MULTIPLE * _MULTIPLE)
+                width = max(multiple, width // 2 // multiple * multiple)
         return bucket
+
+    @staticmethod
+    def _multiple(longest: int) -> int:
+        return ALIGNED if longest >= 2 * _PARTS * ALIGNED else _MULTIPLE
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------

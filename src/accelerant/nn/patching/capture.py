@@ -212,9 +212,8 @@ class Captured:
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
             self._shared = [pool.grads.get(leaves[x]) if isinstance(x, nn.Parameter) else None for x in self._needed]
             self.forward_graph = Graph("patch: forward")
-            self.outputs = [
-                out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0, pool=pool.handle)
-            ]
+            held = self.forward_graph.capture(self._run_forward, warm_up=0, pool=pool.handle, quick=True)
+            self.outputs = [out.detach() for out in held]
             pool.handle = self.forward_graph.pool
             if self._graded:
                 self._capture_backward(leaves)
@@ -229,7 +228,7 @@ class Captured:
         if all(grad is None for grad in self.out_grads):
             raise Reason("no output requires a gradient")
         self._backward_graph = Graph("patch: backward")
-        grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool.handle)
+        grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool.handle, quick=True)
         by_leaf = dict(zip(map(id, self._needed), grads, strict=True))
         # What got no gradient is no input: its .grad stays None, and DDP counts it as unused.
         used = [leaf for leaf in leaves if by_leaf.get(id(leaf)) is not None]

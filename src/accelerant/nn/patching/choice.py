@@ -34,7 +34,7 @@ from accelerant.runtime.compilation import background
 from accelerant.runtime.streams.graphs import captures_ahead
 
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
-FEWEST_LAPS, CLEAR = 5, 1.05  # laps of each that decide if the slowest of one side beats the fastest of the other so
+CLEAR = {5: 1.05, 3: 1.25}  # laps of each that decide if the slowest of one side beats the fastest of the other so
 MOST_KEYS = 1024  # calls with other numbers of elements whose kind is remembered
 REPLAYS, MOST_EAGER = 6, 12  # calls on our ops after which CUDA graphs are compared with eager calls, or are rare
 TIE, CPU_TIE = 1.02, 1.05
@@ -71,6 +71,7 @@ class _Trial:
         ours: the decision; None before it.
         calls: calls that ran on each side.
         laps: (start, end, elements) on each side.
+        early: laps as it was while kernels were compiled, which may have taken longer for that.
         elements: of the arguments of the last call.
         settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured and compared.
         replays: calls that ran from graphs.
@@ -84,6 +85,7 @@ class _Trial:
         self.cramped = False
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
+        self.early: list[_Lap] = []
         self.replays, self._replayed, self._eager, self.kept_bytes = 0, False, 0, 0
 
     def side(self, current: bool) -> bool:
@@ -116,20 +118,24 @@ class _Trial:
         event.record()
         return event
 
-    def add(self, ours: bool, start: Any, elements: int) -> None:
+    def add(self, to: list[_Lap], start: Any, elements: int) -> None:
         """Add a lap that ends now, if it is needed and the clock (see now) is still the same."""
         end = self.now()
-        if len(self.laps[ours]) < LAPS and not (isinstance(end, float) and end <= start):
-            self.laps[ours].append((start, end, elements))
+        if len(to) < LAPS and not (isinstance(end, float) and end <= start):
+            to.append((start, end, elements))
 
     def gain(self) -> float | None:
         """Return the time of a call as it was by that of one on our ops; None if it is not known yet."""
-        fewest = min(map(len, self.laps))
-        if fewest < FEWEST_LAPS or not all(_is_over(lap) for laps in self.laps for lap in laps):
+        laps = self.laps[0] or self.early, self.laps[1]
+        fewest = min(map(len, laps))
+        if fewest < min(CLEAR) or not all(_is_over(lap) for each in laps for lap in each):
             return None
-        before, ours = _per_call(self.laps)
-        clear = max(before) * CLEAR < min(ours) or max(ours) * CLEAR < min(before)
-        return min(before) / min(ours) if clear or fewest >= LAPS else None
+        before, ours = _per_call(laps)
+        apart = max(min(before) / max(ours), min(ours) / max(before))
+        needed = max(CLEAR.values()) if not self.laps[0] else 0.0 if fewest >= LAPS else min(
+            apart for count, apart in CLEAR.items() if count <= fewest
+        )  # fmt: skip
+        return min(before) / min(ours) if apart > needed else None
 
     def kind(self) -> str:
         """Return the kind of call in words."""
@@ -152,7 +158,7 @@ class _Open:
     """A lap that the next call will end."""
 
     trial: _Trial
-    ours: bool
+    laps: list[_Lap]
     start: Any
     elements: int = 0
     thread: int = field(default_factory=threading.get_ident)
@@ -289,6 +295,7 @@ class Choice:
         if self._compiling and background.is_ready():
             self._compiling.clear()
         compiling = trial in self._compiling
+        trial.elements = _sizes(key)[1]
         if compiling:
             ours = trial.cramped or not _has_room(model, trial, kwargs)
         else:
@@ -303,7 +310,6 @@ class Choice:
         if trial.ours is None:
             self._decide(trial, record)
         if trial.ours is None:
-            trial.elements = _sizes(key)[1]
             ours = trial.side(record.ours)
             if ours or trial.calls[0] or _has_room(model, trial, kwargs):
                 return ours
@@ -379,29 +385,33 @@ class Choice:
             record.switch(ours=True)
             return self._run(model, record, args, kwargs)
         if not ours and record.graphs is not None:
-            record.graphs.pause()
+            record.graphs.pause(args, kwargs)
         if ours:
             trial.kept_bytes = max(trial.kept_bytes, _allocated_bytes(trial) - held)
-        if trial in self._compiling or self._misses != background.misses():
+        compiling = trial in self._compiling
+        if self._misses != background.misses() or (compiling and ours):
             return result
-        trial.calls[ours] += 1
-        counts_as_lap = trial.calls[ours] > 1  # the first one loads kernels
+        if compiling:
+            laps, counts_as_lap = trial.early, True
+        else:
+            trial.calls[ours] += 1
+            laps, counts_as_lap = trial.laps[ours], trial.calls[ours] > 1  # the first one loads kernels
         if ours:
             counts_as_lap &= trial.note(graphs, counts)
         if torch.is_grad_enabled():
             if whole:
-                self._open = _Open(trial, ours, start) if counts_as_lap else None
+                self._open = _Open(trial, laps, start) if counts_as_lap else None
             if self._open is not None:
                 self._open.elements += trial.elements
         elif counts_as_lap:
-            trial.add(ours, start, trial.elements)
+            trial.add(laps, start, trial.elements)
         return result
 
     def _end_lap(self) -> None:
         assert self._open is not None  # for the type checker: the caller has looked
         lap, self._open = self._open, None
         if lap.thread == threading.get_ident():
-            lap.trial.add(lap.ours, lap.start, lap.elements)
+            lap.trial.add(lap.laps, lap.start, lap.elements)
 
     def _decide(self, trial: _Trial, record: PatchRecord) -> None:
         """Choose a side if its gain is known."""

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
-from accelerant.nn.patching.buckets import Buckets, Call, Lengths, NotYet, Untrue, rehearse, tried
+from accelerant.nn.patching.buckets import ALIGNED, Buckets, Call, Lengths, NotYet, Untrue, rehearse, tried
 from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Padding, Reason, State, versions
 from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import Forward, PatchReport
@@ -194,6 +194,7 @@ class _Line:
         self.trials: list[_Trial] = []
         self.lengths, self.pool = Lengths(limit), capture.Pool()
         self.padding: Padding | None = None  # known since it was tried
+        self.rehearsed = False  # whether a call of an aligned length ran as in a capture: others load the same kernels
         self.meetings = 0  # calls that could not run because one of another length was not over
 
     def held_bytes(self) -> int:
@@ -249,9 +250,16 @@ class Graphs:
             self._forget()
             self._evaluation = None
 
-    def pause(self) -> None:
-        """Do not time the call before: the model has run elsewhere since."""
+    def pause(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call that runs as the model was: the one before is not timed, and its length may come again."""
         self._laps = None
+        if self._buckets is None or self._off:
+            return
+        with self._lock, suppress(Reason):
+            values = [*args, *kwargs.values()]
+            call = self._call(_key(values, tuple(kwargs)), values)
+            if call is not None and call.family in self._lines:
+                self._lines[call.family].lengths.see(call.length)
 
     @property
     def _captured(self) -> dict[Any, Captured]:
@@ -483,9 +491,11 @@ class Graphs:
             line.pool = capture.Pool()
         if not line.graphs:
             self._credit -= 4
+        if capture.DEVICE == "cuda" and (not line.graphs or torch.cuda.mem_get_info()[0] < 2 * needed):
+            torch.cuda.empty_cache()  # a pool of graphs does not take what eager calls have left
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         run, work = partial(self._forward, model), line.trials[0].work
-        padding = None
+        padding, rehearsed = None, True
         laps = [lap for trial in line.trials[1:] if trial.length >= _ALIKE * length for lap in trial.laps]
         try:
             with ahead_of_capture():
@@ -494,20 +504,29 @@ class Graphs:
                         line.padding = tried(run, call, length, model, self._draws)
                     padding = replace(line.padding, length=length)
                     values, key = padding.padded(call.values), (call.names, None, key[2])
-                    work = HostWork(capture.DEVICE)
-                    rehearse(run, model, key[0], values, work)
-                    if self._misses != background.misses():
-                        raise NotYet("kernels for its length are compiled")
+                    work, rehearsed = HostWork(capture.DEVICE), not line.rehearsed or length % ALIGNED > 0
+                    if rehearsed:
+                        rehearse(run, model, key[0], values, work)
+                        self._await_kernels()
+                        line.rehearsed = length % ALIGNED == 0 and not work.is_noted()
                 captured = Captured(
                     run, values, key, self._state, self._draws, [*self._written], laps, work, line.pool,
                     padding,
                 )  # fmt: skip
+            self._await_kernels()
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
-            self._fail(model, request, raised)
+            line.rehearsed = False
+            again = not rehearsed and not isinstance(raised, torch.OutOfMemoryError)
+            self._fail(model, request, NotYet("its next length is rehearsed") if again else raised)
         captured.held_bytes = needed
         line.graphs[length] = captured
         self._report.graphs["captured"] += 1
         return captured
+
+    def _await_kernels(self) -> None:
+        """Raise Reason if kernels were not compiled yet, for which libraries' functions ran."""
+        if self._misses != background.misses():
+            raise NotYet("kernels for its length are compiled")
 
     def _needed_bytes(self, model: nn.Module, line: _Line, length: int, kind: Any) -> int:
         """Return the memory that graphs of a length need; raise Reason if they are not worth it by default."""

@@ -57,6 +57,10 @@ class HostWork:
             yield
         self._decided &= all(x() is None for x in unused.values())
 
+    def is_noted(self) -> bool:
+        """Return whether there is work that a capture has to repeat."""
+        return bool(self.draws or self._constants)
+
     def explains(self, before: Tensor, after: Tensor) -> bool:
         """Return whether a call that changed the state of torch's generator on the host made only draws as noted."""
         if not self.draws or not self._decided:

@@ -109,6 +109,23 @@ def _end_drawing() -> None:
         torch.zeros(1, device="cuda")
 
 
+@contextmanager
+def _begun(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None, capture_error_mode: str
+) -> Iterator[None]:
+    """Capture what is inside the block, as torch.cuda.graph does, with the memory that is free already."""
+    kind: Any = torch.cuda.graph
+    if stream is None and kind.default_capture_stream is None:
+        kind.default_capture_stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream or kind.default_capture_stream):
+        graph.capture_begin(capture_error_mode=capture_error_mode, **({} if pool is None else {"pool": pool}))
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 class Graph:
     """A CUDA graph with a name in the `graphs` of a ledger, the process's by default."""
 
@@ -122,7 +139,7 @@ class Graph:
 
     def capture(
         self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, pool: Any = None,
-        on: torch.cuda.Stream | None = None, **kwargs: Any,
+        on: torch.cuda.Stream | None = None, quick: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Capture the device work of fn, and return its result, in memory that each replay overwrites.
 
@@ -130,7 +147,9 @@ class Graph:
         races and lazy initialization, none of which may happen in a capture, are over. Its arguments are in memory that
         stays, and it may not wait for the device or read from it. `pool` is that of a graph which is always replayed
         before this one, and whose memory this one may use. `on` is a stream whose device and priority the work gets;
-        by default one of device 0. A second capture raises LaunchError.
+        by default one of device 0. A `quick` capture neither collects garbage nor gives cached memory back, which take
+        most of the time of a small one: for work that shares no autograd graph with earlier steps, where memory is
+        free. A second capture raises LaunchError.
         """
         if self._graph is not None:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
@@ -141,10 +160,13 @@ class Graph:
                 fn(*args, **kwargs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with counting() as calls, without_collection(), ahead_of_capture() if warm_up else nullcontext():
+        begin = _begun if quick else torch.cuda.graph
+        with (
+            counting() as calls, without_collection(collect=not quick), ahead_of_capture() if warm_up else nullcontext()
+        ):  # fmt: skip
             try:
                 # Other threads may do what a capture forbids, such as pinning memory for the next batch.
-                with torch.cuda.graph(graph, pool=pool, stream=on, capture_error_mode="thread_local"):
+                with begin(graph, pool=pool, stream=on, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:
                 torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own current if the capture's end raises
