@@ -8,8 +8,9 @@ each from the model as it was. Beside them is that of two runs of the model as i
 differently; a runner of ours may differ by 1.5 times as much. Then come the ratio of the times of these first steps,
 compilation, captures and comparisons included ("first steps"); and, once a patched model changes nothing more, the
 ratio of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that
-each reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer instead, each in a process
-of its own: with empty caches of compiled kernels ("cold"), and with those of the run before ("warm").
+each reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer
+instead, each in a process of its own: with empty caches of compiled kernels ("cold"), and with those of the run before
+("warm").
 
 On a CPU the models are tiny: a test of results, not of speed.
 """
@@ -389,26 +390,22 @@ def _ratio(
 
 def _summary(rows: Sequence[Row]) -> list[str]:
     """Return a note on the cells in which a patched model is slower than it was, and one on torch.compile."""
-    ratios = {
-        f"{row.op.removesuffix(f' {_OVER}')} {row.case}": row.p50
-        for row in rows if row.op.endswith(f" {_OVER}") and row.runner == OURS and row.p50
-    }  # fmt: skip
-    slow = [f"{name} {speed:.2f}" for name, speed in ratios.items() if speed < _LEVEL]
-    notes = [f"below {_LEVEL} of the speed as it was: {len(slow)} of {len(ratios)} cells" + ": " * bool(slow)]
-    notes[0] += "; ".join(slow)
-    first = {
-        f"{row.op.removesuffix(f' {_FIRST}')} {row.case}": row.p50
-        for row in rows if row.op.endswith(f" {_FIRST}") and row.runner == OURS and row.p50
-    }  # fmt: skip
-    late = [f"{name} {speed:.2f}" for name, speed in first.items() if speed < _LEVEL]
-    notes.append(f"first steps below {_LEVEL}: {len(late)} of {len(first)} cells" + ": " * bool(late) + "; ".join(late))
+    notes = []
+    for what, said in ((_OVER, f"below {_LEVEL} of the speed as it was"), (_FIRST, f"{_FIRST} below {_LEVEL} of it")):
+        ratios = {
+            f"{row.op.removesuffix(f' {what}')} {row.case}": row.p50
+            for row in rows if row.op.endswith(f" {what}") and row.runner == OURS and row.p50
+        }  # fmt: skip
+        slow = [f"{name} {speed:.2f}" for name, speed in ratios.items() if speed < _LEVEL]
+        if ratios:
+            notes.append(f"{said}: {len(slow)} of {len(ratios)} cells" + ": " * bool(slow) + "; ".join(slow))
     times = {(row.op, row.case, row.runner): row.p50 for row in rows if row.unit in _TIMES and row.p50}
     pairs = [(ms, times.get((op, case, DYNAMIC))) for (op, case, runner), ms in times.items() if runner == OURS]
     both = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
     if both:
         faster = sum(ours < theirs for ours, theirs in both)
         notes.append(f"faster than {DYNAMIC}: {faster} of {len(both)} cells ({faster / len(both):.0%})")
-    return notes if ratios else []
+    return notes
 
 
 # --- the Trainer -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def test_two_families_in_three_loops_by_the_command(tmp_path, capsys):
         *((family, loop, runner) for family, loop in {*trained, ("llama", "generate")}
           for runner in ("torch", "accelerant")),
         *((f"{family} {what}", loop, "accelerant") for family, loop in trained for what in ("results", "weights")),
-        *((f"{family} over torch", loop, "accelerant") for family, loop in {*trained, ("llama", "generate")}),
+        *((f"{family} {what}", loop, "accelerant") for family, loop in {*trained, ("llama", "generate")}
+          for what in ("first steps", "over torch")),
         ("llama results", "generate", "accelerant"),
     }  # fmt: skip
     rows = BenchmarkRecord.load(tmp_path / "record.json").rows
@@ -139,13 +140,15 @@ def test_the_notes_count_cells_that_are_slower_than_they_were_and_than_torch_com
         row("a over torch", "accelerant", 0.9, "x"), row("b over torch", "accelerant", 1.0, "x"),
         row("a over torch", COMPILED, 0.5, "x"), row("a", "accelerant", 3.0), row("a", DYNAMIC, 2.0),
         row("b", "accelerant", 3.0), row("b", DYNAMIC, 4.0), row("c", "accelerant", 3.0),
+        row("b first steps", "accelerant", 0.5, "x"),
     ]  # fmt: skip
     assert loops._summary(rows) == [
         "below 0.98 of the speed as it was: 1 of 2 cells: a fixed, 8 x 256 0.90",
+        "first steps below 0.98 of it: 1 of 1 cells: b fixed, 8 x 256 0.50",
         f"faster than {DYNAMIC}: 1 of 2 cells (50%)",
     ]
     suite = LoopsSuite(family=("a",), loop=("fixed",))
-    assert [suite.covers(row) for row in rows] == [*[False] * 3, True, True, *[False] * 3]
+    assert [suite.covers(row) for row in rows] == [*[False] * 3, True, True, *[False] * 4]
 
 
 @pytest.mark.parametrize(
