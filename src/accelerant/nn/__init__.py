@@ -22,13 +22,13 @@ from accelerant.nn.patching import PatchReport, patch, unpatch
 from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize, unquantize
 from accelerant.nn.transformer import MLP, MultiHeadAttention, TransformerBlock
 
-from accelerant.nn import optim, train  # isort: skip  it imports the names above
+from accelerant.nn import optim, serving, train  # isort: skip  it imports the names above
 
 __all__ = [
     "GPT", "GRU", "LSTM", "MLP", "RNN", "AvgPool2d", "CharRNN", "CharRNNConfig", "Conv2d", "Encoder", "GPTConfig",
     "LayerNorm", "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention",
     "MultiheadAttention", "PatchReport", "QuantizationReport", "RMSNorm", "TransformerBlock", "optim", "patch",
-    "quantize", "train", "unpatch", "unquantize",
+    "quantize", "serving", "train", "unpatch", "unquantize",
 ]  # fmt: skip
 
 

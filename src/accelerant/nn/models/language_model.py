@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -288,11 +288,26 @@ def cache_capacity(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution from which a token is drawn, given logits, with the options of LanguageModel.generate."""
+    """The distribution from which a token is drawn, given logits, with the options of LanguageModel.generate.
+
+    The others are for nn.serving.Engine alone; neutral values turn them off.
+
+    Attributes:
+        min_p: drops tokens less likely than this part of the most likely one; 0 keeps all.
+        repetition_penalty: divides the positive logits of tokens that occurred in prompt or answer, and multiplies
+            their negative ones; above 0, 1 is neutral.
+        presence_penalty: subtracted from the logits of tokens that occurred in the answer.
+        frequency_penalty: the same, for each occurrence.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    _: KW_ONLY
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -301,6 +316,18 @@ class Sampling:
             raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be from 0 to 1, got {self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ConfigError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Return whether the distribution depends on the tokens before, beyond the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token (B,), int64, for each row of logits (B, V), float32, by inverting the cumulative distribution.
@@ -308,22 +335,22 @@ class Sampling:
         `uniform`, (B,), holds draws from [0, 1); it is not read at temperature 0.
         """
         if self.temperature == 0:
-            return _argmax(logits)
+            return argmax(logits)
         if self.temperature < 1e-20:  # the quotients would be infinite, and their softmax NaN
             logits = logits - logits.amax(-1, keepdim=True)
         logits = logits / max(self.temperature, torch.finfo(logits.dtype).tiny)
         k = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
         if k == logits.shape[-1] and self.top_p is None:
-            return _draw(torch.softmax(logits, dim=-1), uniform)
+            return draw(torch.softmax(logits, dim=-1), uniform)
         best, ids = logits.topk(k, dim=-1) if self.top_p is None or self.top_k else logits.sort(-1, descending=True)
         probabilities = torch.softmax(best, dim=-1)
         if self.top_p is not None:
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
-        return ids.gather(-1, _draw(probabilities, uniform)[:, None])[:, 0]
+        return ids.gather(-1, draw(probabilities, uniform)[:, None])[:, 0]
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """Return the first maximum of each row; in two stages, since a row alone would occupy few multiprocessors."""
     if logits.shape[-1] % _ARGMAX_BLOCK:
         return logits.argmax(dim=-1)
@@ -333,7 +360,7 @@ def _argmax(logits: Tensor) -> Tensor:
     return (block * _ARGMAX_BLOCK + indices.gather(-1, block))[:, 0]
 
 
-def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return the first index at which the cumulative probability exceeds a fraction of the total."""
     single = probabilities.shape[0] == 1  # cumsum gives each row of a matrix one multiprocessor, a vector all
     cumulative = probabilities[0].cumsum(0)[None] if single else probabilities.cumsum(-1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from accelerant.nn.models.language_model import (
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
+
+if TYPE_CHECKING:
+    from accelerant.nn.serving.cache import PagedBatch, PagedCache
 
 
 @understood_arguments(
@@ -308,6 +311,35 @@ class Llama(LanguageModel):
             s = self._joined(block.mlp.down, h, s)
         cache.lengths += 1
         return decode_linear(self._head(), s, norm=self.norm).float()
+
+    def forward_paged(self, ids: Tensor, positions: Tensor, cache: PagedCache, batch: PagedBatch) -> Tensor:
+        """Append the new tokens of several sequences to a cache in blocks; see accelerant.nn.serving.
+
+        Args:
+            ids, positions: (T,), the new tokens of all rows of the batch and where they stand in their sequences.
+            cache: written at batch.slots.
+
+        Returns:
+            the final normalized features, (T, width).
+        """
+        s = self.embed(ids).to(self.activation_dtype())
+        cos, sin = (table.index_select(0, positions) for table in self._rope_tables(s))
+        config = self.config
+        heads = (config.heads, config.kv_heads, config.kv_heads)
+        for block, k_blocks, v_blocks in zip(self.blocks, cache.k, cache.v, strict=True):
+            qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1)
+            q, k, v = qkv.view(len(ids), -1, config.head_size).split(heads, dim=1)
+            q, k = (ops.rope(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1) for x in (q, k))
+            ops.append_paged(k, v, k_blocks, v_blocks, batch.slots)
+            o = ops.attention_paged(q, k_blocks, v_blocks, batch.block_table, batch.lengths, batch.starts)
+            s = self._joined(block.attention.projection, o.flatten(1), s)
+            h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
+            s = self._joined(block.mlp.down, h, s)
+        return _add_norm(s, None, self.norm)[0]
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits (T, vocab_size) of what follows features (T, width)."""
+        return decode_linear(self._head(), hidden).float()
 
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """Apply a branch's last layer in a decoding step; return the residual stream with its result added."""

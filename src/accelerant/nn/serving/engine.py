@@ -1,0 +1,494 @@
+"""The engine: many requests through one model, in steps that mix prompts and single tokens.
+
+A thread runs the steps: it plans (accelerant.nn.serving.scheduler), copies one buffer with everything that the step
+reads to the device, computes, draws every row's token (accelerant.nn.serving.sampling), and hands out the results. By
+default a request's tokens and log-probabilities do not depend on what else is in a step, on the sizes of its chunks, on
+preemption or on shared prefixes, bit by bit; see accelerant.nn.serving.invariance.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
+from accelerant.nn.layers import modes_kept
+from accelerant.nn.models.language_model import LanguageModel, Sampling
+from accelerant.nn.serving import scheduler
+from accelerant.nn.serving.cache import BlockPool, PagedBatch, PagedCache
+from accelerant.nn.serving.invariance import RowSizes
+from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
+from accelerant.nn.serving.scheduler import Row, Scheduler
+from accelerant.nn.serving.text import StoppingText
+
+_MAX_TOP = 20
+"""Alternatives that a request may ask for at each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        index: which of the request's `n` answers.
+        id: the token.
+        text_delta: text that became certain with it; None without a tokenizer.
+        logprob: natural logarithm of its probability under the model at temperature 1; None unless asked for.
+        top: the most likely tokens with theirs, the most likely first.
+    """
+
+    index: int
+    id: int
+    text_delta: str | None = None
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of an answer: of the prompt, of which so many were found in the cache, and generated ones."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer.
+
+    Attributes:
+        index: which of the request's `n` answers.
+        reason: "stop" (a stop token or string), "length", "error" or "cancelled".
+        usage: its tokens.
+        error: what went wrong, for the reason "error".
+    """
+
+    index: int
+    reason: str
+    usage: Usage
+    error: str | None = None
+
+
+Event = Token | Finished
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A submitted prompt with its options, and the queue of its events."""
+
+    stop_ids: frozenset[int]
+    logprobs: int | None
+    seed: int
+    prefix_cache: bool
+    salt: bytes
+    events: queue.SimpleQueue[Event]
+    sequences: list[scheduler.Sequence] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class Answer(Iterator[Event]):
+    """The events of a request, as they come; `close` cancels it."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._open = len(request.sequences)
+
+    def __next__(self) -> Event:
+        """Wait for the next event; StopIteration after the last answer's Finished."""
+        return self.get()
+
+    def get(self, timeout: float | None = None) -> Event:
+        """Return the next event.
+
+        Args:
+            timeout: seconds to wait for it; None: as long as it takes.
+
+        Raises:
+            StopIteration: every answer has finished.
+            queue.Empty: none came in this time.
+        """
+        if not self._open:
+            raise StopIteration
+        event = self._request.events.get(timeout=timeout)
+        if isinstance(event, Finished):
+            self._open -= 1
+        return event
+
+    def close(self) -> None:
+        """Cancel what has not finished; the blocks are free after the current step."""
+        self._engine._cancel(self._request)
+
+    def __repr__(self) -> str:
+        sequences = self._request.sequences
+        return f"<Answer to {sequences[0].prompt} tokens, {self._open} of {len(sequences)} unfinished>"
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._open:
+            self.close()
+
+
+class Engine:
+    """Serve many requests by one model, with a cache of blocks.
+
+    Args:
+        model: with `forward_paged`, such as accelerant.nn.Llama; on its device, in eval mode while the engine works.
+        blocks: of the cache; one holds block_size tokens.
+        max_batch_tokens: most tokens that a step computes; longer prompts are split.
+        block_size: tokens of a block.
+        fast: True lets the kernels choose their order of summation by the batch: a request's tokens may then differ
+            from run to run.
+        speculate: most tokens that are proposed from the text so far and checked in one step; 0 turns it off. Proposals
+            change no token, only how many steps they take.
+        tokenizer: with `stream()` and `eos_ids`, for the texts and stop strings of answers; None: tokens alone.
+        start: False leaves the steps to `step`, which the caller runs.
+
+    Raises:
+        ConfigError: a number below 1.
+        UnsupportedCase: the model cannot read a paged cache.
+    """
+
+    def __init__(
+        self, model: LanguageModel, blocks: int, max_batch_tokens: int = 512, *, block_size: int = 16,
+        fast: bool = False, speculate: int = 0, tokenizer: Any = None, start: bool = True,
+    ) -> None:  # fmt: skip
+        for name, value in (("blocks", blocks), ("max_batch_tokens", max_batch_tokens), ("block_size", block_size)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if speculate < 0:
+            raise ConfigError(f"speculate must be 0 or more, got {speculate}")
+        if not hasattr(model, "forward_paged") or not model.can_cache():
+            raise UnsupportedCase(f"{type(model).__name__} has no forward_paged, or has layers that it does not know")
+        self.model, self.block_size, self.tokenizer, self.fast = model, block_size, tokenizer, fast
+        self._device = next(model.parameters()).device
+        self._sizes = RowSizes.any() if fast else RowSizes.of(model, max_batch_tokens)
+        self._cache = PagedCache.empty(model, blocks + 1, block_size)
+        self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._new: list[Request] = []
+        self._closed = False
+        self._counts = {"steps": 0, "tokens_computed": 0, "tokens_generated": 0, "drafts": 0, "drafts_accepted": 0}
+        self._thread: threading.Thread | None = None
+        if start:
+            self._thread = threading.Thread(target=self.run, name="accelerant-engine", daemon=True)
+            self._thread.start()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, ids: Sequence[int], sampling: Sampling | None = None, *, max_tokens: int = 16, seed: int | None = None,
+        stop: str | int | Sequence[str | int] = (), logprobs: int | None = None, n: int = 1, prefix_cache: bool = True,
+        salt: str = "", ignore_eos: bool = False,
+    ) -> Answer:  # fmt: skip
+        """Queue a prompt; return the iterator of its events.
+
+        Args:
+            ids: tokens of the prompt, at least one.
+            sampling: how tokens are drawn; None: Sampling().
+            max_tokens: most tokens of an answer.
+            seed: any 64-bit number; with it the answer is the same each time. None draws one.
+            stop: strings, which are not part of the text, and tokens that end an answer; besides the tokenizer's.
+            logprobs: alternatives listed with each token, 0 for its own log-probability alone; None for neither.
+            n: answers to the same prompt, each drawn by itself.
+            prefix_cache: whether to use blocks that others computed, and let others use these.
+            salt: requests share blocks only with those of the same salt.
+            ignore_eos: whether the tokenizer's end tokens end no answer.
+
+        Raises:
+            ConfigError: a number out of range, or a prompt that can never fit: the message has the numbers.
+            UnsupportedCase: stop strings without a tokenizer.
+        """
+        stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
+        sampling = sampling or Sampling()
+        prompt = self._checked(ids, max_tokens, n, logprobs, stops)
+        strings = [each for each in stops if isinstance(each, str)]
+        ends = {each for each in stops if isinstance(each, int)}
+        ends |= set() if self.tokenizer is None or ignore_eos else set(self.tokenizer.eos_ids)
+        seed = secrets.randbits(63) if seed is None else (seed + 2**63) % 2**64 - 2**63
+        request = Request(frozenset(ends), logprobs, seed, prefix_cache, salt.encode()[:64], queue.SimpleQueue())
+        for index in range(n):
+            tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
+            tokens[: len(prompt)] = prompt
+            text = None if self.tokenizer is None else StoppingText(self.tokenizer.stream(), strings)
+            sequence = scheduler.Sequence(request, index, tokens, len(prompt), sampling, len(prompt), text=text)
+            sequence.most_drafts = self._scheduler.speculate
+            request.sequences.append(sequence)
+        with self._wake:
+            if self._closed:
+                raise AccelerantError("the engine is closed")
+            self._new.append(request)
+            self._wake.notify()
+        return Answer(self, request)
+
+    def _checked(
+        self, ids: Sequence[int], max_tokens: int, n: int, logprobs: int | None, stops: Sequence[str | int]
+    ) -> np.ndarray:
+        """Return the prompt's tokens after all checks of a submission."""
+        prompt = np.asarray(ids, dtype=np.int64)
+        config, pool = self.model.config, self._scheduler.pool
+        if prompt.ndim != 1 or not len(prompt):
+            raise ShapeError(f"a prompt is a list of at least one token, got the shape {prompt.shape}")
+        if prompt.min() < 0 or prompt.max() >= config.vocab_size:
+            wrong = int(prompt[(prompt < 0) | (prompt >= config.vocab_size)][0])
+            raise ConfigError(f"tokens must be from 0 to {config.vocab_size - 1}, got {wrong}")
+        for name, value in (("max_tokens", max_tokens), ("n", n)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if logprobs is not None and not 0 <= logprobs <= _MAX_TOP:
+            raise ConfigError(f"logprobs must be from 0 to {_MAX_TOP}, got {logprobs}")
+        if self.tokenizer is None and any(isinstance(each, str) for each in stops):
+            raise UnsupportedCase("stop strings need an engine with a tokenizer; without one, stop takes tokens")
+        if "" in stops:
+            raise ConfigError("a stop string must have at least one character")
+        length = len(prompt) + max_tokens
+        if length > config.context:
+            raise ConfigError(
+                f"{len(prompt)} tokens and {max_tokens} more do not fit the context of {config.context} tokens"
+            )
+        needed = self._scheduler.blocks_of(length)
+        if needed > pool.total:
+            raise ConfigError(
+                f"{len(prompt)} tokens and {max_tokens} more need {needed} blocks of {self.block_size} tokens; "
+                f"the engine has {pool.total}"
+            )
+        return prompt
+
+    def _cancel(self, request: Request) -> None:
+        with self._wake:
+            request.cancelled = True
+            self._wake.notify()
+
+    def metrics(self) -> dict[str, int]:
+        """Return counts since the start and the current use: requests waiting and running, blocks, prefix hits."""
+        with self._lock:
+            plan, pool = self._scheduler, self._scheduler.pool
+            waiting = len(plan.waiting) + sum(len(request.sequences) for request in self._new)
+            return {
+                "waiting": waiting, "running": len(plan.running), "blocks_total": pool.total,
+                "blocks_used": pool.total - pool.available, "prefix_hit_tokens": plan.hits,
+                "prefix_lookup_tokens": plan.looked_up, "preemptions": plan.preemptions, **self._counts,
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Stop after the current step; every unfinished answer ends with an error."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            self._end_all("the engine was closed")
+
+    def __repr__(self) -> str:
+        return f"<Engine of a {type(self.model).__name__}: {self.metrics()}>"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run steps while there is work, until `close`; what the engine's own thread does."""
+        with modes_kept(self.model):
+            self.model.eval()
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._has_work())
+                    if self._closed:
+                        self._end_all("the engine was closed")
+                        return
+                self.step()
+
+    def _has_work(self) -> bool:
+        return bool(self._new or self._scheduler.waiting or self._scheduler.running)
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Compute one step; return whether there was anything to compute.
+
+        An error in it ends the requests whose rows it had.
+        """
+        with self._lock:
+            self._take_requests()
+            rows = self._scheduler.plan()
+        if not rows:
+            return False
+        try:
+            drawn = self._compute(rows)
+        except Exception as error:  # noqa: BLE001  the engine goes on with the others
+            message = f"{type(error).__name__}: {error}"
+            with self._lock:
+                for row in rows:
+                    self._end(row.sequence, "error", message, forget=True)
+            return True
+        with self._lock:
+            self._counts["steps"] += 1
+            self._counts["tokens_computed"] += sum(row.count for row in rows)
+            at = 0
+            for row in rows:
+                self._accept(row, drawn, at)
+                at += row.samples
+        return True
+
+    def _take_requests(self) -> None:
+        """Queue what was submitted and end what was cancelled."""
+        for request in self._new:
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
+        self._new.clear()
+        plan = self._scheduler
+        for sequence in [each for each in (*plan.running, *plan.waiting) if each.request.cancelled]:
+            self._end(sequence, "cancelled")
+
+    def _compute(self, rows: list[Row]) -> Drawn:
+        """Return the tokens drawn for the rows' samples."""
+        ids, positions, batch, scored = self._inputs(rows)
+        model: Any = self.model
+        hidden = model.forward_paged(ids, positions, self._cache, batch)
+        samples = [
+            (row.sequence, row.sequence.computed + row.count - row.samples + at + 1)
+            for row in rows for at in range(row.samples)
+        ]  # fmt: skip
+        if not samples:
+            return Drawn([], None, None)
+        logits = model.score(hidden[scored])[: len(samples)]
+        wanted = [sequence.request.logprobs for sequence, _ in samples if sequence.request.logprobs is not None]
+        return draw_tokens(
+            logits,
+            [sequence.sampling for sequence, _ in samples],
+            [
+                uniform(each.request.seed, each.index, position) if each.sampling.temperature else 0.0
+                for each, position in samples
+            ],
+            [(sequence.tokens[:position], sequence.prompt) for sequence, position in samples],
+            max(wanted, default=None),
+        )  # fmt: skip
+
+    def _inputs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, PagedBatch, torch.Tensor]:
+        """Return tokens, positions, batch and the tokens to score; all in one buffer, which is copied once.
+
+        Padding up to the next size is one more row, in block 0.
+        """
+        size = self.block_size
+        total = sum(row.count for row in rows)
+        padding = self._sizes.above(total) - total
+        scored = sum(row.samples for row in rows)
+        parts = [(row.count, row.sequence.computed, row.sequence.blocks) for row in rows]
+        single = all(row.count == 1 for row in rows)
+        parts += [(1, 0, [0])] * padding if single else [(padding, 0, [0] * (-(-padding // size)))] if padding else []
+        tokens, columns = total + padding, max(len(blocks) for _, _, blocks in parts)
+        wide = np.zeros(3 * tokens + self._sizes.above(scored), dtype=np.int64)
+        narrow = np.zeros(len(parts) * (columns + 2) + 1, dtype=np.int32)
+        ids, positions, slots = wide[: 3 * tokens].reshape(3, tokens)
+        slots.fill(-1)
+        starts, lengths = narrow[: len(parts) + 1], narrow[len(parts) + 1 : 2 * len(parts) + 1]
+        table = narrow[2 * len(parts) + 1 :].reshape(len(parts), columns)
+        at, last = 0, 3 * tokens
+        for r, (count, begin, blocks) in enumerate(parts):
+            table[r, : len(blocks)] = blocks
+            starts[r + 1], lengths[r] = at + count, begin + count
+            positions[at : at + count] = where = np.arange(begin, begin + count)
+            if r < len(rows):
+                sequence, samples = rows[r].sequence, rows[r].samples
+                ids[at : at + count] = sequence.tokens[begin : begin + count]
+                slots[at : at + count] = table[r, where // size].astype(np.int64) * size + where % size
+                wide[last : last + samples] = np.arange(at + count - samples, at + count)
+                last += samples
+            at += count
+        buffer = torch.from_numpy(np.concatenate((wide.view(np.int32), narrow)))
+        if self._device.type != "cpu":
+            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
+        split = 2 * len(wide)
+        wide_t, narrow_t = buffer[:split].view(torch.int64), buffer[split:]
+        n = len(parts)
+        batch = PagedBatch(
+            starts=None if single else narrow_t[: n + 1],
+            block_table=narrow_t[2 * n + 1 :].view(n, columns),
+            lengths=narrow_t[n + 1 : 2 * n + 1],
+            slots=wide_t[2 * tokens : 3 * tokens],
+        )
+        return wide_t[:tokens], wide_t[tokens : 2 * tokens], batch, wide_t[3 * tokens :]
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _accept(self, row: Row, drawn: Drawn, at: int) -> None:
+        """Add the tokens that a row's samples gave to its sequence, as far as its drafts were right."""
+        sequence = row.sequence
+        if not row.samples:
+            self._scheduler.computed(sequence, sequence.computed + row.count)
+            return
+        drafts, sequence.drafts = sequence.drafts, 0
+        before = sequence.length
+        for k in range(row.samples):
+            token = drawn.ids[at + k]
+            if token < 0:
+                self._end(sequence, "error", "the model's logits are not finite", forget=True)
+                return
+            right = k < drafts and int(sequence.tokens[sequence.length]) == token
+            sequence.tokens[sequence.length] = token
+            sequence.length += 1
+            if self._deliver(sequence, token, drawn, at + k):
+                return
+            if not right:
+                break
+        self._scheduler.computed(sequence, sequence.length - 1)
+        if drafts:
+            accepted = sequence.length - before - 1
+            self._counts["drafts"] += drafts
+            self._counts["drafts_accepted"] += accepted
+            most = self._scheduler.speculate
+            sequence.most_drafts = min(most, 2 * drafts) if accepted == drafts else max(1, accepted)
+
+    def _deliver(self, sequence: scheduler.Sequence, token: int, drawn: Drawn, at: int) -> bool:
+        """Hand out a token; return whether it ends the answer, which is ended then."""
+        request = sequence.request
+        ended = token in request.stop_ids
+        reason = "stop" if ended else "length" if sequence.length == len(sequence.tokens) else None
+        delta: str | None = None
+        if sequence.text is not None:
+            delta, stopped = ("", False) if ended else sequence.text.push(token)
+            if reason is not None and not stopped:
+                rest, stopped = sequence.text.finish()
+                delta += rest
+            reason = "stop" if stopped else reason
+        logprob, top = None, []
+        if request.logprobs is not None and drawn.logprobs is not None and drawn.top is not None:
+            logprob, top = drawn.logprobs[at], drawn.top[at][: request.logprobs]
+        self._counts["tokens_generated"] += 1
+        request.events.put(Token(sequence.index, token, delta, logprob, top))
+        if reason is not None:
+            self._end(sequence, reason)
+        return reason is not None
+
+    def _end(
+        self, sequence: scheduler.Sequence, reason: str, error: str | None = None, *, forget: bool = False
+    ) -> None:
+        """End an answer and free its blocks. forget: what they hold is not to be trusted."""
+        freed = self._scheduler.remove(sequence, forget=forget)
+        if forget and freed:
+            self._cache.clear(freed)
+        usage = Usage(sequence.prompt, sequence.length - sequence.prompt, sequence.cached)
+        sequence.request.events.put(Finished(sequence.index, reason, usage, error))
+
+    def _end_all(self, error: str) -> None:
+        """End every answer with an error."""
+        self._take_requests()
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(sequence, "error", error)

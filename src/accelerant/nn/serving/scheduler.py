@@ -1,0 +1,203 @@
+"""Which tokens the next step computes: continuous batching, chunked prefill, shared prefixes, preemption.
+
+A step has a budget of tokens. Sequences that have begun come first, in the order of their arrival, then waiting ones,
+for whose whole text there are blocks. A sequence that needs a block when there is none takes it from the one that came
+last, which waits again and later computes its tokens once more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accelerant.nn.models.language_model import Sampling
+from accelerant.nn.serving.cache import BlockPool, chain
+
+_NGRAM = 3
+"""Tokens that must have occurred before for what followed them to be proposed."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A text that grows: one of the `n` of a request.
+
+    Attributes:
+        tokens: of which the first `length` are known, int64.
+        computed: tokens whose keys and values are in the blocks.
+        names: of the full blocks so far.
+        drafts: proposed tokens that stand after the known ones.
+    """
+
+    request: Any
+    index: int
+    tokens: np.ndarray
+    prompt: int
+    sampling: Sampling
+    length: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    cached: int = 0
+    drafts: int = 0
+    most_drafts: int = 0
+    state: str = "waiting"
+    text: Any = None
+    _seen: dict[bytes, int] = field(default_factory=dict)
+    _noted: int = 0
+
+    def propose(self, most: int) -> int:
+        """Write up to `most` tokens that followed the last ones before after the known tokens; return their number."""
+        for end in range(max(_NGRAM, self._noted), self.length):
+            self._seen[self.tokens[end - _NGRAM : end].tobytes()] = end
+        self._noted = self.length
+        most = min(most, len(self.tokens) - self.length - 1)
+        at = self._seen.get(self.tokens[self.length - _NGRAM : self.length].tobytes()) if most > 0 else None
+        if at is None:
+            return 0
+        found = self.tokens[at : min(at + most, self.length)]
+        self.tokens[self.length : self.length + len(found)] = found
+        return len(found)
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence's part of a step: `count` tokens from its `computed` on, the last `samples` of which are scored."""
+
+    sequence: Sequence
+    count: int
+    samples: int
+
+
+class Scheduler:
+    """The sequences of an engine, and what the next step computes of them."""
+
+    def __init__(self, pool: BlockPool, block_size: int, max_batch_tokens: int, speculate: int) -> None:
+        self.pool, self.block_size, self.budget, self.speculate = pool, block_size, max_batch_tokens, speculate
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in the order of arrival
+        self.preemptions = 0
+        self.hits = 0
+        self.looked_up = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        self.waiting.append(sequence)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def plan(self) -> list[Row]:
+        """Return the rows of the next step and hold the blocks that it writes; none if nothing can be done."""
+        rows: list[Row] = []
+        left = self.budget
+        share = left // max(1, len(self.running))  # drafts must not take the turn of others
+        for sequence in list(self.running):
+            if left < 1:
+                break
+            if sequence.state != "running":  # preempted for one that came before it
+                continue
+            missing = sequence.length - sequence.computed
+            count = min(missing, left)
+            if not self._grow(sequence, sequence.computed + count):
+                continue
+            if self.speculate and missing == 1:
+                sequence.drafts = self._drafts(sequence, min(share, left) - 1)
+            rows.append(self._row(sequence, count + sequence.drafts))
+            left -= rows[-1].count
+        while left > 0 and self.waiting and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            rows.append(self._row(sequence, min(sequence.length - sequence.computed, left)))
+            left -= rows[-1].count
+        return rows
+
+    def _drafts(self, sequence: Sequence, most: int) -> int:
+        """Propose tokens for which there are blocks without preempting anyone, and hold those; return their number."""
+        drafts = sequence.propose(min(sequence.most_drafts, most))
+        needed = self.blocks_of(sequence.length + drafts) - len(sequence.blocks)
+        if drafts and needed > 0:
+            taken = self.pool.take(needed)
+            if taken is None:
+                return 0
+            sequence.blocks += taken
+        return drafts
+
+    def _row(self, sequence: Sequence, count: int) -> Row:
+        whole = sequence.computed + count == sequence.length + sequence.drafts
+        return Row(sequence, count, 1 + sequence.drafts if whole else 0)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Hold blocks for so many tokens; others that came later are preempted, or the sequence itself."""
+        needed = self.blocks_of(tokens) - len(sequence.blocks)
+        while needed > 0:
+            taken = self.pool.take(needed)
+            if taken is not None:
+                sequence.blocks += taken
+                break
+            last = self.running[-1]
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; it waits, before all others, to compute its tokens again."""
+        self.running.remove(sequence)
+        self.drop_blocks(sequence)
+        sequence.state, sequence.drafts = "waiting", 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Hold the blocks of a waiting sequence's whole text, those that exist already included; False if too few."""
+        size = self.block_size
+        first = sequence.request.sequences[0]
+        if first is not sequence and first.state == "running" and first.computed < (first.prompt - 1) // size * size:
+            return False  # soon it can share the blocks of the prompt
+        while len(sequence.names) < (sequence.length - 1) // size:  # at least one token is computed, for its logits
+            self._name_next(sequence)
+        known = self.pool.find(sequence.names[: (sequence.length - 1) // size]) if sequence.request.prefix_cache else []
+        taken = self.pool.take(self.blocks_of(sequence.length) - len(known))
+        if taken is None:
+            self.pool.release(known)
+            return False
+        sequence.blocks = known + taken
+        sequence.computed = len(known) * size
+        if sequence.length == sequence.prompt:
+            sequence.cached = sequence.computed
+            self.hits += sequence.computed
+            self.looked_up += sequence.length
+        sequence.state = "running"
+        return True
+
+    def _name_next(self, sequence: Sequence) -> None:
+        begin = len(sequence.names) * self.block_size
+        before = sequence.names[-1] if sequence.names else sequence.request.salt
+        sequence.names.append(chain(before, sequence.tokens[begin : begin + self.block_size]))
+
+    def computed(self, sequence: Sequence, tokens: int) -> None:
+        """Note that the blocks hold the first `tokens` tokens; full blocks get their names."""
+        before, sequence.computed = sequence.computed // self.block_size, tokens
+        for at in range(before, tokens // self.block_size):
+            if at == len(sequence.names):
+                self._name_next(sequence)
+            self.pool.name(sequence.blocks[at], sequence.names[at])
+
+    def drop_blocks(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
+        """Give a sequence's blocks back; return those that nobody holds now. forget: nobody may find them."""
+        freed = self.pool.release(sequence.blocks, forget=forget)
+        sequence.blocks, sequence.computed = [], 0
+        return freed
+
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
+        """End a sequence; return the blocks that nobody holds now."""
+        if sequence.state == "running":
+            self.running.remove(sequence)
+        elif sequence.state == "waiting":
+            self.waiting.remove(sequence)
+        sequence.state = "ended"
+        return self.drop_blocks(sequence, forget=forget)
