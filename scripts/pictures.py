@@ -31,6 +31,7 @@ CAPTIONS = {
     "privacy": "dp, he, mpc",
     "zk": "Groth16, files",
     "distributed": "split models",
+    "search": "vectors",
     "nn": "layers, models, train, patching; no kernels",
     "tensors": "torch tensors on OpenCL and WebGPU",
     "ops": "one folder per tensor op",

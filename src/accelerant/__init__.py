@@ -19,7 +19,7 @@ TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-
 if TYPE_CHECKING:
     from typing import Any
 
-    from accelerant import distributed, nn, ops, privacy, zk
+    from accelerant import distributed, nn, ops, privacy, search, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
     from accelerant.runtime.compilation import CompileOptions
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "ComputeBackend", "__version__", "configure_math",
     "devices", "distributed", "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops",
-    "optimal_batch_size", "predict_peak", "privacy", "runtime", "to", "watch_devices", "zk",
+    "optimal_batch_size", "predict_peak", "privacy", "runtime", "search", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
 _NAMES = {

@@ -117,7 +117,19 @@ def test_a_path_that_users_lack_is_found(path, found):
 
 
 def test_modules_are_attributes_without_an_import():
-    for name in ("runtime", "algebra", "ops", "nn", "zk", "privacy", "distributed", "config", "testing", "bench"):
+    for name in (
+        "runtime",
+        "algebra",
+        "ops",
+        "nn",
+        "zk",
+        "privacy",
+        "distributed",
+        "search",
+        "config",
+        "testing",
+        "bench",
+    ):
         assert getattr(accelerant, name).__name__ == f"accelerant.{name}"
     assert accelerant.runtime.streams.Stream
     with pytest.raises(AttributeError, match=r"module 'accelerant\.runtime' has no attribute 'nonsense'"):

@@ -1,0 +1,11 @@
+"""Similarity search: the vectors of a collection that are nearest to a query, exact under any filter.
+
+>>> scores, ids = accelerant.search.exact(queries, data, k=10, metric="cosine", mask=in_stock)
+
+The collection stays where it is: NumPy's and torch's arrays, of the host or of a device, need no index.
+"""
+
+from accelerant.search.arrays import Hits
+from accelerant.search.exact import exact, recall
+
+__all__ = ["Hits", "exact", "recall"]

@@ -1,0 +1,407 @@
+"""Exact search: a quick product chooses rows, with a bound of its error; the chosen rows are scored again, exactly.
+
+    s'[q, n] = q . x[n]          as fast as the device computes it, |s' - s| <= e
+    T[q]     = a lower bound of the k-th largest s', from maxima of blocks of rows
+    rows with s' >= T - 2 e      are scored again: products and sums in float64, by halves, rounded once to float32
+
+A row of the k best has s >= T - e, so s' >= T - 2 e: none is left out. A score depends on the query and the row alone,
+not on the batch, the chunk, the number of threads or the device, and equal scores are ordered by id, so that a search
+repeats bit for bit.
+
+The bound: sums of d products in any order err by at most gamma_d sum |q_i x_i| <= gamma_d |q| |x|, gamma_d = d u / (1 -
+d u), u = 2^-24. Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.runtime.ledger import RecordedLaunch, sole_record
+from accelerant.runtime.registry import provider_of
+from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
+from accelerant.search.filters import Selection, selection
+
+METRICS = ("ip", "cosine", "l2", "hamming")
+
+_BLOCK = 32
+"""Rows whose largest score is compared first."""
+
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 28}
+"""Scores that are held at once: on a CPU they stay in its cache."""
+
+_QUERIES = 256
+_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
+"""Elements of a chunk of rows that has to be copied: converted, gathered, or brought to the device."""
+
+_COMPACTED = 4
+"""One query reads only the rows that a filter leaves where these are fewer than a quarter; several always do."""
+
+_OVERSAMPLED = 4
+"""Rows of lower precision for each one that a search with `rerank` returns."""
+
+_UNIT = 2.0**-24
+_INPUT_ERROR = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
+"""Relative rounding of the factors of torch's float32 products, by torch.get_float32_matmul_precision()."""
+
+
+def exact(
+    queries: Any, data: Any, k: int = 10, metric: str = "ip", mask: Any = None, ids: Any = None, *, rerank: Any = None
+) -> Hits:
+    """Return the k rows of a collection that are nearest to each query, exactly, ties by id.
+
+    Scores are sums in float64 rounded to float32. They depend on the query and the row alone: batches, chunks, filters,
+    threads and devices give the same bits.
+
+    Args:
+        queries: (Q, d), or (d,) for one; float32, bfloat16, float16, int8, or for "hamming" uint8 with 8 bits each.
+            An array of NumPy, torch or CuPy; answers are of the same library, on the same device.
+        data: (N, d), or a sequence of such arrays, whose rows are numbered on: one on each of several GPUs is searched
+            by all of them. Of other dtypes than the queries' if not uint8. Rows in the host's memory pass through the
+            device of the queries in chunks.
+        k: answers a query, at least 1; fewer where the filter leaves fewer rows.
+        metric: "ip" (inner product) and "cosine", largest first; "l2" (squared distance) and "hamming" (differing
+            bits), smallest first. A zero vector has cosine 0 with every vector.
+        mask: the rows to search: bool or bits (uint8, lowest bit first) for all queries, (N,) or (N / 8,), or for each,
+            (Q, N) or (Q, N / 8); or a list, set, array, slice or range of ids, of which unknown ones select nothing.
+        ids: (N,) int64, the id of each row, its number by default. Rows may share an id.
+        rerank: (N, d), the vectors of which `data` has a copy of lower precision. The 4 k best of the copy are scored
+            by these; `recall` says what that costs.
+
+    Returns:
+        Hits: scores (Q, k) float32 and ids (Q, k) int64, with attribute `counts`; (k,) for one query.
+
+    Raises:
+        ConfigError: k below 1, or an unknown metric.
+        ShapeError: dimensions that differ; a mask or ids of another length.
+        UnsupportedDtype: a dtype not listed above.
+        RangeError: NaN or infinity, whose row is named; norms above 1e19, whose squares float32 does not hold.
+    """
+    back = as_given(queries)
+    asked = tensor(queries, "queries")
+    q = vectors(asked.unsqueeze(0) if asked.dim() == 1 else queries, "queries")
+    shards = list(data) if isinstance(data, (list, tuple)) and data and getattr(data[0], "ndim", 0) == 2 else [data]
+    parts = [vectors(part, "data") for part in shards]
+    try:
+        k = operator.index(k)
+    except TypeError:
+        raise ConfigError(f"k must be an integer, got {k!r}") from None
+    if k < 1:
+        raise ConfigError(f"k must be at least 1, got {k}")
+    _check(q, parts, metric)
+    count = sum(map(len, parts))
+    of_rows = None if ids is None else names(ids, count)
+    wide = None if rerank is None else vectors(rerank, "rerank")
+    if wide is not None and wide.shape != (count, q.shape[1]):
+        raise ShapeError(f"rerank must be ({count}, {q.shape[1]}), as data is, got {tuple(wide.shape)}")
+    hits = search(q, parts, k, metric, selection(mask, len(q), count, of_rows), of_rows, wide)
+    if asked.dim() == 1:
+        hits = Hits(hits[0][0], hits[1][0], hits.counts[0])
+    return Hits(back(hits[0]), back(hits[1]), back(hits.counts))
+
+
+def recall(ids: Any, truth: Any) -> float:
+    """Return the share of the true answers that were found: ids of `truth` (Q, k) in the same row of `ids`."""
+    found, wanted = tensor(ids, "ids").cpu(), tensor(truth, "truth").cpu()
+    if found.dim() != 2 or wanted.dim() != 2 or len(found) != len(wanted):
+        raise ShapeError(f"recall compares (Q, k) with (Q, k), got {tuple(found.shape)} and {tuple(wanted.shape)}")
+    real = wanted >= 0
+    hit = (wanted.unsqueeze(2) == found.unsqueeze(1)).any(2) & real
+    return float(hit.sum()) / max(int(real.sum()), 1)
+
+
+def _check(q: Tensor, parts: list[Tensor], metric: str) -> None:
+    if metric not in METRICS:
+        raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    for part in parts:
+        if part.shape[1] != q.shape[1]:
+            raise ShapeError(f"queries have dimension {q.shape[1]}, data {part.shape[1]}")
+        bits = [x.dtype == torch.uint8 for x in (q, part)]
+        if bits != [metric == "hamming"] * 2:
+            raise UnsupportedDtype(f"uint8 is for hamming, and hamming for uint8: metric {metric!r} of "
+                                   f"{q.dtype} and {part.dtype}")  # fmt: skip
+
+
+def search(
+    q: Tensor, parts: list[Tensor], k: int, metric: str, chosen: Selection, ids: Tensor | None, wide: Tensor | None
+) -> Hits:
+    """Return the answers on checked tensors, on the device of the queries."""
+    count = sum(map(len, parts))
+    case = f"{len(q)} x {count} x {q.shape[1]} {str(parts[0].dtype).removeprefix('torch.')} {metric}"
+    provider, index = provider_of(q.device), q.device.index or 0
+    size = sum(part.numel() * part.element_size() for part in parts)
+    record = sole_record(
+        "search_exact", "torch", provider.name, str(q.device), case, size_bytes=size,
+        operations=2 * len(q) * count * q.shape[1],
+    )  # fmt: skip
+    with RecordedLaunch(record, provider, index):
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + len(part))
+
+        def one(at: int) -> tuple[Tensor, ...]:
+            start, stop = starts[at], starts[at + 1]
+            device = parts[at].device if parts[at].device.type != "cpu" else q.device
+            own = None if ids is None else ids[start:stop]
+            found = _Part(q.to(device), k, metric, start, own, wide)
+            return tuple(x.to(q.device) for x in found.top(parts[at], chosen.part(start, stop)))
+
+        if len({part.device for part in parts}) > 1:  # each GPU is kept busy by its own thread
+            with ThreadPoolExecutor(len(parts)) as pool:
+                found = list(pool.map(one, range(len(parts))))
+        else:
+            found = [one(at) for at in range(len(parts))]
+        row, name, score = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        return dense(row, name, score, len(q), k, smallest=metric in ("l2", "hamming"))
+
+
+def dense(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, smallest: bool) -> Hits:
+    """Return the k best (query, id, score) of each query as Hits."""
+    order, rank = _ranked(row, name, -score if smallest else score, queries)
+    order, rank = order[rank < k], rank[rank < k]
+    row = row[order]
+    counts = torch.bincount(row, minlength=queries)
+    width = int(counts.max()) if queries else 0
+    scores = score.new_full((queries, width), float("inf") if smallest else float("-inf"))
+    ids = name.new_full((queries, width), -1)
+    scores[row, rank] = score[order]
+    ids[row, rank] = name[order]
+    return Hits(scores, ids, counts)
+
+
+def _ranked(row: Tensor, name: Tensor | None, score: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Return the order by query, falling score and id, and the rank of each entry in its query."""
+    order = torch.arange(len(row), device=row.device) if name is None else name.argsort(stable=True)
+    order = order[score[order].argsort(descending=True, stable=True)]
+    if queries > 1:
+        order = order[row[order].argsort(stable=True)]
+    counts = torch.bincount(row, minlength=queries)
+    starts = counts.cumsum(0) - counts
+    return order, torch.arange(len(row), device=row.device) - starts[row[order]]
+
+
+@dataclass(slots=True)
+class _Found:
+    """Rows that may be answers: their query, their number and their quick score."""
+
+    query: Tensor
+    row: Tensor
+    score: Tensor
+
+
+class _Part:
+    """A search of one array of rows: the k best of every query, in chunks of rows and tiles of queries."""
+
+    def __init__(self, q: Tensor, k: int, metric: str, start: int, ids: Tensor | None, wide: Tensor | None) -> None:
+        self.q, self.k, self.metric, self.start, self.wide = q, k, metric, start, wide
+        self.wanted = k if wide is None else _OVERSAMPLED * k
+        self.device = q.device
+        self.ids = None if ids is None else ids.to(self.device)
+        self.least = torch.full((len(q),), float("-inf"), device=self.device)  # T
+        self.error = torch.zeros(len(q), device=self.device)  # e
+        self.factor = q
+        self.norms = torch.zeros(0)
+        if metric != "hamming":
+            norms = torch.linalg.vector_norm(q.double(), dim=1)
+            self._refuse(norms.float(), q, "queries")
+            self.norms = norms.float()
+            if metric == "cosine":
+                self.factor = (q / norms.clamp(min=1e-300).unsqueeze(1)).float()
+            else:
+                self.factor = q.float() * (2 if metric == "l2" else 1)
+
+    def top(self, data: Tensor, chosen: Selection) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (query, id, score) of the answers, more than k of a query where that is not decided yet."""
+        found = _Found(
+            *(torch.zeros(0, dtype=t, device=self.device) for t in (torch.int64, torch.int64, torch.float32))
+        )
+        for at, (x, rows, hidden) in enumerate(self._chunks(data, chosen)):
+            factor, minus = self._prepared(x, rows)
+            pieces = [found]
+            for first in range(0, len(self.q), _QUERIES):
+                tile = slice(first, first + _QUERIES)
+                covered = hidden if hidden is None or len(hidden) == 1 else hidden[tile]
+                pieces.append(self._tile(factor, minus, tile, rows, covered))
+            found = _Found(*(torch.cat([getattr(p, name) for p in pieces]) for name in ("query", "row", "score")))
+            if at & (at + 1) == 0:
+                found = self._decided(found)
+        found = self._decided(found)
+        name = found.row + self.start if self.ids is None else self.ids[found.row]
+        return found.query, name, self._scored(data, found)
+
+    def _chunks(self, data: Tensor, chosen: Selection) -> Iterator[tuple[Tensor, Tensor | range, Tensor | None]]:
+        """Yield rows on the device, their numbers, and what is hidden of them, (Q, rows) or (1, rows) bool."""
+        rows, each = chosen.rows, chosen.each
+        copied = data.device != self.device or data.dtype != torch.float32 or isinstance(rows, Tensor)
+        kind = "cpu" if self.device.type == "cpu" else "cuda"
+        size = max(_SCORES[kind] // max(min(len(self.q), _QUERIES), 1), 2 * self.wanted, 2048)
+        if copied:
+            size = min(size, max(_ELEMENTS[kind] // data.shape[1], 2 * self.wanted, 256))
+        size = -(-size // _BLOCK) * _BLOCK
+        left = None
+        if isinstance(rows, Tensor):
+            rows = rows.to(data.device)
+            if len(self.q) == 1 and len(rows) * _COMPACTED > len(data):
+                left = torch.ones(1, len(data), dtype=torch.bool, device=data.device)
+                left[0, rows] = False
+                rows = None
+        numbers: Tensor | range = range(len(data)) if rows is None else rows
+        for first in range(0, len(numbers), size):
+            some = numbers[first : first + size]
+            x = data[some.start : some.stop] if isinstance(some, range) else data.index_select(0, some)
+            at: Any = slice(some.start, some.stop) if isinstance(some, range) else some
+            hidden = None if left is None else left[:, at]
+            if each is not None:
+                hidden = ~each[:, at.to(each.device) if isinstance(at, Tensor) else at]
+            if isinstance(some, Tensor):
+                some = some.to(self.device)
+            yield x.to(self.device), some, None if hidden is None else hidden.to(self.device)
+
+    def _prepared(self, x: Tensor, rows: Tensor | range) -> tuple[Tensor, Tensor | None]:
+        """Return what is multiplied by the queries, and |x|^2 under l2 or 1 / |x| under cosine; update the bound."""
+        if self.metric == "hamming":
+            return x, None
+        wide = x if x.dtype == torch.float32 else x.float()
+        if x.dtype == self.q.dtype == torch.int8 and self._is_whole(x.shape[1]):
+            return wide, None if self.metric == "ip" else wide.square().sum(1)
+        norms = torch.linalg.vector_norm(wide, dim=1)
+        largest = norms.max()
+        if not float(largest) < 1e19:
+            self._refuse(norms, x, "data", rows)
+        d = x.shape[1]
+        share = (d + 16) * _UNIT * 1.05 + 2.1 * _INPUT_ERROR[torch.get_float32_matmul_precision()]
+        largest = largest + (d * 1e-38) ** 0.5  # squares below float32's range
+        if self.metric == "cosine":
+            self.error.clamp_(min=3 * share)
+            if not (float(norms.min()) > 1e-12 and float(largest) < 1e12):
+                norms = torch.linalg.vector_norm(wide.double(), dim=1).clamp(min=1e-300)
+                return (wide / norms.unsqueeze(1)).float(), None
+            return wide, norms.reciprocal()
+        bound = self.norms * largest if self.metric == "ip" else (self.norms + largest).square()
+        self.error = torch.maximum(self.error, share * bound + d * 1e-37)
+        return wide, norms.square() if self.metric == "l2" else None
+
+    def _is_whole(self, d: int) -> bool:
+        """Return whether scores of int8 vectors are integers that float32 holds, in any order of the sums."""
+        return (self.metric == "ip" and d <= 1024) or (self.metric == "l2" and d <= 256)
+
+    def _refuse(self, norms: Tensor, x: Tensor, name: str, rows: Tensor | range | None = None) -> None:
+        """Raise RangeError for the first row that is not finite, or whose square float32 does not hold."""
+        wrong = (~(norms < 1e19)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            number = at if rows is None else int(rows[at]) + self.start
+            if bool(torch.isfinite(x[at].float()).all()):
+                raise RangeError(f"row {number} of {name} has a norm above 1e19: scale the vectors")
+            raise RangeError(f"row {number} of {name} has NaN or infinity")
+
+    def _tile(
+        self, x: Tensor, extra: Tensor | None, tile: slice, rows: Tensor | range, hidden: Tensor | None
+    ) -> _Found:
+        """Return the rows of a chunk that may be answers of some queries, by the quick scores."""
+        scores = self._products(x, extra, tile)
+        if hidden is not None:
+            scores.masked_fill_(hidden, float("-inf"))
+        short = -scores.shape[1] % _BLOCK
+        padded = torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
+        blocks = padded.view(len(padded), -1, _BLOCK)
+        maxima = blocks.amax(2)
+        least = self.least[tile]
+        if bool((least == float("-inf")).any()):
+            of = maxima if maxima.shape[1] >= 2 * self.wanted else padded
+            if of.shape[1] >= self.wanted:
+                least = torch.maximum(least, of.topk(self.wanted, dim=1).values[:, -1])
+                self.least[tile] = least
+        limit = self._limit(least, self.error[tile])
+        query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
+        near = blocks[query, block]
+        at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
+        column = block[at] * _BLOCK + lane
+        found = rows[column] if isinstance(rows, Tensor) else column + rows.start
+        return _Found(query[at] + tile.start, found, near[at, lane])
+
+    def _products(self, x: Tensor, extra: Tensor | None, tile: slice) -> Tensor:
+        """Return quick scores (queries, rows), the largest for the nearest."""
+        q = self.factor[tile]
+        if self.metric == "hamming":
+            return _minus_differing(q, x)
+        if self.metric == "l2":
+            assert extra is not None
+            return torch.addmm(-extra, q, x.T)
+        scores = (x @ q[0]).unsqueeze(0) if len(q) == 1 else q @ x.T
+        return scores if extra is None else scores.mul_(extra)
+
+    @staticmethod
+    def _limit(least: Tensor, error: Tensor) -> Tensor:
+        return (least - 2 * error).clamp(min=torch.finfo(torch.float32).min)  # -inf is hidden
+
+    def _decided(self, found: _Found) -> _Found:
+        """Raise the bounds T to the k-th largest quick scores, and drop the rows below."""
+        whole = self.metric == "hamming" or not bool(self.error.any())
+        name = (found.row if self.ids is None else self.ids[found.row]) if whole else None
+        order, rank = _ranked(found.query, name, found.score, len(self.q))
+        last = order[rank == self.wanted - 1]
+        self.least[found.query[last]] = torch.maximum(self.least[found.query[last]], found.score[last])
+        if whole:
+            kept = order[rank < self.wanted]
+        else:
+            kept = (found.score >= self._limit(self.least, self.error)[found.query]).nonzero().squeeze(1)
+        return _Found(found.query[kept], found.row[kept], found.score[kept])
+
+    def _scored(self, data: Tensor, found: _Found) -> Tensor:
+        """Return the scores of the found rows, which depend on nothing but the two vectors."""
+        if self.metric == "hamming" and self.wide is None:
+            return -found.score
+        source, shift = (data, 0) if self.wide is None else (self.wide, self.start)
+        rows = (found.row + shift).to(source.device)
+        size = max((1 << 20) // data.shape[1], 1)
+        pieces = []
+        for first in range(0, len(rows), size):
+            some = slice(first, first + size)
+            x = source.index_select(0, rows[some]).to(self.device)
+            pieces.append(pair_scores(self.q[found.query[some]], x, self.metric))
+        return torch.cat(pieces) if pieces else found.score
+
+
+def pair_scores(q: Tensor, x: Tensor, metric: str) -> Tensor:
+    """Return the scores of pairs of vectors (P, d), float32, the same bits on every device."""
+    a, b = q.double(), x.double()
+    if metric == "l2":
+        return _sum((a - b).square_()).float()
+    dot = _sum(a * b)
+    if metric == "cosine":
+        dot = dot / (_sum(a.square()) * _sum(b.square())).sqrt_().clamp_(min=1e-300)
+    return dot.float()
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Return the sums along the last dimension by halves: additions of tensors, which no device reorders."""
+    n = x.shape[1]
+    while n > 1:
+        half = (n + 1) // 2
+        x[:, : n - half] += x[:, half:n]
+        n = half
+    return x[:, 0]
+
+
+def _minus_differing(q: Tensor, x: Tensor) -> Tensor:
+    """Return minus the number of differing bits of each pair, float32."""
+    if q.device.type != "cpu":  # as a product of signs: exact, and by matrix units
+        signs = [((y.unsqueeze(2) >> torch.arange(8, device=y.device)) & 1).flatten(1).float() * 2 - 1 for y in (q, x)]
+        return (signs[0] @ signs[1].T - signs[0].shape[1]) / 2
+    short = -x.shape[1] % 8
+    words = [np.pad(y.numpy(), ((0, 0), (0, short))).view(np.uint64) for y in (q, x)]
+    columns = np.ascontiguousarray(words[1].T)
+    differing = np.zeros((len(q), len(x)), np.float32)
+    for row, query in zip(differing, words[0], strict=True):
+        for word, column in zip(query, columns, strict=True):
+            row -= np.bitwise_count(column ^ word)
+    return torch.from_numpy(differing)

@@ -1,0 +1,80 @@
+"""Filters: masks, lists and ranges of ids become the rows to search, and what each query may see of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.search.arrays import tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows of a collection that a filter leaves.
+
+    Attributes:
+        rows: sorted row numbers, a range of them, or None for all.
+        each: (Q, N) bool, the rows that each query may see, or None for all in `rows`.
+    """
+
+    rows: Tensor | range | None = None
+    each: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> Selection:
+        """Return the selection in the rows from start to stop, counted from start."""
+        rows: Tensor | range | None = self.rows
+        if isinstance(rows, range):
+            rows = range(max(rows.start - start, 0), max(min(rows.stop, stop) - start, 0))
+        elif rows is not None:
+            rows = rows[(rows >= start) & (rows < stop)] - start
+        return Selection(rows, None if self.each is None else self.each[:, start:stop])
+
+
+def selection(mask: Any, queries: int, count: int, ids: Tensor | None) -> Selection:
+    """Return what a `mask` of `exact` selects of `count` rows with these ids."""
+    if mask is None:
+        return Selection()
+    if isinstance(mask, slice):
+        if mask.step not in (None, 1) or any((bound or 0) < 0 for bound in (mask.start, mask.stop)):
+            raise ShapeError(f"a slice of ids has a step of 1 and no negative bound, got {mask}; range() has others")
+        mask = range(mask.start or 0, (1 << 63) - 1 if mask.stop is None else mask.stop)
+    if isinstance(mask, range):
+        return _of_range(mask, count, ids)
+    if isinstance(mask, (set, frozenset)):
+        mask = sorted(mask)
+    if isinstance(mask, (list, tuple)) and not mask:
+        mask = np.empty(0, np.int64)
+    given = tensor(mask, "mask")
+    if given.dtype == torch.uint8:
+        if given.shape[-1] != -(-count // 8):
+            raise ShapeError(f"a bit mask of {count} rows has {-(-count // 8)} bytes, got {given.shape[-1]}")
+        places = torch.arange(8, device=given.device, dtype=torch.uint8)
+        given = (given.unsqueeze(-1) >> places & 1).bool().flatten(-2)[..., :count]
+    if given.dtype == torch.bool:
+        if given.shape not in ((count,), (queries, count)):
+            raise ShapeError(f"a mask must be ({count},) or ({queries}, {count}), got {tuple(given.shape)}")
+        if given.dim() == 1:
+            return Selection(given.nonzero().squeeze(1))
+        return Selection(given.any(0).nonzero().squeeze(1), given)
+    if given.is_floating_point() or given.is_complex() or given.dim() != 1:
+        raise UnsupportedDtype(f"mask must be bool, bits in uint8, ids or a range, got {given.dtype}, {given.dim()}-d")
+    if ids is not None:
+        return Selection(torch.isin(ids.cpu(), given.long().cpu()).nonzero().squeeze(1))
+    rows = given.long().unique()
+    return Selection(rows[(rows >= 0) & (rows < count)])
+
+
+def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:
+    if wanted.step < 0:
+        wanted = wanted[::-1]
+    if ids is None:
+        start = wanted.start + -(min(wanted.start, 0) // wanted.step) * wanted.step  # the first that is not negative
+        kept = range(start, min(wanted.stop, count), wanted.step)
+        return Selection(kept if wanted.step == 1 else torch.arange(kept.start, max(kept.stop, kept.start), kept.step))
+    inside = (ids >= wanted.start) & (ids < wanted.stop) & ((ids - wanted.start) % wanted.step == 0)
+    return Selection(inside.nonzero().squeeze(1))

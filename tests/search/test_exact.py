@@ -1,0 +1,310 @@
+"""Exact search against a float64 reference: metrics, dtypes, filters, ties, and what it refuses."""
+
+import itertools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import accelerant as acl
+from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.search import exact, recall
+from accelerant.search.exact import METRICS
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reference(q, x, k, metric, allowed=None, ids=None):
+    """Scores and ids of each query, lists of at most k, by float64 and a sort of everything."""
+    ids = np.arange(len(x)) if ids is None else np.asarray(ids)
+    if metric == "hamming":
+        differing = np.unpackbits(q.numpy()[:, None] ^ x.numpy()[None], axis=2).sum(2)
+        scores = -differing.astype(np.float32)
+    else:
+        a, b = q.double().numpy(), x.double().numpy()
+        scores = a @ b.T
+        if metric == "cosine":
+            scores = scores / np.maximum(np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b, axis=1), 1e-300)
+        if metric == "l2":
+            scores = -((a[:, None] - b[None]) ** 2).sum(2)
+        scores = scores.astype(np.float32)
+    best = []
+    for row, each in enumerate(scores):
+        left = np.arange(len(x)) if allowed is None else np.flatnonzero(np.broadcast_to(allowed, scores.shape)[row])
+        order = left[np.lexsort((ids[left], -each[left]))][:k]
+        best.append((each[order] * (-1 if metric in ("l2", "hamming") else 1), ids[order]))
+    return best
+
+
+def drawn(generator, rows, d, dtype, levels=None):
+    """Vectors of a dtype; of so few levels that scores are often equal, where asked."""
+    if dtype in FLOATS and levels is None:
+        return torch.randn(rows, d, generator=generator).to(dtype)
+    low, high = {torch.uint8: (0, 256), torch.int8: (-128, 128)}.get(dtype, (-2, 3))
+    if levels is not None and dtype != torch.uint8:
+        low, high = -levels, levels + 1
+    return torch.randint(low, high, (rows, d), generator=generator).to(dtype)
+
+
+def compare(hits, best, dtype=torch.float32, exactly=True):
+    scores, ids = (np.asarray(x) for x in hits)
+    assert list(np.asarray(hits.counts)) == [len(ids) for _, ids in best]
+    for row, (wanted, names) in enumerate(best):
+        np.testing.assert_allclose(scores[row, : len(names)], wanted, rtol=2e-7, atol=1e-30)
+        if not np.array_equal(ids[row, : len(names)], names):  # sums in another order may round apart, by an ulp
+            assert not exactly
+            assert len(set(ids[row])) == len(ids[row])
+        assert (ids[row, len(names) :] == -1).all()
+        assert np.isinf(scores[row, len(names) :]).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(data=st.data())
+def test_any_case_is_the_references(data):
+    """Sizes across the blocks and tiles, every metric and dtype, few levels for ties, every kind of filter."""
+    metric = data.draw(st.sampled_from(METRICS))
+    dtypes = (torch.uint8,) if metric == "hamming" else (*FLOATS, torch.int8)
+    dtype, other = data.draw(st.sampled_from(dtypes)), data.draw(st.sampled_from(dtypes))
+    rows = data.draw(st.sampled_from((0, 1, 5, 31, 32, 33, 700, 2048, 5003)))
+    d, queries = data.draw(st.integers(1, 40)), data.draw(st.sampled_from((1, 2, 7, 9)))
+    k = data.draw(st.sampled_from((1, 3, 10, 64, 6000)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    levels = data.draw(st.sampled_from((None, 1)))
+    x, q = drawn(generator, rows, d, dtype, levels), drawn(generator, queries, d, other, levels)
+    ids = None
+    if data.draw(st.booleans()):
+        ids = torch.randperm(3 * rows + 5, generator=generator)[:rows]
+    mask, allowed = filter_of(data, generator, rows, queries, ids)
+    best = reference(q, x, k, metric, allowed, ids)
+    compare(exact(q, x, k, metric, mask, ids), best, exactly=levels is not None and metric != "cosine")
+
+
+def filter_of(data, generator, rows, queries, ids):
+    """A filter in one of its forms, and the same as a bool array."""
+    share = data.draw(st.sampled_from((0.0, 0.02, 0.3, 1.0)))
+    form = data.draw(st.sampled_from(("none", "bool", "bits", "each", "each bits", "ids", "range")))
+    shape = (queries, rows) if "each" in form else (rows,)
+    allowed = torch.rand(shape, generator=generator).numpy() < share
+    names = np.arange(rows) if ids is None else ids.numpy()
+    if form == "none":
+        return None, None
+    if form == "range":
+        wanted = range(-3, int(share * 2 * rows), data.draw(st.sampled_from((1, 2, 5))))
+        return wanted, np.isin(names, wanted)
+    if form == "ids":
+        return [*names[allowed].tolist(), -1, 10**12], allowed
+    return np.packbits(allowed, axis=-1, bitorder="little") if "bits" in form else allowed, allowed
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_and_order_do_not_depend_on_the_batch_the_chunk_or_the_filter(metric, monkeypatch):
+    dtype = torch.uint8 if metric == "hamming" else torch.float32
+    generator = torch.Generator().manual_seed(3)
+    x, q = drawn(generator, 3000, 24, dtype), drawn(generator, 20, 24, dtype)
+    x[1500:1600] = x[:100]  # equal rows: ties by id
+    whole = exact(q, x, 12, metric)
+    for rows in (1, 7):
+        for first in range(0, 20, rows):
+            some = exact(q[first : first + rows], x, 12, metric)
+            assert torch.equal(some.scores, whole.scores[first : first + rows])
+            assert torch.equal(some.ids, whole.ids[first : first + rows])
+    shards = exact(q, [x[:17], x[17:1501], x[1501:]], 12, metric)
+    shuffled = torch.randperm(3000, generator=generator)
+    moved = exact(q, x[shuffled], 12, metric, ids=shuffled)
+    masked = exact(q, x, 12, metric, mask=torch.ones(3000, dtype=torch.bool))
+    monkeypatch.setitem(exact.__globals__["_SCORES"], "cpu", 1 << 9)
+    monkeypatch.setitem(exact.__globals__, "_QUERIES", 3)
+    for other in (shards, moved, masked, exact(q, x, 12, metric)):
+        assert torch.equal(other.scores, whole.scores)
+        assert torch.equal(other.ids, whole.ids)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_of_lower_precision_choose_the_same_rows(precision):
+    generator = torch.Generator().manual_seed(4)
+    x, q = drawn(generator, 4000, 32, torch.float32), drawn(generator, 40, 32, torch.float32)
+    whole = exact(q, x)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        again = exact(q, x)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(again.scores, whole.scores)
+    assert torch.equal(again.ids, whole.ids)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e9, 1e18])
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+def test_vectors_of_any_size(metric, scale):
+    """Squares and products below or near the limits of float32."""
+    generator = torch.Generator().manual_seed(5)
+    x, q = drawn(generator, 200, 8, torch.float32) * scale, drawn(generator, 3, 8, torch.float32)
+    compare(exact(q, x, 5, metric), reference(q, x, 5, metric), exactly=False)
+    if metric == "cosine":
+        compare(exact(q * scale, x, 5, metric), reference(q * scale, x, 5, metric), exactly=False)
+
+
+def test_far_from_the_origin_the_nearest_are_found():
+    generator = torch.Generator().manual_seed(6)
+    x, q = (drawn(generator, n, 16, torch.float32) + 1000 for n in (3000, 5))
+    compare(exact(q, x, 5, "l2"), reference(q, x, 5, "l2"), exactly=False)
+
+
+def test_answers_are_arrays_of_the_queries_library():
+    x = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    hits = exact(x[:2], x, 3)
+    assert isinstance(hits.scores, np.ndarray)
+    assert hits.scores.dtype == np.float32
+    assert hits.ids.dtype == np.int64
+    assert isinstance(exact(torch.from_numpy(x[:2]), x, 3).ids, torch.Tensor)
+    one = exact(x[0], x, 3)
+    assert one.ids.shape == (3,)
+    assert one.counts == 3
+    assert np.array_equal(one.ids, hits.ids[0])
+    assert np.array_equal(exact(x[0].tolist(), x, 3).ids, one.ids)
+    for same in (np.asfortranarray(x), np.repeat(x, 2, 0)[::2], x[::-1][::-1]):
+        assert np.array_equal(exact(x[:2], same, 3).ids, hits.ids)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    assert np.array_equal(exact(x[:2], frozen, 3).ids, hits.ids)
+    again = pickle.loads(pickle.dumps(hits))
+    assert np.array_equal(again.ids, hits.ids)
+    assert np.array_equal(again.counts, hits.counts)
+
+
+def test_a_memory_mapped_file_is_searched(tmp_path):
+    x = np.random.default_rng(0).standard_normal((5000, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    assert np.array_equal(exact(x[:3], np.load(tmp_path / "x.npy", mmap_mode="r"), 1, "l2").ids[:, 0], [0, 1, 2])
+
+
+def test_fewer_than_k_are_said():
+    x = np.eye(6, dtype=np.float32)
+    assert exact(x, x, 10).ids.shape == (6, 6)
+    hits = exact(x[:2], x, 3, mask=[4])
+    assert hits.ids.tolist() == [[4], [4]]
+    none = exact(x[:2], x, 3, mask=np.zeros(6, bool))
+    assert none.ids.shape == (2, 0)
+    assert none.counts.tolist() == [0, 0]
+    mask = np.zeros((2, 6), bool)
+    mask[1, 2:4] = True
+    for metric, worst in (("ip", -np.inf), ("l2", np.inf)):
+        each = exact(x[:2], x, 3, metric, mask=mask)
+        assert each.counts.tolist() == [0, 2]
+        assert each.ids.tolist() == [[-1, -1], [2, 3]]
+        assert (each.scores[0] == worst).all()
+    assert exact(x, x[:0], 3).ids.shape == (6, 0)
+    assert exact(x[:0], x, 3).ids.shape[0] == 0
+
+
+def test_zero_vectors_under_cosine_score_zero():
+    x = np.array([[0, 0], [1, 0], [-1, 0]], np.float32)
+    hits = exact(np.array([[1, 0], [0, 0]], np.float32), x, 3, "cosine")
+    assert hits.ids.tolist() == [[1, 0, 2], [0, 1, 2]]
+    assert hits.scores.tolist() == [[1, 0, -1], [0, 0, 0]]
+
+
+def test_rows_may_share_an_id():
+    x = np.eye(3, dtype=np.float32)
+    assert exact(x[0], x, 3, ids=[5, 5, 1]).ids.tolist() == [5, 1, 5]
+
+
+@pytest.mark.parametrize("name", ["queries", "data"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+def test_numbers_that_are_not_finite_are_refused_with_their_row(name, bad, metric):
+    arrays = {"queries": np.ones((40, 4), np.float32), "data": np.ones((5000, 4), np.float32)}
+    arrays[name][33, 2] = bad
+    with pytest.raises(RangeError, match=f"row 33 of {name} has NaN or infinity"):
+        exact(**arrays, metric=metric)
+
+
+def test_a_row_in_a_later_shard_is_named_by_its_number():
+    x = np.ones((100, 4), np.float32)
+    x[77] = np.nan
+    with pytest.raises(RangeError, match="row 77 of data"):
+        exact(x[0], [x[:50], x[50:]])
+    with pytest.raises(RangeError, match="row 77 of data"):
+        exact(x[:9], x, mask=range(3, 90, 2))
+    assert exact(x[0], x, mask=range(70)).counts == 10  # rows that the filter leaves out are not read
+
+
+def test_what_is_refused():
+    x = np.ones((9, 4), np.float32)
+    for k in (0, -1, 1.5, None):
+        with pytest.raises(ConfigError, match="k must be"):
+            exact(x, x, k)
+    with pytest.raises(ConfigError, match="metric must be one of"):
+        exact(x, x, metric="dot")
+    with pytest.raises(ShapeError, match="queries have dimension 3, data 4"):
+        exact(x[:, :3], x)
+    with pytest.raises(ShapeError, match="data must be"):
+        exact(x, x[0])
+    with pytest.raises(UnsupportedDtype, match=r"float64; round it with .astype"):
+        exact(x, x.astype(float))
+    for bits in (x, x.astype(np.uint8)):
+        with pytest.raises(UnsupportedDtype, match="uint8 is for hamming"):
+            exact(bits, x.astype(np.uint8) if bits is x else bits, metric="hamming" if bits is x else "ip")
+    for mask in (np.ones(8, bool), np.ones((2, 9), bool), np.ones(9, np.uint8)):
+        with pytest.raises(ShapeError, match="mask"):
+            exact(x, x, mask=mask)
+    with pytest.raises(UnsupportedDtype, match="mask must be"):
+        exact(x, x, mask=np.ones(9))
+    with pytest.raises(ShapeError, match="ids must be"):
+        exact(x, x, ids=range(3))
+    with pytest.raises(UnsupportedDtype, match="ids must be integers"):
+        exact(x, x, ids=np.arange(9.0))
+    with pytest.raises(RangeError, match="norm above 1e19"):
+        exact(x, x * np.float32(1e30))
+
+
+@pytest.mark.parametrize("form", [torch.int8, torch.bfloat16])
+def test_a_copy_of_lower_precision_is_ranked_by_the_vectors(form):
+    generator = torch.Generator().manual_seed(7)
+    x = drawn(generator, 3000, 64, torch.float32)
+    q = x[:50] + 0.3 * drawn(generator, 50, 64, torch.float32)
+    low = x.to(form) if form == torch.bfloat16 else (x * 30).round().clamp(-127, 127).to(form)
+    truth = exact(q, x)
+    ranked = exact(q, low, rerank=x)
+    assert recall(ranked.ids, truth.ids) >= max(0.99, recall(exact(q, low).ids, truth.ids))
+    same = (ranked.ids == truth.ids).all(1)
+    assert same.sum() > 25
+    assert torch.equal(ranked.scores[same], truth.scores[same])
+    with pytest.raises(ShapeError, match="rerank must be"):
+        exact(q, low, rerank=x[:-1])
+
+
+def test_recall_counts_true_answers():
+    assert recall([[1, 2], [3, 4]], [[2, 9], [4, 3]]) == 0.75
+    assert recall([[1, 2]], [[1, -1]]) == 1.0
+    with pytest.raises(ShapeError, match="recall compares"):
+        recall([1], [[1]])
+
+
+def test_a_search_is_in_the_ledger():
+    x = np.ones((12, 5), np.float32)
+    acl.ledger().reset()
+    exact(x, x)
+    (record,) = [each for each in acl.ledger().records() if each.op == "search_exact"]
+    assert (record.case, record.calls) == ("12 x 12 x 5 float32 ip", 1)
+    assert record.flops_per_call == 2 * 12 * 12 * 5
+
+
+def test_threads_search_at_once():
+    generator = torch.Generator().manual_seed(8)
+    x, q = drawn(generator, 2000, 16, torch.float32), drawn(generator, 8, 16, torch.float32)
+    wanted, found = exact(q, x), {}
+
+    def search(at):
+        found[at] = exact(q, x)
+
+    threads = [threading.Thread(target=search, args=(at,)) for at in range(8)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    assert all(torch.equal(found[at].ids, wanted.ids) for at, _ in itertools.product(range(8), [0]))
