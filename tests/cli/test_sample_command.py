@@ -105,7 +105,7 @@ def test_a_hugging_face_folder_continues_a_prompt(tmp_path, sample, kind):
         (["absent"], "no folder absent: name a run's, or one with config.json and model.safetensors"),
         ([""], "RUN must not be empty"),
         (["."], "holds no model: there is no config.json"),
-        (["mamba"], "model_type must be gpt2 or llama, got 'mamba'"),
+        (["mamba"], "model_type must be gpt2 or llama or .*, got 'mamba'"),
         ([".", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
         ([".", "--top-k", "-1"], "--top-k must be 0 or more, got -1"),
         ([".", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),

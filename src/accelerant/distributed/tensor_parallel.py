@@ -203,7 +203,7 @@ class _TensorParallelLlama(Llama):
             with torch.device("meta"):
                 whole = Llama(self.config)
             whole.load_state_dict(state, assign=True)
-            hugging_face.save(whole, self.config, path, self._layout, max_shard_bytes=max_shard_bytes)
+            hugging_face.save(whole, self.config, path, self._layouts, max_shard_bytes=max_shard_bytes)
         dist.barrier()
 
 

@@ -11,7 +11,7 @@ import copy
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,19 @@ class LinearInt8(nn.Linear):
         layer._dtype = linear.weight.dtype
         layer._parameters["bias"] = linear.bias
         return layer.train(linear.training)
+
+    def load_rows(self, pieces: Iterable[Tensor]) -> None:
+        """Quantize a weight of which the pieces are some rows each; raise ConfigError if one is not finite."""
+        begin = 0
+        for piece in pieces:
+            q, scale = _quantized(piece)
+            if begin == 0:
+                self.weight_int8 = q.new_empty(self.out_features, self.in_features)
+                self.scale = scale.new_empty(self.out_features)
+                self._dtype = piece.dtype
+            end = begin + len(q)
+            self.weight_int8[begin:end], self.scale[begin:end] = q, scale
+            begin = end
 
     def to_linear(self) -> nn.Linear:
         """Return a torch.nn.Linear with the rounded weights, which train, and this layer's bias."""
@@ -292,6 +305,18 @@ def _adapt_libraries(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(isinstance(m, LinearInt8) for m in module.modules()):
             importlib.import_module("accelerant.nn._hugging_face_quantizer").attach(module)
+
+
+def quantized_on_meta(model: nn.Module, kind: str) -> dict[str, LinearInt8]:
+    """Replace each linear layer of a model without storage by one in integers, "int8"; return them by name."""
+    if kind != "int8":
+        raise ConfigError(f"quantize must be 'int8' or None, got {kind!r}")
+    layers: dict[str, LinearInt8] = {}
+    for name, parent, key, layer in list(_linear_layers(model)):
+        with torch.device("meta"):
+            layers[name] = LinearInt8(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        parent._modules[key] = layers[name]
+    return layers
 
 
 def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:

@@ -11,7 +11,8 @@ import torch
 
 from accelerant.errors import FormatError, MissingFile
 from accelerant.nn.models.hugging_face import is_run, read_object
-from accelerant.runtime.files import clipped, decode_json, read_regular
+from accelerant.nn.models.tokenizer import ModelTokenizer
+from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
     from accelerant.nn.models.language_model import LanguageModel
@@ -28,7 +29,7 @@ class TextModel:
     """
 
     model: LanguageModel
-    tokenizer: Tokenizer | _HubTokenizer
+    tokenizer: Tokenizer | ModelTokenizer
     device: torch.device
     stops: tuple[int, ...]
     start: tuple[int, ...]
@@ -36,7 +37,9 @@ class TextModel:
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt; raise FormatError if the model does not have them."""
-        ids = self.tokenizer.encode_text(text) or list(self.start)
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(text) if isinstance(tokenizer, ModelTokenizer) else tokenizer.encode_text(text)
+        ids = ids or list(self.start)
         size = self.model.config.vocab_size
         if ids and max(ids) >= size:
             raise FormatError(f"the tokenizer gives token {max(ids):,}, but the model has {size:,} tokens")
@@ -64,7 +67,7 @@ class TextModel:
 
 
 def load_text_model(folder: Path, device: torch.device) -> TextModel:
-    """Load the model of a run's folder, or of one of Hugging Face's format: GPT-2 or Llama, with its tokenizer.
+    """Load the model of a run's folder, or of one of Hugging Face's format, with its tokenizer.
 
     Raises ConfigError or FormatError if there is none.
     """
@@ -85,54 +88,11 @@ def load_text_model(folder: Path, device: torch.device) -> TextModel:
         start = tokenizer.encode_text("\n") if end is None else [end]
         return TextModel(model, tokenizer, device, () if end is None else (end,), tuple(start), threads)
     kind = config.get("model_type")
-    kinds: dict[str, type[LanguageModel]] = {"gpt2": GPT, "llama": Llama}
+    kinds: dict[str, type[LanguageModel]] = {layout.model_type: cls for cls in (GPT, Llama) for layout in cls._layouts}
     if not isinstance(kind, str) or kind not in kinds:
         raise FormatError(f"{folder / 'config.json'}: model_type must be {' or '.join(kinds)}, got {clipped(kind)}")
-    hub = _HubTokenizer(folder)
+    hub = ModelTokenizer(folder)
     loaded = kinds[kind].from_pretrained(folder, device=device)
-    generation = folder / "generation_config.json"
-    ends = {**config, **(read_object(generation) if generation.is_file() else {})}.get("eos_token_id")
-    size = loaded.config.vocab_size
-    stops = [
-        token for token in (ends if isinstance(ends, list) else [ends]) if type(token) is int and 0 <= token < size
-    ]
-    begin = [token for token in (config.get("bos_token_id"), *stops) if type(token) is int and 0 <= token < size]
-    return TextModel(loaded, hub, device, tuple(stops), tuple(begin[:1] or hub.encode_text("\n")))
-
-
-class _HubTokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt of a byte-level BPE."""
-
-    def __init__(self, folder: Path) -> None:
-        self._inner = read_tokenizer(folder)
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with those that begin a text."""
-        return list(self._inner.encode(text).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self._inner.decode(list(tokens), skip_special_tokens=True))
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder, an object of the package tokenizers; FormatError if there is none."""
-    import tokenizers
-
-    path, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
-    try:
-        if path.is_file():
-            text = read_regular(path, 1 << 28).decode()
-            if not isinstance(decode_json(text), dict):
-                raise ValueError("it must hold an object")
-            found: Any = tokenizers.Tokenizer.from_str(text)
-        elif all(part.is_file() for part in parts):
-            found = tokenizers.ByteLevelBPETokenizer(*map(str, parts))
-        else:
-            raise FileNotFoundError("there is none")
-    except Exception as error:  # noqa: BLE001  the library raises bare Exception
-        raise FormatError(
-            f"cannot read the tokenizer {path}: {str(error)[:300]}; write it with transformers: "
-            f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
-        ) from None
-    return found
+    stops = tuple(token for token in hub.eos_ids if token < loaded.config.vocab_size)
+    begin = [token for token in (hub.bos_id, *stops) if token is not None and token < loaded.config.vocab_size]
+    return TextModel(loaded, hub, device, stops, tuple(begin[:1] or hub.encode("\n")))

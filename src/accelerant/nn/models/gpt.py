@@ -152,7 +152,7 @@ class GPT(LanguageModel):
     `state_dict()`.
     """
 
-    _layout = LAYOUT
+    _layouts = (LAYOUT,)
     config: GPTConfig
     blocks: Any  # an nn.ModuleList of TransformerBlock
 

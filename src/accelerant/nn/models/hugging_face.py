@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
-from accelerant.nn.quantization import float_state_dict
+from accelerant.nn.quantization import float_state_dict, quantized_on_meta
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -31,6 +31,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_IN_MESSAGE = 4
 _HEAD = "lm_head.weight"
+_PIECE = 1 << 24  # elements that are quantized at a time
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -60,6 +61,7 @@ class Layout:
         more_fields: our config -> what config.json has besides `fields`.
         parts: our config -> for each of our tensors, the parts whose concatenation along rows it is.
         ignored: names of further tensors that a checkpoint may contain.
+        represents: our config -> whether the format has a model of it.
     """
 
     model_type: str
@@ -72,6 +74,7 @@ class Layout:
     more_fields: Callable[[Any], dict[str, Any]]
     parts: Callable[[Any], dict[str, tuple[Part, ...]]]
     ignored: re.Pattern[str]
+    represents: Callable[[Any], bool] = lambda config: True
 
     def config(self, fields: Fields) -> Any:
         """Return the config that the fields of config.json describe; raise FormatError or UnsupportedCase."""
@@ -90,6 +93,9 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self._values = values
         self.origin = origin
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field's value unchecked."""
@@ -126,17 +132,19 @@ class Fields:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Tensors:
+class Tensors:
     """Named tensors, read one at a time: each name's source is the tensor, or the open safetensors file that has it."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         self.sources = sources
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         source = self.sources[name]
         return tuple(source.shape if isinstance(source, Tensor) else source.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
+        """Return the dtype of a tensor, or its name if it is not floating point."""
         source = self.sources[name]
         if isinstance(source, Tensor):
             return source.dtype if source.dtype in _DTYPES.values() else str(source.dtype)
@@ -144,12 +152,22 @@ class _Tensors:
         return _DTYPES.get(dtype, dtype)
 
     def read(self, name: str) -> Tensor:
+        """Return a tensor, whose storage may be a mapped file."""
         source = self.sources[name]
         tensor: Tensor = source.detach() if isinstance(source, Tensor) else source.get_tensor(name)
         return tensor
 
+    def rows(
+        self, names: Mapping[str, str], part: Part, dtype: torch.dtype, device: torch.device | str | None
+    ) -> Iterator[Tensor]:
+        """Yield a matrix a few rows at a time, in a dtype and on a device."""
+        whole = self.read(names[part.name])
+        whole = whole.t() if part.transposed else whole
+        for piece in whole.split(max(1, _PIECE // whole.shape[1])):
+            yield piece.to(device=device, dtype=dtype)
 
-def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
+
+def _open_files(paths: Iterable[Path], stack: ExitStack) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
     files: dict[str, Any] = {}
@@ -165,14 +183,17 @@ def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
             if name in files:
                 raise FormatError(f"{path}: tensor {name!r} is in another file too")
             files[name] = file
-    return _Tensors(files)
+    return Tensors(files)
 
 
 def load(
-    build: Callable[[Any], M], source: str | os.PathLike[str] | nn.Module, layout: Layout, dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    build: Callable[[Any], M], source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout],
+    dtype: torch.dtype | None, device: torch.device | str | None, quantize: str | None = None,
 ) -> M:  # fmt: skip
-    """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained."""
+    """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained.
+
+    With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
+    """
     with ExitStack() as stack:
         if isinstance(source, nn.Module):
             origin = type(source).__name__
@@ -189,22 +210,39 @@ def load(
             origin = str(folder)
             fields = Fields(read_object(folder / _CONFIG), str(folder / _CONFIG))
         kind = fields.get("model_type")
-        if kind != layout.model_type:
-            raise fields.unsupported("model_type", kind, repr(layout.model_type))
+        layout = next((each for each in layouts if each.model_type == kind), None)
+        if layout is None:
+            raise fields.unsupported("model_type", kind, " or ".join(repr(each.model_type) for each in layouts))
         config = layout.config(fields)
-        tensors = _Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(folder, stack)
-        count = len(tensors.sources)
-        if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless
-            raise FormatError(f"{origin} has {count} tensors, too few for the {config.layers} layers of its config")
-        names = _matched(tensors, layout, config, origin)
-        parts = layout.parts(config)
-        if dtype is None:
-            found = tensors.dtype(names[next(iter(parts.values()))[0].name])
-            assert isinstance(found, torch.dtype)  # for the type checker: others are refused before
-            dtype = found
-        state = {name: _concatenated(tensors, names, its, dtype, device) for name, its in parts.items()}
+        tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(folder, stack)
+        return _built(build, tensors, layout, config, origin, dtype, device, quantize)
+
+
+def _built(
+    build: Callable[[Any], M], tensors: Tensors, layout: Layout, config: Any, origin: str, dtype: torch.dtype | None,
+    device: torch.device | str | None, quantize: str | None,
+) -> M:  # fmt: skip
+    """Return the model of a config with the tensors that its layout names, which are checked before one is read."""
+    count = len(tensors.sources)
+    if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless
+        raise FormatError(f"{origin} has {count} tensors, too few for the {config.layers} layers of its config")
+    names = _matched(tensors, layout, config, origin)
+    parts = layout.parts(config)
+    if dtype is None:
+        found = tensors.dtype(names[next(iter(parts.values()))[0].name])
+        assert isinstance(found, torch.dtype)  # for the type checker: others are refused before
+        dtype = found
     with torch.device("meta"):
         model = build(config)
+    layers = {} if quantize is None else quantized_on_meta(model, quantize)
+    state: dict[str, Tensor] = {}
+    for name, its in parts.items():
+        path, _, kind = name.rpartition(".")
+        if kind == "weight" and path in layers:
+            layers[path].load_rows(piece for part in its for piece in tensors.rows(names, part, dtype, device))
+            state |= {f"{path}.{buffer}": value for buffer, value in layers[path].named_buffers()}
+        else:
+            state[name] = _concatenated(tensors, names, its, dtype, device)
     model.load_state_dict(state, assign=True)
     return model
 
@@ -228,7 +266,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open(folder: Path, stack: ExitStack) -> _Tensors:
+def _open(folder: Path, stack: ExitStack) -> Tensors:
     if (folder / _SINGLE).is_file():
         return _open_files([folder / _SINGLE], stack)
     if (folder / _INDEX).is_file():
@@ -242,7 +280,7 @@ def _open(folder: Path, stack: ExitStack) -> _Tensors:
     raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
 
-def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
+def _open_shards(folder: Path, stack: ExitStack) -> Tensors:
     listed = read_object(folder / _INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise FormatError(f"{folder / _INDEX}: weight_map must be an object of file names, got {listed!r}"[:300])
@@ -257,7 +295,7 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
     return tensors
 
 
-def _matched(tensors: _Tensors, layout: Layout, config: Any, origin: str) -> dict[str, str]:
+def _matched(tensors: Tensors, layout: Layout, config: Any, origin: str) -> dict[str, str]:
     """Check a checkpoint against a layout; return each part's name -> its full name in the checkpoint."""
     full: dict[str, str] = {}
     for name in tensors.sources:
@@ -292,7 +330,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _concatenated(
-    tensors: _Tensors, names: Mapping[str, str], parts: tuple[Part, ...], dtype: torch.dtype,
+    tensors: Tensors, names: Mapping[str, str], parts: tuple[Part, ...], dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:  # fmt: skip
     """Return a new tensor with the parts concatenated along rows."""
@@ -310,7 +348,9 @@ def _concatenated(
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, config: Any, path: str | os.PathLike[str], layout: Layout, *, max_shard_bytes: int) -> None:
+def save(
+    model: nn.Module, config: Any, path: str | os.PathLike[str], layouts: Sequence[Layout], *, max_shard_bytes: int
+) -> None:
     """Write a model in the format of transformers; see LanguageModel.save_pretrained.
 
     Weights of an earlier model stay until all files are on the disk. A tensor larger than max_shard_bytes gets a file
@@ -318,6 +358,9 @@ def save(model: nn.Module, config: Any, path: str | os.PathLike[str], layout: La
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    layout = next((each for each in layouts if each.represents(config)), None)
+    if layout is None:
+        raise UnsupportedCase(f"no format of Hugging Face's has a model of {config}: save its state_dict()")
     parts = layout.parts(config)
     state: dict[str, Tensor] = float_state_dict(model)
     if state.keys() != parts.keys():

@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
     Subclasses set their checkpoint layout, and implement `hidden`, `forward`, `loss` and decoding with a cache.
     """
 
-    _layout: ClassVar[hugging_face.Layout]
+    _layouts: ClassVar[tuple[hugging_face.Layout, ...]]
     config: Any
     positions: Tensor | None = None
     """Positions of the tokens, (T,) int64, in a process that has a part of a sequence; None for 0 to T - 1."""
@@ -186,7 +186,7 @@ class LanguageModel(nn.Module):
         cls, source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> Self:  # fmt: skip
-        """Build a model from Hugging Face weights: a GPT from GPT-2's, a Llama from Llama's.
+        """Build a model from Hugging Face weights: a GPT from GPT-2's, a Llama from Llama's and its kin's.
 
         Args:
             source: a folder with config.json and model.safetensors, or shards with their index, as written by
@@ -213,17 +213,17 @@ class LanguageModel(nn.Module):
                 kind = type(model).__name__
                 raise UnsupportedCase(f"{source} is a run of a {kind}: {kind}.from_pretrained opens it")
             return model if dtype is None else model.to(dtype)
-        return hugging_face.load(cls, source, cls._known_layout(), dtype, device)
+        return hugging_face.load(cls, source, cls._known_layouts(), dtype, device)
 
     @classmethod
-    def _known_layout(cls) -> hugging_face.Layout:
-        """Return the checkpoint format; raise UnsupportedCase for a model that has none."""
-        layout: hugging_face.Layout | None = getattr(cls, "_layout", None)
-        if layout is None:
+    def _known_layouts(cls) -> tuple[hugging_face.Layout, ...]:
+        """Return the checkpoint formats; raise UnsupportedCase for a model that has none."""
+        layouts: tuple[hugging_face.Layout, ...] = getattr(cls, "_layouts", ())
+        if not layouts:
             raise UnsupportedCase(
                 f"{cls.__name__} has no format of Hugging Face's: save its state_dict() and its config"
             )
-        return layout
+        return layouts
 
     @understood_arguments(save_directory="out")
     @renamed_arguments(path="out")
@@ -240,7 +240,7 @@ class LanguageModel(nn.Module):
                 then.
             OSError: the folder cannot be written.
         """
-        hugging_face.save(self, self.config, out, self._known_layout(), max_shard_bytes=max_shard_bytes)
+        hugging_face.save(self, self.config, out, self._known_layouts(), max_shard_bytes=max_shard_bytes)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------

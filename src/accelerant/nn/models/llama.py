@@ -1,5 +1,5 @@
 # ruff: noqa: D102  methods without a docstring are documented in LanguageModel
-"""Llama: a decoder-only transformer with rotary positions, grouped-query attention, RMS norms and gated MLPs.
+"""Llama and its kin: decoders with rotary positions, grouped-query attention, RMS norms and gated MLPs.
 
 h = embed[tokens];  h += attention(norm(h)), h += mlp(norm(h)) in each block;  logits = norm(h) @ head^T
 mlp(x) = (silu(x gate^T) * (x up^T)) down^T
@@ -7,13 +7,20 @@ mlp(x) = (silu(x gate^T) * (x up^T)) down^T
 Weights with the same input form one matrix: queries, keys and values in `qkv`, gate and up projections in `gate_up`.
 Training then multiplies larger matrices and decoding reads each input once.
 
-Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Grattafiori et al. 2024, arXiv:2407.21783, section 3.2.
+Qwen2 adds biases to queries, keys and values, Qwen3 an RMS norm of each head's queries and keys before the rotation,
+Mistral a window of visible keys.
+
+Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Grattafiori et al. 2024, arXiv:2407.21783, section 3.2;
+Jiang et al. 2023, arXiv:2310.06825, section 2; Yang et al. 2024, arXiv:2407.10671, section 2.2.1; Yang et al. 2025,
+arXiv:2505.09388, section 2.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,6 +42,7 @@ from accelerant.nn.models.language_model import (
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
+from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
     from accelerant.nn.serving.cache import PagedBatch, PagedCache
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
 @understood_arguments(
     num_hidden_layers="layers", num_attention_heads="heads", num_key_value_heads="kv_heads", hidden_size="width",
     intermediate_size="hidden", head_dim="head_width", max_position_embeddings="context", rope_theta="rope_base",
-    rms_norm_eps="eps", tie_word_embeddings="tied",
+    rms_norm_eps="eps", tie_word_embeddings="tied", sliding_window="window",
 )  # fmt: skip
 @dataclass(frozen=True, slots=True)
 class LlamaConfig(ModelConfig):
@@ -62,6 +70,9 @@ class LlamaConfig(ModelConfig):
         rope_scaling: scaling of the frequencies for a longer context; None for none.
         eps: added to the mean square in each norm.
         tied: whether the output layer shares the embedding's weight.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2.
+        qk_norm: whether the queries and keys of each head are normalized before the rotation, as in Qwen3.
+        window: number of keys that a query sees, its own included, as in Mistral; None for all of them.
     """
 
     vocab_size: int = 128256
@@ -76,6 +87,9 @@ class LlamaConfig(ModelConfig):
     rope_scaling: Llama3Scaling | None = Llama3Scaling()  # noqa: RUF009 - frozen
     eps: float = 1e-5
     tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         self.require_positive("vocab_size", "context", "layers", "heads", "kv_heads", "width", "hidden")
@@ -87,6 +101,8 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(f"LlamaConfig: heads must have an even width, got {self.head_size}")
         if self.rope_base <= 0:
             raise ConfigError(f"LlamaConfig.rope_base must be above 0, got {self.rope_base}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"LlamaConfig.window must be at least 1, got {self.window}")
 
     @property
     def head_size(self) -> int:
@@ -98,14 +114,40 @@ class LlamaConfig(ModelConfig):
 
 
 _FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  # of a Llama3Scaling, with the same names in config.json
+_LONGEST_CONTEXT = 2**24  # the rotary tables have a row for each token
 
 
-def _from_fields(fields: Fields, values: dict[str, Any]) -> LlamaConfig:
+def _from_fields(fields: Fields, values: dict[str, Any], **options: Any) -> LlamaConfig:
     optional = (("kv_heads", "num_key_value_heads", values["heads"]), ("head_width", "head_dim", None))
     for ours, name, default in optional:
+        missing = options.pop(ours, default)  # null stands for the first default, in every model type
+        default = default if name in fields else missing
         values[ours] = default if fields.get(name) is None else fields.read(name, int)
+    if not 1 <= values["context"] <= _LONGEST_CONTEXT:
+        raise fields.unsupported("max_position_embeddings", values["context"], f"1 to {_LONGEST_CONTEXT}")
     base, scaling = _rope_settings(fields)
-    return LlamaConfig(**values, rope_base=base, rope_scaling=scaling)
+    return LlamaConfig(**values, **options, rope_base=base, rope_scaling=scaling)
+
+
+def _mistral(fields: Fields, values: dict[str, Any]) -> LlamaConfig:
+    window = fields.read("sliding_window", int, 4096) if fields.get("sliding_window", 4096) is not None else None
+    return _from_fields(fields, values, window=window, kv_heads=8)
+
+
+def _qwen(fields: Fields, values: dict[str, Any], **options: Any) -> LlamaConfig:
+    """Return the config of a Qwen2 or Qwen3, all of whose layers have the same window or none."""
+    window = None
+    if fields.read("use_sliding_window", bool, False) and fields.get("sliding_window") is not None:
+        full = min(values["layers"], fields.read("max_window_layers", int, 28))
+        kinds = {"full_attention"} if full else set()
+        kinds |= {"sliding_attention"} if full < values["layers"] else set()
+        listed = fields.get("layer_types")
+        if listed is not None:
+            kinds = set(map(str, listed)) if isinstance(listed, list) else {clipped(listed)}
+        if len(kinds) != 1 or not kinds <= {"full_attention", "sliding_attention"}:
+            raise fields.unsupported("layer_types", sorted(kinds), "the same attention in every layer")
+        window = fields.read("sliding_window", int) if kinds == {"sliding_attention"} else None
+    return _from_fields(fields, values, window=window, **options)
 
 
 def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
@@ -115,6 +157,7 @@ def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
     rope = new if new is not None else old if old is not None else Fields({}, fields.origin)
     base = rope.read("rope_theta", float, fields.read("rope_theta", float, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    rope.require("partial_rotary_factor", 1.0, 1)
     if kind == "default":
         return base, None
     if kind != "llama3":
@@ -130,15 +173,17 @@ def _more_fields(config: LlamaConfig) -> dict[str, Any]:
     if scaling is not None:
         rope |= {name: getattr(scaling, name) for name in _FACTORS}
         rope["original_max_position_embeddings"] = scaling.original_context
+    windowed = config.window is not None
     return {
         "num_key_value_heads": config.kv_heads, "head_dim": config.head_size, "hidden_act": "silu",
         "attention_bias": False, "mlp_bias": False, "rope_parameters": rope, "rope_theta": config.rope_base,
-        "rope_scaling": None if scaling is None else rope,
+        "rope_scaling": None if scaling is None else rope, "sliding_window": config.window,
+        "use_sliding_window": windowed, "max_window_layers": 0 if windowed else config.layers,
     }  # fmt: skip
 
 
 def _parts(config: LlamaConfig) -> dict[str, tuple[Part, ...]]:
-    width, hidden = config.width, config.hidden
+    width, hidden, head = config.width, config.hidden, config.head_size
     q, kv = config.heads * config.head_size, config.kv_heads * config.head_size
     block: dict[str, dict[str, tuple[int, ...]]] = {
         "norm_1": {"input_layernorm": (width,)},
@@ -155,31 +200,68 @@ def _parts(config: LlamaConfig) -> dict[str, tuple[Part, ...]]:
         for ours, theirs in block.items():
             its = tuple(Part(f"layers.{i}.{name}.weight", shape) for name, shape in theirs.items())
             parts[f"blocks.{i}.{ours}.weight"] = its
+            if config.qkv_bias and ours == "attention.qkv":
+                biases = tuple(Part(f"layers.{i}.{name}.bias", shape[:1]) for name, shape in theirs.items())
+                parts[f"blocks.{i}.{ours}.bias"] = biases
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            name = f"layers.{i}.self_attn.{norm}.weight"
+            parts[f"blocks.{i}.attention.{norm}.weight"] = (Part(name, (head,)),)
     parts["norm.weight"] = (Part("norm.weight", (width,)),)
     if not config.tied:
         parts["lm_head.weight"] = (Part("lm_head.weight", (config.vocab_size, width)),)
     return parts
 
 
-LAYOUT = Layout(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    prefix="model.",
-    embedding="embed_tokens.weight",
-    fields={
-        "vocab_size": ("vocab_size", 32000), "context": ("max_position_embeddings", 2048),
-        "layers": ("num_hidden_layers", 32), "heads": ("num_attention_heads", 32), "width": ("hidden_size", 4096),
-        "hidden": ("intermediate_size", 11008), "eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False),
-    },
-    required={
-        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "pretraining_tp": (1,),
-        "is_causal": (True,),
-    },
-    from_fields=_from_fields,
-    more_fields=_more_fields,
-    parts=_parts,
-    ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # tables saved by older versions
+_FIELDS: dict[str, tuple[str, int | float | bool]] = {
+    "vocab_size": ("vocab_size", 32000), "context": ("max_position_embeddings", 2048),
+    "layers": ("num_hidden_layers", 32), "heads": ("num_attention_heads", 32), "width": ("hidden_size", 4096),
+    "hidden": ("intermediate_size", 11008), "eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False),
+}  # fmt: skip
+
+
+def _layout(
+    kind: str, architecture: str, from_fields: Callable[..., LlamaConfig], represents: Callable[[Any], bool],
+    **defaults: int,
+) -> Layout:  # fmt: skip
+    """Return the layout of a model type; `defaults` of config.json where they are not Llama's."""
+    return Layout(
+        model_type=kind,
+        architecture=architecture,
+        prefix="model.",
+        embedding="embed_tokens.weight",
+        fields={ours: (name, defaults.get(ours, default)) for ours, (name, default) in _FIELDS.items()},
+        required={
+            "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "pretraining_tp": (1,),
+            "is_causal": (True,), "partial_rotary_factor": (1.0, 1), "quantization_config": (None,),
+        },
+        from_fields=from_fields,
+        represents=represents,
+        more_fields=_more_fields,
+        parts=_parts,
+        ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # tables saved by older versions
+    )  # fmt: skip
+
+
+_QWEN = {"vocab_size": 151936, "hidden": 22016, "context": 32768}
+LAYOUTS = (
+    _layout(
+        "llama", "LlamaForCausalLM", _from_fields,
+        lambda c: not c.qkv_bias and not c.qk_norm and c.window is None,
+    ),
+    _layout(
+        "qwen2", "Qwen2ForCausalLM", partial(_qwen, qkv_bias=True, kv_heads=32),
+        lambda c: c.qkv_bias and not c.qk_norm, **_QWEN,
+    ),
+    _layout(
+        "qwen3", "Qwen3ForCausalLM", partial(_qwen, qk_norm=True, kv_heads=32, head_width=128),
+        lambda c: c.qk_norm and not c.qkv_bias, **_QWEN,
+    ),
+    _layout(
+        "mistral", "MistralForCausalLM", _mistral, lambda c: not c.qkv_bias and not c.qk_norm,
+        hidden=14336, context=131072,
+    ),
 )  # fmt: skip
+"""Llama's format and those of its kin."""
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -191,20 +273,29 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_size
-        self.qkv = Linear(config.width, (config.heads + 2 * config.kv_heads) * self.head_width, bias=False)
+        self.window = config.window
+        qkv = (config.heads + 2 * config.kv_heads) * self.head_width
+        self.qkv = Linear(config.width, qkv, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(self.head_width, eps=config.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_width, eps=config.eps) if config.qk_norm else None
         self.projection = Linear(config.heads * self.head_width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
         """Attend along the second dimension of x (B, T, width); `cache` is a cache and the layer's index in it."""
-        heads: Tensor = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_width).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x)))
         q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
         if cache is not None:
             cache[0].store_prompt(cache[1], k, v)
-        o = ops.attention(q, k, v, causal=True)
+        o = ops.attention(q, k, v, causal=True, window=None if self.window is None else self.window - 1)
         assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
         y: Tensor = self.projection(o.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width))
         return y
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (..., heads, head width), of qkv's result, normalized where they are."""
+        heads = qkv.unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_width))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
 
 
 class GatedMLP(nn.Module):
@@ -243,9 +334,9 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A Llama language model; `lm_head` is None if it is tied to `embed`, the embedding (vocab_size, width)."""
+    """A Llama, Qwen2, Qwen3 or Mistral; `lm_head` is None if tied to `embed`, the embedding (vocab_size, width)."""
 
-    _layout = LAYOUT
+    _layouts = LAYOUTS
     _layers: ClassVar[tuple[type, type]] = (LlamaAttention, GatedMLP)  # of which `decode` computes the same
     config: LlamaConfig
     blocks: Any  # an nn.ModuleList of LlamaBlock
@@ -282,6 +373,7 @@ class Llama(LanguageModel):
             type(block) is LlamaBlock
             and (type(block.attention), type(block.mlp)) == self._layers
             and type(block.norm_1) is type(block.norm_2) is RMSNorm
+            and type(block.attention.q_norm) is type(block.attention.k_norm) in (RMSNorm, type(None))
             for block in self.blocks
         )
         return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
@@ -304,8 +396,10 @@ class Llama(LanguageModel):
         lengths = cache.lengths + 1
         for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
             qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1)
+            if self.config.qk_norm:
+                qkv = torch.cat(block.attention.split(qkv), -2).flatten(1)
             q = append(qkv, cache.lengths, k, v, cos, sin)
-            o = ops.attention_decode(q, k, v, lengths)
+            o = ops.attention_decode(q, *_visible(k, v, lengths, self.config.window))
             s = self._joined(block.attention.projection, o.flatten(1), s)
             h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
             s = self._joined(block.mlp.down, h, s)
@@ -324,14 +418,15 @@ class Llama(LanguageModel):
         """
         s = self.embed(ids).to(self.activation_dtype())
         cos, sin = (table.index_select(0, positions) for table in self._rope_tables(s))
-        config = self.config
-        heads = (config.heads, config.kv_heads, config.kv_heads)
+        window = self.config.window
         for block, k_blocks, v_blocks in zip(self.blocks, cache.k, cache.v, strict=True):
             qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1)
-            q, k, v = qkv.view(len(ids), -1, config.head_size).split(heads, dim=1)
+            q, k, v = block.attention.split(qkv)
             q, k = (ops.rope(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1) for x in (q, k))
             ops.append_paged(k, v, k_blocks, v_blocks, batch.slots)
-            o = ops.attention_paged(q, k_blocks, v_blocks, batch.block_table, batch.lengths, batch.starts)
+            o = ops.attention_paged(
+                q, k_blocks, v_blocks, batch.block_table, batch.lengths, batch.starts, window=window
+            )
             s = self._joined(block.attention.projection, o.flatten(1), s)
             h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
             s = self._joined(block.mlp.down, h, s)
@@ -389,6 +484,16 @@ class Llama(LanguageModel):
         return tables
 
 
+def _visible(k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys and values that the last token of each sequence sees, and their number."""
+    if window is None or window >= k.shape[2]:
+        return k, v, lengths
+    starts = (lengths - window).clamp(min=0)
+    rows = (starts[:, None] + torch.arange(window, device=k.device))[:, None, :, None]
+    index = rows.long().expand(-1, k.shape[1], -1, k.shape[3])
+    return k.gather(2, index), v.gather(2, index), lengths - starts
+
+
 def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and that sum."""
     if residual is None:
@@ -404,13 +509,15 @@ def decode_linear(
 ) -> Tensor:
     """Apply a linear layer of a decoding step with its norm before and its SwiGLU or residual sum after.
 
-    One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias.
+    One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias in
+    addition to what follows it.
     """
     int8: Any = layer if isinstance(layer, LinearInt8) else None
     weight, scale = getattr(layer, "weight", None) if int8 is None else int8.weight_int8, None
     forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
     fused = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
-    fused = fused and getattr(layer, "bias", None) is None
+    bias: Tensor | None = getattr(layer, "bias", None)
+    fused = fused and (bias is None or (residual is None and not gated))
     if int8 is not None:
         fused = fused and not int8.dynamic
         scale = int8.scale
@@ -418,6 +525,8 @@ def decode_linear(
         weight = weight.to(x.dtype)
     if fused and isinstance(weight, Tensor):
         gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
+        if bias is not None:
+            residual = bias.to(x.dtype).expand(x.shape[0], -1).contiguous()
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
     y: Tensor = layer(x if norm is None else norm(x))
     if gated:

@@ -1,0 +1,190 @@
+"""The tokenizer of a model's folder: text to tokens and back, and the template of its conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.models.hugging_face import read_object
+from accelerant.runtime.bounded_template import BoundedTemplate
+from accelerant.runtime.files import clipped, decode_json, read_regular
+
+_MOST_BYTES = 1 << 28
+_MOST_HELD = 64  # tokens without a complete character after which the text so far is emitted
+
+
+class ModelTokenizer:
+    """The tokenizer of a folder in Hugging Face's format, as transformers reads it.
+
+    tokenizer.json, or vocab.json and merges.txt of a byte-level BPE; the chat template of chat_template.jinja or
+    tokenizer_config.json, rendered in a sandbox within a second.
+
+    Attributes:
+        size: number of tokens.
+        eos_ids: tokens that end a text: those of generation_config.json, else config.json, else tokenizer_config.json.
+        bos_id: the token that begins a text, or None.
+
+    Raises:
+        FormatError: a file is missing or malformed; it is named.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._inner = read_tokenizer(self.folder)
+        self.size = int(self._inner.get_vocab_size())
+        settings = self._object("tokenizer_config.json")
+        self._special = {
+            name: content
+            for name, value in {**self._object("special_tokens_map.json"), **settings}.items()
+            if name.endswith("_token") and isinstance(content := _content(value), str)
+        }
+        config = self._object("config.json")
+        ends = [each.get("eos_token_id") for each in (self._object("generation_config.json"), config)]
+        ends.append(self._id("eos_token"))
+        found = next((end for end in ends if end is not None), ())
+        self.eos_ids = tuple(end for end in (found if isinstance(found, list | tuple) else (found,)) if _is_id(end))
+        begin = self._id("bos_token")
+        self.bos_id = begin if begin is not None else next(filter(_is_id, (config.get("bos_token_id"),)), None)
+        self._template = self._chat_template(settings)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text, with those that begin a text unless `special` is False.
+
+        Raises ConfigError for half of a surrogate pair, which is no character.
+        """
+        try:
+            return list(self._inner.encode(text, add_special_tokens=special).ids)
+        except (UnicodeEncodeError, TypeError):
+            raise ConfigError(f"not a text of Unicode characters: {clipped(text)}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Return the tokens of a conversation; arguments and errors as for `chat_text`."""
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, special=False)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Return the text of a conversation by the folder's chat template.
+
+        Args:
+            messages: each with "role" and "content", and what else the template reads.
+            add_generation_prompt: whether to begin the assistant's answer.
+            variables: further values of the template, those of JSON.
+
+        Raises:
+            UnsupportedCase: the folder has no chat template.
+            ConfigError: the template refuses the messages.
+            FormatError: the template is malformed, reads files or needs too much memory.
+            TimeLimitExceeded: it does not end within a second.
+        """
+        if self._template is None:
+            raise UnsupportedCase(
+                f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+                "give a prompt as text"
+            )
+        values = {"tools": None, "documents": None, **self._special, **variables}
+        return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
+
+    def stream(self) -> TextStream:
+        """Return a decoder of tokens that come one by one."""
+        return TextStream(self)
+
+    def _id(self, name: str) -> int | None:
+        return None if name not in self._special else self._inner.token_to_id(self._special[name])
+
+    def _object(self, name: str) -> dict[str, Any]:
+        return read_object(self.folder / name) if (self.folder / name).is_file() else {}
+
+    def _chat_template(self, settings: Mapping[str, Any]) -> BoundedTemplate | None:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            try:
+                return BoundedTemplate(read_regular(path).decode(), str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise FormatError(f"cannot read {path}: {error}") from None
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+            template = template.get("default")
+        if template is None:
+            return None
+        origin = f"chat_template of {self.folder / 'tokenizer_config.json'}"
+        if not isinstance(template, str):
+            raise FormatError(f"{origin} must be a text, got {clipped(template)}")
+        return BoundedTemplate(template, origin)
+
+
+class TextStream:
+    """Decodes tokens one by one; the parts together are what `decode` gives for all of them.
+
+    A character whose bytes are not all there yet is held back, but at most 64 tokens.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the last tokens of which text was emitted, then those that are held back
+        self._emitted = 0  # of these tokens
+
+    def push(self, token: int) -> str:
+        """Return the text that a token completes, perhaps none."""
+        self._ids.append(token)
+        if len(self._ids) - self._emitted < _MOST_HELD and self._new().endswith("\ufffd"):
+            return ""
+        return self.flush()
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        text = self._new()
+        if text:  # tokens without text stay in front of the next, whose spaces depend on what is before
+            self._ids = self._ids[self._emitted :]
+            self._emitted = len(self._ids)
+        elif len(self._ids) - self._emitted >= _MOST_HELD:
+            del self._ids[self._emitted :]
+        return text
+
+    def _new(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._emitted])
+        return self._tokenizer.decode(self._ids)[len(before) :]
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder, an object of the package tokenizers; FormatError if there is none."""
+    import tokenizers
+
+    path, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
+    try:
+        if path.is_file():
+            text = read_regular(path, _MOST_BYTES).decode()
+            if not isinstance(decode_json(text), dict):
+                raise ValueError("it must hold an object")
+            found: Any = tokenizers.Tokenizer.from_str(text)
+        elif all(part.is_file() for part in parts):
+            found = tokenizers.ByteLevelBPETokenizer(*map(str, parts))
+        else:
+            raise FileNotFoundError("there is none")
+    except Exception as error:  # noqa: BLE001  the library raises bare Exception
+        raise FormatError(
+            f"cannot read the tokenizer {path}: {str(error)[:300]}; write it with transformers: "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
+        ) from None
+    found.no_truncation()  # a file may ask for what was useful in its training
+    found.no_padding()
+    return found
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a special token, which is a text or an object that has it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
