@@ -71,9 +71,14 @@ def test_a_row_is_the_same_in_any_company(rng, record_property, way):
     record_property("examples", count)
     for _ in range(count):
         Hkv = rng.choice([1, 2])
-        sizes = {"Hq": Hkv * rng.choice([1, 3, 4]), "Hkv": Hkv, "D": rng.choice([8, 64]), "block": rng.choice([4, 16])}
+        sizes = {
+            "Hq": Hkv * rng.choice([1, 3, 4]),
+            "Hkv": Hkv,
+            "D": rng.choice([1, 8, 10, 64]),
+            "block": rng.choice([4, 16]),
+        }
         options = {"window": rng.choice([None, 20]), "softcap": rng.choice([None, 5.0])}
-        lengths, _ = drawn(rng, 4, most=rng.choice([70, 330]))
+        lengths, _ = drawn(rng, 4, most=rng.choice([70, 210, 330]))
         q, k, v, table, whole, starts = call_of(lengths, lengths, **sizes)
         expected = ops.attention_paged(q, k, v, table, whole, starts, **options)
         for row, length in enumerate(lengths):

@@ -21,14 +21,14 @@ from accelerant.ops.attention.op import check_heads, checked, options_of, shapes
 from accelerant.ops.decode.op import attention_paged_reference
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-KEY_TILE = 256
-"""Keys that are summed as one product; MKL splits longer sums into parts that depend on the length."""
+KEY_TILE = 128
+"""Keys that are summed as one product; MKL splits longer sums into parts that depend on the length, from 256 on."""
 
 _SHORT_TILE = 64
 """Lengths up to KEY_TILE are padded to a multiple of this: products of such lengths are one chain of sums."""
 
 _QUERY_ROWS = 4
-"""Rows of a product are padded to a multiple of this: MKL has other kernels, which sum in another order, for fewer."""
+"""Rows and columns of a product are padded to a multiple of this: MKL sums what is left over in another order."""
 
 _QUERIES = 64
 """Tokens of a prompt that are computed at once, which bounds the memory of the scores."""
@@ -98,11 +98,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, 
     weights = torch.softmax(scores, -1)
     blind = hidden.all(1)  # keys that no query sees may hold anything, NaN too
     values = values.masked_fill(blind[..., None, None], 0).transpose(1, 2).reshape(rows * Hkv, L, D)
+    values = torch.nn.functional.pad(values, (0, -D % _QUERY_ROWS))
     weights = weights.view(rows, Hkv, -1, L).masked_fill(blind[:, None, None], 0).view(rows * Hkv, -1, L)
     o = torch.bmm(weights[..., :KEY_TILE], values[:, :KEY_TILE])
     for at in range(KEY_TILE, L, KEY_TILE):
         o += torch.bmm(weights[..., at : at + KEY_TILE], values[:, at : at + KEY_TILE])
-    o = o[:, :lines].view(rows, Hkv, -1, count, D).permute(0, 3, 1, 2, 4)
+    o = o[:, :lines, :D].reshape(rows, Hkv, -1, count, D).permute(0, 3, 1, 2, 4)
     none = hidden.all(-1)[..., None, None, None]
     return o.masked_fill(none, 0).reshape(rows, count, Hq, D)
 
