@@ -125,6 +125,12 @@ def has_matrix_tiles() -> bool:
     return " amx_bf16" in _cpuinfo()
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor has products of bfloat16; False where that is not known."""
+    return any(f" {flag}" in _cpuinfo() for flag in ("amx_bf16", "avx512_bf16"))
+
+
 _VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "sve": 128, "asimd": 128}
 _MATRIX_FLAGS = {
     "amx_bf16": "bfloat16", "avx512_bf16": "bfloat16", "bf16": "bfloat16", "amx_int8": "int8", "avx512_vnni": "int8",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops import _rows
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import FLOATING, name_of, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
@@ -209,9 +210,12 @@ def _torch_linear(
     gated: bool,
 ) -> Tensor:  # fmt: skip
     h = x if norm is None else F.rms_norm(x, norm.shape, norm.to(x.dtype), eps)
-    z = F.linear(h, weight.to(h.dtype))
-    if scale is not None:
-        z = (z.to(torch.promote_types(z.dtype, torch.float32)) * scale).to(h.dtype)
+    if scale is not None and h.is_cpu and h.dtype != torch.float64:
+        z = _rows.products(h, weight, scale).to(h.dtype)
+    else:
+        z = F.linear(h, weight.to(h.dtype))
+        if scale is not None:
+            z = (z.to(torch.promote_types(z.dtype, torch.float32)) * scale).to(h.dtype)
     if gated:
         gate, up = z.chunk(2, -1)
         z = F.silu(gate) * up

@@ -17,6 +17,8 @@ def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> SampleInpu
     return SampleInput(name, ((*rows, K), weight, (N,), (N,) if bias else None), {"dynamic": dynamic})
 
 
+RUNS = ("llvm",)
+
 SAMPLES = (
     _sample(3, 4, 5), _sample(1, 1, 1), _sample(2, 3, 6, bias=False), _sample(1, 37, 9), _sample(0, 4, 5),
     _sample(3, 0, 4), _sample(4, 3, 0), _sample(5, 6), _sample(2, 3, 4, 5, bias=False), _sample(1, 64, 48),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
+from accelerant.ops import _rows
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, is_hopper, load, refuses_device
 from accelerant.ops._launch import ceil_div, multiprocessors, triton_operation
@@ -28,6 +29,7 @@ from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_ro
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.host import multiplies_bfloat16
 
 # --- the kernel for Hopper (hopper.cu), for one row of x: bound by reading the weight ---------------------------------
 
@@ -479,6 +481,29 @@ def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     return launch_dynamic(q, x_scale, weight, scale, bias, x.dtype)
 
 
+_FEW_ON_CPU = 32
+"""Up to this many rows in bfloat16 the conversion of the weight takes more time than oneDNN's products save."""
+
+
+_CONVERTED = 2**20
+"""Weights that are converted at a time: a copy of all of them would be new pages of memory in each call."""
+
+
+def _refuses_llvm(case: Case) -> str | None:
+    if case.device.type != "cpu":
+        return f"is for a CPU, not {case.device.type}"
+    if case.dtype == torch.float64 or "dynamic" in case.options:
+        return "multiplies in float32 only"
+    if case.dtype == torch.bfloat16 and case.shape[0] > _FEW_ON_CPU and multiplies_bfloat16():
+        return f"more than {_FEW_ON_CPU} rows of bfloat16 are left to oneDNN, with a converted weight"
+    return None
+
+
+def _llvm_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+    y = _rows.products(x, weight, scale)
+    return (y if bias is None else y.add_(bias.detach())).to(x.dtype)
+
+
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     with torch.no_grad():
         if not dynamic and (x.dtype == torch.float16 or x.device.type != "cpu"):
@@ -489,7 +514,9 @@ def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
             q, x_scale = quantize_rows(x, 1)
             y = _integer_product(q, weight).to(wide) * x_scale[:, None] * scale
         else:  # scaling y is cheaper than scaling the weight; not in float16, which could overflow before the scale
-            y = functional.linear(x, weight.to(x.dtype)).to(wide) * scale
+            parts = weight.split(max(1, _CONVERTED // (weight.shape[1] or 1)))
+            products = [functional.linear(x, part.to(x.dtype)) for part in parts]
+            y = (products[0] if len(parts) == 1 else torch.cat(products, -1)).to(wide) * scale
         return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -568,6 +595,7 @@ _fwd = Operation(
     (
         Implementation("hopper", launch_hopper, refuses=refuses_row, own=True),
         Implementation("triton", _triton_forward, refuses=_refuses, own=True),
+        Implementation("llvm", _llvm_forward, refuses=_refuses_llvm, own=True),
         Implementation("torch", _torch_forward),
     ),
     cost=_forward_cost,
