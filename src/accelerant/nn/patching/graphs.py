@@ -41,7 +41,7 @@ from accelerant.runtime.streams.graphs import ahead_of_capture
 EAGER_CALLS = 3  # of a key before its capture: they compile kernels, and show what a replay would not do
 MOST_GRAPHS = 32  # at one time
 _IDLE_CALLS = 64  # calls without a replay after which another key may take the place of a captured one
-_MOST_KEYS = 64  # keys whose calls are counted
+_SOME_KEYS, _MOST_KEYS = 3, 64  # keys after which a new one is not watched at once; keys whose calls are counted
 _CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
 _LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
 _LAPS, _GAIN = 5, 0.97  # after so many replays their fastest step may take this much of the fastest eager one
@@ -195,6 +195,7 @@ class _Line:
         self.lengths, self.pool = Lengths(limit), capture.Pool()
         self.padding: Padding | None = None  # known since it was tried
         self.rehearsed = False  # whether a call of an aligned length ran as in a capture: others load the same kernels
+        self.met = False  # whether a call ran that was not watched
         self.meetings = 0  # calls that could not run because one of another length was not over
 
     def held_bytes(self) -> int:
@@ -318,6 +319,12 @@ class Graphs:
             self._refuse(model, str(reason))
             return self._run_eagerly(model, args, kwargs)
         if captured is None:
+            line, waiting = self._line(request.kind), sum(not each.graphs for each in self._lines.values())
+            if request.call is None and not line.trials and not line.met and waiting > _SOME_KEYS:
+                line.met = True  # where sizes keep changing, one is watched once it comes again
+                self._report.graphs["eager: before the capture"] += 1
+                self._laps = None
+                return self._run_eagerly(model, args, kwargs)
             return self._warm_up(model, args, kwargs, request)
         self._report.graphs["replayed"] += 1
         self._credit = min(self._credit + 2, _CREDIT)

@@ -78,6 +78,8 @@ class HostWork:
         def repeat(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             host = self._copied(func, args, kwargs)
             kept = None if host is None else self._constants.get(_content(host))
+            if kept is None and host is not None and host.numel() == 1:  # only calls in a capture make this copy
+                return torch.full(host.shape, host.item(), dtype=host.dtype, device=self._device)
             return func(*self._indexed(func, args, note=False), **kwargs) if kept is None else kept.clone()
 
         with torch.random.fork_rng(devices=(), enabled=self.draws > 0), _Calls(repeat):
