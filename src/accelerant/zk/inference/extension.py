@@ -12,10 +12,12 @@ from accelerant.algebra.field import launch
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.launch import transform
-from accelerant.zk.inference.protocol import LOG_RATE, Element, P
+from accelerant.zk.inference.protocol import LOG_RATE, Element, P, root_of_unity
 
 Words = npt.NDArray[np.uint64]
 FIELD = field_of("goldilocks")
+_PART = 1 << 20
+"""Products of a dot that are copied and summed at a time."""
 
 
 def base(op: str, x: Words, y: Words | np.uint64) -> Words:
@@ -58,9 +60,20 @@ def total(x: Words) -> Words:
 
 
 def dot(x: Words, y: Words) -> Words:
-    """Return the sums of the products in F along the last axis; shapes broadcast."""
+    """Return the sums of the products in F along the last of at least two axes; shapes broadcast, in parts of rows."""
     x, y = np.broadcast_arrays(x, y)
-    z: Words = launch.dotted(HOST, FIELD, np.ascontiguousarray(x), np.ascontiguousarray(y), "canonical")
+    sums = np.empty(x.shape[:-1], np.uint64)
+    step = max(1, _PART // x.shape[-1])
+    for at in range(0, x.shape[-2], step):
+        pair = (np.ascontiguousarray(each[..., at : at + step, :]) for each in (x, y))
+        sums[..., at : at + step] = launch.dotted(HOST, FIELD, *pair, "canonical")
+    return sums
+
+
+def encode_coset(message: Words, coset: int) -> Words:
+    """Return every fourth entry of `encode`, from that of this number: a transform without the padding."""
+    generator = pow(root_of_unity((message.shape[-1] << LOG_RATE).bit_length() - 1), coset, P)
+    z: Words = transform(HOST, FIELD, message, inverse=False, coset=generator, order="natural", out=None)
     return z
 
 
@@ -84,8 +97,9 @@ def lifted(x: Words) -> Words:
 
 def words(x: npt.NDArray[Any]) -> Words:
     """Return signed integers modulo p."""
-    x = x.astype(np.int64)
-    return np.where(x < 0, x.astype(np.uint64) + np.uint64(P), x.astype(np.uint64))
+    z = x.astype(np.int64).view(np.uint64)
+    z[x < 0] += np.uint64(P)
+    return z
 
 
 def eq_table(point: Sequence[Element]) -> Words:

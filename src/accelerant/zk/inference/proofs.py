@@ -8,6 +8,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,8 @@ from accelerant.zk.inference.prover import (
 )
 from accelerant.zk.inference.verifier import Commitment, check_commitment, check_inference
 
+_INVERTED = 1 << 18
+"""Denominators that are inverted at a time."""
 _SATURATED, _TABLES = 512, 1022
 """Rows of table_rows where (255, d) with d > 0 and the tables of activations begin."""
 
@@ -111,8 +114,10 @@ class Prover:
         public = self.network.network
         self.layout = WeightLayout(public)
         values = self._byte_table()
-        self._weights = CommittedTable(ext.words(values), self.layout.log_rows)
-        self.commitment = ModelCommitment(self._commitment(public, values))
+        counts = np.bincount(values, minlength=256).astype(np.uint64)
+        self._weights = CommittedTable(ext.words(values), self.layout.log_rows, keep=True)
+        del values
+        self.commitment = ModelCommitment(self._commitment(public, counts))
 
     def __repr__(self) -> str:
         return f"Prover({self.network.network.widths}, {self.commitment.digest.hex()[:16]})"
@@ -128,18 +133,21 @@ class Prover:
                 values[at:][: len(block)] = block >> 8 * byte & 255
         return values
 
-    def _commitment(self, public: Network, values: npt.NDArray[np.int64]) -> bytes:
+    def _commitment(self, public: Network, counts: Words) -> bytes:
         """Return the commitment with its range proof; see verifier.check_commitment."""
         root, layout = self._weights.tree.root, self.layout
         header = COMMITMENT_HEADER + public.encode() + root
         speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root)
-        counts = np.bincount(values, minlength=256).astype(np.uint64)
         multiplicities = CommittedTable(counts, layout.log_rows)
         speaker.send(multiplicities.tree.root)
         alpha, _ = speaker.challenges(2)
-        denominators = ext.sub(ext.constant(alpha, 1), ext.lifted(ext.words(values)))
-        lookups = Lookups(speaker, alpha, (0, 0), denominators, counts, ([], 8), layout.log_rows)
-        value = values_at(ext.words(values)[None], lookups.show_queries())
+        values = self._weights.values.reshape(-1)[: 1 << layout.log_size]
+
+        def denominators(part: slice) -> Words:
+            return ext.sub(ext.constant(alpha, 1), ext.lifted(values[part]))
+
+        lookups = Lookups(speaker, alpha, (0, 0), denominators, layout.log_size, counts, ([], 8), layout.log_rows)
+        value = values_at(values[None], lookups.show_queries())
         speaker.send_elements(value)
         claims = [Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
         stack = Stack(layout.log_rows, [layout.log_size, 8, lookups.log_size])
@@ -156,34 +164,39 @@ class Lookups:
     """The two sides of a lookup argument: h = 1/den of the queries, h = multiplicity/den of the table's rows."""
 
     def __init__(
-        self, speaker: Speaker, alpha: Element, beta: Element, denominators: Words, counts: Words,
-        table: tuple[list[bytes], int], log_rows: int,
+        self, speaker: Speaker, alpha: Element, beta: Element, denominators: Callable[[slice], Words], log_queries: int,
+        counts: Words, table: tuple[list[bytes], int], log_rows: int,
     ) -> None:  # fmt: skip
         """Commit to h and send its sum; alpha and beta are of fingerprints, `table` takes table_rows."""
         self.speaker, self.counts, self.denominators = speaker, counts, denominators
         a, b, tag = (ext.lifted(np.array(column, np.uint64)) for column in table_rows(*table))
-        self.table = fingerprint(alpha, beta, a, b, tag)
-        self.h = ext.inverse(denominators)
-        self.h_table = ext.base("mul", ext.inverse(self.table), counts)
-        offsets, self.log_size = blocks([log2_ceil(self.h.shape[1])] * 2 + [table[1]] * 2)
+        self.table, size = fingerprint(alpha, beta, a, b, tag), 1 << log_queries
+        self.offsets, self.log_size = blocks([log_queries] * 2 + [table[1]] * 2)
         values = np.zeros(1 << self.log_size, np.uint64)
-        for at, part in zip(offsets, (*self.h, *self.h_table), strict=True):
-            values[at : at + len(part)] = part
-        self.offsets, self.committed = offsets, CommittedTable(values, log_rows)
+        sizes = [size] * 2 + [len(counts)] * 2
+        parts = [values[at : at + length] for at, length in zip(self.offsets, sizes, strict=True)]
+        self.h, self.h_table = parts[:2], parts[2:]
+        sums = []
+        for part in (slice(at, min(at + _INVERTED, size)) for at in range(0, size, _INVERTED)):
+            inverses = ext.inverse(denominators(part))
+            self.h[0][part], self.h[1][part] = inverses
+            sums.append(ext.total(inverses))
+        self.h_table[0][:], self.h_table[1][:] = ext.base("mul", ext.inverse(self.table), counts)
+        self.committed = CommittedTable(values, log_rows)
         speaker.send(self.committed.tree.root)
-        speaker.send_elements(ext.total(self.h)[:, None])
+        speaker.send_elements(ext.total(np.stack(sums, axis=-1))[:, None])
 
     def show_queries(self) -> list[Element]:
         """Show the queries' side, and return its point."""
-        ones = np.zeros_like(self.h)
-        ones[0] = 1
-        self.point, self.parts = send_fractions(self.speaker, self.h, self.denominators, ones)
+        self.point, values = send_fractions(self.speaker, self.h, self.denominators, None)
+        self.parts = self.speaker.send_elements(values)
         return self.point
 
     def show_table(self, source: int, offset: int) -> list[Claim]:
         """Show the table's side, and return the claim on the multiplicities, which are there."""
-        numerator = ext.lifted(self.counts)
-        self.table_point, self.table_parts = send_fractions(self.speaker, self.h_table, self.table, numerator)
+        table = self.table
+        self.table_point, values = send_fractions(self.speaker, self.h_table, lambda of: table[:, of], self.counts)
+        self.table_parts = self.speaker.send_elements(values)
         value = self.speaker.send_elements(values_at(self.counts[None], self.table_point))
         return [Claim(source, offset, self.table_point, value[0])]
 
@@ -224,15 +237,16 @@ class InferenceProof:
         columns = self.columns()
         counts = np.bincount(self.table_indices(columns).reshape(-1), minlength=1 << layout.log_table).astype(np.uint64)
         self.values = ext.words(columns)
-        table = np.zeros(1 << layout.log_size, np.uint64)
+        committed = np.zeros(1 << layout.log_size, np.uint64)
         for at, values in zip([*layout.columns, layout.multiplicities], [*self.values, counts], strict=True):
-            table[at : at + len(values)] = values
-        witness = CommittedTable(table, log_rows)
+            committed[at : at + len(values)] = values
+        witness = CommittedTable(committed, log_rows)
         speaker.send(self.padded_output.tobytes())
         speaker.send(witness.tree.root)
         alpha, beta = speaker.challenges(2)
         denominators = self.denominators(alpha, beta)
-        lookups = Lookups(speaker, alpha, beta, denominators, counts, (layout.tables, layout.log_table), log_rows)
+        table = layout.tables, layout.log_table
+        lookups = Lookups(speaker, alpha, beta, denominators, layout.log_rows + 3, counts, table, log_rows)
         rows = lookups.show_queries()[: layout.log_rows]
         sent = speaker.send_elements(values_at(self.values, rows))
         claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
@@ -269,14 +283,21 @@ class InferenceProof:
             (*columns[:3], *np.where(d == 0, 256 + u, excess), _TABLES + 256 * (self.tags() - 2) + u, 0 * u)
         )
 
-    def denominators(self, alpha: Element, beta: Element) -> Words:
-        """Return alpha - fingerprint of each query, (2, 8 rows)."""
-        u, zeros = self.values[6], np.zeros_like(self.values[0])
-        ones, tags = zeros + np.uint64(1), self.tags().astype(np.uint64)
-        a = np.stack((*self.values[:6], u, zeros))
-        b = np.stack((zeros, zeros, zeros, u, u, u, self.values[7], zeros))
-        tag = np.stack((zeros, zeros, zeros, ones, ones, ones, tags, zeros))
-        return fingerprint(alpha, beta, *(ext.lifted(each.reshape(-1)) for each in (a, b, tag)))
+    def denominators(self, alpha: Element, beta: Element) -> Callable[[slice], Words]:
+        """Return a function that returns alpha - fingerprint of a slice of the 8 rows queries, (2, n)."""
+        rows = self.values.shape[1]
+        ones = np.ones(rows, np.uint64)
+        table = np.stack((*self.values, 0 * ones, ones, self.tags().astype(np.uint64)))
+        zero, one, tag, u, y = 8, 9, 10, 6, 7
+        columns = np.array([
+            [0, 1, 2, 3, 4, 5, u, zero], [zero] * 3 + [u] * 3 + [y, zero], [zero] * 3 + [one] * 3 + [tag, zero],
+        ])  # fmt: skip
+
+        def part(of: slice) -> Words:
+            kind, row = np.divmod(np.arange(of.start, of.stop), rows)
+            return fingerprint(alpha, beta, *(ext.lifted(table[each[kind], row]) for each in columns))
+
+        return part
 
     def show_layer(self, index: int) -> list[Claim]:
         """Show equation (1) of a layer at a random z; see verifier.check_layer."""

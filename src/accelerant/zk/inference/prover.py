@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from accelerant.zk.inference.protocol import (
     LOG_ARITY,
     LOG_CAP,
     LOG_FINAL,
+    LOG_RATE,
     Claim,
     Element,
     Stack,
@@ -23,8 +25,15 @@ from accelerant.zk.inference.protocol import (
 
 Combine = Callable[[Words], Words]
 
-_CHUNK = 1 << 14
+Digests = npt.NDArray[np.uint8]
+
+_LOG_CHUNK = 15
+_CHUNK = 1 << _LOG_CHUNK
 """Entries of tables that a round of a sumcheck takes at a time, so that its temporaries stay in the cache."""
+_ENCODED = 1 << 20
+"""Entries of a table that are encoded at a time."""
+_KEPT = 1 << 22
+"""Entries of a table whose code, of four times as many words, is kept from the commitment to the openings."""
 
 
 class Speaker(Transcript):
@@ -55,68 +64,127 @@ def words_to_bytes(words: npt.NDArray[np.uint64]) -> bytes:
     return np.ascontiguousarray(words).astype("<u8", copy=False).tobytes()
 
 
-class MerkleTree:
-    """A Merkle tree of equal leaves, a power of two of them; see verifier.Tree."""
+def digests(leaves: Words) -> Digests:
+    """Return the hashes of leaves, each a row of words."""
+    data, size, digest = (
+        memoryview(leaves.astype("<u8", copy=False).reshape(-1)).cast("B"),
+        8 * leaves.shape[1],
+        hashlib.sha256,
+    )
+    joined = b"".join([digest(b"leaf" + data[at : at + size]).digest() for at in range(0, len(data), size)])
+    return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
-    def __init__(self, leaves: Words) -> None:
-        """Hash rows of words."""
-        rows, digest = np.ascontiguousarray(leaves).astype("<u8", copy=False), hashlib.sha256
-        self.count, self.data = len(rows), rows.reshape(-1).data.cast("B")
-        self.leaf_bytes = len(self.data) // self.count
-        level = [digest(b"leaf" + self.leaf(i)).digest() for i in range(self.count)]
-        self.levels = [level]
+
+class MerkleTree:
+    """A Merkle tree of a power of two of leaves; see verifier.Tree."""
+
+    def __init__(self, level: Digests) -> None:
+        """Hash the digests of the leaves to the level that proofs contain."""
+        self.levels, digest = [level], hashlib.sha256
         while len(level) > 1 << LOG_CAP:
-            level = [digest(b"node" + level[i] + level[i + 1]).digest() for i in range(0, len(level), 2)]
+            data = level.tobytes()
+            joined = b"".join([digest(b"node" + data[at : at + 64]).digest() for at in range(0, len(data), 64)])
+            level = np.frombuffer(joined, np.uint8).reshape(-1, 32)
             self.levels.append(level)
-        self.cap = b"".join(level)
+        self.cap = level.tobytes()
         self.root = sha256(b"cap", self.cap)
 
-    def leaf(self, index: int) -> memoryview:
-        """Return the bytes of a leaf."""
-        return self.data[index * self.leaf_bytes : (index + 1) * self.leaf_bytes]
+    def path(self, index: int) -> bytes:
+        """Return the hashes that lead from a leaf to the level that proofs contain."""
+        return b"".join([level[(index >> k) ^ 1].tobytes() for k, level in enumerate(self.levels[:-1])])
 
-    def opening(self, index: int) -> bytes:
-        """Return a leaf and its path."""
-        path = [level[(index >> k) ^ 1] for k, level in enumerate(self.levels[:-1])]
-        return b"".join([self.leaf(index), *path])
+
+class FoldedCode:
+    """A codeword over K with a Merkle tree, whose leaves have the values that are folded to one."""
+
+    def __init__(self, message: Words) -> None:
+        values = ext.encode(message).reshape(2, 1 << LOG_ARITY, -1)
+        self.leaves = np.ascontiguousarray(values.transpose(2, 1, 0)).reshape(-1, 2 << LOG_ARITY)
+        self.tree = MerkleTree(digests(self.leaves))
+
+    def openings(self, positions: Sequence[int]) -> list[bytes]:
+        """Return the leaf and path of each position."""
+        indices = [position % len(self.leaves) for position in positions]
+        return [words_to_bytes(self.leaves[i]) + self.tree.path(i) for i in indices]
 
 
 class CommittedTable:
-    """A table over F, padded by zeros to whole columns of 2^log_rows rows, with the Merkle tree of its code."""
+    """A table over F, padded by zeros to whole columns of 2^log_rows rows, with the Merkle tree of its code.
 
-    def __init__(self, values: Words, log_rows: int) -> None:
+    The code is made, and without `keep` made again for openings, a coset at a time, that is a quarter of it.
+    """
+
+    def __init__(self, values: Words, log_rows: int, *, keep: bool = False) -> None:
         count = max(1, -(-len(values) >> log_rows))
-        self.values = np.zeros((count, 1 << log_rows), np.uint64)
-        self.values.reshape(-1)[: len(values)] = values
-        self.tree = MerkleTree(ext.encode(self.values).T)
+        if len(values) < count << log_rows:
+            values = np.pad(values, (0, (count << log_rows) - len(values)))
+        self.values = values.reshape(count, 1 << log_rows)
+        level = np.empty((1 << log_rows + LOG_RATE, 32), np.uint8)
+        self._kept = []
+        for coset in range(1 << LOG_RATE):
+            leaves = self._leaves(coset)
+            level[coset :: 1 << LOG_RATE] = digests(leaves)
+            if keep or values.size <= _KEPT:
+                self._kept.append(leaves)
+        self.tree = MerkleTree(level)
+
+    def _leaves(self, coset: int) -> Words:
+        """Return a row for each position of a coset; columns are encoded a few at a time, in memory that is reused."""
+        count, rows = self.values.shape
+        leaves, step = np.empty((rows, count), np.uint64), max(1, _ENCODED // rows)
+        for at in range(0, count, step):
+            leaves[:, at : at + step] = ext.encode_coset(self.values[at : at + step], coset).T
+        return leaves
+
+    def openings(self, positions: Sequence[int]) -> list[bytes]:
+        """Return the leaf and path of each position."""
+        found = [b""] * len(positions)
+        for coset in range(1 << LOG_RATE):
+            leaves = self._kept[coset] if self._kept else self._leaves(coset)
+            for i, position in enumerate(positions):
+                if position % (1 << LOG_RATE) == coset:
+                    found[i] = words_to_bytes(leaves[position >> LOG_RATE]) + self.tree.path(position)
+        return found
 
 
-def sumcheck_round(speaker: Speaker, tables: Words, degree: int, combine: Combine) -> tuple[Element, Words]:
+class Computed:
+    """Tables (2, k, n) of a sumcheck's first round, of which `part` computes a slice; none is ever whole."""
+
+    def __init__(self, shape: tuple[int, int, int], part: Callable[[slice], Words]) -> None:
+        self.shape, self._part = shape, part
+
+    def __getitem__(self, key: tuple[EllipsisType, slice]) -> Words:
+        return self._part(key[1])
+
+
+def sumcheck_round(speaker: Speaker, tables: Words | Computed, degree: int, combine: Combine) -> tuple[Element, Words]:
     """Send g(0), g(2), ..., g(degree) for tables (2, k, n), of which `combine` is summed; bind the last bit."""
-    half = tables.shape[-1] // 2
-    parts = [slice(at, at + _CHUNK) for at in range(0, half, _CHUNK)]
-    low, high, sums = tables[..., 0::2], tables[..., 1::2], []
+    size, sums = tables.shape[-1], []
+    parts = [slice(at, min(at + _CHUNK, size)) for at in range(0, size, _CHUNK)]
     for part in parts:
-        at, step, points = high[..., part], ext.sub(high[..., part], low[..., part]), [low[..., part]]
+        both = tables[..., part]
+        at, points = both[..., 1::2], [both[..., 0::2]]
+        step = ext.sub(at, points[0])
         for _ in range(degree - 1):
             at = ext.add(at, step)
             points.append(at)
         sums.append(ext.total(combine(np.stack(points, axis=2))))
     speaker.send_elements(ext.total(np.stack(sums, axis=-1)))
-    z, bound = speaker.challenge(), np.empty((*tables.shape[:-1], half), np.uint64)
+    z, bound = speaker.challenge(), np.empty((*tables.shape[:-1], size // 2), np.uint64)
     for part in parts:
-        step = ext.sub(high[..., part], low[..., part])
-        bound[..., part] = ext.add(low[..., part], ext.mul(step, ext.constant(z, 2)))
+        both = tables[..., part]
+        low, high = both[..., 0::2], both[..., 1::2]
+        bound[..., part.start // 2 : part.stop // 2] = ext.add(low, ext.mul(ext.sub(high, low), ext.constant(z, 2)))
     return z, bound
 
 
-def sumcheck(speaker: Speaker, tables: Words, degree: int, combine: Combine) -> tuple[list[Element], Words]:
+def sumcheck(speaker: Speaker, tables: Words | Computed, degree: int, combine: Combine) -> tuple[list[Element], Words]:
     """Send a whole sumcheck; return its point and the values of the tables there, (2, k)."""
     point = []
     while tables.shape[-1] > 1:
         z, tables = sumcheck_round(speaker, tables, degree, combine)
         point.append(z)
-    return point, tables[..., 0]
+    return point, tables[..., slice(0, 1)][..., 0]
 
 
 def multiplied(tables: Words) -> Words:
@@ -128,24 +196,37 @@ def multiplied(tables: Words) -> Words:
 
 
 def send_fractions(
-    speaker: Speaker, h: Words, denominator: Words, numerator: Words
-) -> tuple[list[Element], list[Element]]:
-    """Show h den = num and the sum of h; return the point, and the values of h's two tables over F there."""
-    log_size = h.shape[-1].bit_length() - 1
+    speaker: Speaker, h: Sequence[Words], denominators: Callable[[slice], Words], numerator: Words | None
+) -> tuple[list[Element], Words]:
+    """Show h den = num, by default 1, and the sum of h, whose two tables over F are given.
+
+    Return the point, and the values of both there.
+    """
+    size = len(h[0])
+    log_size = size.bit_length() - 1
     z, delta = speaker.challenges(log_size), ext.constant(speaker.challenge(), 2)
+    low, high = ext.eq_table(z[:_LOG_CHUNK]), ext.eq_table(z[_LOG_CHUNK:])
+
+    def part(of: slice) -> Words:
+        equal = ext.mul(low, high[:, of.start >> _LOG_CHUNK, None])
+        tables = [equal, np.stack([each[of] for each in h]), denominators(of)]
+        return np.stack(tables if numerator is None else [*tables, ext.lifted(numerator[of])], axis=1)
 
     def terms(tables: Words) -> Words:
-        equal, h, den, num = (tables[:, i] for i in range(4))
-        return ext.add(ext.mul(equal, ext.sub(ext.mul(h, den), num)), ext.mul(delta, h))
+        equal, h, den = (tables[:, i] for i in range(3))
+        numerators = equal if numerator is None else ext.mul(equal, tables[:, 3])
+        return ext.sub(ext.mul(h, ext.add(ext.mul(equal, den), delta)), numerators)
 
-    tables = np.stack((ext.eq_table(z), h, denominator, numerator), axis=1)
+    tables = Computed((2, 3 if numerator is None else 4, size), part)
     point, _ = sumcheck(speaker, tables, 3, terms)
-    return point, speaker.send_elements(values_at(h, point))
+    return point, np.concatenate([values_at(each[None], point) for each in h], axis=1)
 
 
 def values_at(tables: Words, point: Sequence[Element]) -> Words:
-    """Return the extensions of tables over F (k, 2^n) at a point, (2, k)."""
-    return ext.dot(ext.eq_table(point)[:, None, :], tables[None])
+    """Return the extensions of tables over F (k, 2^n) at a point, (2, k); the last entries are summed first."""
+    low, high = point[:_LOG_CHUNK], point[_LOG_CHUNK:]
+    sums = ext.dot(ext.eq_table(low)[:, None, :], tables.reshape(1, -1, 1 << len(low))).reshape(2, len(tables), -1)
+    return ext.total(ext.mul(sums, ext.eq_table(high)[:, None, :])) if high else sums[..., 0]
 
 
 def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> Words:
@@ -193,23 +274,16 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
 def send_openings(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> None:
     """Show claims on the committed tables; see verifier.check_openings."""
     tables = bind_columns(speaker, stack, committed, claims)
-    folded: list[MerkleTree] = []
+    folded: list[FoldedCode] = []
     while tables.shape[-1] > 1 << LOG_FINAL:
-        codeword = ext.encode(tables[:, 0])
-        folded.append(
-            MerkleTree(codeword.reshape(2, 1 << LOG_ARITY, -1).transpose(2, 1, 0).reshape(-1, 2 << LOG_ARITY))
-        )
-        speaker.send(folded[-1].root)
+        folded.append(FoldedCode(tables[:, 0]))
+        speaker.send(folded[-1].tree.root)
         for _ in range(LOG_ARITY):
             _, tables = sumcheck_round(speaker, tables, 2, multiplied)
     speaker.send_elements(tables[:, 0])
-    trees = [each.tree for each in committed]
     positions = speaker.positions(stack.log_domain)
-    for tree in (*trees, *folded):
-        speaker.write(tree.cap)
-    for position in positions:
-        for tree in trees:
-            speaker.write(tree.opening(position))
-        for tree in folded:
-            position %= tree.count
-            speaker.write(tree.opening(position))
+    codes: list[CommittedTable | FoldedCode] = [*committed, *folded]
+    for code in codes:
+        speaker.write(code.tree.cap)
+    for openings in zip(*(code.openings(positions) for code in codes), strict=True):
+        speaker.write(b"".join(openings))
