@@ -65,8 +65,8 @@ def dot(x: Words, y: Words) -> Words:
     sums = np.empty(x.shape[:-1], np.uint64)
     step = max(1, _PART // x.shape[-1])
     for at in range(0, x.shape[-2], step):
-        pair = (np.ascontiguousarray(each[..., at : at + step, :]) for each in (x, y))
-        sums[..., at : at + step] = launch.dotted(HOST, FIELD, *pair, "canonical")
+        left, right = (np.ascontiguousarray(each[..., at : at + step, :]) for each in (x, y))
+        sums[..., at : at + step] = launch.dotted(HOST, FIELD, left, right, "canonical")
     return sums
 
 

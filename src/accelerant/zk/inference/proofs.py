@@ -34,13 +34,12 @@ from accelerant.zk.inference.protocol import (
     PROOF_HEADER,
     Claim,
     Element,
+    HelperLayout,
     Layer,
     Network,
     RejectedProofError,
-    Stack,
     WeightLayout,
     WitnessLayout,
-    blocks,
     image_weights,
     log2_ceil,
     sha256,
@@ -114,9 +113,11 @@ class Prover:
         public = self.network.network
         self.layout = WeightLayout(public)
         values = self._byte_table()
-        counts = np.bincount(values, minlength=256).astype(np.uint64)
-        self._weights = CommittedTable(ext.words(values), self.layout.log_rows, keep=True)
-        del values
+        helpers = self.layout.helpers
+        asked = values[: len(helpers.queries) << helpers.log_height]
+        counts = np.bincount(asked, minlength=256).astype(np.uint64)
+        self._weights = CommittedTable(ext.words(values), self.layout.log_rows, [(0, self.layout.end)], keep=True)
+        del values, asked
         self.commitment = ModelCommitment(self._commitment(public, counts))
 
     def __repr__(self) -> str:
@@ -138,7 +139,7 @@ class Prover:
         root, layout = self._weights.tree.root, self.layout
         header = COMMITMENT_HEADER + public.encode() + root
         speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root)
-        multiplicities = CommittedTable(counts, layout.log_rows)
+        multiplicities = CommittedTable(counts, layout.log_rows, [(0, 1 << 8)])
         speaker.send(multiplicities.tree.root)
         alpha, _ = speaker.challenges(2)
         values = self._weights.values.reshape(-1)[: 1 << layout.log_size]
@@ -146,12 +147,13 @@ class Prover:
         def denominators(part: slice) -> Words:
             return ext.sub(ext.constant(alpha, 1), ext.lifted(values[part]))
 
-        lookups = Lookups(speaker, alpha, (0, 0), denominators, layout.log_size, counts, ([], 8), layout.log_rows)
+        lookups = Lookups(speaker, alpha, (0, 0), denominators, counts, ([], 8), layout.helpers)
         value = values_at(values[None], lookups.show_queries())
         speaker.send_elements(value)
         claims = [Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
-        stack = Stack(layout.log_rows, [layout.log_size, 8, lookups.log_size])
-        send_openings(speaker, stack, [self._weights, multiplicities, lookups.committed], claims + lookups.claims(2))
+        send_openings(
+            speaker, layout.stack(), [self._weights, multiplicities, lookups.committed], claims + lookups.claims(2)
+        )
         return b"".join(speaker.parts)
 
     def prove(self, x: Any) -> tuple[Int8, bytes]:
@@ -164,38 +166,46 @@ class Lookups:
     """The two sides of a lookup argument: h = 1/den of the queries, h = multiplicity/den of the table's rows."""
 
     def __init__(
-        self, speaker: Speaker, alpha: Element, beta: Element, denominators: Callable[[slice], Words], log_queries: int,
-        counts: Words, table: tuple[list[bytes], int], log_rows: int,
+        self, speaker: Speaker, alpha: Element, beta: Element, denominators: Callable[[slice], Words], counts: Words,
+        table: tuple[list[bytes], int], layout: HelperLayout,
     ) -> None:  # fmt: skip
         """Commit to h and send its sum; alpha and beta are of fingerprints, `table` takes table_rows."""
-        self.speaker, self.counts, self.denominators = speaker, counts, denominators
+        self.speaker, self.counts, self.denominators, self.offsets = speaker, counts, denominators, layout.offsets
         a, b, tag = (ext.lifted(np.array(column, np.uint64)) for column in table_rows(*table))
-        self.table, size = fingerprint(alpha, beta, a, b, tag), 1 << log_queries
-        self.offsets, self.log_size = blocks([log_queries] * 2 + [table[1]] * 2)
-        values = np.zeros(1 << self.log_size, np.uint64)
+        self.table, size = fingerprint(alpha, beta, a, b, tag), 1 << layout.log_queries
+        self.log_height, self.asked = layout.log_height, np.zeros(size >> layout.log_height, np.uint64)
+        self.asked[layout.queries] = 1
+        values = np.zeros(1 << layout.log_size, np.uint64)
         sizes = [size] * 2 + [len(counts)] * 2
-        parts = [values[at : at + length] for at, length in zip(self.offsets, sizes, strict=True)]
-        self.h, self.h_table = parts[:2], parts[2:]
-        sums = []
+        blocks = [values[at : at + length] for at, length in zip(self.offsets, sizes, strict=True)]
+        self.h, self.h_table, sums = blocks[:2], blocks[2:], []
         for part in (slice(at, min(at + _INVERTED, size)) for at in range(0, size, _INVERTED)):
-            inverses = ext.inverse(denominators(part))
-            self.h[0][part], self.h[1][part] = inverses
-            sums.append(ext.total(inverses))
+            if (asked := self.numerators(part)).any():
+                inverses = ext.base("mul", ext.inverse(denominators(part)), asked)
+                self.h[0][part], self.h[1][part] = inverses
+                sums.append(ext.total(inverses))
         self.h_table[0][:], self.h_table[1][:] = ext.base("mul", ext.inverse(self.table), counts)
-        self.committed = CommittedTable(values, log_rows)
+        self.committed = CommittedTable(values, layout.log_rows, layout.parts)
         speaker.send(self.committed.tree.root)
         speaker.send_elements(ext.total(np.stack(sums, axis=-1))[:, None])
 
+    def numerators(self, part: slice) -> Words:
+        """Return 1 for queries in columns that have any, and 0 for others."""
+        asked: Words = self.asked[np.arange(part.start, part.stop) >> self.log_height]
+        return asked
+
     def show_queries(self) -> list[Element]:
         """Show the queries' side, and return its point."""
-        self.point, values = send_fractions(self.speaker, self.h, self.denominators, None)
+        self.point, values = send_fractions(self.speaker, self.h, self.denominators, self.numerators)
         self.parts = self.speaker.send_elements(values)
         return self.point
 
     def show_table(self, source: int, offset: int) -> list[Claim]:
         """Show the table's side, and return the claim on the multiplicities, which are there."""
-        table = self.table
-        self.table_point, values = send_fractions(self.speaker, self.h_table, lambda of: table[:, of], self.counts)
+        table, counts = self.table, self.counts
+        self.table_point, values = send_fractions(
+            self.speaker, self.h_table, lambda of: table[:, of], lambda of: counts[of]
+        )
         self.table_parts = self.speaker.send_elements(values)
         value = self.speaker.send_elements(values_at(self.counts[None], self.table_point))
         return [Claim(source, offset, self.table_point, value[0])]
@@ -218,9 +228,9 @@ class InferenceProof:
     def __init__(self, prover: Prover, x: Int8) -> None:
         self.prover, self.network, self.x = prover, prover.network, x
         public, batch = self.network.network, len(x)
-        self.layers, self.layout = public.layers, WitnessLayout(public, batch)
+        self.layers = public.layers
         try:
-            self.stack = self.layout.stack(prover.layout)
+            self.layout = WitnessLayout(public, batch, prover.layout)
         except RejectedProofError as error:
             raise ShapeError(f"x has {batch} inputs: {error}") from None
         images = np.pad(x, [(0, (1 << log2_ceil(batch)) - batch), *[(0, 0)] * 3])
@@ -233,20 +243,22 @@ class InferenceProof:
 
     def run(self) -> tuple[Int8, bytes]:
         """Return the output and the proof."""
-        layout, speaker, log_rows = self.layout, self.speaker, self.prover.layout.log_rows
+        layout, speaker = self.layout, self.speaker
         columns = self.columns()
-        counts = np.bincount(self.table_indices(columns).reshape(-1), minlength=1 << layout.log_table).astype(np.uint64)
+        asked = np.isin(np.arange(8 << layout.log_rows) >> layout.helpers.log_height, layout.helpers.queries)
+        indices = self.table_indices(columns).reshape(-1)[asked]
+        counts = np.bincount(indices, minlength=1 << layout.log_table).astype(np.uint64)
         self.values = ext.words(columns)
         committed = np.zeros(1 << layout.log_size, np.uint64)
         for at, values in zip([*layout.columns, layout.multiplicities], [*self.values, counts], strict=True):
             committed[at : at + len(values)] = values
-        witness = CommittedTable(committed, log_rows)
+        witness = CommittedTable(committed, self.prover.layout.log_rows, layout.parts)
         speaker.send(self.padded_output.tobytes())
         speaker.send(witness.tree.root)
         alpha, beta = speaker.challenges(2)
         denominators = self.denominators(alpha, beta)
         table = layout.tables, layout.log_table
-        lookups = Lookups(speaker, alpha, beta, denominators, layout.log_rows + 3, counts, table, log_rows)
+        lookups = Lookups(speaker, alpha, beta, denominators, counts, table, layout.helpers)
         rows = lookups.show_queries()[: layout.log_rows]
         sent = speaker.send_elements(values_at(self.values, rows))
         claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
@@ -256,13 +268,16 @@ class InferenceProof:
         point = speaker.challenges(layout.logs[-1])
         output = ext.elements(values_at(ext.words(self.padded_output.reshape(1, -1)), point))
         claims.append(Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
-        send_openings(speaker, self.stack, [self.prover._weights, witness, lookups.committed], claims)
+        send_openings(speaker, layout.stack, [self.prover._weights, witness, lookups.committed], claims)
         return self.y, b"".join(speaker.parts)
 
     def columns(self) -> npt.NDArray[np.int64]:
-        """Return the columns of all layers' activations, (8, rows); unused rows have the output 0."""
+        """Return the columns of all layers' activations, (8, rows).
+
+        Rows that are left have the output 0, but for those of columns that are not committed, which are zeros.
+        """
         columns = np.zeros((8, 1 << self.layout.log_rows), np.int64)
-        columns[COLUMNS.index("u")] = 128
+        columns[COLUMNS.index("u"), : self.layout.used] = 128
         for trace, at in zip(self.traces, self.layout.rows, strict=True):
             for i, name in enumerate(COLUMNS):
                 columns[i, at : at + trace[name].size] = trace[name].reshape(-1)

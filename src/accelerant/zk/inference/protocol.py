@@ -214,12 +214,11 @@ class Network(NamedTuple):
             self._check_layer(i, layer)
         scales = (self.input_scale, self.output_scale)
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
-        logs = WeightLayout(self).log_size
-        require(logs <= MAX_LOG_WEIGHTS, f"the weights need a table of 2^{logs} entries, more than 2^{MAX_LOG_WEIGHTS}")
+        weights = WeightLayout(self)
         try:
-            WitnessLayout(self, 1).stack(WeightLayout(self))
+            WitnessLayout(self, 1, weights)
         except RejectedProofError:
-            logs = WitnessLayout(self, 1).log_rows
+            logs = blocks(activation_logs(self, 1))[1]
             raise RejectedProofError(f"2^{logs} activations of one input, or the tables, are too many") from None
 
     def _check_layer(self, i: int, layer: Layer) -> None:
@@ -319,6 +318,9 @@ def unpadded(data: bytes, shape: Sequence[int]) -> bytes:
     return b"".join(unpadded(data[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0]))
 
 
+Part = tuple[int, int]  # offset and size of entries of a table
+
+
 def blocks(logs: Sequence[int]) -> tuple[list[int], int]:
     """Return offsets of blocks of 2^k entries, the largest first, hence aligned; and log2 of the table's size."""
     offsets, end = [0] * len(logs), 0
@@ -327,10 +329,46 @@ def blocks(logs: Sequence[int]) -> tuple[list[int], int]:
     return offsets, log2_ceil(end)
 
 
-def column_height(log_weights: int, log_activations: int) -> int:
-    """Return log2 of the height of the columns of all tables, for activations of a batch of 1."""
-    largest = max(log_weights, log_activations + 4)  # that of the table of helpers
-    return max(6, largest - max(5, largest // 3))
+def occupied(parts: Sequence[Part], log_rows: int) -> list[int]:
+    """Return the columns in which a table has parts; the others are zeros, and are not committed."""
+    ends = [(at >> log_rows, (at + size - 1 >> log_rows) + 1) for at, size in parts]
+    require(max(end for _, end in ends) <= 1 << MAX_LOG_COLUMNS, "the batch is too large for this network: divide it")
+    return sorted({column for begin, end in ends for column in range(begin, end)})
+
+
+def column_height(weights: int, log_rows: int) -> int:
+    """Return log2 of the height of the columns of all tables, with which proofs of a batch of 1 are about smallest."""
+    entries, sizes = weights + (24 << log_rows), {}
+    for height in range(6, 19):
+        hashes = 3 * (height - 4) + sum(max(0, left - 7) + 4 for left in range(height, LOG_FINAL, -LOG_ARITY))
+        sizes[32 * hashes + 8 * (3 + (entries >> height))] = height
+    return sizes[min(sizes)]
+
+
+class HelperLayout:
+    """The table of a lookup argument's h: for queries, of which there may be none in a column, and for rows of tables.
+
+    Both have values in K, that is two blocks each.
+    """
+
+    def __init__(self, log_rows: int, log_queries: int, queries: Sequence[Part], log_table: int) -> None:
+        self.log_rows, self.log_queries, self.log_height = log_rows, log_queries, min(log_rows, log_queries)
+        self.offsets, self.log_size = blocks([log_queries] * 2 + [log_table] * 2)
+        self.queries, height = occupied(queries, log_rows), 1 << self.log_height
+        self.parts = [(at + column * height, height) for at in self.offsets[:2] for column in self.queries]
+        self.parts += [(at, 1 << log_table) for at in self.offsets[2:]]
+
+    def numerator(self, point: Sequence[Element]) -> Element:
+        """Return the extension of 1 in columns with queries and 0 in the others."""
+        table, total = eq_table(point[self.log_rows :]), ZERO
+        for column in self.queries:
+            total = add(total, table[column])
+        return total
+
+
+def activation_logs(network: Network, batch: int) -> list[int]:
+    """Return log2 of the number of a layer's activations, each axis padded to a power of two."""
+    return [shape_bits(layer.output_shape) + log2_ceil(batch) for layer in network.layers]
 
 
 class WeightLayout:
@@ -338,26 +376,38 @@ class WeightLayout:
 
     def __init__(self, network: Network) -> None:
         pairs = [(shape_bits((layer.inputs, *layer.kernel)), log2_ceil(layer.outputs)) for layer in network.layers]
-        offsets, self.log_size = blocks([n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)])
+        logs = [n for k_in, k_out in pairs for n in (k_in + k_out, *[k_out] * 3)]
+        offsets, self.log_size = blocks(logs)
+        require(
+            self.log_size <= MAX_LOG_WEIGHTS,
+            f"the weights need a table of 2^{self.log_size} entries, more than 2^{MAX_LOG_WEIGHTS}",
+        )
         self.weights, self.biases = offsets[::4], [offsets[i + 1 : i + 4] for i in range(0, len(offsets), 4)]
-        self.log_rows = column_height(self.log_size, WitnessLayout(network, 1).log_rows)
+        self.end = sum(1 << log for log in logs)
+        self.log_rows = column_height(self.end, blocks(activation_logs(network, 1))[1])
+        self.helpers = HelperLayout(self.log_rows, self.log_size, [(0, self.end)], 8)
+
+    def stack(self) -> Stack:
+        """Return the stack of the tables of a commitment."""
+        return Stack(self.log_rows, [[(0, self.end)], [(0, 1 << 8)], self.helpers.parts])
 
 
 class WitnessLayout:
     """The rows of activations, a block for each layer, output index first and then the batch's; and the tables."""
 
-    def __init__(self, network: Network, batch: int) -> None:
+    def __init__(self, network: Network, batch: int, weights: WeightLayout) -> None:
         self.tables = list(dict.fromkeys([IDENTITY, *(layer.table for layer in network.layers)]))
-        self.logs = [shape_bits(layer.output_shape) + log2_ceil(batch) for layer in network.layers]
+        self.logs = activation_logs(network, batch)
         self.rows, self.log_rows = blocks(self.logs)
         self.log_table = log2_ceil(1022 + 256 * len(self.tables))
         offsets, self.log_size = blocks([*[self.log_rows] * 8, self.log_table])
         self.columns, self.multiplicities = offsets[:8], offsets[8]
-        self.helpers, self.log_helpers = blocks([self.log_rows + 3] * 2 + [self.log_table] * 2)
-
-    def stack(self, weights: WeightLayout) -> Stack:
-        """Return the stack of the tables of weights, witness and helpers of lookups."""
-        return Stack(weights.log_rows, [weights.log_size, self.log_size, self.log_helpers])
+        whole = -(-sum(1 << log for log in self.logs) >> weights.log_rows) << weights.log_rows
+        self.used = used = min(1 << self.log_rows, whole)
+        self.parts = [*((at, used) for at in self.columns), (self.multiplicities, 1 << self.log_table)]
+        queries = [(kind << self.log_rows, used) for kind in range(7)]
+        self.helpers = HelperLayout(weights.log_rows, self.log_rows + 3, queries, self.log_table)
+        self.stack = Stack(weights.log_rows, [[(0, weights.end)], self.parts, self.helpers.parts])
 
     def tag(self, layer: Layer) -> int:
         """Return the tag of a layer's table in fingerprints."""
@@ -387,8 +437,9 @@ class Claim(NamedTuple):
 class Stack:
     """The committed tables side by side: 2^log_rows rows, and for each table its columns in the one leaf of a row."""
 
-    def __init__(self, log_rows: int, log_sizes: Sequence[int]) -> None:
-        self.log_rows, self.logs = log_rows, [max(0, size - log_rows) for size in log_sizes]
+    def __init__(self, log_rows: int, tables: Sequence[Sequence[Part]]) -> None:
+        self.log_rows, self.columns = log_rows, [occupied(parts, log_rows) for parts in tables]
+        self.logs = [log2_ceil(columns[-1] + 1) for columns in self.columns]
         self.offsets, self.log_columns = blocks(self.logs)
         self.log_domain = log_rows + LOG_RATE
         require(self.log_columns <= MAX_LOG_COLUMNS, "the batch is too large for this network: divide it")

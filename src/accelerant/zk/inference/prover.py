@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 
 import numpy as np
@@ -18,8 +18,10 @@ from accelerant.zk.inference.protocol import (
     LOG_RATE,
     Claim,
     Element,
+    Part,
     Stack,
     Transcript,
+    occupied,
     sha256,
 )
 
@@ -30,8 +32,8 @@ Digests = npt.NDArray[np.uint8]
 _LOG_CHUNK = 15
 _CHUNK = 1 << _LOG_CHUNK
 """Entries of tables that a round of a sumcheck takes at a time, so that its temporaries stay in the cache."""
-_ENCODED = 1 << 20
-"""Entries of a table that are encoded at a time."""
+_GROUP = 1 << 20
+"""Entries of a table that are encoded or summed at a time."""
 _KEPT = 1 << 22
 """Entries of a table whose code, of four times as many words, is kept from the commitment to the openings."""
 
@@ -66,11 +68,8 @@ def words_to_bytes(words: npt.NDArray[np.uint64]) -> bytes:
 
 def digests(leaves: Words) -> Digests:
     """Return the hashes of leaves, each a row of words."""
-    data, size, digest = (
-        memoryview(leaves.astype("<u8", copy=False).reshape(-1)).cast("B"),
-        8 * leaves.shape[1],
-        hashlib.sha256,
-    )
+    data, digest = leaves.astype("<u8", copy=False).reshape(-1).data.cast("B"), hashlib.sha256
+    size = 8 * leaves.shape[1]
     joined = b"".join([digest(b"leaf" + data[at : at + size]).digest() for at in range(0, len(data), size)])
     return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
@@ -109,31 +108,38 @@ class FoldedCode:
 
 
 class CommittedTable:
-    """A table over F, padded by zeros to whole columns of 2^log_rows rows, with the Merkle tree of its code.
+    """A table over F, in columns of 2^log_rows rows, with the Merkle tree of the code of those that have parts.
 
     The code is made, and without `keep` made again for openings, a coset at a time, that is a quarter of it.
     """
 
-    def __init__(self, values: Words, log_rows: int, *, keep: bool = False) -> None:
-        count = max(1, -(-len(values) >> log_rows))
-        if len(values) < count << log_rows:
-            values = np.pad(values, (0, (count << log_rows) - len(values)))
-        self.values = values.reshape(count, 1 << log_rows)
+    def __init__(self, values: Words, log_rows: int, parts: Sequence[Part], *, keep: bool = False) -> None:
+        rows = 1 << log_rows
+        self.columns = np.array(occupied(parts, log_rows))
+        missing = max(-(-len(values) // rows), self.columns[-1] + 1) * rows - len(values)
+        self.values = (np.pad(values, (0, missing)) if missing else values).reshape(-1, rows)
         level = np.empty((1 << log_rows + LOG_RATE, 32), np.uint8)
         self._kept = []
         for coset in range(1 << LOG_RATE):
             leaves = self._leaves(coset)
             level[coset :: 1 << LOG_RATE] = digests(leaves)
-            if keep or values.size <= _KEPT:
+            if keep or leaves.size <= _KEPT:
                 self._kept.append(leaves)
         self.tree = MerkleTree(level)
 
+    def groups(self) -> Iterator[tuple[npt.NDArray[np.int64], Words]]:
+        """Yield the numbers of a few columns and their values, so that copies are small and their memory is reused."""
+        step = max(1, _GROUP // self.values.shape[1])
+        for at in range(0, len(self.columns), step):
+            numbers = self.columns[at : at + step]
+            yield numbers, self.values[numbers]
+
     def _leaves(self, coset: int) -> Words:
-        """Return a row for each position of a coset; columns are encoded a few at a time, in memory that is reused."""
-        count, rows = self.values.shape
-        leaves, step = np.empty((rows, count), np.uint64), max(1, _ENCODED // rows)
-        for at in range(0, count, step):
-            leaves[:, at : at + step] = ext.encode_coset(self.values[at : at + step], coset).T
+        """Return a row for each position of a coset."""
+        leaves, at = np.empty((self.values.shape[1], len(self.columns)), np.uint64), 0
+        for _, values in self.groups():
+            leaves[:, at : at + len(values)] = ext.encode_coset(values, coset).T
+            at += len(values)
         return leaves
 
     def openings(self, positions: Sequence[int]) -> list[bytes]:
@@ -148,19 +154,27 @@ class CommittedTable:
 
 
 class Computed:
-    """Tables (2, k, n) of a sumcheck's first round, of which `part` computes a slice; none is ever whole."""
+    """Tables (2, k, n) of a sumcheck's first round, of which `part` computes a slice; none is ever whole.
 
-    def __init__(self, shape: tuple[int, int, int], part: Callable[[slice], Words]) -> None:
-        self.shape, self._part = shape, part
+    `combine` is 0 outside of `parts`.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], parts: list[slice], part: Callable[[slice], Words]) -> None:
+        self.shape, self.parts, self._part = shape, parts, part
 
     def __getitem__(self, key: tuple[EllipsisType, slice]) -> Words:
         return self._part(key[1])
 
 
+def chunks(size: int) -> list[slice]:
+    """Return slices of _CHUNK entries, or one of fewer."""
+    return [slice(at, min(at + _CHUNK, size)) for at in range(0, size, _CHUNK)]
+
+
 def sumcheck_round(speaker: Speaker, tables: Words | Computed, degree: int, combine: Combine) -> tuple[Element, Words]:
     """Send g(0), g(2), ..., g(degree) for tables (2, k, n), of which `combine` is summed; bind the last bit."""
     size, sums = tables.shape[-1], []
-    parts = [slice(at, min(at + _CHUNK, size)) for at in range(0, size, _CHUNK)]
+    parts = tables.parts if isinstance(tables, Computed) else chunks(size)
     for part in parts:
         both = tables[..., part]
         at, points = both[..., 1::2], [both[..., 0::2]]
@@ -171,7 +185,7 @@ def sumcheck_round(speaker: Speaker, tables: Words | Computed, degree: int, comb
         sums.append(ext.total(combine(np.stack(points, axis=2))))
     speaker.send_elements(ext.total(np.stack(sums, axis=-1)))
     z, bound = speaker.challenge(), np.empty((*tables.shape[:-1], size // 2), np.uint64)
-    for part in parts:
+    for part in chunks(size):
         both = tables[..., part]
         low, high = both[..., 0::2], both[..., 1::2]
         bound[..., part.start // 2 : part.stop // 2] = ext.add(low, ext.mul(ext.sub(high, low), ext.constant(z, 2)))
@@ -196,29 +210,28 @@ def multiplied(tables: Words) -> Words:
 
 
 def send_fractions(
-    speaker: Speaker, h: Sequence[Words], denominators: Callable[[slice], Words], numerator: Words | None
+    speaker: Speaker, h: Sequence[Words], denominators: Callable[[slice], Words], numerators: Callable[[slice], Words]
 ) -> tuple[list[Element], Words]:
-    """Show h den = num, by default 1, and the sum of h, whose two tables over F are given.
+    """Show h den = num and the sum of h, whose two tables over F are given; h is 0 where num is.
 
     Return the point, and the values of both there.
     """
     size = len(h[0])
-    log_size = size.bit_length() - 1
-    z, delta = speaker.challenges(log_size), ext.constant(speaker.challenge(), 2)
+    z, delta = speaker.challenges(size.bit_length() - 1), ext.constant(speaker.challenge(), 2)
     low, high = ext.eq_table(z[:_LOG_CHUNK]), ext.eq_table(z[_LOG_CHUNK:])
 
     def part(of: slice) -> Words:
         equal = ext.mul(low, high[:, of.start >> _LOG_CHUNK, None])
-        tables = [equal, np.stack([each[of] for each in h]), denominators(of)]
-        return np.stack(tables if numerator is None else [*tables, ext.lifted(numerator[of])], axis=1)
+        return np.stack(
+            [equal, np.stack([each[of] for each in h]), denominators(of), ext.lifted(numerators(of))], axis=1
+        )
 
     def terms(tables: Words) -> Words:
-        equal, h, den = (tables[:, i] for i in range(3))
-        numerators = equal if numerator is None else ext.mul(equal, tables[:, 3])
-        return ext.sub(ext.mul(h, ext.add(ext.mul(equal, den), delta)), numerators)
+        equal, value, den, num = (tables[:, i] for i in range(4))
+        return ext.sub(ext.mul(value, ext.add(ext.mul(equal, den), delta)), ext.mul(equal, num))
 
-    tables = Computed((2, 3 if numerator is None else 4, size), part)
-    point, _ = sumcheck(speaker, tables, 3, terms)
+    parts = [of for of in chunks(size) if numerators(of).any()] or chunks(size)[:1]
+    point, _ = sumcheck(speaker, Computed((2, 4, size), parts, part), 3, terms)
     return point, np.concatenate([values_at(each[None], point) for each in h], axis=1)
 
 
@@ -249,8 +262,9 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
             tables[:, count + i] = tables[:, count + i - 1]
         else:
             for table, begin in zip(committed, stack.offsets, strict=True):
-                part = table.values[:, at : at + equal.shape[1]]
-                tables[:, count + i, begin : begin + len(part)] = ext.dot(equal[:, None, :], part[None])
+                for numbers, values in table.groups():
+                    part = values[None, :, at : at + equal.shape[1]]
+                    tables[:, count + i, begin + numbers] = ext.dot(equal[:, None, :], part)
         of_rows.append((at, equal))
         power = ext.mul(power, lam)
 
@@ -262,9 +276,9 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
         z, tables = sumcheck_round(speaker, tables, 2, combine)
         point.append(z)
     weights, left = ext.eq_table(point), np.zeros((2, 2, rows), np.uint64)
-    for table, at in zip(committed, stack.offsets, strict=True):
-        folded = ext.dot(weights[:, None, at : at + len(table.values)], table.values.T[None])
-        left[:, 0] = ext.add(left[:, 0], folded)
+    for table, begin in zip(committed, stack.offsets, strict=True):
+        for numbers, values in table.groups():
+            left[:, 0] = ext.add(left[:, 0], ext.dot(weights[:, None, begin + numbers], values.T[None]))
     for i, (at, equal) in enumerate(of_rows):
         part = left[:, 1, at : at + equal.shape[1]]
         part[...] = ext.add(part, ext.mul(equal, tables[:, i]))

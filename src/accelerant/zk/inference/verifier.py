@@ -28,7 +28,6 @@ from accelerant.zk.inference.protocol import (
     WitnessLayout,
     add,
     bits,
-    blocks,
     combine,
     eq,
     eq_below,
@@ -146,9 +145,9 @@ def check_openings(channel: Channel, stack: Stack, roots: Sequence[bytes], claim
     require(total == ZERO, "the claims on committed tables do not hold")
     step = root_of_unity(left + LOG_RATE)
     ends = [combine(final, [pow(step, i * j, P) for j in range(len(final))]) for i in range(4 << left)]
-    columns = [weights[at : at + (1 << log)] for at, log in zip(stack.offsets, stack.logs, strict=True)]
+    columns = [[weights[at + i] for i in each] for at, each in zip(stack.offsets, stack.columns, strict=True)]
     positions = channel.positions(stack.log_domain)
-    trees = [Tree(channel, root, stack.log_domain, 8 << log) for root, log in zip(roots, stack.logs, strict=True)]
+    trees = [Tree(channel, root, stack.log_domain, 8 * len(each)) for root, each in zip(roots, columns, strict=True)]
     folded = [Tree(channel, root, log - LOG_ARITY, 16 << LOG_ARITY) for root, _, log in oracles]
     for position in positions:
         value = ZERO
@@ -189,14 +188,13 @@ def check_commitment(data: bytes) -> Commitment:
     (total,) = channel.elements(1)
     lookups = Fractions(channel, total, layout.log_size)
     (value,) = channel.elements(1)
-    lookups.check(sub(alpha, value), ONE)
+    lookups.check(sub(alpha, value), layout.helpers.numerator(lookups.point))
     table, multiplicity = check_table(channel, total, ((), 8), alpha, beta)
-    logs = [layout.log_size] * 2 + [8] * 2
-    helper, helper_log = blocks(logs)
+    helper = layout.helpers.offsets
     claims = [Claim(0, 0, lookups.point, value), Claim(1, 0, table.point, multiplicity)]
     claims += [Claim(2, helper[i], lookups.point, lookups.parts[i]) for i in range(2)]
     claims += [Claim(2, helper[2 + i], table.point, table.parts[i]) for i in range(2)]
-    check_openings(channel, Stack(layout.log_rows, [layout.log_size, 8, helper_log]), roots, claims)
+    check_openings(channel, layout.stack(), roots, claims)
     return Commitment(network, root)
 
 
@@ -254,8 +252,11 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
         require(len(data) == math.prod(shape), f"the {name} has {len(data)} bytes, not {math.prod(shape)}")
     require(proof.startswith(PROOF_HEADER), "this is no proof of inference of version 1")
     statement = (PROOF_HEADER, network.encode(), root, batch.to_bytes(8, "little"), x, y)
-    channel, layout = Channel(proof[len(PROOF_HEADER) :], *statement), WitnessLayout(network, batch)
-    stack, helper = layout.stack(WeightLayout(network)), layout.helpers
+    channel, layout = (
+        Channel(proof[len(PROOF_HEADER) :], *statement),
+        WitnessLayout(network, batch, WeightLayout(network)),
+    )
+    helper = layout.helpers.offsets
     padded = channel.bytes(1 << layout.logs[-1])
     require(unpadded(padded, shapes[1]) == y, "the proof is of another output")
     roots = [root, channel.bytes(32)]
@@ -273,7 +274,7 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     fingerprints = [fingerprint(alpha, beta, r, ZERO, ZERO) for r in values[:3]]
     fingerprints += [fingerprint(alpha, beta, d, u, ONE) for d in values[3:6]]
     fingerprints += [fingerprint(alpha, beta, u, output, tags), alpha]  # the last are unused: a byte of 0
-    lookups.check(inner(kinds, fingerprints), ONE)
+    lookups.check(inner(kinds, fingerprints), layout.helpers.numerator(lookups.point))
     table, multiplicity = check_table(channel, total, (layout.tables, layout.log_table), alpha, beta)
     claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, values, strict=True)]
     claims.append(Claim(1, layout.multiplicities, table.point, multiplicity))
@@ -288,4 +289,4 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     z = channel.challenges(layout.logs[-1])
     value = extension(padded, [1 << log2_ceil(size) for size in shapes[1]], z)
     claims.append(Claim(1, layout.columns[7] + layout.rows[-1], z, value))
-    check_openings(channel, stack, roots, claims)
+    check_openings(channel, layout.stack, roots, claims)
