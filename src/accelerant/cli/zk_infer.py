@@ -46,8 +46,9 @@ def commit(network: _Network, commitment: _Commitment = Path("commitment"), json
     from accelerant.zk.inference import Prover
 
     with StageDisplay(quiet=json_output) as progress:
-        progress("commit to the weights")
-        published = Prover(_network(network)).commitment
+        loaded = _network(network)
+        progress(_committing(loaded))
+        published = Prover(loaded).commitment
     write_together({target: published.to_bytes()})
     if json_output:
         write(json.dumps({"commitment": str(commitment), **_facts(published)}))
@@ -69,14 +70,14 @@ def prove(
     targets = resolve_targets([y, proof], [network, x])
     import numpy as np
 
-    from accelerant.zk.inference import Prover, check
+    from accelerant.zk.inference import Prover, check, proof_memory_bytes
 
     with StageDisplay(quiet=json_output) as progress:
         loaded = _network(network)
         array = _array(x, loaded.network.layers[0].input_shape)
-        progress("commit to the weights")
+        progress(_committing(loaded))
         prover = Prover(loaded)
-        progress("prove")
+        progress(f"prove: {proof_memory_bytes(loaded.network, len(array)) >> 20:,} MiB of memory")
         output, data = prover.prove(array)
         progress("verify")
         check(prover.commitment, array, output, data)
@@ -122,6 +123,13 @@ def verify(commitment: _Commitment, x: _Input, y: _Output, proof: _Proof, json_o
         )
     if reason:
         raise InvalidProofError
+
+
+def _committing(network: IntegerNetwork) -> str:
+    """Return the text of a stage, with the memory that it is predicted to take."""
+    from accelerant.zk.inference import commitment_memory_bytes
+
+    return f"commit to the weights: {commitment_memory_bytes(network.network) >> 20:,} MiB of memory"
 
 
 def _facts(commitment: ModelCommitment) -> dict[str, Any]:

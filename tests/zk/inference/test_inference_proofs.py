@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from integer_networks import RELU, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
-from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.zk.inference import (
     IntegerNetwork,
     Layer,
@@ -23,6 +24,9 @@ from accelerant.zk.inference import (
     Prover,
     check,
     commit,
+    commitment_memory_bytes,
+    proof_memory_bytes,
+    proofs,
     protocol,
     verify,
 )
@@ -132,6 +136,45 @@ def test_tables_of_many_columns(generator, batch, widths):
     y, proof = prover.prove(x)
     assert (y == network(x)).all()
     check(ModelCommitment(prover.commitment.to_bytes()), x, y, proof)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "widths"), [(1, [400, 300, 10]), (48, [300, 100, 100])])
+def test_memory_is_predicted(generator, batch, widths):
+    network = random_network(generator, widths)
+    x = random_input(generator, network, batch)
+    Prover(network).prove(x)  # tables of transforms are made once
+    tracemalloc.start()
+    try:
+        prover = Prover(network)
+        peaks = [tracemalloc.get_traced_memory()[1]]
+        tracemalloc.reset_peak()
+        prover.prove(x)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    predicted = commitment_memory_bytes(network.network), proof_memory_bytes(network.network, batch)
+    for peak, size in zip(peaks, predicted, strict=True):
+        assert 0 <= size - peak < 0.34 * peak + (32 << 20)
+
+
+def test_more_memory_than_the_limit_is_refused_before_anything_is_computed(generator, monkeypatch):
+    network = random_network(generator, [3, 2])
+    x = random_input(generator, network)
+    limited = Prover(network)
+    monkeypatch.setattr(proofs, "CommittedTable", None)
+    monkeypatch.setattr(network, "trace", None)
+    with pytest.raises(
+        OutOfMemory, match="a commitment to this network takes about 32 MiB of memory, and 9 MiB is the"
+    ):
+        Prover(network, memory_limit_bytes=9 << 20)
+    limited.memory_limit_bytes = 1 << 20
+    with pytest.raises(OutOfMemory, match="a proof of 1 inputs takes about 32 MiB of memory, and 1 MiB is the limit"):
+        limited.prove(x)
+    limited.memory_limit_bytes = None
+    monkeypatch.setattr(proofs, "host_memory", lambda: {"MemAvailable": 5 << 20})
+    with pytest.raises(OutOfMemory, match="5 MiB are free"):
+        limited.prove(x)
 
 
 @pytest.mark.search(1)

@@ -9,10 +9,19 @@ docs/proof-of-inference.md has the protocol and its soundness.
 """
 
 from accelerant.zk.inference.network import IntegerNetwork
-from accelerant.zk.inference.proofs import ModelCommitment, Prover, check, commit, integer_network, verify
+from accelerant.zk.inference.proofs import (
+    ModelCommitment,
+    Prover,
+    check,
+    commit,
+    commitment_memory_bytes,
+    integer_network,
+    proof_memory_bytes,
+    verify,
+)
 from accelerant.zk.inference.protocol import Layer, Network, RejectedProofError
 
 __all__ = [
     "IntegerNetwork", "Layer", "ModelCommitment", "Network", "Prover", "RejectedProofError", "check", "commit",
-    "integer_network", "verify",
+    "commitment_memory_bytes", "integer_network", "proof_memory_bytes", "verify",
 ]  # fmt: skip

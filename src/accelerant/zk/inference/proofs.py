@@ -8,13 +8,15 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import FormatError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.runtime.host import host_memory
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.extension import Words
 from accelerant.zk.inference.network import (
@@ -49,6 +51,7 @@ from accelerant.zk.inference.protocol import (
 from accelerant.zk.inference.prover import (
     CommittedTable,
     Speaker,
+    code_bytes,
     multiplied,
     send_fractions,
     send_openings,
@@ -107,10 +110,15 @@ class Prover:
         commitment: the ModelCommitment, to publish.
     """
 
-    def __init__(self, network: Any) -> None:
-        """Commit to an IntegerNetwork, or to the model that nn.quantize made with mode="exact"."""
-        self.network = integer_network(network)
+    def __init__(self, network: Any, *, memory_limit_bytes: int | None = None) -> None:
+        """Commit to an IntegerNetwork, or to the model that nn.quantize made with mode="exact".
+
+        OutOfMemory: this, or later a proof, is predicted to pass the limit, by default the memory that is free; nothing
+        has been computed then.
+        """
+        self.network, self.memory_limit_bytes = integer_network(network), memory_limit_bytes
         public = self.network.network
+        _require_memory("a commitment to this network", commitment_memory_bytes(public), memory_limit_bytes)
         self.layout = WeightLayout(public)
         values = self._byte_table()
         helpers = self.layout.helpers
@@ -158,8 +166,51 @@ class Prover:
 
     def prove(self, x: Any) -> tuple[Int8, bytes]:
         """Return the output (batch, outputs) of int8 x (batch, inputs), and the proof that it is the network's."""
-        x = checked_input(self.network.network, x)
+        public = self.network.network
+        x = checked_input(public, x)
+        size = proof_memory_bytes(public, len(x))
+        _require_memory(f"a proof of {len(x)} inputs", size, self.memory_limit_bytes)
         return InferenceProof(self, x).run()
+
+
+_FIXED_BYTES, _ROW_BYTES = 32 << 20, 1100
+"""Memory of buffers of any network, and of Merkle trees and folded codes for each row of the committed tables."""
+
+
+def commitment_memory_bytes(network: Network) -> int:
+    """Predict the memory that a commitment takes at its peak: within a third of it, where it is over 100 MB."""
+    layout = WeightLayout(network)
+    size = 8 * len(layout.helpers.queries) << layout.helpers.log_height
+    return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + (88 << layout.log_size) + 4 * size + code_bytes(2 * size)
+
+
+def proof_memory_bytes(network: Network, batch: int) -> int:
+    """Predict the memory that a proof takes at its peak, as commitment_memory_bytes, with what the prover keeps.
+
+    ShapeError: no proof has such a batch.
+    """
+    layout = WeightLayout(network)
+    try:
+        witness = WitnessLayout(network, batch, layout)
+    except RejectedProofError as error:
+        raise ShapeError(f"x has {batch} inputs: {error}") from None
+    kept = (8 << layout.log_size) + (32 * len(layout.helpers.queries) << layout.helpers.log_height)
+    rows = 8 << witness.log_rows
+    layers = 0
+    for layer in network.layers:
+        products = math.prod((layer.inputs, *layer.kernel))
+        seen = products * math.prod(layer.output_shape[1:])
+        layers = max(layers, 48 * products * layer.outputs + (112 + 16 * batch) * seen)
+    codes = code_bytes(8 * rows) + code_bytes(16 * rows)
+    return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + kept + 140 * rows + codes + layers
+
+
+def _require_memory(what: str, size: int, limit: int | None) -> None:
+    """Raise OutOfMemory if a predicted size passes the limit, by default the memory that is free."""
+    free = host_memory().get("MemAvailable", size) if limit is None else limit
+    if size > free:
+        may = "are free" if limit is None else "is the limit"
+        raise OutOfMemory(f"{what} takes about {size >> 20:,} MiB of memory, and {free >> 20:,} MiB {may}")
 
 
 class Lookups:
@@ -228,11 +279,7 @@ class InferenceProof:
     def __init__(self, prover: Prover, x: Int8) -> None:
         self.prover, self.network, self.x = prover, prover.network, x
         public, batch = self.network.network, len(x)
-        self.layers = public.layers
-        try:
-            self.layout = WitnessLayout(public, batch, prover.layout)
-        except RejectedProofError as error:
-            raise ShapeError(f"x has {batch} inputs: {error}") from None
+        self.layers, self.layout = public.layers, WitnessLayout(public, batch, prover.layout)
         images = np.pad(x, [(0, (1 << log2_ceil(batch)) - batch), *[(0, 0)] * 3])
         self.inputs, self.traces = images.astype(np.int64), self.network.trace(images)
         self.padded_output = self.traces[-1]["y"].astype(np.int8)

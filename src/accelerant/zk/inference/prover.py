@@ -74,6 +74,11 @@ def digests(leaves: Words) -> Digests:
     return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
 
+def code_bytes(size: int) -> int:
+    """Return the memory of the code of a table of `size` bytes after its commitment."""
+    return size << LOG_RATE if size <= 8 * _KEPT else 0
+
+
 class MerkleTree:
     """A Merkle tree of a power of two of leaves; see verifier.Tree."""
 
