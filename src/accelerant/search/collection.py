@@ -1,0 +1,347 @@
+"""Exact search over vectors that stay in Qdrant, mirrored on a device."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, RangeError, ShapeError
+from accelerant.runtime.files import clipped
+from accelerant.runtime.registry import DeviceLike, find_device
+from accelerant.search.exact import exact
+from accelerant.search.payload_filter import Evaluator, Mask, Table
+from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Store, Vectors, point_id
+
+__all__ = ["Collection", "Matches"]
+
+_WRITE = 1024  # points of one operation, which Qdrant applies as one
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """The answer of Collection.search.
+
+    Attributes:
+        ids: of the nearest points, nearest first, one list a query.
+        scores: inner products, cosines, or for "l2" distances, as `ids`.
+        selected: how many points the filter leaves; fewer than k are found only if this is less.
+        age_s: seconds since all vectors were read from a server, on which others may have written since; None if the
+            answer has every write.
+        payloads: of the points, None for one that is deleted meanwhile; empty unless asked for.
+    """
+
+    ids: list[list[PointId]]
+    scores: list[list[float]]
+    selected: int
+    age_s: float | None = None
+    payloads: list[list[Mapping[str, Any] | None]] | None = None
+
+
+class _Mirror:
+    """Vectors on the device in rows that are only appended to, which of them are alive, and columns of payloads."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self.store, self.stamp, self.read_at = store, store.stamp(), time.monotonic()
+        self._rows = torch.empty(0, store.dim, device=device)
+        self.size, self.dead = 0, 0
+        self.alive: Mask = np.empty(0, np.bool_)
+        self.ids: list[PointId] = []
+        self.row_of: dict[PointId, int] = {}
+        self.table = Table(self._parts)
+        for ids, vectors in store.read():
+            self.append(ids, vectors, [{}] * len(ids))
+
+    def _parts(self, name: str) -> list[Mapping[str, Any]]:
+        found = self.store.parts(name)
+        return [found.get(i, {}) if self.row_of.get(i) == row else {} for row, i in enumerate(self.ids)]
+
+    @property
+    def vectors(self) -> Tensor:
+        return self._rows[: self.size]
+
+    def append(self, ids: Sequence[PointId], vectors: Vectors, payloads: Sequence[Mapping[str, Any]]) -> None:
+        """Append points in place of those of the same ids."""
+        size = self.size + len(ids)
+        if size > len(self._rows):
+            grown = self._rows.new_empty(max(size, 2 * len(self._rows)), self._rows.shape[1])
+            grown[: self.size] = self.vectors
+            self._rows = grown
+        self._rows[self.size : size] = torch.from_numpy(vectors).to(self._rows.device)
+        self.remove(ids)
+        self.alive = np.concatenate([self.alive, np.ones(len(ids), np.bool_)])
+        self.row_of |= {i: row for row, i in enumerate(ids, self.size)}
+        self.ids += ids
+        self.table.extend(payloads)
+        self.size = size
+
+    def remove(self, ids: Sequence[PointId]) -> None:
+        """Let points be dead."""
+        rows = [row for i in ids if (row := self.row_of.pop(i, None)) is not None]
+        if rows:
+            self.alive = self.alive.copy()  # a reader has the old one
+            self.alive[rows] = False
+            self.dead += len(rows)
+
+    def ask(self, condition: Mapping[str, Any]) -> Mask:
+        mask = np.zeros(self.size, np.bool_)
+        mask[self.rows(self.store.select(condition))] = True
+        return mask
+
+    def rows(self, ids: Sequence[Any]) -> list[int]:
+        return [row for i in ids if (row := self.row_of.get(point_id(i))) is not None]
+
+    def chosen(self, condition: Mapping[str, Any] | None) -> Mask | None:
+        """Return which rows count; None for all of them."""
+        if condition is None:
+            return self.alive if self.dead else None
+        return Evaluator(self.table, self.rows, self.ask).mask(condition) & self.alive
+
+
+class Collection:
+    """A Qdrant collection whose vectors are searched exactly, under any filter, on a device.
+
+    >>> with Collection("papers", dim=384) as papers:
+    ...     papers.upsert([1, 2], vectors, [{"year": 2019}, {"year": 2026}])
+    ...     papers.search(query, k=10, filter={"must": [{"key": "year", "range": {"gte": 2020}}]}).ids
+
+    Qdrant holds the data; the vectors are mirrored on the device. An answer has every write through this object, and of
+    a folder every other write as well. On a server others may write: `Matches.age_s` says how old the mirror is, and
+    `refresh` reads all vectors again. Readers and one writer at a time share the object, from any number of threads.
+    A write that has returned survives the end of the process; of one that was killed, a number of batches of 1,024
+    points is there.
+
+    Equal scores come in the order of rows: of ids when the collection was opened, then of writing.
+
+    Args:
+        location: a folder, which Qdrant Edge opens in this process; the URL of a server; or a QdrantClient.
+        name: the collection on a server, the subfolder of a folder.
+        dim: of the vectors; a collection that does not exist is made with it.
+        metric: "cosine" (the default of a new one), "ip" or "l2".
+        device: that of the mirror.
+
+    Raises:
+        ConfigError: the collection has another dimension or metric, does not exist, or is open in another process.
+        FormatError: the folder is no collection of one unnamed vector a point.
+        MissingDependency: qdrant-edge-py or qdrant-client is not installed.
+    """
+
+    def __init__(
+        self, location: Any, name: str = "vectors", *, dim: int | None = None, metric: str | None = None,
+        device: DeviceLike = "cpu",
+    ) -> None:  # fmt: skip
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise ConfigError(f"a collection's name is that of a folder, without slashes; got {clipped(name)}")
+        self._device = torch.device(find_device(device, torch_tensors=True).torch_device)
+        remote = not isinstance(location, (str, Path)) or str(location).startswith(("http://", "https://"))
+        self._store: Store = (
+            ClientStore(location, name, dim, metric) if remote else EdgeStore(Path(location) / name, dim, metric)
+        )
+        self.dim, self.metric = self._store.dim, self._store.metric
+        self._writing, self._lock, self._busy = threading.RLock(), threading.Lock(), False
+        try:
+            self._mirror = _Mirror(self._store, self._device)
+        except BaseException:
+            self._store.close()
+            raise
+
+    def __enter__(self) -> Collection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Collection({len(self):,} points, dim={self.dim}, metric={self.metric!r}, device={str(self._device)!r})"
+
+    def __len__(self) -> int:
+        """Return the number of points in the mirror."""
+        return len(self._mirror.row_of)
+
+    def close(self) -> None:
+        """Write what is pending and release the collection."""
+        with self._writing:
+            self._store.close()
+
+    def refresh(self) -> None:
+        """Read all vectors again; the old ones answer meanwhile."""
+        with self._writing:
+            mirror = _Mirror(self._store, self._device)
+            with self._lock:
+                self._mirror = mirror
+
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        """Let one thread write; afterwards the mirror has what Qdrant has."""
+        with self._writing:
+            self._follow()
+            self._busy = True
+            try:
+                yield
+                self._mirror.stamp = self._store.stamp()
+            finally:
+                self._busy = False
+
+    def _follow(self) -> None:
+        """Refresh if Qdrant reports writes that did not go through this object."""
+        if self._busy or self._store.stamp() == self._mirror.stamp:
+            return
+        with self._writing:  # a write of ours may have ended meanwhile
+            if self._store.stamp() != self._mirror.stamp:
+                self.refresh()
+
+    def upsert(self, ids: Sequence[Any], vectors: Any, payloads: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Write points, in place of those of the same ids.
+
+        Args:
+            ids: integers or UUIDs, each once.
+            vectors: (points, dim), any array.
+            payloads: JSON objects, one a point.
+
+        Raises:
+            ShapeError: vectors of another shape, or other numbers of ids or payloads.
+            RangeError: NaN, infinity, or a zero vector under "cosine"; nothing was written.
+            ConfigError: an id is none, or there twice, or a payload is no JSON object.
+            StoreError: Qdrant did not write all of it.
+        """
+        names = [point_id(i) for i in ids]
+        if len(set(names)) != len(names):
+            twice = next(i for i in names if names.count(i) > 1)
+            raise ConfigError(f"the id {twice} is there twice in one upsert")
+        rows = self._checked(vectors, "vectors")
+        given = [{}] * len(names) if payloads is None else [_json_object(payload) for payload in payloads]
+        if not len(names) == len(rows) == len(given):
+            raise ShapeError(f"there are {len(names)} ids, {len(rows)} vectors and {len(given)} payloads")
+        with self._write():
+            for start in range(0, len(names), _WRITE):
+                part = slice(start, start + _WRITE)
+                self._store.upsert(names[part], rows[part], given[part])
+                with self._lock:
+                    self._mirror.append(names[part], rows[part], given[part])
+            if self._mirror.dead > max(_WRITE, self._mirror.size // 2):
+                self.refresh()
+
+    def delete(self, ids: Sequence[Any] = (), *, filter: Mapping[str, Any] | None = None) -> int:
+        """Delete points by their ids or a filter; return how many there were."""
+        with self._write():
+            mirror = self._mirror
+            with self._lock:
+                rows = mirror.rows(ids)
+                if (mask := mirror.chosen(_as_json(filter))) is not None and filter is not None:
+                    rows += np.flatnonzero(mask).tolist()
+                names = [mirror.ids[row] for row in dict.fromkeys(rows)]
+            for start in range(0, len(names), _WRITE):
+                self._store.delete(names[start : start + _WRITE])
+                with self._lock:
+                    mirror.remove(names[start : start + _WRITE])
+        return len(names)
+
+    def count(self, filter: Mapping[str, Any] | None = None) -> int:
+        """Return how many points a filter selects."""
+        return int(self.select(filter).size)
+
+    def select(self, filter: Mapping[str, Any] | None = None) -> npt.NDArray[Any]:
+        """Return the ids of the points that a filter selects."""
+        self._follow()
+        with self._lock:
+            mask = self._mirror.chosen(_as_json(filter))
+            rows = range(self._mirror.size) if mask is None else np.flatnonzero(mask).tolist()
+            return np.array([self._mirror.ids[row] for row in rows], object)
+
+    def payloads(self, ids: Sequence[Any]) -> list[Mapping[str, Any] | None]:
+        """Return the payloads of points, None for one that is not there."""
+        names = [point_id(i) for i in ids]
+        found = self._store.payloads(names) if names else {}
+        return [found.get(i) for i in names]
+
+    def search(
+        self, queries: Any, k: int = 10, *, filter: Mapping[str, Any] | None = None, payloads: bool = False
+    ) -> Matches:
+        """Return the k nearest points of each query among those that a filter selects, exactly.
+
+        Args:
+            queries: (dim,) or (queries, dim), any array.
+            k: at least 1.
+            filter: of Qdrant's filter language, as JSON or as qdrant_client.models.Filter.
+            payloads: whether to read the points' payloads.
+
+        Raises:
+            ShapeError, RangeError: as for upsert.
+            ConfigError: k, or what the filter cannot have.
+        """
+        if not isinstance(k, int) or k < 1:
+            raise ConfigError(f"k must be at least 1, got {clipped(k)}")
+        rows = self._checked(queries, "queries")
+        self._follow()
+        with self._lock:
+            mirror = self._mirror
+            data, mask, ids = mirror.vectors, mirror.chosen(_as_json(filter)), mirror.ids
+        selected = len(data) if mask is None else int(mask.sum())
+        age = None if mirror.stamp is not None else time.monotonic() - mirror.read_at
+        found = min(k, selected)
+        if not found or not len(rows):
+            return Matches(
+                [[] for _ in rows], [[] for _ in rows], selected, age, [[] for _ in rows] if payloads else None
+            )
+        metric = "l2" if self.metric == "l2" else "ip"
+        given = torch.from_numpy(rows).to(data.device)
+        scores, nearest = exact(
+            given, data, found, metric, mask=None if mask is None else torch.from_numpy(mask).to(data.device)
+        )
+        scores = scores.sqrt() if metric == "l2" else scores
+        names = [[ids[row] for row in each] for each in nearest.tolist()]
+        read = [self.payloads(each) for each in names] if payloads else None
+        return Matches(names, scores.tolist(), selected, age, read)
+
+    def _checked(self, vectors: Any, what: str) -> Vectors:
+        """Return vectors as Qdrant stores them: float32, of unit length under "cosine"."""
+        array = vectors.detach().cpu().float().numpy() if isinstance(vectors, Tensor) else np.asarray(vectors)
+        if array.dtype.kind not in "fiu" and array.size:
+            raise ShapeError(f"{what} must be numbers in rows of {self.dim}, got dtype {array.dtype}")
+        rows = np.ascontiguousarray(array, np.float32)
+        if not rows.size:
+            rows = rows.reshape(0, self.dim)
+        elif rows.ndim == 1 and what == "queries":
+            rows = rows[None]
+        if rows.ndim != 2 or rows.shape[1] != self.dim:
+            raise ShapeError(f"{what} must be (n, {self.dim}), got {tuple(array.shape)}")
+        if not np.isfinite(rows).all():
+            raise RangeError(f"{what}[{int(np.isfinite(rows).all(1).argmin())}] has NaN or infinity")
+        if self.metric != "cosine":
+            return rows
+        length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+        if not length.all():
+            raise RangeError(f"{what}[{int(length.argmin())}] is zero, which has no direction: the metric is cosine")
+        unit: Vectors = (rows / length).astype(np.float32)
+        return unit
+
+
+def _as_json(condition: Any) -> Mapping[str, Any] | None:
+    """Return a filter as JSON; qdrant_client's models become what they are on the wire."""
+    if hasattr(condition, "model_dump"):
+        dumped: Mapping[str, Any] = condition.model_dump(mode="json", exclude_none=True, by_alias=True)
+        return dumped
+    if condition is not None and not isinstance(condition, Mapping):
+        raise ConfigError(f"a filter is an object of Qdrant's filter language, got {clipped(condition)}")
+    return condition
+
+
+def _json_object(payload: object) -> Mapping[str, Any]:
+    """Return a payload as JSON has it."""
+    try:
+        if isinstance(payload, Mapping):
+            decoded: Mapping[str, Any] = json.loads(json.dumps(payload, allow_nan=False))
+            return decoded
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"a payload must be a JSON object: {error}") from None
+    raise ConfigError(f"a payload must be a JSON object, got {clipped(payload)}")

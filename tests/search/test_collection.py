@@ -1,0 +1,351 @@
+"""Collections over Qdrant: answers beside Qdrant's exact mode, writes, faults, and bad input."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
+from accelerant.search import Collection
+from accelerant.search.qdrant import StoreError, edge_filter
+
+qdrant_edge = pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
+
+DIM = 8
+
+
+def vectors(n, seed=0, dim=DIM):
+    return np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
+
+
+def payloads(n):
+    return [{"group": i % 10, "tags": ["even" if i % 2 == 0 else "odd", f"t{i % 3}"]} for i in range(n)]
+
+
+@pytest.fixture
+def made(tmp_path):
+    with Collection(tmp_path, "made", dim=DIM) as collection:
+        collection.upsert(range(300), vectors(300), payloads(300))
+        yield collection
+
+
+def of_qdrant(collection, query, k, condition=None):
+    """Return the answer of Qdrant's exact mode."""
+    request = qdrant_edge.QueryRequest(
+        query=qdrant_edge.Query.Nearest(query.tolist()), limit=k, params=qdrant_edge.SearchParams(exact=True),
+        filter=None if condition is None else edge_filter(condition, qdrant_edge),
+    )  # fmt: skip
+    found = collection._store._shard.query(request)
+    return [one.id for one in found], [one.score for one in found]
+
+
+CONDITIONS = [
+    None,
+    {"must": [{"key": "group", "match": {"value": 3}}]},
+    {"must_not": [{"key": "tags", "match": {"any": ["even"]}}], "should": [{"key": "group", "range": {"lt": 5}}]},
+    {"must": [{"has_id": [1, 2, 299, 1000]}]},
+    {"must": [{"key": "tags", "match": {"text": "odd"}}]},
+    {"must": [{"key": "nothing", "match": {"value": 1}}]},
+]
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
+def test_answers_equal_qdrants_exact_mode(tmp_path, metric):
+    with Collection(tmp_path, dim=DIM, metric=metric) as collection:
+        collection.upsert(range(300), vectors(300), payloads(300))
+        collection.upsert([7, 11], vectors(2, seed=3), [{"group": 3}, {"group": 4}])
+        collection.delete([13, 3])
+        for query in vectors(5, seed=1):
+            for condition in CONDITIONS:
+                for k in (1, 10, 400):
+                    found = collection.search(query, k, filter=condition)
+                    ids, scores = of_qdrant(collection, query, k, condition)
+                    assert found.ids[0] == ids
+                    assert found.scores[0] == pytest.approx(scores, rel=1e-5, abs=1e-6)
+                    assert len(ids) == min(k, found.selected)
+                    assert found.age_s is None
+
+
+def test_batches_payloads_and_ids_that_are_uuids(made):
+    name = uuid.uuid4()
+    made.upsert([name], vectors(1, seed=9), [{"group": 77}])
+    found = made.search(torch.from_numpy(np.concatenate([vectors(1, seed=9), vectors(1)])), 2, payloads=True)
+    assert found.ids[0][0] == str(name)
+    assert found.ids[1][0] == 0
+    assert found.payloads[0][0] == {"group": 77}
+    assert made.select({"must": [{"has_id": [str(name).upper()]}]}).tolist() == [str(name)]
+
+
+def test_a_column_follows_writes(made):
+    condition = {"must": [{"key": "group", "match": {"value": 3}}]}
+    assert made.count(condition) == 30
+    made.upsert([1000, 0], vectors(2), [{"group": 3}, {"group": 3}])
+    assert made.count(condition) == 32
+    made.upsert([3], vectors(1), [{"group": 4}])
+    assert made.delete(filter={"must": [{"has_id": [13]}]}) == 1
+    assert made.count(condition) == 30
+    assert made.delete([13, 5000]) == 0
+
+
+def test_a_deleted_first_is_gone_and_many_writes_keep_the_mirror_small(made):
+    first = made.search(vectors(1), 1).ids[0][0]
+    made.delete([first])
+    assert made.search(vectors(1), 1).ids[0][0] != first
+    for turn in range(6):
+        made.upsert(range(1000), vectors(1000, seed=turn))
+    assert made._mirror.size < 4000
+    assert made.search(vectors(1000, seed=5)[17], 1).ids == [[17]]
+
+
+def test_writes_behind_its_back_are_found(made):
+    shard, row = made._store._shard, vectors(1, seed=21)[0]
+    shard.update(qdrant_edge.UpdateOperation.upsert_points([qdrant_edge.Point(5, row.tolist(), {"group": 42})]))
+    assert made.search(row, 1).ids == [[5]]
+    assert made.count({"must": [{"key": "group", "match": {"value": 42}}]}) == 1
+    shard.update(qdrant_edge.UpdateOperation.set_payload([6], {"group": 43}))
+    assert made.count({"must": [{"key": "group", "match": {"value": 43}}]}) == 1
+    shard.update(qdrant_edge.UpdateOperation.delete_points([5]))
+    assert made.search(row, 1).ids != [[5]]
+
+
+def test_opens_again_with_the_same_answers(tmp_path):
+    with Collection(tmp_path, dim=DIM) as collection:
+        collection.upsert(range(50), vectors(50), payloads(50))
+        before = collection.search(vectors(3, seed=1), 5)
+        with pytest.raises(ConfigError, match="open in another process"):
+            Collection(tmp_path)
+    with Collection(tmp_path) as collection:
+        after = collection.search(vectors(3, seed=1), 5)
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dim": DIM + 1}, ConfigError, "has the dimension 8, not 9"),
+        ({"dim": DIM, "metric": "l2"}, ConfigError, "has the metric cosine, not l2"),
+    ],
+)
+def test_another_collection_is_named(made, tmp_path, arguments, error, message):
+    made.close()
+    with pytest.raises(error, match=message):
+        Collection(tmp_path, "made", **arguments)
+
+
+def test_a_folder_that_is_no_collection_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="give dim"):
+        Collection(tmp_path, "new")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("text")
+    with pytest.raises(FormatError, match="no collection"):
+        Collection(tmp_path, "other", dim=3)
+    for text in ('{"vectors": {}}', "{", '{"vectors": {"": {"size": 2, "distance": "Manhattan"}}}', "[1]",
+                 '{"vectors": {"image": {"size": 2, "distance": "Dot"}}}'):  # fmt: skip
+        (tmp_path / "other" / "edge_config.json").write_text(text)
+        with pytest.raises(FormatError):
+            Collection(tmp_path, "other")
+    (tmp_path / "other" / "edge_config.json").write_text('{"vectors": {"": {"size": 2, "distance": "Dot"}}}')
+    (tmp_path / "other" / "segments").mkdir()
+    (tmp_path / "other" / "segments" / "x").write_text("")
+    with pytest.raises(ConfigError, match="name"):
+        Collection(tmp_path, "../other")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.upsert([1], np.ones((1, 3))), ShapeError, r"must be \(n, 8\), got \(1, 3\)"),
+        (lambda c: c.upsert([1, 2], vectors(1)), ShapeError, "2 ids, 1 vectors"),
+        (lambda c: c.upsert([1, 1], vectors(2)), ConfigError, "the id 1 is there twice"),
+        (lambda c: c.upsert(["x"], vectors(1)), ConfigError, "UUID"),
+        (lambda c: c.upsert([True], vectors(1)), ConfigError, "UUID"),
+        (lambda c: c.upsert([1], np.full((1, DIM), np.nan)), RangeError, r"vectors\[0\] has NaN"),
+        (lambda c: c.upsert([1], np.full((1, DIM), np.inf)), RangeError, "infinity"),
+        (lambda c: c.upsert([1], np.zeros((1, DIM))), RangeError, "is zero"),
+        (lambda c: c.upsert([1], vectors(1), [{"x": float("nan")}]), ConfigError, "JSON"),
+        (lambda c: c.upsert([1], vectors(1), ["x"]), ConfigError, "JSON object"),
+        (lambda c: c.upsert([1], [["a"] * DIM]), ShapeError, "must be numbers"),
+        (lambda c: c.search(np.ones(3)), ShapeError, r"queries must be \(n, 8\)"),
+        (lambda c: c.search(np.zeros(DIM)), RangeError, "is zero"),
+        (lambda c: c.search(vectors(1), 0), ConfigError, "k must be at least 1"),
+        (lambda c: c.search(vectors(1), filter=[]), ConfigError, "filter"),
+        (lambda c: c.search(vectors(1), filter={"mist": []}), ConfigError, "cannot have 'mist'"),
+        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a"}]}), ConfigError, "says nothing"),
+        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a..b", "is_null": True}]}), ConfigError, "path"),
+        (
+            lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "range": {"gt": "soon"}}]}),
+            ConfigError,
+            "2026-01",
+        ),
+        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {}}]}), ConfigError, "one of"),
+        (
+            lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {"value": 1.5}}]}),
+            ConfigError,
+            "texts",
+        ),
+        (lambda c: c.search(vectors(1), filter={"must": [{"has_vector": 3}]}), ConfigError, "does not take"),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(made, call, error, message):
+    with pytest.raises(error, match=message):
+        call(made)
+    assert len(made) == 300
+    assert made.search(vectors(300)[17], 1).ids == [[17]]
+
+
+def test_empty_collections_queries_and_writes(tmp_path):
+    with Collection(tmp_path, dim=DIM) as collection:
+        found = collection.search(vectors(2), 5, payloads=True)
+        assert (found.ids, found.scores, found.selected, found.payloads) == ([[], []], [[], []], 0, [[], []])
+        collection.upsert([], np.empty((0, DIM)))
+        assert collection.search(np.empty((0, DIM)), 5).ids == []
+        assert len(collection) == 0
+
+
+_WRITER = """
+import sys
+import numpy as np
+from accelerant.search import Collection
+with Collection(sys.argv[1], dim=32) as collection:
+    start = len(collection)
+    print(start, flush=True)
+    for turn in range(start // 500, 1000):
+        ids = range(500 * turn, 500 * turn + 500)
+        collection.upsert(ids, np.random.default_rng(turn).standard_normal((500, 32)), [{"turn": turn}] * 500)
+        print(turn, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_what_was_written_survives_kill_9_at_any_moment(tmp_path):
+    random = np.random.default_rng(5)
+    done = 0
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        time.sleep(random.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        said = [int(line) for line in process.communicate()[0].split()]
+        done = max([done, *(turn + 1 for turn in said)])
+        with Collection(tmp_path) as collection:
+            assert len(collection) >= 500 * done
+            for turn in range(len(collection) // 500):
+                last = np.random.default_rng(turn).standard_normal((500, 32))[-1]
+                assert collection.search(last, 1).ids == [[500 * turn + 499]]
+                assert collection.count({"must": [{"key": "turn", "match": {"value": turn}}]}) == 500
+            done = len(collection) // 500
+            assert len(collection) == 500 * done
+    assert done > 5
+
+
+def test_64_readers_beside_a_writer_see_whole_batches(tmp_path):
+    old, new = {"must": [{"key": "turn", "range": {"gte": 0}}]}, 50
+    with Collection(tmp_path, dim=DIM) as collection:
+        collection.upsert(range(64), vectors(64), [{"turn": 0}] * 64)
+        wrong, stop = [], threading.Event()
+
+        def read(number):
+            query = vectors(64)[number]
+            while not stop.is_set():
+                found = collection.search(query, 64, filter=old)
+                if len(set(found.ids[0])) != len(found.ids[0]) or found.selected < 64:
+                    wrong.append(found)
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(64)]
+        for thread in threads:
+            thread.start()
+        for turn in range(new):
+            collection.upsert(range(64), vectors(64, seed=turn), [{"turn": turn}] * 64)
+            collection.upsert([1000 + turn], vectors(1, seed=turn), [{"turn": turn}])
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert collection.search(vectors(64, seed=new - 1)[3], 1).ids == [[3]]
+        assert collection.search(vectors(1), 1000, filter=old).selected == 64 + new
+
+
+_FULL = """
+import sys
+import numpy as np
+from accelerant.search import Collection
+from accelerant.search.qdrant import StoreError
+rows = np.random.default_rng(0).standard_normal((1000, 256))
+with Collection(sys.argv[1], dim=256) as collection:
+    try:
+        for turn in range(100):
+            collection.upsert(range(1000 * turn, 1000 * turn + 1000), rows + turn)
+    except StoreError as error:
+        print(error)
+    written = len(collection)
+    assert collection.search(rows, 1).ids == [[i] for i in range(1000)] and written
+with Collection(sys.argv[1]) as collection:
+    print(written, len(collection))
+"""
+_SMALL_DISK = 'mount -t tmpfs -o size=160m none "$1" && exec "$2" -c "$3" "$1"'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the small disk is a tmpfs in a namespace of its own")
+def test_a_full_disk_is_an_error_before_qdrant_would_end_the_process(tmp_path):
+    command = ["unshare", "-rm", "sh", "-c", _SMALL_DISK, "sh", str(tmp_path), sys.executable, _FULL]
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of users are switched off here")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "almost full" in done.stdout, done.stderr[-2000:]
+    written, found = done.stdout.splitlines()[-1].split()
+    assert written == found
+
+
+def test_a_server_is_answered_for_with_its_age():
+    # The client's own local mode answers: no package brings a server. Its filters of text are not a server's.
+    library = pytest.importorskip("qdrant_client", reason="needs the extra search")
+    client = library.QdrantClient(":memory:")
+    with Collection(client, "papers", dim=DIM) as collection:
+        collection.upsert(range(100), vectors(100), payloads(100))
+        for condition in CONDITIONS[:4]:
+            found = collection.search(vectors(3, seed=1), 7, filter=condition)
+            for query, ids in zip(vectors(3, seed=1), found.ids, strict=True):
+                options = {} if condition is None else {"query_filter": library.models.Filter(**condition)}
+                expected = client.query_points("papers", query=query.tolist(), limit=7, **options).points
+                assert ids == [one.id for one in expected]
+        assert found.age_s >= 0
+        row = vectors(1, seed=30)
+        client.upsert("papers", points=[library.models.PointStruct(id=5, vector=row[0].tolist())])
+        assert collection.search(row, 1).ids != [[5]]
+        collection.refresh()
+        assert collection.search(row, 1).ids == [[5]]
+        collection.delete([5])
+        assert client.count("papers").count == 99
+
+
+def test_a_server_that_is_not_there_is_an_error():
+    pytest.importorskip("qdrant_client", reason="needs the extra search")
+    with pytest.raises(StoreError, match="did not answer"):
+        Collection("http://127.0.0.1:9", "papers", dim=DIM)
+
+
+def test_the_old_vectors_answer_while_new_ones_are_read(made, monkeypatch):
+    entered, go = threading.Event(), threading.Event()
+    read = made._store.read
+
+    def slow():
+        entered.set()
+        assert go.wait(30)
+        return read()
+
+    monkeypatch.setattr(made._store, "read", slow)
+    thread = threading.Thread(target=made.refresh)
+    thread.start()
+    assert entered.wait(30)
+    assert made.search(vectors(300)[17], 1).ids == [[17]]
+    go.set()
+    thread.join()
+    assert made.search(vectors(300)[17], 1).ids == [[17]]

@@ -1,0 +1,130 @@
+"""Filters over payloads: which points they select, beside Qdrant Edge."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant.search.payload_filter import Evaluator, Table
+from accelerant.search.qdrant import edge_filter
+
+qdrant_edge = pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 5), st.sampled_from([2**53 + 1, 2**62, -(2**63), 2**63 - 1]),
+    st.sampled_from([0.5, 1.0, -2.5, 1e300]), st.sampled_from(["x", "y", "1", "", "red Fox", "2020-01-01"]),
+    st.sampled_from(["2020-01-01T00:00:00Z", "2021-06-01 12:00:00", "2020-01-01T01:00:00+01:00", "2020-02-30"]),
+)  # fmt: skip
+NAMES = st.sampled_from(["a", "b", "c"])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=2), max_leaves=5
+)
+PAYLOADS = st.lists(st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=12)
+KEYS = st.sampled_from(["a", "b", "c", "a.b", "a[]", "a[].b", "b[0]", "c[].a.b", '"a"."c"', "a[1].b", "missing"])
+WHOLE = st.integers(-3, 5) | st.sampled_from([2**53 + 1, 2**62, 2**63 - 1])
+WORDS = st.sampled_from(["x", "y", "1", "", "red Fox", "2020-01-01", "zzz"])
+
+
+def _some(bound):
+    return st.dictionaries(st.sampled_from(["gt", "gte", "lt", "lte"]), bound, min_size=1, max_size=2)
+
+
+FIELDS = st.builds(
+    lambda key, rest: {"key": key, **rest},
+    KEYS,
+    st.one_of(
+        st.builds(lambda x: {"match": {"value": x}}, WHOLE | WORDS),
+        st.builds(lambda name, xs: {"match": {name: xs}}, st.sampled_from(["any", "except"]),
+                  st.lists(WHOLE, min_size=1, max_size=3) | st.lists(WORDS, min_size=1, max_size=3)),
+        st.builds(lambda x: {"range": x}, _some(st.sampled_from([-2.5, 0.0, 0.5, 1.0, 2.0, 4.0, 2.0**53, 2.0**62]))),
+        st.builds(lambda x: {"range": x}, _some(st.sampled_from(["2020-01-01T00:00:00Z", "2021-01-01T00:00:00Z"]))),
+        st.builds(lambda x: {"values_count": x}, _some(st.integers(0, 3))),
+        st.builds(lambda x: {"is_empty": x}, st.booleans()),
+        st.builds(lambda x: {"is_null": x}, st.booleans()),
+        st.builds(lambda x: {"match": {"value": x}, "is_empty": True}, WHOLE),
+        st.builds(lambda x: {"match": {"text": x}}, st.sampled_from(["fox", "red", "x"])),
+    ),
+)  # fmt: skip
+LEAVES = st.one_of(
+    FIELDS, FIELDS, FIELDS,
+    st.builds(lambda key: {"is_empty": {"key": key}}, KEYS),
+    st.builds(lambda key: {"is_null": {"key": key}}, KEYS),
+    st.builds(lambda ids: {"has_id": ids}, st.lists(st.integers(0, 14), max_size=4)),
+)  # fmt: skip
+
+
+def _clauses(inner):
+    some = st.lists(inner, max_size=3)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "must": some, "should": some, "must_not": some,
+            "min_should": st.builds(lambda c, n: {"conditions": c, "min_count": n}, some, st.integers(0, 3)),
+        },
+    )  # fmt: skip
+
+
+NESTED = st.builds(
+    lambda key, inner: {"nested": {"key": key, "filter": inner}},
+    st.sampled_from(["a", "b", "c", "a[]", "a.b", "b[].c"]), _clauses(FIELDS),
+)  # fmt: skip
+FILTERS = _clauses(st.recursive(LEAVES | NESTED, _clauses, max_leaves=4))
+
+
+def selected(payloads, condition, shard):
+    """Return what we select, with Qdrant asked where we do."""
+    table = Table()
+    table.extend(payloads)
+
+    def ask(one):
+        mask = np.zeros(len(payloads), bool)
+        mask[edge_ids(shard, {"must": [one]})] = True
+        return mask
+
+    mask = Evaluator(table, lambda ids: [i for i in ids if i < len(payloads)], ask).mask(condition)
+    return np.flatnonzero(mask).tolist()
+
+
+def edge_ids(shard, condition):
+    found, _ = shard.scroll(qdrant_edge.ScrollRequest(limit=1000, filter=edge_filter(condition, qdrant_edge)))
+    return [record.id for record in found]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Return a function that makes a shard of payloads; one folder serves, emptied for each."""
+    config = qdrant_edge.EdgeConfig(vectors=qdrant_edge.EdgeVectorParams(size=1, distance=qdrant_edge.Distance.Dot))
+    made = {}
+
+    def shard(payloads, indexed=False):
+        if indexed not in made:
+            made[indexed] = qdrant_edge.EdgeShard.create(str(tmp_path_factory.mktemp("shard") / "c"), config)
+            for name, kind in zip("abc", ("Keyword", "Integer", "Float"), strict=True) if indexed else ():
+                made[indexed].update(
+                    qdrant_edge.UpdateOperation.create_field_index(name, getattr(qdrant_edge.PayloadSchemaType, kind))
+                )
+        one = made[indexed]
+        one.update(qdrant_edge.UpdateOperation.delete_points(list(range(20))))
+        one.update(
+            qdrant_edge.UpdateOperation.upsert_points([qdrant_edge.Point(i, [1.0], p) for i, p in enumerate(payloads)])
+        )
+        return one
+
+    yield shard
+    for each in made.values():
+        each.close()
+
+
+@settings(max_examples=400, deadline=None)
+@given(payloads=PAYLOADS, condition=FILTERS)
+def test_selects_what_qdrant_selects(shards, payloads, condition):
+    shard = shards(payloads)
+    assert selected(payloads, condition, shard) == edge_ids(shard, condition)
+
+
+@settings(max_examples=150, deadline=None)
+@given(payloads=PAYLOADS, condition=FILTERS.filter(lambda condition: "T00:00:00Z" not in str(condition)))
+def test_an_index_of_qdrant_changes_nothing(shards, payloads, condition):
+    # But for ranges of times: an index of integers takes these for seconds.
+    shard = shards(payloads, indexed=True)
+    assert selected(payloads, condition, shard) == edge_ids(shard, condition)
