@@ -12,13 +12,13 @@ from accelerant.cli.help import ALIASES, RENAMED
 ROOT = Path(__file__).parents[2]
 
 VOCABULARY = """
-address against arch batch-size block budget-seconds burst ceilings certify check compare compiled config
+address against arch batch-size block budget-seconds burst ceilings certify chat check compare compiled config
 context cpu csv data days define delta deterministic device directory dtype engine entry epochs export fast-math
-federated field fmad ftz gpus grace-days heads host include init-from insecure-known-tau insecure-noise interval
+federated field fmad ftz gpus grace-days heads host include init-from insecure-known-tau insecure-noise int8 interval
 json key-file launches layers learning-rate ledger list log margin markdown max-grad-norm max-restarts max-rows
 max-seconds method microbatch name noise-multiplier nvrtc odd op optimize out overwrite port
 prec-div prec-sqrt precision preset private profile prompt ptx ptxas quick rate ray recompute reduce-dtype
-replicas report resume sample-rate scope seed serves shared size state state-url steps suite sweep sweep-to
+replicas report resume sample-rate scope seed serves shared size state state-url steps stop suite sweep sweep-to
 tables target-epsilon temperature template threads tls-certificate tls-key tokenizer tokens top-k top-p trace
 url verify vocab-size width workers write yes
 """
@@ -90,6 +90,7 @@ def test_an_unknown_choice_exits_2(capsys, tmp_path, monkeypatch):
         "bench check": [str(ROOT / "benchmarks/floors.toml")],
         "compile": [],
         "data prepare": [str(ROOT / "docs/zk.md"), "--out", "out.tokens"],
+        "generate": ["none", "a"],
         "keys create": ["--name", "x"],
         "privacy calibrate": ["--target-epsilon", "3", "--delta", "1e-5", "--sample-rate", "0.1", "--steps", "9"],
         "privacy epsilon": ["--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1", "--steps", "9"],

@@ -250,5 +250,5 @@ def test_files_that_lie_are_named(tmp_path, unread):
     (folder / "config.json").unlink()
     with pytest.raises(MissingFile, match=r"config\.json"):
         load_model(folder)
-    with pytest.raises(FormatError, match=r"tokenizer\.json"):
+    with pytest.raises(ConfigError, match="none is not a folder"):
         load_model(folder / "none")

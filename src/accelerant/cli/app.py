@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import typer
 
 _PANELS = {
-    "Training": ("train", "sample", "runs", "data", "privacy"),
+    "Training": ("train", "generate", "sample", "runs", "data", "privacy"),
     "Proofs": ("zk",),
     "Service": ("serve", "keys", "jobs"),
     "Devices": ("devices", "top", "doctor"),
@@ -37,7 +37,7 @@ _PANELS = {
 COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names}
 """Command or group of commands -> its panel on the page of help."""
 
-_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices", "sample": "runs"}
+_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices", "sample": "generate"}
 """Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

@@ -195,27 +195,29 @@ def load(
     With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
     """
     with ExitStack() as stack:
-        if isinstance(source, nn.Module):
-            origin = type(source).__name__
-            described = getattr(source, "config", None)
-            if not callable(getattr(described, "to_dict", None)):
-                raise ConfigError(f"{origin} has no config: from_pretrained takes a folder or a transformers model")
-            fields = Fields(described.to_dict(), f"{origin}.config")  # type: ignore[union-attr]  # checked above
-        else:
-            folder = Path(source)
-            if not folder.is_dir():
-                raise ConfigError(
-                    f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded"
-                )
-            origin = str(folder)
-            fields = Fields(read_object(folder / _CONFIG), str(folder / _CONFIG))
-        kind = fields.get("model_type")
-        layout = next((each for each in layouts if each.model_type == kind), None)
-        if layout is None:
-            raise fields.unsupported("model_type", kind, " or ".join(repr(each.model_type) for each in layouts))
-        config = layout.config(fields)
-        tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(folder, stack)
+        layout, config, origin = described(source, layouts)
+        tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(Path(source), stack)
         return _built(build, tensors, layout, config, origin, dtype, device, quantize)
+
+
+def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout]) -> tuple[Layout, Any, str]:
+    """Return the layout of a folder or model, our config of it, and its name in messages; errors as from `load`."""
+    if isinstance(source, nn.Module):
+        origin = type(source).__name__
+        given = getattr(source, "config", None)
+        if not callable(getattr(given, "to_dict", None)):
+            raise ConfigError(f"{origin} has no config: from_pretrained takes a folder or a transformers model")
+        fields = Fields(given.to_dict(), f"{origin}.config")  # type: ignore[union-attr]  # checked above
+    else:
+        folder, origin = Path(source), str(source)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
+        fields = Fields(read_object(folder / _CONFIG), str(folder / _CONFIG))
+    kind = fields.get("model_type")
+    layout = next((each for each in layouts if each.model_type == kind), None)
+    if layout is None:
+        raise fields.unsupported("model_type", kind, " or ".join(repr(each.model_type) for each in layouts))
+    return layout, layout.config(fields), origin
 
 
 def _built(

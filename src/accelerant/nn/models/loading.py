@@ -14,7 +14,7 @@ from accelerant.nn.models.tokenizer import ModelTokenizer
 
 
 def load_model(
-    folder: str | os.PathLike[str], *, device: torch.device | str | None = None,
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None, quantize: str | None = None,
 ) -> tuple[Llama, ModelTokenizer]:  # fmt: skip
     """Read a Llama, Qwen2, Qwen3 or Mistral, and its tokenizer, from a folder in Hugging Face's format.
@@ -24,7 +24,7 @@ def load_model(
     quantized model and a part of one tensor.
 
     Args:
-        folder: with config.json, tokenizer.json, and model.safetensors or its shards and their index.
+        path: folder with config.json, tokenizer.json, and model.safetensors or its shards and their index.
         device: of the model; None for the CPU.
         dtype: of what is not quantized, and of activations, or its name; None for that of the embedding in the file.
         quantize: "int8" for linear layers in 8-bit integers, the output layer included unless it is tied; None for
@@ -39,6 +39,7 @@ def load_model(
             Names the file or tensor.
         UnsupportedCase: another architecture, or a field of config.json, which is named, asks for what is not here.
     """
-    tokenizer = ModelTokenizer(Path(folder))
-    model = hugging_face.load(Llama, folder, Llama._known_layouts(), dtype_of(dtype), device, quantize)
+    hugging_face.described(path, Llama._layouts)  # names an unsupported model before its tokenizer is read
+    tokenizer = ModelTokenizer(Path(path))
+    model = hugging_face.load(Llama, path, Llama._layouts, dtype_of(dtype), device, quantize)
     return model.eval().requires_grad_(False), tokenizer

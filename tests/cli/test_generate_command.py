@@ -1,0 +1,100 @@
+"""`accelerant generate` against the model's own generate: text, chat, stops, integers, and unusable folders."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+
+from accelerant.nn import Llama, LlamaConfig, quantize
+from accelerant.nn.models.tokenizer import ModelTokenizer
+from accelerant.nn.train.tokens import train_bpe_on
+from accelerant.runtime.files import escaped
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}a:"
+
+
+@pytest.fixture
+def generate(command_line):
+    return functools.partial(command_line, "generate")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = train_bpe_on(iter(["some words for a tokenizer, and some more"] * 20), 290)
+    torch.manual_seed(0)
+    sizes = {"context": 64, "layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "hidden": 48}
+    model = Llama(LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes, qk_norm=True))
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(tokenizer.to_json())
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def wanted(folder, ids, count, *, int8=False):
+    model = Llama.from_pretrained(folder)
+    if int8:
+        quantize(model, skip=())
+    return model.generate(torch.tensor([ids]), count, temperature=0)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_likeliest_tokens_are_those_of_the_model(folder, generate, int8):
+    options = ("--max-tokens", 20, "--temperature", 0, *(["--int8"] if int8 else []))
+    values = json.loads(generate(folder, "some words", *options, "--json")[1])
+    tokenizer = ModelTokenizer(folder)
+    ids = tokenizer.encode("some words")
+    assert values["text"] == tokenizer.decode(wanted(folder, ids, 20, int8=int8))
+    assert (values["tokens"], values["prompt_tokens"], values["finish_reason"]) == (20, len(ids), "length")
+    status, output, errors = generate(folder, "some words", *options)
+    assert (status, errors) == (0, "")
+    assert output == "".join(c if c in "\n\t" else escaped(c) for c in values["text"]) + "\n"
+
+
+def test_a_message_is_answered_by_the_template(folder, generate):
+    values = json.loads(generate(folder, "some", "--chat", "--tokens", 5, "--temperature", 0, "--json")[1])
+    tokenizer = ModelTokenizer(folder)
+    ids = tokenizer.encode("user: some\na:")
+    assert values["text"] == tokenizer.decode(wanted(folder, ids, 5))
+
+
+def test_a_seed_draws_the_same_text(folder, generate):
+    texts = [json.loads(generate(folder, "some", "--seed", seed, "--json")[1])["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_what_ends_a_text(folder, generate):
+    tokenizer = ModelTokenizer(folder)
+    ids = tokenizer.encode("some words")
+    text = tokenizer.decode(wanted(folder, ids, 20))
+    options = ("--temperature", 0, "--json")
+    values = json.loads(generate(folder, "some words", "--stop", text[5:7], *options)[1])
+    assert (values["text"], values["finish_reason"]) == (text[: text.index(text[5:7])], "stop")
+    values = json.loads(generate(folder, "some words", *options)[1])  # 256 tokens: as many as the context takes
+    assert values["tokens"] == 64 - len(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent", "a"], r"absent is not a folder: pass one with config\.json"),
+        (["mamba", "a"], "model_type must be 'llama' or .*, got 'mamba'"),
+        (["GOOD", "word " * 70], "the prompt has .* tokens, and the model reads 64"),
+        (["GOOD", "a", "--stop", ""], "--stop must not be empty"),
+        (["GOOD", "a", "--temperature", "-1"], r"temperature must be 0 or more, got -1\.0"),
+        (["GOOD", "a", "--top-p", "0"], r"top_p must be above 0 and at most 1, got 0\.0"),
+        (["GOOD", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
+        (["GOOD", "a", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
+    ],
+)
+def test_bad_input_is_one_line(folder, generate, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    status, output, errors = generate(*(folder if each == "GOOD" else each for each in arguments))
+    assert (status, output) == (2, "")
+    assert re.fullmatch(f"accelerant: .*{message}.*\n", errors)
