@@ -74,7 +74,7 @@ def test_a_row_is_the_same_in_any_company(rng, record_property, way):
         sizes = {
             "Hq": Hkv * rng.choice([1, 3, 4]),
             "Hkv": Hkv,
-            "D": rng.choice([1, 8, 10, 64]),
+            "D": rng.choice([1, 7, 8, 24, 64, 80]),
             "block": rng.choice([4, 16]),
         }
         options = {"window": rng.choice([None, 20]), "softcap": rng.choice([None, 5.0])}
@@ -110,7 +110,8 @@ def test_one_token_a_row_is_decoding(way):
     q, k, v, table, lengths, _ = call_of([70, 1, 33], [1, 1, 1])
     dense = [x[table.clamp(max=len(x) - 1)].flatten(1, 2).transpose(1, 2).contiguous().nan_to_num() for x in (k, v)]
     expected = attention_decode_reference(q[:, :, None].double(), *(x.double() for x in dense), lengths)
-    torch.testing.assert_close(ops.attention_paged(q, k, v, table, lengths)[:, :, None].double(), expected)
+    found = ops.attention_paged(q, k, v, table, lengths)[:, :, None].double()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_a_row_without_keys_or_tokens(way):

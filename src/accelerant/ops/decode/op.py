@@ -123,17 +123,22 @@ def attention_decode_reference(
     return torch.cat(cast("list[Tensor]", results)) if results else q.clone()
 
 
+def token_rows(tokens: int, lengths: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the row of each token, and the tokens of its row that come after it."""
+    token = torch.arange(tokens, device=lengths.device, dtype=torch.int32)
+    if starts is None:
+        return token, torch.zeros_like(token)
+    row = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, max(lengths.shape[0] - 1, 0))
+    return row, starts[row + 1] - 1 - token
+
+
 def attention_paged_reference(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
     starts: Tensor | None = None, *, window: int | None = None, scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Return causal attention of each token to its row's keys, gathered for each token."""
-    token = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-    row, left = token, torch.zeros_like(token)  # the tokens of its row after each token
-    if starts is not None:
-        row = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, max(lengths.shape[0] - 1, 0))
-        left = starts[row + 1] - 1 - token
+    row, left = token_rows(q.shape[0], lengths, starts)
     position = (lengths[row] - 1 - left)[:, None]
     table = block_table[row].clamp(0, max(k_blocks.shape[0] - 1, 0))
     key = torch.arange(table.shape[1] * k_blocks.shape[1], device=q.device)

@@ -1,111 +1,111 @@
 """attention_paged and append_paged: attention to a cache in blocks that a table assigns to sequences.
 
 A row of the batch is one sequence. Its result does not depend on the other rows, nor on how many of its tokens are in
-one call, bit for bit: keys are summed in tiles of fixed length from the sequence's beginning.
+one call, bit for bit: keys are summed in tiles of fixed length, counted from the sequence's beginning.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelerant.config import launch_log
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import below_autograd, check_matches, define, is_plain, name_of, not_a_tensor
+from accelerant.ops._rows import KINDS
 from accelerant.ops.attention.op import check_heads, checked, options_of, shapes_of
-from accelerant.ops.decode.op import attention_paged_reference
+from accelerant.ops.decode.llvm_kernels import PagedKernel
+from accelerant.ops.decode.op import attention_paged_reference, token_rows
+from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.provider import ComputeProvider
 
-KEY_TILE = 128
-"""Keys that are summed as one product; MKL splits longer sums into parts that depend on the length, from 256 on."""
+_TOKENS = 8
+"""Tokens of a prompt that share the loads of keys on a CPU."""
 
-_SHORT_TILE = 64
-"""Lengths up to KEY_TILE are padded to a multiple of this: products of such lengths are one chain of sums."""
-
-_QUERY_ROWS = 4
-"""Rows and columns of a product are padded to a multiple of this: MKL sums what is left over in another order."""
-
-_QUERIES = 64
-"""Tokens of a prompt that are computed at once, which bounds the memory of the scores."""
+_SHARE_PRODUCTS = 2**19
+"""Products that a further thread repays."""
 
 
-def _padded_length(length: int) -> int:
-    tile = KEY_TILE if length > KEY_TILE else _SHORT_TILE
-    return ceil_div(length, tile) * tile
+@functools.cache
+def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
+    lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+    kernel = PagedKernel(KINDS[dtype], lanes // 2 if dtype == torch.float64 else lanes)
+    provider = registry.create("cpu")
+    return provider, provider.compile(KernelSource(kernel.entry, {"llvm": kernel}, {kernel.entry: kernel.arguments}))
+
+
+def _tiles(tokens: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
+    """Return row, first token, number of tokens and first position of each tile; lengths are at most the table's."""
+    if starts is None:
+        row = torch.arange(tokens)
+        return torch.stack((row, row, torch.ones_like(row), lengths - 1), 1)
+    bounds, ends = starts.tolist(), lengths.tolist()
+    found = [
+        (row, at, min(_TOKENS, end - at), length - end + at)
+        for row, (begin, end, length) in enumerate(zip(bounds, bounds[1:], ends, strict=False))
+        for at in range(begin, end, _TOKENS)
+    ]
+    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+
+
+def launch_llvm(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
+    window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    """Compute on a CPU, on as many threads as torch uses."""
+    (T, Hq, D), (N, size, Hkv, _), columns = q.shape, k_blocks.shape, block_table.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = torch.zeros(q.shape, dtype=wide)
+    if not o.numel() or not N or not columns:
+        return o.to(q.dtype)
+    tiles = _tiles(T, lengths.long().clamp_(max=columns * size), starts)
+    sums = torch.zeros(T, Hq, 2, dtype=wide)
+    sums[..., 0] = -math.inf
+    provider, kernel = _compiled(q.dtype)
+    tensors = (
+        q.detach().to(wide).contiguous(),
+        k_blocks.contiguous(),
+        v_blocks.contiguous(),
+        block_table,
+        tiles,
+        sums,
+        o,
+    )
+    numbers = columns, N, size, Hkv, Hq // Hkv, D, window, scale, softcap
+    total = len(tiles) * Hkv
+    if launch_log.enabled or T * Hq * columns * size * D >= 2 * _SHARE_PRODUCTS:
+        provider.launch(kernel, (total,), (1,), (*tensors, *numbers))
+    else:
+        kernel.handle(0, total, *(x.data_ptr() for x in tensors), *numbers)
+    return o.to(q.dtype)
+
+
+def _refuses_llvm(case: Case) -> str | None:
+    return None if case.device.type == "cpu" else f"is for a CPU, not {case.device.type}"
 
 
 def _torch_forward(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
     window: int, scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """Compute the rows of one token and equal padded length together, and prompts in pieces; reads the lengths."""
-    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    most = block_table.shape[1] * k_blocks.shape[1]
-    bounds = list(range(q.shape[0] + 1)) if starts is None else starts.tolist()
-    alike: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for row, length in enumerate(lengths.tolist()):
-        first, new = bounds[row], bounds[row + 1] - bounds[row]
-        for at in range(0, new, _QUERIES):
-            count = min(_QUERIES, new - at)
-            seen = min(length, most) - new + at + count  # keys of the piece's last query
-            if seen > 0:
-                alike[count, _padded_length(seen)].append((row, first + at, seen))
+    """Compute a few tokens at a time; a row's bits follow from the library's products."""
+    settings: dict[str, Any] = {"window": window if window > 0 else None, "scale": scale, "softcap": softcap or None}
+    row, left = token_rows(q.shape[0], lengths, starts)
+    ends = (lengths.clamp(max=block_table.shape[1] * k_blocks.shape[1])[row] - left).to(torch.int32)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.no_grad():
-        for (count, padded), pieces in alike.items():
-            for at in range(0, len(pieces), 1 if count > 1 else 64):
-                some = pieces[at : at + (1 if count > 1 else 64)]
-                rows, firsts, seen = (torch.tensor(each, device=q.device) for each in zip(*some, strict=True))
-                tokens = (firsts[:, None] + torch.arange(count, device=q.device)).flatten()
-                table = block_table.index_select(0, rows)
-                keys, values = (_gathered(x, table, padded) for x in (k_blocks, v_blocks))
-                result = _attend(q[tokens].unflatten(0, (-1, count)), keys, values, seen, window, scale, softcap)
-                o[tokens] = result.to(q.dtype).flatten(0, 1)
+        for at in range(0, q.shape[0], _TOKENS):
+            some = slice(at, at + _TOKENS)
+            tables = block_table[row[some]]
+            o[some] = attention_paged_reference(q[some], k_blocks, v_blocks, tables, ends[some], **settings)
     return o
-
-
-def _gathered(blocks: Tensor, table: Tensor, padded: int) -> Tensor:
-    """Return the first `padded` keys or values of each row of a table, (rows, padded, Hkv, D), in float32 at least."""
-    size = blocks.shape[1]
-    table = table[:, : ceil_div(padded, size)]
-    found = blocks.index_select(0, table.flatten().clamp(0, blocks.shape[0] - 1))
-    found = found.view(table.shape[0], -1, *blocks.shape[2:])[:, :padded]
-    found = found.to(torch.promote_types(blocks.dtype, torch.float32))
-    return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, padded - found.shape[1]))
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, scale: float, softcap: float) -> Tensor:
-    """Return attention of the last tokens q (rows, count, Hq, D) of the first `seen` of keys (rows, L, Hkv, D)."""
-    (rows, count, Hq, D), (L, Hkv) = q.shape, keys.shape[1:3]
-    lines = Hq // Hkv * count
-    beyond = -lines % _QUERY_ROWS
-    q = q.to(keys.dtype).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).reshape(rows * Hkv, lines, D)
-    q = torch.nn.functional.pad(q, (0, 0, 0, beyond))
-    scores = torch.bmm(q, keys.permute(0, 2, 3, 1).reshape(rows * Hkv, D, L)).mul_(scale)
-    if softcap:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    key = torch.arange(L, device=q.device)
-    position = seen[:, None] - count + torch.arange(count, device=q.device)
-    hidden = key > position[..., None]
-    if window >= 0:
-        hidden |= key <= position[..., None] - window
-    by_row = scores.view(rows, Hkv, lines + beyond, L)
-    by_row[:, :, :lines].unflatten(2, (-1, count)).masked_fill_(hidden[:, None, None], -math.inf)
-    weights = torch.softmax(scores, -1)
-    blind = hidden.all(1)  # keys that no query sees may hold anything, NaN too
-    values = values.masked_fill(blind[..., None, None], 0).transpose(1, 2).reshape(rows * Hkv, L, D)
-    values = torch.nn.functional.pad(values, (0, -D % _QUERY_ROWS))
-    weights = weights.view(rows, Hkv, -1, L).masked_fill(blind[:, None, None], 0).view(rows * Hkv, -1, L)
-    o = torch.bmm(weights[..., :KEY_TILE], values[:, :KEY_TILE])
-    for at in range(KEY_TILE, L, KEY_TILE):
-        o += torch.bmm(weights[..., at : at + KEY_TILE], values[:, at : at + KEY_TILE])
-    o = o[:, :lines, :D].reshape(rows, Hkv, -1, count, D).permute(0, 3, 1, 2, 4)
-    none = hidden.all(-1)[..., None, None, None]
-    return o.masked_fill(none, 0).reshape(rows, count, Hq, D)
 
 
 def _cost(case: Case) -> Cost:
@@ -115,7 +115,9 @@ def _cost(case: Case) -> Cost:
 
 
 attention_paged_fwd: Callable[..., Tensor] = Operation(
-    "attention_paged_fwd", (Implementation("torch", _torch_forward),), cost=_cost
+    "attention_paged_fwd",
+    (Implementation("llvm", launch_llvm, refuses=_refuses_llvm, own=True), Implementation("torch", _torch_forward)),
+    cost=_cost,
 )
 
 

@@ -5,8 +5,8 @@
 
 The product with the inputs, and the gradients of all weights, are products over all steps, which torch computes.
 
-Source: op.py has the cells. exp(x) = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, e^r - 1 by its Taylor series;
-        tanh(x) = e / (e + 2) with e = exp(2 x) - 1, which keeps the relative error of small results.
+Source: op.py has the cells; `exponential` of runtime/compilation/llvm.py. tanh(x) = e / (e + 2) with e = exp(2 x) - 1,
+        which keeps the relative error of small results.
 Layout: an index is `share` rows of the batch. A tile is up to three rows times V vectors of 32 bytes: in the forward
         pass of LSTM and GRU one vector of each gate, else four vectors of states. Weights are packed to (blocks, K, V,
         lanes), so that a block, used by all rows, is read in order. After a block its states are computed, from cache.
@@ -18,7 +18,6 @@ Bound:  arithmetic of the product for several rows, 12 accumulators in AVX2's 16
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from accelerant.runtime.compilation.llvm import (
     Value,
     Variable,
     constant,
+    exponential,
     program,
     suffix,
     vector,
@@ -299,28 +299,11 @@ class _RecurrentWriter:
         x = code.select(code.compare("ogt", x, most), constant(x.type, most), x)
         return code.select(code.compare("olt", x, -most), constant(x.type, -most), x)
 
-    def _exponential(self, x: Value) -> tuple[Value, Value]:
-        """Return 2^n and e^r - 1 of x without overflow; NaN stays NaN: no conversion to an integer is made."""
-        code, double = self.code, self.real == "double"
-        bits, terms = (52, 13) if double else (23, 7)
-        magic = 1.5 * 2.0**bits  # the sum with it has n in its lowest bits
-        shifted = self._fma(x, 1 / math.log(2), magic)
-        n = self._sub(shifted, magic)
-        high = round(math.log(2) * 2**9) / 2**9  # n times it is exact
-        r = self._fma(n, -(math.log(2) - high), self._fma(n, -high, x))
-        series = constant(self.kind, self._exact(1 / math.factorial(terms)))
-        for k in range(terms - 1, 0, -1):
-            series = self._fma(series, r, 1 / math.factorial(k))
-        word = vector("i64" if double else "i32", self.lanes)
-        exponent = code.op("shl", code.bitcast(shifted, word), bits)
-        one = 0x3FF << 52 if double else 0x7F << 23
-        return code.bitcast(code.op("add", exponent, one), self.kind), self._mul(r, series)
-
     def _sigmoid(self, x: Value) -> Value:
-        power, rest = self._exponential(self._clamped(self.code.fneg(x), 700.0 if self.real == "double" else 87.0))
+        power, rest = exponential(self.code, self._clamped(self.code.fneg(x), 700.0 if self.real == "double" else 87.0))
         return self.code.op("fdiv", 1.0, self.code.op("fadd", 1.0, self._fma(power, rest, power)))
 
     def _tanh(self, x: Value) -> Value:
-        power, rest = self._exponential(self._clamped(self.code.op("fadd", x, x), 80.0))
+        power, rest = exponential(self.code, self._clamped(self.code.op("fadd", x, x), 80.0))
         e = self._fma(power, rest, self._sub(power, 1.0))
         return self.code.op("fdiv", e, self.code.op("fadd", e, 2.0))

@@ -16,6 +16,7 @@ it.
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -400,6 +401,34 @@ def program(functions: Iterable[FunctionBuilder]) -> str:
     constants = dict(item for function in functions for item in function.constants.items())
     declarations = dict(item for function in functions for item in function.declarations.items())
     return "".join((*constants.values(), *declarations.values(), *(function.text() for function in functions)))
+
+
+def exponential(code: FunctionBuilder, x: Value) -> tuple[Value, Value]:
+    """Append e^x without overflow, as 2^n and e^r - 1; NaN stays NaN: no conversion to an integer is made.
+
+    n = round(x / ln 2), |r| <= ln 2 / 2, e^r - 1 by its Taylor series; x is at most 700 in magnitude, or 87 in float.
+    """
+    lanes, element = _split(x.type)
+    double = element == "double"
+    bits, terms = (52, 13) if double else (23, 7)
+
+    def number(value: float) -> Value:
+        return constant(x.type, value if double else float(struct.unpack("<f", struct.pack("<f", value))[0]))
+
+    def fma(*operands: Value) -> Value:
+        return code.intrinsic(x.type, f"llvm.fmuladd.{suffix(x.type)}", *operands)
+
+    magic = number(1.5 * 2.0**bits)  # the sum with it has n in its lowest bits
+    shifted = fma(x, number(1 / math.log(2)), magic)
+    n = code.op("fsub", shifted, magic)
+    high = round(math.log(2) * 2**9) / 2**9  # n times it is exact
+    r = fma(n, number(-(math.log(2) - high)), fma(n, number(-high), x))
+    series = number(1 / math.factorial(terms))
+    for k in range(terms - 1, 0, -1):
+        series = fma(series, r, number(1 / math.factorial(k)))
+    exponent = code.op("shl", code.bitcast(shifted, vector("i64" if double else "i32", lanes)), bits)
+    one = 0x3FF << 52 if double else 0x7F << 23
+    return code.bitcast(code.op("add", exponent, one), x.type), code.op("fmul", r, series)
 
 
 ROUNDS = 10
