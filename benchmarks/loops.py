@@ -5,12 +5,12 @@
 A cell is a family of models in a loop (benchmarks/loop_cells.py has the tables). First come the results: the largest
 difference of what the steps computed (losses, embeddings or tokens) and the difference of the weights that they left,
 each from the model as it was. Beside them is that of two runs of the model as it was, from weights that are rounded
-differently; a runner of ours may differ by 1.5 times as much. Then come the ratio of the times of these first steps,
-compilation, captures and comparisons included ("first steps"); and, once a patched model changes nothing more, the
-ratio of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that
-each reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer
-instead, each in a process of its own: with empty caches of compiled kernels ("cold"), and with those of the run before
-("warm").
+differently; a runner of ours may differ by 1.5 times as much, or have 1.5 times the error under autocast that the model
+as it was has. Then comes the ratio of the times of these first steps, compilation, captures and comparisons included,
+to those of the first run as it was ("first steps"). Once a patched model changes nothing more, there follow the ratio
+of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that each
+reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer instead,
+each in a process of its own: with empty caches of compiled kernels ("cold"), and with those of the run before ("warm").
 
 On a CPU the models are tiny: a test of results, not of speed.
 """
@@ -188,10 +188,12 @@ class LoopsSuite(Suite):
         batches = cell.batches(steps + _BLOCKS * _BLOCK)
         if self._compiled:
             torch.compiler.reset()
-        others = []
+        others, exact, first_s = [], None, 0.0
         for moved in _MOVED:
             run.progress(f"{cell.family} {cell.label}: {TORCH}, rounded differently")
-            others.append(_Ready.of(cell, TORCH, batches, steps, run, moved=moved).results)
+            one = _Ready.of(cell, TORCH, batches, steps, run, moved=moved)
+            others.append(one.results)
+            first_s = first_s or one.all_s  # of these sizes in this process, for which libraries load kernels
         for runner in (RUNNERS[name] for name in self.runner):
             run.progress(f"{cell.family} {cell.label}: {runner}")
             try:
@@ -201,9 +203,14 @@ class LoopsSuite(Suite):
                     raise
                 run.add(replace(base, runner=runner, implementation=runner, note=failure_note(error)))
                 continue
-            checked = _compared(replace(base, runner=runner), one.results, [ready[TORCH].results, *others])
+            row, runs = replace(base, runner=runner), [ready[TORCH].results, *others]
+            checked = _compared(row, one.results, runs)
+            if runner in _OURS and cell.low is not None and any(each.wrong for each in checked):
+                run.progress(f"{cell.family} {cell.label}: {TORCH}, in float32")
+                exact = exact or _Ready.of(cell, TORCH, batches, steps, run, exact=True).results
+                checked = _compared(row, one.results, runs, exact)
             if runner in _OURS:
-                run.add(*checked, _ratio(replace(base, runner=runner), [ready[TORCH].all_s], [one.all_s], run, _FIRST))
+                run.add(*checked, _ratio(row, [first_s], [one.all_s], run, _FIRST))
                 wrong += [row for row in checked if row.wrong]
             elif runner != TORCH:
                 one.note = f"results differ by {checked[0].error:.1e}"
@@ -273,9 +280,10 @@ class _Ready:
 
     @classmethod
     def of(
-        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Any]], steps: int, run: SuiteRun, *, moved: int = 0
+        cls, cell: Cell, runner: str, batches: Sequence[dict[str, Any]], steps: int, run: SuiteRun, *, moved: int = 0,
+        exact: bool = False,
     ) -> Self:  # fmt: skip
-        """Build a runner's model, and make its first steps."""
+        """Build a runner's model, and make its first steps; `exact` ones without autocast."""
         where = run.torch_device
         gc.collect()
         if run.gpu:
@@ -283,6 +291,7 @@ class _Ready:
             torch.cuda.reset_peak_memory_stats(where)
         held = torch.cuda.memory_reserved(where) if run.gpu else 0
         this = running(cell, runner, where, batches, moved=moved)
+        this.low = None if exact else this.low
         iterator = cell.how.steps(this)
         values: list[Tensor] = []
         first = first_ms(lambda: values.append(next(iterator)), where)
@@ -322,24 +331,32 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def _compared(row: Row, mine: _Results, theirs: Sequence[_Results]) -> list[Row]:
+def _compared(row: Row, mine: _Results, theirs: Sequence[_Results], exact: _Results | None = None) -> list[Row]:
     """Return rows of the largest difference of the steps' results, and of the weights, from the model as it was.
 
     `theirs` are the results of that model, the first from the same weights, others from weights that are rounded
     differently. Beside 1.5 times the largest difference of two of them a unit in the last place is allowed, as results
-    themselves are rounded, and what another order of a sum changes.
+    themselves are rounded, and what another order of a sum changes. With `exact`, a run in float32, results that differ
+    by more are compared with it: they may have 1.5 times the difference that the model as it was has from it.
     """
-    pairs = {"results": (mine.steps, [each.steps for each in theirs])}
+    every = [mine, *theirs] + ([] if exact is None else [exact])
+    pairs = {"results": [each.steps for each in every]}
     if mine.weights is not None:
-        pairs["weights"] = ([mine.weights], [[each.weights] for each in theirs if each.weights is not None])
+        pairs["weights"] = [[each.weights] for each in every if each.weights is not None]
     rows = []
-    for what, (own, runs) in pairs.items():
+    for what, (own, *runs) in pairs.items():
+        truth = None if exact is None else runs.pop()
         found = _largest(own, runs[0])
-        usual = max(_largest(one, two) for one, two in itertools.combinations(runs, 2))
+        usual, against = (
+            max(_largest(one, two) for one, two in itertools.combinations(runs, 2)),
+            "of two runs as it was",
+        )
+        if truth is not None and found > _ALLOWED * usual:
+            found, usual, against = _largest(own, truth), _largest(runs[0], truth), "from float32; as it was"
         dtype = own[0].dtype
         rounding = torch.finfo(dtype).eps + _SUM if dtype.is_floating_point else 0.0
         bound = _ALLOWED * usual + rounding
-        note = f"largest difference {found:.2e} of {len(mine.steps)} steps; of two runs as it was {usual:.2e}"
+        note = f"largest difference {found:.2e} of {len(mine.steps)} steps; {against} {usual:.2e}"
         done = replace(
             row, op=f"{row.op} {what}", implementation="patched - as it was", unit="ppm", error=found,
             target=max(_MILLION * bound, _LEAST), note=note if found <= bound else f"wrong: {note}",

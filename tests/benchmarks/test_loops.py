@@ -151,6 +151,16 @@ def test_the_notes_count_cells_that_are_slower_than_they_were_and_than_torch_com
     assert [suite.covers(row) for row in rows] == [*[False] * 3, True, True, *[False] * 4]
 
 
+@pytest.mark.parametrize(("own", "wrong"), [(1.001, False), (0.9985, False), (0.998, True), (1.01, True)])
+def test_what_differs_more_than_two_runs_must_be_about_as_near_to_float32(own, wrong):
+    results = [loops._Results([torch.tensor(value)]) for value in (own, 1.001, 1.0011, 1.001)]
+    row = Row("loops", "a", "fixed, 8 x 256", "accelerant", "")
+    (first,) = loops._compared(row, results[0], results[1:])
+    assert bool(first.wrong) is (own != 1.001)
+    (found,) = loops._compared(row, results[0], results[1:], loops._Results([torch.tensor(1.0)]))
+    assert bool(found.wrong) is wrong
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
