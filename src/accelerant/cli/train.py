@@ -68,7 +68,7 @@ class TrainCommand:
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
     ] = None
-    preset: Annotated[str | None, _option("tiny, small, gpt2 or rnn (an LSTM). Default: tiny.")] = None
+    preset: Annotated[str | None, _option("tiny, small, gpt2, llama or rnn (an LSTM). Default: tiny.")] = None
     data: Annotated[list[str] | None, _results("Text to train on. Default: stdlib.", metavar="stdlib|PATH...")] = None
     steps: Annotated[
         int | None, _option("Optimizer steps. Default: the preset's. With --resume: steps in all, to train on.")

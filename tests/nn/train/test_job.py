@@ -636,7 +636,7 @@ def test_a_signal_to_all_processes_that_the_launcher_passes_on_does_not_interrup
 
 
 def test_presets_are_as_documented():
-    assert set(PRESETS) == {"tiny", "small", "gpt2", "rnn"}
+    assert set(PRESETS) == {"tiny", "small", "gpt2", "rnn", "llama"}
     gpt2 = preset("gpt2")
     assert (gpt2.layers, gpt2.heads, gpt2.width, gpt2.vocab_size) == (12, 12, 768, 50257)
     assert gpt2.tokens_per_step == 32 * 1024
@@ -759,7 +759,7 @@ def test_the_cpu_takes_few_tokens_at_once():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     configs = {name: run.training for name, run in PRESETS.items()}
     at_once = {name: windows_at_once(config.microbatch, config.context, cpu) for name, config in configs.items()}
-    assert at_once == {"tiny": 8, "small": 16, "gpt2": 4, "rnn": 16}
+    assert at_once == {"tiny": 8, "small": 16, "gpt2": 4, "rnn": 16, "llama": 8}
     assert windows_at_once(64, 256, cuda) == 64
     assert windows_at_once(3, 2048, cpu) == 1
 

@@ -360,6 +360,17 @@ def save(
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    fields, tensors = checkpoint(model, config, layouts)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name) and file.is_file()}
+    files: dict[str, Content] = {**_weights(tensors, max_shard_bytes), _CONFIG: _json(fields)}
+    old = (before - files.keys()) | {_INDEX}  # an old model.safetensors would be read instead of the shards
+    write_together({folder / name: content for name, content in files.items()}, [folder / name for name in old])
+
+
+def checkpoint(model: nn.Module, config: Any, layouts: Sequence[Layout]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the fields of config.json and the tensors of a model by their names there; UnsupportedCase if none fit."""
     layout = next((each for each in layouts if each.represents(config)), None)
     if layout is None:
         raise UnsupportedCase(f"no format of Hugging Face's has a model of {config}: save its state_dict()")
@@ -382,12 +393,7 @@ def save(
         for name, its in parts.items()
         for part, tensor in zip(its, _split(state[name], its), strict=True)
     }
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    before = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name) and file.is_file()}
-    files: dict[str, Content] = {**_weights(tensors, max_shard_bytes), _CONFIG: _json(fields)}
-    old = (before - files.keys()) | {_INDEX}  # an old model.safetensors would be read instead of the shards
-    write_together({folder / name: content for name, content in files.items()}, [folder / name for name in old])
+    return fields, tensors
 
 
 def _split(tensor: Tensor, parts: tuple[Part, ...]) -> list[Tensor]:

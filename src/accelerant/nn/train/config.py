@@ -28,7 +28,7 @@ GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
 ReduceDtype = Literal["float32", "bfloat16"]
 TokenizerName = Literal["bytes", "bpe"]
-ModelName = Literal["gpt", "rnn"]
+ModelName = Literal["gpt", "llama", "rnn"]
 
 STDLIB = "stdlib"
 
@@ -324,7 +324,7 @@ class RunConfig:
         tokenizer: "bytes" (256 tokens) or "bpe" (trained on the corpus).
         vocab_size: maximum number of tokens of the tokenizer.
         layers, heads, width: the model's shape; "rnn" has no heads.
-        model: "gpt", or "rnn" for a CharRNN with LSTM layers.
+        model: "gpt", "llama" for a Llama tied to its embedding, or "rnn" for a CharRNN with LSTM layers.
         validations: number of evaluations before the final one.
         validation_tokens: tokens read by the final evaluation; the others read a quarter of them.
         sample_tokens: length of the text generated at the end.
@@ -362,8 +362,10 @@ class RunConfig:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
-        if self.model == "gpt" and self.width % self.heads:
+        if self.model != "rnn" and self.width % self.heads:
             raise ConfigError(f"width must be a multiple of heads, got width {self.width} and {self.heads} heads")
+        if self.model == "llama" and self.width // self.heads % 2:
+            raise ConfigError(f"heads of a Llama must have an even width, got {self.width // self.heads}")
         if self.training.steps is None:
             raise ConfigError("a run needs its number of steps: give the training steps")
         if self.training.steps > _MOST_STEPS:
@@ -388,7 +390,8 @@ class RunConfig:
         """Return the number of weights with a vocabulary of this size, without biases and norms."""
         if self.model == "rnn":  # four gates of inputs and states; tables of inputs and outputs
             return (8 * self.layers * self.width + 2 * vocab_size) * self.width
-        return (12 * self.layers * self.width + vocab_size + self.training.context) * self.width
+        positions = self.training.context if self.model == "gpt" else 0
+        return (12 * self.layers * self.width + vocab_size + positions) * self.width
 
     def epoch_steps(self, epochs: float, tokens: int) -> int:
         """Return the steps of so many passes over the training tokens; ConfigError for no positive finite number."""
@@ -527,7 +530,7 @@ _GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, betas=(0.9, 0.95), gra
 
 
 def _run(name: str, training: dict[str, Any], **fields: Any) -> RunConfig:
-    """Return the run of a GPT in the folder runs/NAME, with some values of its training."""
+    """Return the run of a model in the folder runs/NAME, with some values of its training."""
     return RunConfig(name, dataclasses.replace(_GPT, out=f"runs/{name}", **training), **fields)
 
 
@@ -558,7 +561,13 @@ _RNN = _run(
     tokenizer="bytes", vocab_size=256, layers=1, heads=1, width=256, validation_tokens=1 << 16, cpu_threads=1,
     model="rnn",
 )  # fmt: skip
-PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2, _RNN)}
+_LLAMA = _run(
+    "llama",
+    {"context": 256, "batch_size": 8, "steps": 300, "learning_rate": 4e-3, "checkpoint_every_s": 30.0},
+    tokenizer="bpe", vocab_size=2048, layers=3, heads=6, width=192, validation_tokens=1 << 15, sample_tokens=100,
+    model="llama",
+)  # fmt: skip
+PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2, _RNN, _LLAMA)}
 
 
 def preset(name: str) -> RunConfig:

@@ -37,6 +37,7 @@ class RunFolder:
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "tokenizer.json",
         "model.safetensors", "sample.txt", "report.html", "summary.json",
         "checkpoint-previous.safetensors", "trace.json", "kernels.txt", "kernels.json", "privacy.json",
+        "tokenizer_config.json",
     )  # fmt: skip
 
     LEDGER = "privacy-ledger.jsonl"

@@ -34,6 +34,7 @@ from accelerant.nn.models import hugging_face
 from accelerant.nn.models.char_rnn import CharRNN, CharRNNConfig
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.models.language_model import LanguageModel
+from accelerant.nn.models.llama import Llama, LlamaConfig
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
 from accelerant.nn.train.checkpoint import (
     Checkpoints,
@@ -45,6 +46,7 @@ from accelerant.nn.train.checkpoint import (
 )
 from accelerant.nn.train.config import (
     PRESETS,
+    ModelName,
     RunConfig,
     TrainConfig,
     cpu_flops_per_s,
@@ -377,6 +379,8 @@ def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[La
     if Checkpoints(folder.path).exist and not folder.finished:
         path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
         tensors = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
+    elif isinstance(shape, LlamaConfig) and folder.model.is_file():
+        return hugging_face.load(Llama, folder.path, Llama._layouts, torch.float32, place).eval(), tokenizer
     elif folder.finished or folder.model.is_file():
         path, tensors = folder.model, read_tensors(folder.model)
     else:
@@ -415,18 +419,19 @@ def export_run(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
         RunFolder.write_json(generation, {"bos_token_id": end, "eos_token_id": end})
 
 
-def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> GPTConfig | CharRNNConfig:
+def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> Shape:
     """Return the shape of the model that a run's config.json describes; raise FormatError if it has none."""
     try:
         fields = config.get("model")
-        recurrent = isinstance(fields, dict) and "cell" in fields
-        shape: GPTConfig | CharRNNConfig = typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
+        given = fields if isinstance(fields, dict) else {}
+        kind = CharRNNConfig if "cell" in given else LlamaConfig if "kv_heads" in given else GPTConfig
+        shape: Shape = typed(kind, fields, "model")
     except (ValueError, ConfigError) as error:
         raise FormatError(f"{folder.config} has no model: {error}") from None
     return shape
 
 
-def _covers(shape: GPTConfig | CharRNNConfig, tokenizer: Tokenizer) -> bool:
+def _covers(shape: Shape, tokenizer: Tokenizer) -> bool:
     """Return whether a model has every token; Hugging Face's models may have some more than their BPE."""
     exact = isinstance(tokenizer, ByteTokenizer)
     return shape.vocab_size == tokenizer.vocab_size or (shape.vocab_size > tokenizer.vocab_size and not exact)
@@ -451,7 +456,7 @@ def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Token
     if shape.context < context != usual:
         raise ConfigError(f"--context {context:,} is above the {shape.context:,} tokens of the model in {folder.path}")
     sized = run.replaced(
-        model="rnn" if isinstance(model, CharRNN) else "gpt", layers=shape.layers, width=shape.width,
+        model=_NAMES[type(model)], layers=shape.layers, width=shape.width,
         heads=getattr(shape, "heads", 1), vocab_size=shape.vocab_size, context=min(run.training.context, shape.context),
         tokenizer="bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe",
     )  # fmt: skip
@@ -476,15 +481,17 @@ def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
     return ()
 
 
-def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig | CharRNNConfig | None) -> None:
+def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: Shape | None) -> None:
     """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated.
 
     `shape` is that of a model that the run began with.
     """
     vocab_size = 0
     if shape is not None:
-        vocab_size, model = shape.vocab_size, "rnn" if isinstance(shape, CharRNNConfig) else "gpt"
-        run = run.replaced(model=model, layers=shape.layers, width=shape.width, context=shape.context)
+        vocab_size = shape.vocab_size
+        run = run.replaced(
+            model=_NAMES[_MODELS[type(shape)]], layers=shape.layers, width=shape.width, context=shape.context
+        )
     least = 2 * run.parameter_count(vocab_size)  # bytes, of the matrices in 16 bits
     if least > (size := checkpoints.size_bytes):
         sizes = f"{run.layers:,} layers of width {run.width:,}, {run.training.context:,} tokens"
@@ -520,8 +527,28 @@ class _ProgressCallback(Callback):
         self._progress.note(text)
 
 
-def _built(shape: GPTConfig | CharRNNConfig) -> LanguageModel:
-    return CharRNN(shape) if isinstance(shape, CharRNNConfig) else GPT(shape)
+Shape = GPTConfig | LlamaConfig | CharRNNConfig
+_MODELS: dict[type, type[LanguageModel]] = {GPTConfig: GPT, LlamaConfig: Llama, CharRNNConfig: CharRNN}
+_NAMES: dict[type, ModelName] = {GPT: "gpt", Llama: "llama", CharRNN: "rnn"}
+
+
+def _built(shape: Shape) -> LanguageModel:
+    build: Callable[[Shape], LanguageModel] = _MODELS[type(shape)]
+    return build(shape)
+
+
+def _shape_of(run: RunConfig, vocab_size: int) -> Shape:
+    """Return the shape of a run's model."""
+    context, width = run.training.context, run.width
+    if run.model == "rnn":
+        return CharRNNConfig(vocab_size, context, run.layers, width)
+    if run.model == "gpt":
+        return GPTConfig(vocab_size, context, run.layers, run.heads, width)
+    hidden = 8 * math.ceil(width / 3)  # as many weights as a GPT's MLP
+    return LlamaConfig(
+        vocab_size, context, run.layers, run.heads, run.heads, width, hidden, rope_base=1e4, rope_scaling=None,
+        tied=True,
+    )  # fmt: skip
 
 
 class _TextRun:
@@ -530,7 +557,7 @@ class _TextRun:
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
         extension: Extension, source: Source | None,
-        model: LanguageModel | None = None, shape: GPTConfig | CharRNNConfig | None = None, earlier_s: float = 0.0,
+        model: LanguageModel | None = None, shape: Shape | None = None, earlier_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._run, self._folder, self._text = run, folder, text
         self._began, self._earlier_s = time.monotonic(), earlier_s
@@ -552,15 +579,15 @@ class _TextRun:
         vocab_size = text.tokenizer.vocab_size
         if model is not None:
             shape = model.config
-        if shape is None and run.model == "rnn":
-            shape = CharRNNConfig(vocab_size, config.context, run.layers, run.width)
-        elif shape is None:
-            shape = GPTConfig(vocab_size, config.context, run.layers, run.heads, run.width)
-        self._shape = shape
+        self._shape = shape = _shape_of(run, vocab_size) if shape is None else shape
         self._model = model or _built(shape)  # initialized on the host: the same weights for every device
+        # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
+        larger = math.sqrt(_GPT2_WIDTH / run.width)
         if model is None and isinstance(self._model, GPT):
-            # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
-            self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))
+            self._model.reset_parameters(0.02 * larger)
+        elif model is None and isinstance(self._model, Llama):
+            for parameter in self._model.parameters():
+                parameter.data *= larger if parameter.dim() == 2 else 1
         self._events = _ProgressCallback(progress, self._device_name)
         self._trainer = Trainer(self._model, config, callbacks=[self._events, extension])
         self._training = self._source(text.train, "training") if source is None else source
@@ -570,8 +597,12 @@ class _TextRun:
 
     def description(self) -> dict[str, Any]:
         """Return the contents of config.json."""
-        more = self._extension.description()
+        more, theirs = self._extension.description(), {}
+        if isinstance(self._model, Llama):  # transformers and `accelerant generate` read the folder
+            theirs = hugging_face.checkpoint(self._model, self._shape, Llama._layouts)[0]
+            theirs |= dict.fromkeys(("bos_token_id", "eos_token_id"), self._text.tokenizer.end)
         return {
+            **theirs,
             **({"extension": self._extension.name, self._extension.name: more} if more else {}),
             "run": self._run.to_dict(), "model": self._shape.to_dict(), "parameters": self._model.parameter_count(),
             "corpus": self._text.description, "device": self._device_name, "backend": self._backend,
@@ -584,7 +615,9 @@ class _TextRun:
     def describe(self, folder: RunFolder, **more: Any) -> None:
         """Write the config and the tokenizer to a folder."""
         folder.write_config({**self.description(), **more})
-        if (tokenizer := self._text.tokenizer.to_json()) is not None:
+        if isinstance(self._model, Llama):
+            self._text.tokenizer.save_pretrained(folder.path)
+        elif (tokenizer := self._text.tokenizer.to_json()) is not None:
             write_atomic(folder.tokenizer, tokenizer.encode())
 
     def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> TrainingOutcome:
@@ -702,7 +735,10 @@ class _TextRun:
         return summary
 
     def _write_model(self, path: Path) -> None:
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
+        tensors = self._model.state_dict()
+        if isinstance(self._model, Llama):
+            tensors = hugging_face.checkpoint(self._model, self._shape, Llama._layouts)[1]
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         write_tensors(path, tensors, {"format": "pt"})
 
     def _with_what_is_kept(self, error: OSError) -> OSError:
