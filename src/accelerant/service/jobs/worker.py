@@ -11,13 +11,11 @@ another and repeats the work.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -32,6 +30,7 @@ from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.runtime import registry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
+from accelerant.service.child import ChildEnd, child_arguments
 from accelerant.service.errors import Cancelled, DeadlineExceeded
 from accelerant.service.jobs import wire
 
@@ -96,12 +95,12 @@ def load_operations(place: str) -> dict[str, OpSpec]:
     return {**{name: op_spec(name) for name in ops}, **table}
 
 
-class Worker:
+class Worker(ChildEnd):
     """One end of the socket, and what arrives on it."""
 
     def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, OpSpec]) -> None:
-        self._socket, self.device, self.operations = connection, device, operations
-        self._sending = fork_safe(threading.Lock())
+        super().__init__(connection)
+        self.device, self.operations = device, operations
         self._jobs: queue.SimpleQueue[tuple[dict[str, Any], Context]] = queue.SimpleQueue()
         self._reading = fork_safe(threading.Lock())
         self._running: Context | None = None
@@ -120,19 +119,6 @@ class Worker:
         while True:
             self._run_job(*self._jobs.get())
 
-    def send(self, head: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Send a frame."""
-        buffers = wire.frame(head, arrays or {})
-        try:
-            with self._sending:
-                if sum(map(len, buffers)) < 1 << 16:
-                    self._socket.sendall(b"".join(buffers))
-                else:
-                    for buffer in buffers:
-                        self._socket.sendall(buffer)
-        except OSError:  # the server is gone
-            os._exit(0)
-
     def _send_ledger(self) -> NoReturn:
         """Send the ledger after work, at most once a second."""
         while True:
@@ -144,29 +130,14 @@ class Worker:
 
     # --- the socket --------------------------------------------------------------------------------------------------
 
-    def _receive(self, size: int) -> bytearray:
-        content = bytearray(size)
-        view = memoryview(content)
-        while view:
-            try:
-                count = self._socket.recv_into(view)
-            except OSError:
-                count = 0
-            if not count:
-                os._exit(0)
-            view = view[count:]
-        return content
-
     def _serve(self) -> NoReturn:
         """Read frames in turns with the other thread; the one that reads calls runs them, as a hand-over takes time."""
         while True:
             with self._reading:
-                head_bytes, body_bytes = wire.PREFIX.unpack(self._receive(wire.PREFIX.size))
-                content = memoryview(self._receive(head_bytes + body_bytes))
-                head = json.loads(bytes(content[:head_bytes]))
+                head, body = self.receive()
                 self._told(head)
             if head["kind"] == "calls":
-                self._run_calls(head["launches"], content[head_bytes:])
+                self._run_calls(head["launches"], body)
 
     def _told(self, head: dict[str, Any]) -> None:
         """Begin a job, or pass a message to the one that runs."""
@@ -277,15 +248,7 @@ def find_devices(device: str) -> tuple[str, str, list[str]]:
 
 def main() -> NoReturn:
     """Run the worker on the socket that the server passed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--operations", required=True)
-    given = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal or an init system sends to the whole group
-        signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(given.socket, False)
-    os.umask(0o077)
+    given, connection = child_arguments("device", "operations")
     try:
         device, label, others = find_devices(given.device)
     except AccelerantError as error:
@@ -294,7 +257,7 @@ def main() -> NoReturn:
     warm = getattr(sys.modules[given.operations.partition(":")[0]], "warm", None)
     if warm is not None:
         warm(device)
-    Worker(socket.socket(fileno=given.socket), device, operations).run(label, others)
+    Worker(connection, device, operations).run(label, others)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import logging
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +11,11 @@ from typing import Any
 import numpy as np
 
 from accelerant.runtime.monitoring.monitor import publish
+from accelerant.service.child import Child
 from accelerant.service.errors import JobFailed, error_named
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import WorkerStats
 from accelerant.service.jobs.queue import Call, Launch, launches_of
-
-_log = logging.getLogger("accelerant.service")
-
-_BACKOFF_S = (0.05, 10.0)
-"""Pause before a worker is started again: of the first time, and the longest; it doubles while workers end unready."""
 
 _GRACE_S = 5.0
 """Seconds that an operation may take past its deadline until its worker is ended."""
@@ -33,11 +23,8 @@ _GRACE_S = 5.0
 _STUCK_S = 60.0
 """Least time until the same happens for short calls, whose first in a process compiles and loads what it needs."""
 
-_START_S = 120.0
-"""Longest time in which a worker process must be ready; the import of torch and a driver's start are in it."""
 
-
-class WorkerProcess:
+class WorkerProcess(Child):
     """The process of one device, restarted when it ends.
 
     Args:
@@ -53,29 +40,23 @@ class WorkerProcess:
         self, device: str, name: str, operations: str, *, started: Callable[..., None], idle: Callable[..., None],
         lost: Callable[..., None], progressed: Callable[..., None],
     ) -> None:  # fmt: skip
-        self.device, self.name, self._operations = device, name, operations
+        super().__init__(name, "accelerant.service.jobs.worker")
+        self.device, self._operations = device, operations
         self._started, self._idle, self._lost, self._progressed = started, idle, lost, progressed
-        self.ready = asyncio.Event()
         self.wake = asyncio.Event()  # there may be a job to run
         self.label = device
         self._ledger: bytes | dict[str, Any] = {}
-        self.restarts = 0
         self.launches: list[Launch] = []
         self.job: str | None = None
-        self.failure = ""  # why the last process ended before it was ready
         self._ended: asyncio.Future[dict[str, Any]] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
         self._sent = 0.0
-        self._reason, self._blameless = "", False
-        self._closing = False
+        self._blameless = False
         self._watched: asyncio.TimerHandle | None = None
 
     def stats(self) -> WorkerStats:
         """Return the worker's state."""
         calls = sum(len(launch.calls) for launch in self.launches)
-        pid = self._process.pid if self._process is not None and self.ready.is_set() else None
-        return WorkerStats(self.name, self.label, self.ready.is_set(), self.restarts, self.job, calls, pid)
+        return WorkerStats(self.name, self.label, self.ready.is_set(), self.restarts, self.job, calls, self.pid)
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -86,114 +67,43 @@ class WorkerProcess:
 
     # --- the process -------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Start the process, and start it again whenever it ends, until `close`."""
-        pause, longest = _BACKOFF_S
-        while not self._closing:
-            try:
-                reader = await self._start()
-                was_ready = await self._listen(reader)
-                self.ready.clear()
-                reason = await self._ended_because()
-            except OSError as error:  # no processes or files are left
-                was_ready, reason = False, f"the worker of {self.name} cannot be started: {error}"
-            calls = [call for launch in self.launches for call in launch.calls]
-            blameless = self._blameless or bool(calls)
-            self._taken()
-            self.ready.clear()
-            self.failure = "" if was_ready else reason
-            if not self._closing:
-                self.restarts += 1
-                _log.warning("%s; it starts again", reason)
-            self._lost(self, reason, calls)
-            if self._ended is not None and not self._ended.done():
-                self._ended.set_result({"lost": reason, "blameless": blameless})
-            pause = _BACKOFF_S[0] if was_ready else min(longest, 2 * pause)
-            if not self._closing:
-                await asyncio.sleep(pause)
+    def arguments(self) -> list[str]:
+        """Return the device and the operations."""
+        return [f"--device={self.device}", f"--operations={self._operations}"]
 
-    async def _start(self) -> asyncio.StreamReader:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", "accelerant.service.jobs.worker", f"--socket={theirs.fileno()}"]
-            command += [f"--device={self.device}", f"--operations={self._operations}"]
-            # A new program rather than a fork: device runtimes do not survive a fork.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        return reader
+    def _began(self, head: dict[str, Any]) -> None:
+        if self.name == self.device:
+            self.name = head["device"]
+        self.device, self.label = head["device"], head["label"]
+        self.ready.set()
+        self._started(head["others"])
 
-    async def _listen(self, reader: asyncio.StreamReader) -> bool:
-        """Handle what the worker sends until its end; return whether it got ready."""
-        self._reason, self._blameless = "", False
-        try:
-            async with asyncio.timeout(_START_S):
-                head, _ = await self._receive(reader)
-            if self.name == self.device:
-                self.name = head["device"]
-            self.device, self.label = head["device"], head["label"]
-            self.ready.set()
-            self._started(head["others"])
-            while True:
-                head, body = await self._receive(reader)
-                kind = head["kind"]
-                if kind == "answer":
-                    self._answered(head, body)
-                elif kind == "progress":
-                    self._progressed(head)
-                elif kind == "ended" and self._ended is not None and not self._ended.done() and head["id"] == self.job:
-                    self._ended.set_result(head)
-                elif kind == "ledger":
-                    self._ledger = bytes(body)
-                elif kind == "lost":
-                    self._reason = head["reason"]
-                    publish(self.label, "lost", self._reason)
-        except TimeoutError:
-            self._reason = f"the worker of {self.name} was not ready within {_START_S:g} s"
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the process has ended
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            self.kill(f"the worker of {self.name} sent a malformed message: {type(error).__name__}")
-        return self.ready.is_set()
+    def _heard(self, head: dict[str, Any], body: memoryview) -> None:
+        kind = head["kind"]
+        if kind == "answer":
+            self._answered(head, body)
+        elif kind == "progress":
+            self._progressed(head)
+        elif kind == "ended" and self._ended is not None and not self._ended.done() and head["id"] == self.job:
+            self._ended.set_result(head)
+        elif kind == "ledger":
+            self._ledger = bytes(body)
+        elif kind == "lost":
+            self._reason = head["reason"]
+            publish(self.label, "lost", self._reason)
 
-    @staticmethod
-    async def _receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], memoryview]:
-        head_bytes, body_bytes = wire.PREFIX.unpack(await reader.readexactly(wire.PREFIX.size))
-        content = memoryview(await reader.readexactly(head_bytes + body_bytes))
-        return json.loads(bytes(content[:head_bytes])), content[head_bytes:]
-
-    async def _ended_because(self) -> str:
-        """Wait for the process, which has closed its socket or is to be killed, and return why it ended."""
-        process = self._process
-        assert process is not None  # for the type checker: _start set it
-        if self._writer is not None:
-            self._writer.close()
-        try:
-            status = await asyncio.to_thread(process.wait, 2.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            status = await asyncio.to_thread(process.wait)
-        if self._reason:
-            return self._reason
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"the worker of {self.name} was ended by {signal.Signals(-status).name}"
-        return f"the worker of {self.name} ended with status {status}"
+    def _gone(self, reason: str) -> None:
+        calls = [call for launch in self.launches for call in launch.calls]
+        blameless, self._blameless = self._blameless or bool(calls), False
+        self._taken()
+        self._lost(self, reason, calls)
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result({"lost": reason, "blameless": blameless})
 
     def kill(self, reason: str, *, blameless: bool = False) -> None:
         """End the process at once, for a reason; it starts again. A job that it runs may be `blameless`."""
-        self._reason, self._blameless = reason, blameless
-        if self._process is not None:
-            self._process.kill()
-
-    async def close(self) -> None:
-        """End the process, and do not start it again."""
-        self._closing = True
-        if self._process is not None:
-            self._process.kill()
-
-    def _send(self, buffers: wire.Buffers) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.writelines(buffers)
+        self._blameless = blameless
+        super().kill(reason)
 
     # --- calls and the job -------------------------------------------------------------------------------------------
 
