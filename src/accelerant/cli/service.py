@@ -15,7 +15,7 @@ import typer
 
 from accelerant.cli.help import Group, JsonOutput, examples
 from accelerant.cli.terminal import print_table, span_text
-from accelerant.errors import ConfigError, MissingDependency
+from accelerant.errors import ConfigError, MissingDependency, MissingFile
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 accelerant serve
+accelerant serve --model ./llama --model mini=./all-MiniLM-L6-v2
 accelerant keys create --name ci --scope field --scope zk
 accelerant serve --host 0.0.0.0 --tls-certificate cert.pem --tls-key key.pem --config service.toml"""
 
@@ -58,6 +59,15 @@ def serve(
         list[str] | None,
         typer.Option(help="A device with a worker of its own, as cuda:0; may be repeated. Default: automatic."),
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of a model behind OpenAI's routes, or NAME=FOLDER; may be repeated."),
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights of --model in 8-bit integers.")] = False,
+    int4: Annotated[bool, typer.Option("--int4", help="Weights of --model in 4-bit integers.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Answers of --model may differ, in rounding, by what else is served.")
+    ] = False,
     tls_certificate: Annotated[str | None, typer.Option(help="PEM file of the certificate and its chain.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file of the certificate's private key.")] = None,
     log: Annotated[str | None, typer.Option(help="json or text.")] = None,
@@ -72,9 +82,12 @@ def serve(
     """
     from accelerant.service.settings import load
 
+    if int8 and int4:
+        raise ConfigError("--int8 and --int4 exclude each other")
     settings = load(
         config, host=host, port=port, directory=directory, state_url=state_url, devices=device or None,
-        tls_certificate=tls_certificate, tls_key=tls_key, log=log,
+        served=_named_folders(model or []) or None, quantize="int8" if int8 else "int4" if int4 else None,
+        fast=fast or None, tls_certificate=tls_certificate, tls_key=tls_key, log=log,
     )  # fmt: skip
     if engine not in ("local", "ray"):
         raise ConfigError(f"--engine must be local or ray, got {engine!r}")
@@ -84,6 +97,21 @@ def serve(
         _service("ray_engine").run(settings, address=address, replicas=replicas)
     else:
         _service("app").run(settings)
+
+
+def _named_folders(given: list[str]) -> dict[str, Path]:
+    """Return folders by the name that clients give, which is the folder's own unless NAME= stands before it."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        path = Path(folder if equals and "/" not in name else text)
+        name = name if equals and "/" not in name else path.resolve().name
+        if name in found:
+            raise ConfigError(f"--model: two models are called {name!r}: write NAME=FOLDER")
+        if not path.is_dir():
+            raise MissingFile(f"--model: there is no folder {path}")
+        found[name] = path
+    return found
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

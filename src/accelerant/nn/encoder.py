@@ -198,23 +198,31 @@ class Encoder:
             raise ConfigError("encode takes a list of texts, got one text: write [text]")
         return self.encode_ids(self.tokens(texts))
 
-    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts, with the tokens that begin and end each."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+    def tokens(self, texts: Sequence[str], *, truncate: bool = True) -> list[list[int]]:
+        """Return the ids of texts, with the tokens that begin and end each; RangeError for those that would be cut."""
+        found = self.tokenizer.encode_batch_fast(list(texts))
+        for encoding in found if not truncate else ():
+            if encoding.overflowing:
+                raise RangeError(f"a text has at most {self.max_tokens:,} tokens here, got more: split it")
+        return [encoding.ids for encoding in found]
 
     @torch.inference_mode()
     def encode_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Return the vectors of texts that are tokens already; RangeError for an empty or long one or an unknown id."""
+        """Return the vectors of texts that are tokens already; errors as of `require_ids`."""
+        self.require_ids(ids)
+        found = torch.empty(len(ids), self.dim, device=self.device)
+        for rows in _batches([len(row) for row in ids]):
+            found[torch.tensor(rows, device=self.device)] = self._vectors([ids[row] for row in rows])
+        return found
+
+    def require_ids(self, ids: Sequence[Sequence[int]]) -> None:
+        """Raise RangeError for a text without tokens or with too many, or an unknown token."""
         size = self._model.config.vocab_size
         for row in ids:
             if not 0 < len(row) <= self.max_tokens:
                 raise RangeError(f"a text has 1 to {self.max_tokens:,} tokens, got {len(row):,}")
             if min(row) < 0 or max(row) >= size:
                 raise RangeError(f"ids are 0 to {size - 1:,}, got {min(row) if min(row) < 0 else max(row):,}")
-        found = torch.empty(len(ids), self.dim, device=self.device)
-        for rows in _batches([len(row) for row in ids]):
-            found[torch.tensor(rows, device=self.device)] = self._vectors([ids[row] for row in rows])
-        return found
 
     def _vectors(self, ids: list[Sequence[int]]) -> Tensor:
         lengths = torch.tensor([len(row) for row in ids])

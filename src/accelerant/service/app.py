@@ -34,11 +34,13 @@ from accelerant.errors import ConfigError
 from accelerant.service import dashboard
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused, refusal_of
-from accelerant.service.guard import Guard, error_body, guarded_protocol, reserve_of
+from accelerant.service.guard import Guard, body_of, guarded_protocol, reserve_of
 from accelerant.service.infer import Answer, Inference, answer_format, operation_named, written
 from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
+from accelerant.service.served_models import routes as served_models
+from accelerant.service.served_models.process import ServedModels
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestRecord, Telemetry, log_to
 
@@ -99,8 +101,9 @@ async def live() -> dict[str, bool]:
 
 @_router.get("/v2/health/ready", tags=["health"])
 async def ready(request: Request) -> Response:
-    """Say if the server takes work: a worker is alive, and the server is not stopping."""
+    """Say if the server takes work: a worker is alive, so are the served models, and the server is not stopping."""
     alive = any(worker.alive for worker in request.app.state.jobs.stats().workers)
+    alive &= all(process.ready.is_set() for process in request.app.state.served.processes.values())
     taken = alive and not request.app.state.draining
     return JSONResponse({"ready": taken}, 200 if taken else 503)
 
@@ -209,14 +212,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
             if request.method == "OPTIONS":
                 return Response(None, 204, allowed)
             error.headers = allowed
-    body = error_body(refused.kind, str(refused), request.scope["state"]["record"].request_id)
+    body = body_of(refused, request.scope, request.scope["state"]["record"].request_id)
     return Response(body, refused.status, getattr(error, "headers", None), JSON)
 
 
 def _methods_of(request: Request, known: list[str]) -> list[str]:
     """Return the methods of all routes of a path."""
     found, asked = {*known, "OPTIONS"}, {**request.scope, "method": ""}
-    for route in (*_router.routes, *dashboard.router.routes):
+    for route in (*_router.routes, *served_models.router.routes, *dashboard.router.routes):
         if isinstance(route, APIRoute) and route.matches(asked)[0] is not Match.NONE:
             found |= route.methods or set()
     return sorted(found | ({"HEAD"} if "GET" in found else set()))
@@ -231,11 +234,14 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await app.state.jobs.start()
+            await app.state.served.start()
         except Exception as error:
             app.state.failure = error
+            await app.state.jobs.drain(0.0)
             raise
         try:
             with Telemetry(app.state.jobs, settings) as telemetry:
+                telemetry.register(app.state.served.metrics)
                 app.state.telemetry = telemetry
                 observers.append(telemetry.observe)
                 loop = asyncio.get_running_loop()
@@ -248,6 +254,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
                 yield
         finally:
             app.state.draining = True
+            await app.state.served.close()
             await app.state.jobs.drain(settings.drain_s)
 
     app = FastAPI(
@@ -257,11 +264,13 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.state.settings, app.state.keys, app.state.observers = settings, keys, observers
     app.state.on_stop, app.state.failure = [], None
     app.state.jobs, app.state.draining = JobService(settings), False
+    app.state.served = ServedModels(settings)
     app.state.operations = dict(app.state.jobs.operations)
     app.state.inference = Inference(settings, app.state.operations, app.state.jobs)
     for error in (RequestValidationError, HTTPException):
         app.add_exception_handler(error, _on_error)
     app.include_router(_router)
+    app.include_router(served_models.router, responses=_ERRORS)
     app.include_router(dashboard.router, responses=_ERRORS)
     _describe_errors(app)
     app.add_middleware(Guard, settings=settings, keys=keys, observers=observers, inference=app.state.inference)
@@ -344,8 +353,12 @@ class _Server(uvicorn.Server):
     async def _drained(self, jobs: JobService, sig: int) -> None:
         """Serve until the jobs have ended, then let uvicorn stop listening."""
         jobs.stop_accepting()
-        settings: ServiceSettings = self.config.app.state.settings  # type: ignore[union-attr]
-        await jobs.settle(settings.drain_s, _FETCH_S)
+        state = self.config.app.state  # type: ignore[union-attr]
+        settings: ServiceSettings = state.settings
+        served: ServedModels = state.served
+        served.draining = True
+        left_s = partial(jobs.drain_left_s, settings.drain_s)
+        await asyncio.gather(jobs.settle(settings.drain_s, _FETCH_S), served.settle(left_s))
         jobs.end_calls()
         self.config.timeout_graceful_shutdown = max(1, math.ceil(jobs.drain_left_s(settings.drain_s)))
         super().handle_exit(sig, None)

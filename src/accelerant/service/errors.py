@@ -29,10 +29,15 @@ class ServiceError(library.AccelerantError):
 
 
 class Refused(ServiceError):
-    """A request that no operation sees, for a reason of the protocol; `kind` names the error to clients."""
+    """A request that no operation sees, for a reason of the protocol.
 
-    def __init__(self, status: int, kind: str, message: str, retry_after_s: float | None = None) -> None:
-        self.status, self.kind, self.retry_after_s = status, kind, retry_after_s
+    `kind` names the error to clients, `param` the parameter of a request of OpenAI's routes.
+    """
+
+    def __init__(
+        self, status: int, kind: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
+    ) -> None:
+        self.status, self.kind, self.retry_after_s, self.param = status, kind, retry_after_s, param
         super().__init__(message)
 
 

@@ -75,6 +75,24 @@ def error_body(kind: str, message: str, request_id: str) -> bytes:
     return json.dumps({"error": message, "type": kind, "request_id": request_id}).encode()
 
 
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def openai_error(refused: Refused, request_id: str) -> dict[str, Any]:
+    """Return an error as OpenAI's routes have it: its class in words under `code`."""
+    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    code = "_".join(word.lower() for word in re.findall("[A-Z][^A-Z]*", refused.kind))
+    error = {"message": str(refused), "type": _OPENAI_TYPES.get(refused.status, kind), "param": refused.param}
+    return {"error": error | {"code": code, "request_id": request_id}}
+
+
+def body_of(refused: Refused, scope: Mapping[str, Any], request_id: str) -> bytes:
+    """Return the body of an error in the form of the route."""
+    if scope["path"].startswith("/v1/"):
+        return json.dumps(openai_error(refused, request_id)).encode()
+    return error_body(refused.kind, str(refused), request_id)
+
+
 class Guard:
     """ASGI middleware. The key and the record of a request are `scope["state"]["key"]` and `["record"]`.
 
@@ -154,7 +172,7 @@ class Guard:
                         lines.append((b"www-authenticate", b"Bearer"))
                     if refused.retry_after_s is not None:
                         lines.append((b"retry-after", str(math.ceil(refused.retry_after_s)).encode()))
-                    await _send(answer, refused.status, lines, error_body(refused.kind, str(refused), request_id))
+                    await _send(answer, refused.status, lines, body_of(refused, scope, request_id))
                 finally:
                     record.route = record.route or getattr(scope.get("route"), "path", "")
                     if span is not None:
@@ -204,7 +222,8 @@ class Guard:
         if origin is not None and ((url := _split(origin.decode("latin-1"))) is None or url.netloc != host):
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
         token = token_of(fields)
-        if token is None and not self.keys.exists and self._loopback:
+        if not self.keys.exists and self._loopback and (token is None or scope["path"].startswith("/v1/")):
+            # OpenAI's clients always send a key
             if fields.keys() & _FORWARDED:
                 raise Refused(403, "Forbidden", "a proxy's requests may be anybody's: make API keys for them")
             if not _is_local(host):

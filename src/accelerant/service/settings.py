@@ -9,11 +9,14 @@
     [models]                      # folders that `generate` may use, by the name that clients give
     tiny = "/srv/models/tiny"
 
+    [served]                      # folders behind OpenAI's routes, as `accelerant serve --model NAME=FOLDER`
+    chat = "/srv/models/llama"
+
     [data]                        # text files and folders that `train` may use
     books = "/srv/data/books"
 
-Every setting but the two tables is also a variable ACCELERANT_SERVE_<NAME>, lists with commas. (Kubernetes itself sets
-ACCELERANT_SERVICE_HOST in each container beside a service of that name.)
+Every setting but the three tables is also a variable ACCELERANT_SERVE_<NAME>, lists with commas. (Kubernetes itself
+sets ACCELERANT_SERVICE_HOST in each container beside a service of that name.)
 """
 
 from __future__ import annotations
@@ -56,6 +59,13 @@ class ServiceSettings:
         ops: public ops, also those of installed packages, that are offered besides the usual operations; the server
             then imports torch.
         models, data: folders of models for `generate` and of texts for `train`, by name.
+        served: folders of language models and sentence encoders behind OpenAI's routes, by name; a process each.
+        quantize: "int8" or "int4" for served language models; empty for the weights as they are.
+        fast: whether a served answer may depend, in rounding, on what else is computed beside it.
+        cache_tokens: tokens that the cache of a served model holds; 0 for what memory allows.
+        block_size: tokens of a block of that cache.
+        max_batch_tokens: most tokens that a step of a served model computes.
+        speculate: most tokens that are proposed from the text so far and checked in one step; 0 for none.
         tls_certificate, tls_key: PEM files; both or none.
         body_bytes, json_bytes: largest request body, and largest JSON of one; json_bytes bounds results in JSON, too.
         bodies_bytes: the most that all bodies and results take in memory, until they are answered; more get 503.
@@ -88,6 +98,13 @@ class ServiceSettings:
     ops: tuple[str, ...] = ()
     models: Mapping[str, Path] = field(default_factory=dict)
     data: Mapping[str, Path] = field(default_factory=dict)
+    served: Mapping[str, Path] = field(default_factory=dict)
+    quantize: str = ""
+    fast: bool = False
+    cache_tokens: int = 0
+    block_size: int = 16
+    max_batch_tokens: int = 512
+    speculate: int = 0
     tls_certificate: str = ""
     tls_key: str = ""
     body_bytes: int = 256 << 20
@@ -115,12 +132,15 @@ class ServiceSettings:
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if setting.type in ("int", "float") and setting.name != "port" and not value > 0:
+            least_is_0 = setting.name in ("port", "cache_tokens", "speculate")
+            if setting.type in ("int", "float") and not (value > 0 or (least_is_0 and value == 0)):
                 raise ConfigError(f"setting {setting.name} must be above 0, got {value!r}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"setting port must be 0 to 65535, got {self.port}")
         if self.log not in ("json", "text"):
             raise ConfigError(f"setting log must be json or text, got {self.log!r}")
+        if self.quantize not in ("", "int8", "int4"):
+            raise ConfigError(f"setting quantize must be int8 or int4, got {self.quantize!r}")
         for device in self.devices:
             if (name := device.partition(":")[0]).lower() != "gpu":  # for which the GPUs would be looked for
                 backend_named(name)
@@ -173,6 +193,8 @@ def _converted(name: str, value: Any, origin: str) -> Any:
     try:
         if kind is Path and isinstance(value, (str, Path)) and value:
             return Path(value).expanduser().absolute()
+        if kind is bool and (value is True or value is False or value in ("true", "false")):
+            return value in (True, "true")
         if kind in (int, float) and isinstance(value, (int, str, kind)) and not isinstance(value, bool):
             return kind(value)
         if kind is str and isinstance(value, str):

@@ -38,6 +38,7 @@ from accelerant.service.errors import Refused
 if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
     from accelerant.service.jobs.service import JobService
+    from accelerant.service.served_models.process import ModelMetrics
     from accelerant.service.settings import ServiceSettings
 
 
@@ -108,6 +109,10 @@ class Telemetry:
             ("operation", "backend", "status"), buckets=BUCKETS_S, registry=self._registry,
         )  # fmt: skip
         self._registry.register(_ServiceCollector(jobs, settings, self._history))
+
+    def register(self, metrics: ModelMetrics) -> None:
+        """Add the metrics of served models."""
+        metrics.register(self._registry)
 
     def __enter__(self) -> Telemetry:
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from accelerant.runtime.bounded_template import BoundedTemplate
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
 _MOST_BYTES = 1 << 28
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
+}
+"""How byte-level BPE writes bytes in its vocabulary."""
 _MOST_HELD = 64  # tokens without a complete character after which the text so far is emitted
 
 
@@ -62,6 +69,18 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return str(self._inner.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        r"""Return the text of one token, as "<s>" for a special one; "bytes:\xe2" for a part of a character."""
+        text = self.decode([token])
+        if text and "\ufffd" not in text:
+            return text
+        piece = str(self._inner.id_to_token(token) or "")
+        if _BYTE_PIECE.fullmatch(piece):
+            return f"bytes:\\x{piece[3:5].lower()}"
+        if text and all(char in _BYTES for char in piece):
+            return "bytes:" + "".join(f"\\x{_BYTES[char]:02x}" for char in piece)
+        return piece
 
     def apply_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

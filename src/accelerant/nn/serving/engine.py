@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -80,6 +80,13 @@ class Finished:
 Event = Token | Finished
 
 
+class Sink(Protocol):
+    """A receiver of a request's events."""
+
+    def put(self, event: Event, /) -> None:
+        """Take an event; on the engine's thread, which waits for it."""
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A submitted prompt with its options, and the queue of its events."""
@@ -89,7 +96,7 @@ class Request:
     seed: int
     prefix_cache: bool
     salt: bytes
-    events: queue.SimpleQueue[Event]
+    events: Any
     sequences: list[scheduler.Sequence] = field(default_factory=list)
     cancelled: bool = False
 
@@ -117,7 +124,7 @@ class Answer(Iterator[Event]):
         """
         if not self._open:
             raise StopIteration
-        event = self._request.events.get(timeout=timeout)
+        event: Event = self._request.events.get(timeout=timeout)
         if isinstance(event, Finished):
             self._open -= 1
         return event
@@ -173,6 +180,7 @@ class Engine:
         if not hasattr(model, "forward_paged") or not model.can_cache():
             raise UnsupportedCase(f"{type(model).__name__} has no forward_paged, or has layers that it does not know")
         self.model, self.block_size, self.tokenizer, self.fast = model, block_size, tokenizer, fast
+        self.max_batch_tokens = max_batch_tokens
         self._device = next(model.parameters()).device
         self._sizes = RowSizes.any() if fast else RowSizes.of(model, max_batch_tokens)
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
@@ -192,7 +200,7 @@ class Engine:
     def submit(
         self, ids: Sequence[int], sampling: Sampling | None = None, *, max_tokens: int = 16, seed: int | None = None,
         stop: str | int | Sequence[str | int] = (), logprobs: int | None = None, n: int = 1, prefix_cache: bool = True,
-        salt: str = "", ignore_eos: bool = False,
+        salt: str = "", ignore_eos: bool = False, events: Sink | None = None,
     ) -> Answer:  # fmt: skip
         """Queue a prompt; return the iterator of its events.
 
@@ -207,6 +215,7 @@ class Engine:
             prefix_cache: whether to use blocks that others computed, and let others use these.
             salt: requests share blocks only with those of the same salt.
             ignore_eos: whether the tokenizer's end tokens end no answer.
+            events: gets the events, by `put` on the engine's thread, in place of the iterator.
 
         Raises:
             ConfigError: a number out of range, or a prompt that can never fit: the message has the numbers.
@@ -219,7 +228,8 @@ class Engine:
         ends = {each for each in stops if isinstance(each, int)}
         ends |= set() if self.tokenizer is None or ignore_eos else set(self.tokenizer.eos_ids)
         seed = secrets.randbits(63) if seed is None else (seed + 2**63) % 2**64 - 2**63
-        request = Request(frozenset(ends), logprobs, seed, prefix_cache, salt.encode()[:64], queue.SimpleQueue())
+        taker = queue.SimpleQueue() if events is None else events
+        request = Request(frozenset(ends), logprobs, seed, prefix_cache, salt.encode()[:64], taker)
         for index in range(n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
             tokens[: len(prompt)] = prompt

@@ -1,0 +1,376 @@
+"""OpenAI's routes, by the client that OpenAI writes, in front of small random models."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from serving import Server
+from tiny_served import write_encoder, write_llama
+
+from accelerant.nn import Encoder
+from accelerant.nn.models.loading import load_model
+from accelerant.service.served_models.admission import FairQueue
+from requirements import require_module
+
+require_module("openai")
+import openai  # noqa: E402 - the client under which the routes are tested
+
+HELLO = {"model": "tiny", "prompt": "hello world", "temperature": 0}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("served")
+    write_llama(base / "tiny")
+    write_encoder(base / "encoder")
+    return base
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, folders):
+    """A service with a language model and an encoder; its queue and cache are small."""
+    settings = tmp_path_factory.mktemp("settings") / "service.toml"
+    settings.write_text("queue_jobs = 4\ncache_tokens = 4096\njson_bytes = 100_000\n")
+    given = [text for name in ("tiny", "encoder") for text in ("--model", str(folders / name))]
+    running = Server(tmp_path_factory.mktemp("service"), "--device", "cpu", "--config", str(settings), *given)
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reference(folders):
+    """The model and tokenizer in this process."""
+    return load_model(folders / "tiny")
+
+
+def greedy(reference, ids, tokens):
+    """The text that plain generation gives."""
+    model, tokenizer = reference
+    import torch
+
+    found = model.generate(torch.tensor([ids]), tokens, temperature=0, stop=tokenizer.eos_ids)[0].tolist()[len(ids) :]
+    return tokenizer.decode([token for token in found if token not in tokenizer.eos_ids])
+
+
+def gauges(served, name):
+    with served.client() as http:
+        text = http.get("/metrics").text
+    return {found[1]: float(found[2]) for found in re.finditer(rf'^{name}{{model="(\w+)"}} (\S+)$', text, re.M)}
+
+
+def eventually(what, seconds=60):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_with_what_they_do(client):
+    found = {model.id: model for model in client.models.list()}
+    assert {name: model.task for name, model in found.items()} == {"tiny": "generate", "encoder": "embed"}
+    assert client.models.retrieve("tiny").context == 2048
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_that_of_plain_generation_streamed_or_not(client, reference):
+    ids = reference[1].encode("hello world")
+    whole = client.completions.create(**HELLO, max_tokens=24)
+    assert whole.choices[0].text == greedy(reference, ids, 24)
+    assert whole.usage.prompt_tokens == len(ids)
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (24, "length")
+    assert client.completions.create(**HELLO | {"prompt": ids}, max_tokens=24).choices == whole.choices
+    chunks = list(
+        client.completions.create(**HELLO, max_tokens=24, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert len(chunks) > 2
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+
+
+def test_a_conversation_goes_through_the_chat_template(client, reference):
+    ids = reference[1].apply_chat(CHAT["messages"])
+    whole = client.chat.completions.create(**CHAT, max_completion_tokens=16)
+    assert whole.choices[0].message.content == greedy(reference, ids, 16)
+    assert whole.choices[0].message.role == "assistant"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    assert client.chat.completions.create(**CHAT | {"messages": parts}, max_tokens=16).choices == whole.choices
+    chunks = list(client.chat.completions.create(**CHAT, max_tokens=16, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_several_prompts_and_answers_are_numbered(client):
+    options = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
+    whole = client.completions.create(model="tiny", prompt=["hello", "quick fox"], n=3, **options)
+    assert [choice.index for choice in whole.choices] == list(range(6))
+    assert len({choice.text for choice in whole.choices}) > 2
+    again = client.completions.create(model="tiny", prompt=["hello", "quick fox"], n=3, **options)
+    assert again.choices == whole.choices
+    second = client.completions.create(model="tiny", prompt="quick fox", n=3, **options)
+    assert [choice.text for choice in second.choices] == [choice.text for choice in whole.choices[3:]]
+    texts = dict.fromkeys(range(6), "")
+    for chunk in client.completions.create(model="tiny", prompt=["hello", "quick fox"], n=3, stream=True, **options):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+
+
+def test_stop_strings_echo_and_penalties(client):
+    text = client.completions.create(**HELLO, max_tokens=24).choices[0].text
+    stop = text[5:8]
+    cut = client.completions.create(**HELLO, max_tokens=24, stop=[stop, "never there"]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    chunks = client.completions.create(**HELLO, max_tokens=24, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut.text
+    echoed = client.completions.create(**HELLO, max_tokens=4, echo=True).choices[0].text
+    assert echoed == "hello world" + client.completions.create(**HELLO, max_tokens=4).choices[0].text
+    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"extra_body": {"repetition_penalty": 5.0}}):
+        assert client.completions.create(**HELLO, max_tokens=24, **penalty).choices[0].text != text
+
+
+def test_logprobs_are_those_of_the_model(client, reference):
+    import torch
+
+    model, tokenizer = reference
+    found = client.completions.create(**HELLO, max_tokens=6, logprobs=3).choices[0].logprobs
+    ids = tokenizer.encode("hello world")
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([ids]))[0, -1].float(), -1)
+    assert found.token_logprobs[0] == pytest.approx(expected.max().item(), abs=1e-4)
+    assert found.tokens[0] == tokenizer.token_text(expected.argmax().item())
+    assert all(len(top) == 3 for top in found.top_logprobs)
+    assert max(found.top_logprobs[0].values()) == found.token_logprobs[0]
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 6
+    chat = (
+        client.chat.completions.create(**CHAT, max_tokens=6, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    )
+    assert [len(entry.top_logprobs) for entry in chat] == [2] * 6
+    content = b"".join(bytes(entry.bytes) for entry in chat).decode(errors="replace")
+    assert content == client.chat.completions.create(**CHAT, max_tokens=6).choices[0].message.content
+    streamed = client.chat.completions.create(**CHAT, max_tokens=6, logprobs=True, top_logprobs=2, stream=True)
+    assert [entry for chunk in streamed for entry in chunk.choices[0].logprobs.content] == chat
+
+
+def test_embeddings_are_the_encoders(client, folders):
+    texts = ["a b c", "d", "a b c d e f g h i j"]
+    expected = Encoder(folders / "encoder").encode(texts).numpy()
+    found = client.embeddings.create(model="encoder", input=texts)  # as base64
+    np.testing.assert_allclose([row.embedding for row in found.data], expected, atol=1e-6)
+    assert found.usage.prompt_tokens == 14 + 6
+    floats = client.embeddings.create(model="encoder", input=[2, 4, 5, 6, 3], encoding_format="float", dimensions=32)
+    np.testing.assert_allclose(floats.data[0].embedding, expected[0], atol=1e-6)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("completions", {"prompt": ""}, "prompt", "not empty|empty"),
+    ("completions", {"prompt": []}, "prompt", "empty"),
+    ("completions", {"prompt": [10**6]}, "prompt", "1,000,000"),
+    ("completions", {"prompt": [-1]}, "prompt", "tokens"),
+    ("completions", {"prompt": {"a": 1}}, "prompt", "must be"),
+    ("completions", {"prompt": "hello", "best_of": 3}, "best_of", "not supported"),
+    ("completions", {"prompt": "hello", "suffix": "x"}, "suffix", "not supported"),
+    ("completions", {"prompt": "hello", "logit_bias": {"5": 1.0}}, "logit_bias", "not supported"),
+    ("completions", {"prompt": "hello", "echo": True, "logprobs": 1}, "echo", "not supported"),
+    ("completions", {"prompt": "hello", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ("completions", {"prompt": "hello", "temperature": "hot"}, "temperature", "number"),
+    ("completions", {"prompt": "hello", "max_tokens": 0}, "max_tokens", "greater"),
+    ("completions", {"prompt": "hello", "n": 1000}, "n", "128"),
+    ("completions", {"prompt": ["hello"] * 100, "n": 2}, "n", "128"),
+    ("completions", {"prompt": "hello", "seed": 2**64}, "seed", "less"),
+    ("completions", {"prompt": "hello", "unheard": 1}, "unheard", "not supported"),
+    ("completions", {"prompt": [5] * 3000}, "prompt", "2,048.*3,000"),
+    ("completions", {"prompt": "hello", "max_tokens": 2048}, "max_tokens", "2,048"),
+    ("chat/completions", {"messages": []}, "messages", "at least 1"),
+    ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "user"),
+    ("chat/completions", {"messages": CHAT["messages"], "tools": [{}]}, "tools", "not supported"),
+    ("chat/completions", {"messages": CHAT["messages"], "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ("chat/completions", {"messages": CHAT["messages"], "response_format": {"type": "json_object"}}, "response_format",
+     "not supported"),
+    ("chat/completions", {}, "messages", "required"),
+    ("embeddings", {"model": "encoder", "input": []}, "input", "empty"),
+    ("embeddings", {"model": "encoder", "input": "a " * 100}, "input", "40"),
+    ("embeddings", {"model": "encoder", "input": [[2, 99]]}, "input", "99"),
+    ("embeddings", {"model": "encoder", "input": "a", "dimensions": 8}, "dimensions", "32"),
+    ("embeddings", {"model": "tiny", "input": "a"}, "model", "language model"),
+    ("completions", {"model": "encoder", "prompt": "a"}, "model", "encoder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "param", "match"), WRONG)
+def test_what_is_not_supported_is_refused_by_name(served, route, body, param, match):
+    with served.client() as http:
+        answer = http.post(f"/v1/{route}", json={"model": "tiny"} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"].split(".")[0]) == (
+        400,
+        "invalid_request_error",
+        param.split(".")[0],
+    )
+    assert re.search(match, error["message"])
+    assert error["code"]
+
+
+def test_bodies_that_are_not_read(served, client):
+    with served.client() as http:
+        wrong = (b"", b"[" * 50_000, b'{"a":' * 5000, b'{"model": "tiny", "model": "tiny", "prompt": "a"}', b"\xff")
+        for content, status in (*((content, 400) for content in wrong), (b"{" + b" " * 200_000, 413)):
+            answer = http.post("/v1/completions", content=content)
+            assert (answer.status_code, set(answer.json()["error"])) == (
+                status, {"message", "type", "param", "code", "request_id"}
+            )  # fmt: skip
+        assert http.get("/v1/nothing").json()["error"]["code"] == "http_error"
+        assert http.get("/v1/completions").status_code == 405
+    with pytest.raises(openai.NotFoundError) as found:
+        client.completions.create(**HELLO | {"model": "other"})
+    assert (found.value.code, found.value.param) == ("model_not_found", "model")
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_answer_that_is_not_finite_ends_alone(client, folders):
+    last = json.loads((folders / "tiny" / "config.json").read_text())["vocab_size"] - 1
+    good = {}
+
+    def ask():
+        good["text"] = (
+            client.completions.create(model="tiny", prompt="hello", max_tokens=40, temperature=0).choices[0].text
+        )
+
+    other = threading.Thread(target=ask)
+    other.start()
+    with pytest.raises(openai.InternalServerError, match="not finite"):
+        client.completions.create(model="tiny", prompt=[5, last, 6], max_tokens=5)
+    with pytest.raises(openai.APIError, match="not finite"):
+        list(client.completions.create(model="tiny", prompt=[5, last, 6], max_tokens=5, stream=True))
+    other.join()
+    assert (
+        good["text"]
+        == client.completions.create(model="tiny", prompt="hello", max_tokens=40, temperature=0).choices[0].text
+    )
+
+
+def leave(served, body, after=1):
+    """Send a request and disconnect after so many bytes of the answer."""
+    host, port = served.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        if after:
+            connection.recv(after)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
+def test_disconnections_leak_no_blocks(served, count):
+    for number in range(count):
+        body = HELLO | {"max_tokens": 1500, "ignore_eos": True, "stream": number % 3 > 0}
+        leave(served, body, after=number % 3 - 1 if number % 3 else 0)
+    eventually(lambda: gauges(served, "accelerant_model_running") == {"tiny": 0})
+    eventually(lambda: gauges(served, "accelerant_model_blocks_used") == {"tiny": 0})
+    assert gauges(served, "accelerant_model_queued")["tiny"] == 0
+
+
+def test_a_queue_that_is_full_refuses_and_says_when_to_come_back(served):
+    answers = []
+
+    def ask():
+        with served.client() as http:
+            answers.append(http.post("/v1/completions", json=HELLO | {"prompt": [5] * 1500, "max_tokens": 150}))
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert sorted({answer.status_code for answer in answers}) == [200, 429]
+    assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
+    assert refused[0].json()["error"]["type"] == "rate_limit_error"
+
+
+def test_a_slow_reader_holds_up_nobody(served, client):
+    host, port = served.url.removeprefix("http://").split(":")
+    content = json.dumps(HELLO | {"max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        assert client.completions.create(**HELLO, max_tokens=8).usage.completion_tokens == 8
+        eventually(lambda: gauges(served, "accelerant_model_running")["tiny"] == 0)  # though nothing was read
+        received = b""
+        while b"[DONE]" not in received:
+            part = connection.recv(65536)
+            assert part
+            received += part
+
+
+def test_a_killed_worker_ends_its_streams_and_serves_the_next_request(served, client):
+    stream = client.completions.create(**HELLO, max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    pids = [
+        int(line) for line in os.popen(f"pgrep -P {served.process.pid} -f served_models.worker.*/tiny").read().split()
+    ]
+    assert len(pids) == 1
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        list(stream)
+    assert client.completions.create(**HELLO, max_tokens=8).usage.completion_tokens == 8
+    assert gauges(served, "accelerant_model_restarts_total|accelerant_model_restarts")["tiny"] == 1
+
+
+def test_metrics_count_tokens_and_times(served, client):
+    before = gauges(served, "accelerant_model_generated_tokens_total").get("tiny", 0)
+    client.completions.create(**HELLO, max_tokens=10, extra_body={"ignore_eos": True})
+    assert gauges(served, "accelerant_model_generated_tokens_total")["tiny"] == before + 10
+    for name in ("first_token", "between_tokens"):
+        assert gauges(served, f"accelerant_model_{name}_seconds_count")["tiny"] > 0
+    record = next(one for one in reversed(served.records()) if one["operation"] == "completions")
+    assert (record["backend"], record["status"]) == ("cpu", 200)
+
+
+# --- fairness --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_take_turns_and_share_the_queue():
+    queue = FairQueue(8)
+    for number in range(8):
+        assert queue.has_room("loud")
+        queue.add("loud", ("loud", number))
+    assert not queue.has_room("loud")
+    assert queue.has_room("quiet")
+    queue.add("quiet", ("quiet", 0))
+    queue.add("third", ("third", 0))
+    assert queue.remove(("loud", 1))
+    assert not queue.remove(("loud", 1))
+    taken = []
+    while len(queue):
+        first = queue.first()
+        taken.append(queue.pop())
+        assert taken[-1] == first
+    assert taken[:4] == [("loud", 0), ("quiet", 0), ("third", 0), ("loud", 2)]
+    assert [number for _, number in taken[4:]] == [3, 4, 5, 6, 7]
+    with pytest.raises(IndexError):
+        queue.pop()
