@@ -14,8 +14,10 @@ import torch
 from emulated_device import refusals
 from patch_models import assert_same, outcome, transformers
 from tiny_models import CASES, inputs_of, tiny
+from transformers.integrations import moe
 
 import accelerant as acl
+from accelerant.config import override
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.graphs import EAGER_CALLS
 
@@ -112,6 +114,24 @@ def test_experts_in_bfloat16_are_captured(name):
     model, inputs = made(name, "causal")
     acl.nn.patch(model.to(torch.bfloat16), graph=False)
     assert not refusals(model, inputs)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_experts_compute_in_the_dtype_of_autocast(name, monkeypatch):
+    product, dtypes = moe._grouped_mm, []
+    monkeypatch.setattr(
+        moe, "_grouped_mm", lambda x, *rest, **kw: dtypes.append(rest[0].dtype) or product(x, *rest, **kw)
+    )
+    model, inputs = made(name, "causal")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = outcome(model, inputs)
+        assert {*dtypes} == {torch.float32}
+        acl.nn.patch(model, graph=False)
+        dtypes.clear()
+        with override(race="off"):
+            found = outcome(model, inputs)
+    assert {*dtypes} == {torch.bfloat16}
+    assert_same(found, wanted, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.slow

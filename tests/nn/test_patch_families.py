@@ -17,7 +17,7 @@ KINDS = {
     "gemma2": {"loss", "norm", "residual", "rope", "attention", "activation"},
     "gemma3": {"loss", "norm", "residual", "rope", "attention", "activation"},
     "phi3": {"loss", "norm", "residual", "rope", "attention", "mlp", "activation", "embedding"},
-    "mixtral": {"loss", "norm", "residual", "rope", "attention", "activation", "embedding"},
+    "mixtral": {"loss", "norm", "residual", "rope", "attention", "activation", "embedding", "experts"},
     "roberta": {"loss", "norm", "residual", "block", "attention", "mlp", "activation", "embedding"},
     "modernbert": {"loss", "norm", "rope", "attention", "activation", "embedding"},
     "t5": {"loss", "norm", "attention", "activation", "embedding"},

@@ -126,6 +126,31 @@ def packed_gated_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
 
 
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+class _Lowered:
+    """A module of experts whose weights are in a lower dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return found.to(self._dtype) if isinstance(found, nn.Parameter) and found.dim() == 3 else found
+
+
+def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute the products of experts in autocast's dtype, as those of other layers.
+
+    Torch's grouped products are not part of autocast. Those in float32 read on the host how many rows each has.
+    """
+    low, forward = autocast_dtype(hidden_states.device.type), type(self).forward
+    if low is not torch.bfloat16 or self.config._experts_implementation != "grouped_mm":
+        return forward(self, hidden_states, *args, **kwargs)
+    return forward(_Lowered(self, low), hidden_states, *args, **kwargs)
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 

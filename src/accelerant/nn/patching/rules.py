@@ -93,6 +93,8 @@ def _rule_of_form(kind: Any, forward: Any, form: str | None) -> Rule | None:
     is_model = issubclass(kind, PreTrainedModel)
     if form in RULES and (_only_decorated_by_transformers(forward) if is_model else blocks.is_plain_forward(forward)):
         return RULES[form]
+    if _takes_experts_functions(forward):
+        return _experts
     if is_model:
         return _any_loss if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
     return _attention if _calls_interface(forward) else None
@@ -193,6 +195,23 @@ def _gelu(module: Any, options: Options) -> Replacement | str:
         return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
     changes = [("activation", f"ops.gelu({approximate!r})")]
     return Replacement(changes, gelu_forward, options={"approximate": approximate})
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _takes_experts_functions(forward: Any) -> bool:
+    """Return whether a forward is that of experts for which transformers has functions by name."""
+    return hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] == "transformers.integrations.moe"
+
+
+def _experts(module: Any, options: Options) -> Replacement | str:
+    if getattr(module.config, "_experts_implementation", None) != "grouped_mm":
+        return "routing and experts stay as they are"
+    weights = [x for x in module.parameters(recurse=False) if x.dim() == 3]
+    if not weights or any(size % 8 for x in weights for size in x.shape[1:]):
+        return "torch's grouped products take sizes that are multiples of 8"
+    return Replacement([("experts", "grouped products in autocast's dtype")], blocks.experts_forward)
 
 
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
