@@ -257,7 +257,7 @@ def test_a_key_opens_the_page_and_a_stop_ends_its_stream(tmp_path):
 def test_the_files_load_nothing_from_elsewhere(http):
     for file in FOLDER.iterdir():
         if file.suffix in (".html", ".css", ".js", ".svg") and file.name != "head.html":  # which pages begin with
-            pages = {"index.html": "/", "docs.html": "/docs"}
+            pages = {"index.html": "/", "docs.html": "/docs", "prompt.html": "/prompt"}
             name = pages.get(file.name, f"/dashboard/{file.name}")
             answer = http.get(name)
             assert answer.text.endswith(file.read_text(encoding="utf-8")), name

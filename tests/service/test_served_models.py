@@ -10,11 +10,14 @@ import time
 
 import numpy as np
 import pytest
+from browser import open_page
 from serving import Server
+from test_dashboard import CONTRAST, PICTURES
 from tiny_served import write_encoder, write_llama
 
 from accelerant.nn import Encoder
 from accelerant.nn.models.loading import load_model
+from accelerant.service.keys import KeyStore
 from accelerant.service.served_models.admission import FairQueue
 from requirements import require_module
 
@@ -349,6 +352,67 @@ def test_metrics_count_tokens_and_times(served, client):
         assert gauges(served, f"accelerant_model_{name}_seconds_count")["tiny"] > 0
     record = next(one for one in reversed(served.records()) if one["operation"] == "completions")
     assert (record["backend"], record["status"]) == ("cpu", 200)
+
+
+# --- the page that tries a prompt ------------------------------------------------------------------------------------
+
+
+def test_the_page_streams_an_answer_and_shows_what_is_wrong(served, client, tmp_path):
+    with open_page(f"{served.url}/prompt", tmp_path) as page:
+        page.look(1100, 900)
+        page.wait("document.getElementById('model').options.length")
+        assert page.evaluate("document.getElementById('model').value") == "tiny"
+        page.evaluate("document.getElementById('text').value = 'hello'; document.getElementById('tokens').value = 40")
+        page.evaluate("document.getElementById('temperature').value = 0")
+        page.evaluate("document.getElementById('send').click()")
+        page.wait("document.getElementById('figures').textContent")
+        expected = client.chat.completions.create(**CHAT, max_tokens=40).choices[0].message.content
+        assert page.evaluate("document.getElementById('answer').textContent").split() == expected.split()
+        assert page.evaluate("document.getElementById('figures').textContent").startswith("40 tokens after ")
+        for width, scheme in ((1100, "light"), (390, "dark")):
+            page.look(width, 900, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            assert page.evaluate(CONTRAST) == []
+            page.picture(PICTURES / f"prompt-{width}-{scheme}.png")
+        assert page.problems == []
+        page.evaluate("document.getElementById('tokens').value = 5000")
+        page.evaluate("document.getElementById('send').click()")
+        assert "2,048 tokens" in page.wait("document.getElementById('problem').textContent")
+
+
+# --- keys, drain -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folders):
+    """A second service on the folder of the first one; it ends what has time, and the rest with an error."""
+    store = KeyStore(tmp_path / "keys.json")
+    tokens = [store.create(name, [scope])[1] for name, scope in (("one", "generate"), ("two", "monitor"))]
+    settings = tmp_path / "service.toml"
+    settings.write_text("drain_s = 1.5\n")
+    given = ["--device", "cpu", "--config", str(settings), "--model", f"other={folders / 'tiny'}"]
+    second = Server(tmp_path, *given)
+    make = lambda key: openai.OpenAI(base_url=f"{second.url}/v1", api_key=key, max_retries=0, timeout=120)  # noqa: E731
+    with make(tokens[0]) as client, make(tokens[1]) as monitor, make("wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError) as found:
+            stranger.completions.create(**HELLO)
+        assert found.value.code == "unauthorized"
+        with pytest.raises(openai.PermissionDeniedError):
+            monitor.completions.create(**HELLO)
+        body = HELLO | {"model": "other", "stream": True, "extra_body": {"ignore_eos": True}}
+        short, long = (
+            iter(client.completions.create(**body, max_tokens=count, n=n)) for count, n in ((40, 1), (2000, 24))
+        )
+        assert next(short)
+        assert next(long)
+        second.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIStatusError) as found:
+            eventually(lambda: client.completions.create(**HELLO | {"model": "other"}, max_tokens=1) is None)
+        assert (found.value.status_code, found.value.code) == (503, "draining")
+        assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
+        with pytest.raises(openai.APIError, match="server stopped"):
+            list(long)
+    assert second.stop() == 0
 
 
 # --- fairness --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
 _NOT_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-_PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
+_PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/prompt", "/favicon.ico"})
 _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 """Paths that are served under overload: a supervisor would end a server that does not answer them."""
 _FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})

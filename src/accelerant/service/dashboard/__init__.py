@@ -24,7 +24,9 @@ router = APIRouter(tags=["monitoring"])
 
 _TYPES = {
     "style.css": "text/css; charset=utf-8",
-    **dict.fromkeys(("common.js", "dashboard.js", "docs.js", "examples.js"), "text/javascript; charset=utf-8"),
+    **dict.fromkeys(
+        ("common.js", "dashboard.js", "docs.js", "examples.js", "prompt.js"), "text/javascript; charset=utf-8"
+    ),
     "icon.svg": "image/svg+xml",
 }
 """The files that are served, and nothing else of the folder."""
@@ -59,6 +61,12 @@ def index() -> Response:
 def docs() -> Response:
     """Return the API's documentation; FastAPI's page would load its scripts from another host."""
     return _page("docs.html", "Accelerant: the API", "docs.js")
+
+
+@router.get("/prompt", include_in_schema=False)
+def prompt() -> Response:
+    """Return the page that tries a served model."""
+    return _page("prompt.html", "Accelerant: try a model", "prompt.js")
 
 
 @router.get("/dashboard/{name}", include_in_schema=False)

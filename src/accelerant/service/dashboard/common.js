@@ -37,7 +37,7 @@ export function request(path, options = {}) {
 export async function reasonOf(answer) {
   if (answer.status === 401) return key ? "This key is not valid. It may be incomplete, expired or revoked." : "This service demands an API key. The dashboard asks for it.";
   const body = await answer.json().catch(() => ({}));
-  return body.error || `${answer.status} ${answer.statusText}`;
+  return body.error?.message || body.error || `${answer.status} ${answer.statusText}`;
 }
 
 const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
