@@ -182,11 +182,17 @@ class _TensorParallelLlama(Llama):
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         return _leave(super().decode(tokens, cache), self.mesh, columns=True)
 
-    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor, invariant: bool = False) -> Tensor:
         weight: Any = layer.weight
-        if x.shape[0] == 1 and weight.dtype is x.dtype and self.sums.takes_outputs(weight.shape[0], x.dtype):
+        if (
+            not invariant
+            and x.shape[0] == 1
+            and weight.dtype is x.dtype
+            and self.sums.takes_outputs(weight.shape[0], x.dtype)
+        ):
             return _summed(x, weight, residual, self.sums)
-        y = decode_linear(layer, x, residual=None if self.mesh.get_local_rank() else residual)  # in the sum once
+        added = None if self.mesh.get_local_rank() else residual  # in the sum once
+        y = decode_linear(layer, x, residual=added, invariant=invariant)
         return self.sums(y)
 
     def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:

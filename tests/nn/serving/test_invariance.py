@@ -67,7 +67,7 @@ def among_others(model, requests, rng):
         return [read(answers[at])[:2] for at in range(len(requests))], counts
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2, 3])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant._renamed import understood_arguments
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks, rms_eps
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import (
@@ -40,6 +40,7 @@ from accelerant.nn.models.language_model import (
     require_tokens,
 )
 from accelerant.nn.quantization import LinearInt8
+from accelerant.ops._invariant import linear as linear_invariant
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped
@@ -417,28 +418,28 @@ class Llama(LanguageModel):
             the final normalized features, (T, width).
         """
         s = self.embed(ids).to(self.activation_dtype())
-        cos, sin = (table.index_select(0, positions) for table in self._rope_tables(s))
-        window = self.config.window
+        cos, sin = (table.index_select(0, positions)[:, None] for table in self._rope_tables(s))
+        window, invariant = self.config.window, batch.invariant
         for block, k_blocks, v_blocks in zip(self.blocks, cache.k, cache.v, strict=True):
-            qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1)
+            qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1, invariant=invariant)
             q, k, v = block.attention.split(qkv)
-            q, k = (ops.rope(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1) for x in (q, k))
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
             ops.append_paged(k, v, k_blocks, v_blocks, batch.slots)
             o = ops.attention_paged(
                 q, k_blocks, v_blocks, batch.block_table, batch.lengths, batch.starts, window=window
             )
-            s = self._joined(block.attention.projection, o.flatten(1), s)
-            h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
-            s = self._joined(block.mlp.down, h, s)
+            s = self._joined(block.attention.projection, o.flatten(1), s, invariant)
+            h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True, invariant=invariant)
+            s = self._joined(block.mlp.down, h, s, invariant)
         return _add_norm(s, None, self.norm)[0]
 
-    def score(self, hidden: Tensor) -> Tensor:
+    def score(self, hidden: Tensor, *, invariant: bool = False) -> Tensor:
         """Return float32 logits (T, vocab_size) of what follows features (T, width)."""
-        return decode_linear(self._head(), hidden).float()
+        return decode_linear(self._head(), hidden, invariant=invariant).float()
 
-    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor, invariant: bool = False) -> Tensor:
         """Apply a branch's last layer in a decoding step; return the residual stream with its result added."""
-        return decode_linear(layer, x, residual=residual)
+        return decode_linear(layer, x, residual=residual, invariant=invariant)
 
     def _hidden(self, idx: Tensor, cache: Cache | None) -> Tensor:
         require_tokens(idx, self.config.context)
@@ -505,30 +506,51 @@ def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor
 
 
 def decode_linear(
-    layer: nn.Module, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
-) -> Tensor:
+    layer: nn.Module, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False,
+    invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """Apply a linear layer of a decoding step with its norm before and its SwiGLU or residual sum after.
 
     One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias in
-    addition to what follows it.
+    addition to what follows it. invariant: a row's result has the same bits in any batch.
     """
     int8: Any = layer if isinstance(layer, LinearInt8) else None
     weight, scale = getattr(layer, "weight", None) if int8 is None else int8.weight_int8, None
     forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
-    fused = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
+    known = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
     bias: Tensor | None = getattr(layer, "bias", None)
-    fused = fused and (bias is None or (residual is None and not gated))
     if int8 is not None:
-        fused = fused and not int8.dynamic
+        known = known and not int8.dynamic
         scale = int8.scale
     elif isinstance(weight, Tensor):
         weight = weight.to(x.dtype)
-    if fused and isinstance(weight, Tensor):
+    if invariant and known and isinstance(weight, Tensor):
+        y: Tensor = linear_invariant(x if norm is None else norm(x), weight, bias, scale)
+        y = _swiglu(y) if gated else y
+        return y if residual is None else y + residual
+    if known and isinstance(weight, Tensor) and (bias is None or (residual is None and not gated)):
         gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
         if bias is not None:
             residual = bias.to(x.dtype).expand(x.shape[0], -1).contiguous()
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
-    y: Tensor = layer(x if norm is None else norm(x))
+    if invariant:
+        raise UnsupportedCase(f"a {type(layer).__name__} may compute a row by its batch: use Engine(fast=True)")
+    y = layer(x if norm is None else norm(x))
     if gated:
         y = ops.swiglu(y)
     return y if residual is None else y + residual
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    """Return ops.swiglu of x, on a CPU by torch's exp: its silu has another function where threads' shares end."""
+    if not x.is_cpu:
+        return ops.swiglu(x)
+    gate, up = x.chunk(2, -1)
+    total = torch.exp(-gate).add_(1)
+    return torch.div(gate, total, out=total).mul_(up)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ops.rope of tokens (T, heads, D), in the same operations whatever T; the tables are (T, 1, D / 2)."""
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

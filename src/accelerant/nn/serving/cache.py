@@ -53,13 +53,15 @@ class PagedBatch:
         starts: (R + 1,) int32, where each row's new tokens begin; None if each row has one.
         block_table: (R, M) int32, the blocks of each row's keys.
         lengths: (R,) int32, each row's keys, those of its new tokens included.
-        slots: (T,) int64, where the keys and values of the new tokens go: block * block_size + offset.
+        slots: (T,) int64, where the keys and values of the new tokens go: block * block_size + offset; -1: nowhere.
+        invariant: whether a row's results must have the same bits in any batch.
     """
 
     starts: Tensor | None
     block_table: Tensor
     lengths: Tensor
     slots: Tensor
+    invariant: bool
 
 
 def chain(before: bytes, tokens: np.ndarray) -> bytes:

@@ -3,7 +3,8 @@
 A thread runs the steps: it plans (accelerant.nn.serving.scheduler), copies one buffer with everything that the step
 reads to the device, computes, draws every row's token (accelerant.nn.serving.sampling), and hands out the results. By
 default a request's tokens and log-probabilities do not depend on what else is in a step, on the sizes of its chunks, on
-preemption or on shared prefixes, bit by bit; see accelerant.nn.serving.invariance.
+preemption or on shared prefixes, bit by bit: products are those of accelerant.ops._invariant, attention sums keys in
+fixed tiles, and what is drawn follows from the request's seed and the token's position.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import queue
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models.language_model import LanguageModel, Sampling
 from accelerant.nn.serving import scheduler
-from accelerant.nn.serving.cache import BlockPool, PagedBatch, PagedCache
-from accelerant.nn.serving.invariance import RowSizes
+from accelerant.nn.serving.cache import BlockPool, PagedCache
+from accelerant.nn.serving.inputs import StepShape
 from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
 from accelerant.nn.serving.scheduler import Row, Scheduler
 from accelerant.nn.serving.text import StoppingText
+from accelerant.runtime.streams.graphs import Graph
 
 _MAX_TOP = 20
 """Alternatives that a request may ask for at each token."""
@@ -165,7 +169,8 @@ class Engine:
 
     Raises:
         ConfigError: a number below 1.
-        UnsupportedCase: the model cannot read a paged cache.
+        UnsupportedCase: the model cannot read a paged cache, or has layers whose rows depend on each other, without
+            `fast`.
     """
 
     def __init__(
@@ -182,9 +187,11 @@ class Engine:
         self.model, self.block_size, self.tokenizer, self.fast = model, block_size, tokenizer, fast
         self.max_batch_tokens = max_batch_tokens
         self._device = next(model.parameters()).device
-        self._sizes = RowSizes.any() if fast else RowSizes.of(model, max_batch_tokens)
+        self._captures = self._device.type == "cuda"
+        self._graphs: dict[StepShape, tuple[Tensor, Graph, Tensor]] = {}
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
         self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
+        self._warm()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._new: list[Request] = []
@@ -316,7 +323,7 @@ class Engine:
 
     def run(self) -> None:
         """Run steps while there is work, until `close`; what the engine's own thread does."""
-        with modes_kept(self.model):
+        with modes_kept(self.model), self._device_context():
             self.model.eval()
             while True:
                 with self._wake:
@@ -325,6 +332,18 @@ class Engine:
                         self._end_all("the engine was closed")
                         return
                 self.step()
+
+    def _device_context(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Compute a step of padding: kernels are compiled, and layers that cannot serve are refused."""
+        shape = StepShape(1, 1, 1, 1, True)
+        host = torch.empty(shape.words, dtype=torch.int32)
+        shape.fill(host.numpy(), [], self.block_size)
+        with self._device_context():
+            self._logits(shape, host.to(self._device))
 
     def _has_work(self) -> bool:
         return bool(self._new or self._scheduler.waiting or self._scheduler.running)
@@ -369,19 +388,22 @@ class Engine:
 
     def _compute(self, rows: list[Row]) -> Drawn:
         """Return the tokens drawn for the rows' samples."""
-        ids, positions, batch, scored = self._inputs(rows)
-        model: Any = self.model
-        hidden = model.forward_paged(ids, positions, self._cache, batch)
+        shape = StepShape.of(rows, padded=self._captures)
+        host = torch.empty(shape.words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        shape.fill(host.numpy(), rows, self.block_size)
+        if self._captures and shape.single:
+            logits = self._replayed(shape, host)
+        else:
+            logits = self._logits(shape, host.to(self._device, non_blocking=True))
         samples = [
             (row.sequence, row.sequence.computed + row.count - row.samples + at + 1)
             for row in rows for at in range(row.samples)
         ]  # fmt: skip
         if not samples:
             return Drawn([], None, None)
-        logits = model.score(hidden[scored])[: len(samples)]
         wanted = [sequence.request.logprobs for sequence, _ in samples if sequence.request.logprobs is not None]
         return draw_tokens(
-            logits,
+            logits[: len(samples)],
             [sequence.sampling for sequence, _ in samples],
             [
                 uniform(each.request.seed, each.index, position) if each.sampling.temperature else 0.0
@@ -391,50 +413,27 @@ class Engine:
             max(wanted, default=None),
         )  # fmt: skip
 
-    def _inputs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, PagedBatch, torch.Tensor]:
-        """Return tokens, positions, batch and the tokens to score; all in one buffer, which is copied once.
+    def _logits(self, shape: StepShape, buffer: Tensor) -> Tensor:
+        """Return the logits of the scored tokens of a step whose inputs are on the device."""
+        model: Any = self.model
+        ids, positions, batch, scored = shape.views(buffer, invariant=not self.fast)
+        hidden = model.forward_paged(ids, positions, self._cache, batch)
+        hidden = hidden if shape.single else hidden.index_select(0, scored)
+        logits: Tensor = model.score(hidden, invariant=not self.fast)
+        return logits
 
-        Padding up to the next size is one more row, in block 0.
-        """
-        size = self.block_size
-        total = sum(row.count for row in rows)
-        padding = self._sizes.above(total) - total
-        scored = sum(row.samples for row in rows)
-        parts = [(row.count, row.sequence.computed, row.sequence.blocks) for row in rows]
-        single = all(row.count == 1 for row in rows)
-        parts += [(1, 0, [0])] * padding if single else [(padding, 0, [0] * (-(-padding // size)))] if padding else []
-        tokens, columns = total + padding, max(len(blocks) for _, _, blocks in parts)
-        wide = np.zeros(3 * tokens + self._sizes.above(scored), dtype=np.int64)
-        narrow = np.zeros(len(parts) * (columns + 2) + 1, dtype=np.int32)
-        ids, positions, slots = wide[: 3 * tokens].reshape(3, tokens)
-        slots.fill(-1)
-        starts, lengths = narrow[: len(parts) + 1], narrow[len(parts) + 1 : 2 * len(parts) + 1]
-        table = narrow[2 * len(parts) + 1 :].reshape(len(parts), columns)
-        at, last = 0, 3 * tokens
-        for r, (count, begin, blocks) in enumerate(parts):
-            table[r, : len(blocks)] = blocks
-            starts[r + 1], lengths[r] = at + count, begin + count
-            positions[at : at + count] = where = np.arange(begin, begin + count)
-            if r < len(rows):
-                sequence, samples = rows[r].sequence, rows[r].samples
-                ids[at : at + count] = sequence.tokens[begin : begin + count]
-                slots[at : at + count] = table[r, where // size].astype(np.int64) * size + where % size
-                wide[last : last + samples] = np.arange(at + count - samples, at + count)
-                last += samples
-            at += count
-        buffer = torch.from_numpy(np.concatenate((wide.view(np.int32), narrow)))
-        if self._device.type != "cpu":
-            buffer = buffer.pin_memory().to(self._device, non_blocking=True)
-        split = 2 * len(wide)
-        wide_t, narrow_t = buffer[:split].view(torch.int64), buffer[split:]
-        n = len(parts)
-        batch = PagedBatch(
-            starts=None if single else narrow_t[: n + 1],
-            block_table=narrow_t[2 * n + 1 :].view(n, columns),
-            lengths=narrow_t[n + 1 : 2 * n + 1],
-            slots=wide_t[2 * tokens : 3 * tokens],
-        )
-        return wide_t[:tokens], wide_t[tokens : 2 * tokens], batch, wide_t[3 * tokens :]
+    def _replayed(self, shape: StepShape, host: Tensor) -> Tensor:
+        """Return the logits of a step of single tokens, by a CUDA graph for each shape."""
+        if shape not in self._graphs:
+            buffer = host.to(self._device)
+            pool = next((graph.pool for _, graph, _ in self._graphs.values()), None)
+            graph = Graph("serve")
+            # A warm-up writes the keys and values that the step itself writes again.
+            self._graphs[shape] = buffer, graph, graph.capture(self._logits, shape, buffer, warm_up=2, pool=pool)
+        buffer, graph, logits = self._graphs[shape]
+        buffer.copy_(host, non_blocking=True)
+        graph.replay()
+        return logits
 
     # --- results -----------------------------------------------------------------------------------------------------
 

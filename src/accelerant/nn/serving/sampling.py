@@ -21,6 +21,9 @@ from accelerant.nn.models.language_model import Sampling, argmax, draw
 _WIDTHS = (64, 1024)
 """Candidates that rows with top_k look at; those with more, and those with top_p or min_p alone, look at all."""
 
+_CUDA_ROWS = 64
+"""Rows that are summed up at once on a GPU, where the order of a cumulative sum depends on their number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -55,6 +58,8 @@ def draw_tokens(
         texts: each row's tokens before the one to draw, and how many of them are the prompt; for the penalties.
         top: alternatives whose log-probabilities are wanted; None: none, not even the tokens' own.
     """
+    if logits.is_cuda and logits.shape[-1] % 4:  # else the order of a row's sums depends on where the row begins
+        logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 4), value=-torch.inf)
     raw = logits
     penalized = [row for row, rules in enumerate(samplings) if rules.penalizes]
     if penalized:
@@ -109,9 +114,9 @@ def _choose(logits: Tensor, samplings: Many[Sampling], uniforms: Many[float], wi
     """Return the tokens of rows that look at the same number of candidates."""
     if width is None:
         return argmax(logits)
+    if logits.is_cuda and len(samplings) != _CUDA_ROWS:
+        return _choose_in_tiles(logits, samplings, uniforms, width)
     temperatures = [max(rules.temperature, torch.finfo(logits.dtype).tiny) for rules in samplings]
-    if logits.is_cuda and len(samplings) == 1:  # whose sums would be in another order than those of several rows
-        return _choose(logits.expand(2, -1), [*samplings] * 2, [*uniforms] * 2, width)[:1]
     where = _column(uniforms, logits)[:, 0]
     scaled = (logits - logits.amax(-1, keepdim=True)) / _column(temperatures, logits)
     if not width:
@@ -125,6 +130,19 @@ def _choose(logits: Tensor, samplings: Many[Sampling], uniforms: Many[float], wi
     kept = before < _column([2.0 if rules.top_p is None else rules.top_p for rules in samplings], logits)
     kept &= probabilities >= probabilities[:, :1] * _column([rules.min_p for rules in samplings], logits)
     return ids.gather(-1, draw(probabilities * kept, where)[:, None])[:, 0]
+
+
+def _choose_in_tiles(logits: Tensor, samplings: Many[Sampling], uniforms: Many[float], width: int) -> Tensor:
+    """Do the same in tiles of a fixed number of rows, the last of them padded."""
+    chosen = []
+    for at in range(0, len(samplings), _CUDA_ROWS):
+        rows = range(at, min(at + _CUDA_ROWS, len(samplings)))
+        padded = [*rows, *[at] * (_CUDA_ROWS - len(rows))]
+        part = _choose(
+            logits[_index(padded, logits)], [samplings[r] for r in padded], [uniforms[r] for r in padded], width
+        )
+        chosen.append(part[: len(rows)])
+    return torch.cat(chosen)
 
 
 def _ordered(logits: Tensor, width: int) -> Tensor:
