@@ -148,6 +148,19 @@ def test_sums_of_encrypted_numbers(client):
     np.testing.assert_array_equal(private.decrypt(client.paillier_add(a, b)), [1.75, 2.0])
 
 
+def test_proofs_of_inference_come_verified(client):
+    folder = Path(__file__).parents[1] / "vectors" / "inference"
+    x = np.load(folder / "input.npy")
+    y, proof, commitment = client.prove_inference(folder / "network", x)
+    assert y.tolist() == [[-47, -31, -8]]
+    assert commitment.network.widths == "8-16-3"
+    assert not acl.zk.inference.verify(commitment, -x, y, proof)
+    with pytest.raises(errors.ShapeError, match=r"x must be \(batch, 8\)"):
+        client.prove_inference(folder / "network", x[:, :5])
+    with pytest.raises(errors.FormatError, match="an integer network begins with"):
+        client.prove_inference(b"weights", x)
+
+
 def test_every_operation_has_a_method_with_its_defaults():
     """`call` alone has decryption, whose key leaves the machine, and training, whose outputs are files."""
     names = {"groth16_prove": "prove", "groth16_verify": "verify"}

@@ -51,6 +51,7 @@ except ImportError:
 if TYPE_CHECKING:
     from accelerant.privacy.he.paillier import EncryptedTensor, PublicKey
     from accelerant.zk.groth16 import Proof
+    from accelerant.zk.inference import ModelCommitment
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 
@@ -192,6 +193,19 @@ class _ClientMethods:
         texts = {"public": json.dumps([str(value) for value in public]).encode(), "proof": proof.to_json().encode()}
         inputs = {"verification_key": _bytes(verification_key), **texts}
         return bool((yield from self._array("valid", "groth16_verify", inputs, {}))[0])
+
+    @_ClientMethod
+    def prove_inference(self, network: _File, x: Any) -> Steps[tuple[Array, bytes, ModelCommitment]]:
+        """Return the output of int8 x, the proof and the commitment, which have been verified here.
+
+        The network is a file of IntegerNetwork.save, a path or bytes; the service sees its weights.
+        """
+        from accelerant.zk.inference import ModelCommitment, check
+
+        found = yield from self._infer("prove_inference", {"network": _bytes(network), "x": x}, {})
+        y, proof, commitment = found["y"], found["proof"], ModelCommitment(found["commitment"])
+        check(commitment, _numpy(x), y, proof)
+        return y, proof, commitment
 
     # --- neural operations, as accelerant.ops has them; arrays of float16, float32 or float64 ------------------------
 

@@ -352,6 +352,22 @@ def groth16_verify(inputs: Arrays, parameters: NoParameters, context: Context) -
     return {"valid": np.array([verify(trusted, proof.public or (), proof)])}
 
 
+@_operation(
+    "zk", (*_bytes("network"), TensorSpec("x", ("INT8",))), (TensorSpec("y", ("INT8",)), *_bytes("proof", "commitment")),
+    lambda inputs, _: 0.5 + inputs["network"].nbytes / 7e5, result_bytes=lambda inputs, _: 1 << 21,
+)  # fmt: skip
+def prove_inference(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    """Output of a network of 8-bit integers for x, with the proof of it and the commitment to the network."""
+    from accelerant.zk.inference import IntegerNetwork, Prover
+
+    network = IntegerNetwork.from_bytes(inputs["network"].tobytes())
+    context.progress(0.0, "committing to the weights")
+    prover = Prover(network)
+    context.progress(0.8, "proving")
+    y, proof = prover.prove(inputs["x"])
+    return {"y": y, "proof": _text(proof), "commitment": _text(prover.commitment.to_bytes())}
+
+
 # --- neural operations -----------------------------------------------------------------------------------------------
 
 _FLOATS = ("FP32", "FP16", "FP64")
