@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import specification
 from integer_networks import RELU, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
@@ -121,6 +122,7 @@ def test_any_network_is_proven_as_defined(generator, record_property):
         assert (y.reshape(-1) == evaluated(network, x).reshape(-1)).all()
         assert (y == network(x)).all()
         check(ModelCommitment(prover.commitment.to_bytes()), x, y, proof)
+        specification.check(prover.commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
     record_property("examples", examples)
 
 
@@ -136,6 +138,7 @@ def test_tables_of_many_columns(generator, batch, widths):
     y, proof = prover.prove(x)
     assert (y == network(x)).all()
     check(ModelCommitment(prover.commitment.to_bytes()), x, y, proof)
+    specification.check(prover.commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
 
 
 @pytest.mark.slow
@@ -188,6 +191,7 @@ def test_any_convolutions_are_proven_as_defined(generator, record_property):
         y, proof = prover.prove(x)
         assert (y.reshape(-1) == evaluated(network, x).reshape(-1)).all()
         check(prover.commitment, x, y, proof)
+        specification.check(prover.commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
         added += sum(layer.skip > 0 for layer in network.network.layers)
     assert added
     record_property("examples", examples)
@@ -286,7 +290,13 @@ def test_the_verifier_needs_no_numpy(generator, tmp_path):
     arguments = [str(root), str(root / "zk"), str(root / "zk" / "inference"), str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY, *arguments], capture_output=True, text=True, timeout=60)
     assert done.stdout == "valid\n", done.stderr
-    assert len((root / "zk" / "inference" / "verifier.py").read_text().splitlines()) <= 300
+
+
+def test_the_specification_is_short_and_shares_no_code():
+    lines = Path(specification.__file__).read_text().splitlines()
+    assert len([line for line in lines if line]) <= 300
+    found = {line.split()[1] for line in lines if line.startswith(("import ", "from "))}
+    assert found == {"functools", "hashlib", "itertools", "math", "struct", "types"}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

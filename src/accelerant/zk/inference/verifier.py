@@ -1,4 +1,4 @@
-"""The verifier of proofs of inference, which is the specification of the protocol; the standard library only."""
+"""The verifier of proofs of inference; the standard library only."""
 
 from __future__ import annotations
 
