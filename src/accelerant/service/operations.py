@@ -353,7 +353,8 @@ def groth16_verify(inputs: Arrays, parameters: NoParameters, context: Context) -
 
 
 @_operation(
-    "zk", (*_bytes("network"), TensorSpec("x", ("INT8",))), (TensorSpec("y", ("INT8",)), *_bytes("proof", "commitment")),
+    "zk", (*_bytes("network"), TensorSpec("x", ("INT8",))),
+    (TensorSpec("y", ("INT8",)), *_bytes("proof", "commitment")),
     lambda inputs, _: 0.5 + inputs["network"].nbytes / 7e5, result_bytes=lambda inputs, _: 1 << 21,
 )  # fmt: skip
 def prove_inference(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
