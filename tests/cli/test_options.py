@@ -12,15 +12,15 @@ from accelerant.cli.help import ALIASES, RENAMED
 ROOT = Path(__file__).parents[2]
 
 VOCABULARY = """
-address against arch batch-size block budget-seconds burst ceilings certify chat check compare compiled config
-context cpu csv data days define delta deterministic device directory dtype engine entry epochs export fast-math
-federated field fmad ftz gpus grace-days heads host include init-from insecure-known-tau insecure-noise int8 interval
-json key-file launches layers learning-rate ledger list log margin markdown max-grad-norm max-restarts max-rows
-max-seconds method microbatch name noise-multiplier nvrtc odd op optimize out overwrite port
-prec-div prec-sqrt precision preset private profile prompt ptx ptxas quick rate ray recompute reduce-dtype
-replicas report resume sample-rate scope seed serves shared size state state-url steps stop suite sweep sweep-to
-tables target-epsilon temperature template threads tls-certificate tls-key tokenizer tokens top-k top-p trace
-url verify vocab-size width workers write yes
+address against arch batch-size block budget-seconds burst ceilings certify chat check compare compiled config context
+cpu csv data days define delta deterministic device directory dtype encoder engine entry epochs export fast-math
+federated field filter fmad ftz gpus grace-days heads host include index init-from insecure-known-tau insecure-noise
+int8 interval json key-file launches layers learning-rate ledger list log margin markdown max-grad-norm max-restarts
+max-rows max-seconds method metric microbatch model name noise-multiplier nvrtc odd op optimize out overlap overwrite
+payload port prec-div prec-sqrt precision preset private profile prompt ptx ptxas quick rate ray recompute
+reduce-dtype replicas report results resume sample-rate scope seed serves shared size state state-url steps stop suite
+sweep sweep-to tables target-epsilon temperature template threads tls-certificate tls-key tokenizer tokens top-k top-p
+trace url verify vocab-size width workers write yes
 """
 """Every option; a new one is added here once no word of the list says the same."""
 
@@ -95,7 +95,10 @@ def test_an_unknown_choice_exits_2(capsys, tmp_path, monkeypatch):
         "privacy calibrate": ["--target-epsilon", "3", "--delta", "1e-5", "--sample-rate", "0.1", "--steps", "9"],
         "privacy epsilon": ["--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1", "--steps", "9"],
         "doctor": ["--certify"],
+        "rag ask": ["why"],
+        "rag index": [str(ROOT / "docs")],
         "sample": ["runs/none"],
+        "search query": ["none.npy", "--index", "none"],
         "tune": ["--list"],
         "zk prove": product,
         "zk prove-many": product,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _PANELS = {
     "Training": ("train", "generate", "sample", "runs", "data", "privacy"),
+    "Search": ("search", "rag"),
     "Proofs": ("zk",),
     "Service": ("serve", "keys", "jobs"),
     "Devices": ("devices", "top", "doctor"),

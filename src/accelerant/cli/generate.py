@@ -112,7 +112,7 @@ def generate(
     ids = ids or [tokenizer.bos_id or 0]
     began = time.perf_counter()
     answer, finished, first_s = "", None, None
-    for event in _events(model, tokenizer, ids, tokens, sampling, seed, stop or []):
+    for event in answer_events(model, tokenizer, ids, tokens, sampling, seed, stop or []):
         if isinstance(event, Finished):
             finished = event
         elif isinstance(event, Token):
@@ -136,7 +136,7 @@ def generate(
     print(json.dumps(values))
 
 
-def _events(
+def answer_events(
     model: Llama, tokenizer: ModelTokenizer, ids: list[int], tokens: int, sampling: Sampling, seed: int,
     stops: Sequence[str],
 ) -> Iterator[Event]:  # fmt: skip

@@ -206,6 +206,12 @@ class Encoder:
                 raise RangeError(f"a text has at most {self.max_tokens:,} tokens here, got more: split it")
         return [encoding.ids for encoding in found]
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return where each token of a text begins and ends, in characters, however long the text is."""
+        whole = type(self.tokenizer).from_str(self.tokenizer.to_str())
+        whole.no_truncation()
+        return list(whole.encode(text, add_special_tokens=False).offsets)
+
     @torch.inference_mode()
     def encode_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Return the vectors of texts that are tokens already; errors as of `require_ids`."""

@@ -258,6 +258,10 @@ class Collection:
             rows = range(self._mirror.size) if mask is None else np.flatnonzero(mask).tolist()
             return np.array([self._mirror.ids[row] for row in rows], object)
 
+    def values(self, name: str) -> list[Any]:
+        """Return the values of a field of all payloads that have it."""
+        return [part[name] for part in self._store.parts(name).values() if name in part]
+
     def payloads(self, ids: Sequence[Any]) -> list[Mapping[str, Any] | None]:
         """Return the payloads of points, None for one that is not there."""
         names = [point_id(i) for i in ids]

@@ -1,0 +1,210 @@
+"""Indexes of documents: chunks, what is embedded again, faults, and the commands `rag` and `search`."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accelerant.errors import ConfigError, FormatError, MissingFile
+from accelerant.search import DocumentIndex
+from nn.test_encoder import encoder_folder
+
+pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    encoder_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A folder of documents of words that the encoder knows."""
+    folder = tmp_path / "library"
+    (folder / "below").mkdir(parents=True)
+    for name, first in (("a.txt", 0), ("b.md", 20), ("below/c.txt", 40)):
+        lines = [" ".join(f"w{first + (3 * line + i) % 20}" for i in range(6)) for line in range(40)]
+        (folder / name).write_text("\n".join(lines))
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
+    return folder
+
+
+@pytest.fixture
+def index(tmp_path, encoder):
+    with DocumentIndex(tmp_path / "index", encoder=encoder, tokens=20, overlap=5) as made:
+        yield made
+
+
+def test_sources_have_the_path_line_and_text_of_their_chunk(index, library):
+    done = index.add(library)
+    assert (done.documents, done.embedded, done.unchanged, done.removed) == (3, 3, 0, 0)
+    assert any("picture.png" in note for note in done.skipped)
+    for path in ("a.txt", "b.md", "below/c.txt"):
+        text = (library / path).read_text()
+        for question in (text[30:80], text.splitlines()[25]):
+            for source in index.sources(question, 3):
+                whole = (library / source.path).read_text()
+                begins = [at for at in range(len(whole)) if whole.startswith(source.text, at)]
+                assert source.line in {1 + whole.count("\n", 0, at) for at in begins}
+                assert -1.001 <= source.score <= 1.001
+
+
+@pytest.mark.parametrize(("tokens", "overlap"), [(1, 0), (7, 6), (20, 5), (38, 0)])
+def test_chunks_cover_the_text_and_overlap(tmp_path, encoder, tokens, overlap):
+    words = [f"q{i:03}" for i in range(500)]
+    texts = ["w1", "w1 w2\n\nw3", "  w1  ", " ".join(words), "x" * 300, "".join(f"{word}é日本\t\n" for word in words)]
+    with DocumentIndex(tmp_path / "index", encoder=encoder, tokens=tokens, overlap=overlap) as index:
+        for text in texts:
+            at, counts = 0, []
+            for line, chunk in index._chunks(text):
+                found = text.index(chunk)
+                assert not text[at:found].strip(), "no word is left out"
+                assert line == 1 + text.count("\n", 0, found)
+                at = max(at, found + len(chunk))
+                counts.append(len(index.encoder.spans(chunk)))
+            assert not text[at:].strip()
+            assert max(counts) <= tokens
+
+
+def test_only_what_changed_is_embedded_again(index, library, monkeypatch):
+    index.add(library)
+    embedded = []
+    encode = index.encoder.encode
+    monkeypatch.setattr(index.encoder, "encode", lambda texts: embedded.extend(texts) or encode(texts))
+    assert index.add(library).unchanged == 3
+    assert embedded == []
+    (library / "b.md").write_text("w1 w2 w3")
+    (library / "a.txt").unlink()
+    (library / "new.txt").write_text("w7 w8 w9")
+    done = index.add(library)
+    assert (done.documents, done.embedded, done.unchanged, done.removed) == (3, 2, 1, 1)
+    assert sorted(embedded) == ["w1 w2 w3", "w7 w8 w9"]
+    assert index.sources("w1 w2 w3", 1)[0].path == "b.md"
+    assert {source.path for source in index.sources("w1", 100)} == {"b.md", "new.txt", "below/c.txt"}
+
+
+def test_an_index_is_of_one_encoder_and_one_size(tmp_path, index, library, encoder):
+    index.add(library)
+    index.close()
+    with DocumentIndex(tmp_path / "index") as again:
+        assert again.add(library).unchanged == 3
+    with pytest.raises(ConfigError, match="another tokens"):
+        DocumentIndex(tmp_path / "index", tokens=21)
+    other = tmp_path / "other"
+    other.mkdir()
+    encoder_folder(other, "roberta")
+    with pytest.raises(ConfigError, match="another encoder, fingerprint"):
+        DocumentIndex(tmp_path / "index", encoder=other)
+    with pytest.raises(FormatError, match="no index of documents"):
+        DocumentIndex(library, encoder=encoder)
+    for text in ("{", "[]", '{"format": 2, "encoder": "", "fingerprint": "", "tokens": 3, "overlap": 1}'):
+        (tmp_path / "index" / "documents.json").write_text(text)
+        with pytest.raises(FormatError):
+            DocumentIndex(tmp_path / "index", encoder=encoder)
+
+
+@pytest.mark.parametrize(("tokens", "overlap"), [(39, 0), (5, 5), (5, -1)])
+def test_sizes_of_chunks_out_of_range_are_refused(tmp_path, encoder, tokens, overlap):
+    with pytest.raises(ConfigError, match="chunks have 1 to 38 tokens"):
+        DocumentIndex(tmp_path / "index", encoder=encoder, tokens=tokens, overlap=overlap)
+    assert not (tmp_path / "index").exists()
+
+
+def test_questions_and_paths_that_are_none(index, tmp_path):
+    with pytest.raises(ConfigError, match="a question is a text"):
+        index.sources(" ")
+    with pytest.raises(MissingFile):
+        index.add(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no text"):
+        index.add(tmp_path / "empty")
+    assert index.sources("w1") == []
+
+
+def command(*arguments):
+    done = subprocess.run([sys.executable, "-m", "accelerant", *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_an_indexing_that_is_killed_goes_on(tmp_path, encoder, library):
+    for number in range(60):
+        (library / f"more{number}.txt").write_text(f"w{number % 60} " * 300 + f"w{number}")
+    arguments = ["rag", "index", library, "--index", tmp_path / "index", "--encoder", encoder, "--tokens", 10]
+    for wait in (4.0, 5.0, 6.0):
+        process = subprocess.Popen([sys.executable, "-m", "accelerant", *map(str, arguments)])
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    status, output, errors = command(*arguments, "--json")
+    assert status == 0, errors
+    done = json.loads(output)
+    assert (done["documents"], done["embedded"] + done["unchanged"]) == (63, 63)
+    with DocumentIndex(tmp_path / "fresh", encoder=encoder, tokens=10) as fresh:
+        assert fresh.add(library).chunks == done["chunks"]
+
+
+@pytest.fixture
+def accelerant(capsys):
+    def run(*arguments):
+        from accelerant.cli import main
+
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, arguments)))
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_commands_index_and_ask(accelerant, tmp_path, encoder, library):
+    place = ("--index", tmp_path / "index", "--device", "cpu")
+    status, output, errors = accelerant("rag", "index", library, "--encoder", encoder, "--tokens", 20, *place)
+    assert (status, "3 documents" in output, "picture.png" in errors) == (0, True, True), errors
+    status, output, _ = accelerant("rag", "index", library, *place, "--json")
+    assert (status, json.loads(output)["unchanged"]) == (0, 3)
+    line = (library / "b.md").read_text().splitlines()[0]
+    status, output, _ = accelerant("rag", "ask", line, *place, "--results", 2, "--json")
+    found = json.loads(output)
+    assert (status, found["answer"], len(found["sources"])) == (0, None, 2)
+    status, output, _ = accelerant("rag", "ask", line, *place, "--results", 1)
+    assert output.startswith(f"[1] {found['sources'][0]['path']}:{found['sources'][0]['line']}")
+    assert accelerant("rag", "ask", line, "--index", tmp_path / "absent")[0] == 2
+
+
+def test_the_commands_search_vectors_of_files(accelerant, tmp_path):
+    rows = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(100)))
+    place = ("--index", tmp_path / "papers")
+    status, output, errors = accelerant(
+        "search", "index", tmp_path / "rows.npy", *place, "--payload", tmp_path / "rows.jsonl", "--json"
+    )
+    assert (status, json.loads(output)["first_id"]) == (0, 0), errors
+    status, output, _ = accelerant("search", "index", tmp_path / "rows.npy", *place, "--json")
+    assert json.loads(output)["points"] == 200
+    np.save(tmp_path / "queries.npy", rows[[17, 42]])
+    condition = json.dumps({"must": [{"key": "n", "range": {"gte": 20}}]})
+    status, output, _ = accelerant(
+        "search", "query", tmp_path / "queries.npy", *place, "--filter", condition, "--results", 1, "--json"
+    )
+    found = json.loads(output)
+    assert (status, found["ids"][1], found["selected"]) == (0, [42], 80)
+    assert "17 (1.0000)" in accelerant("search", "query", tmp_path / "queries.npy", *place)[1]
+    for arguments in (
+        ("index", tmp_path / "rows.jsonl", *place), ("query", tmp_path / "queries.npy", "--index", tmp_path / "none"),
+        ("query", tmp_path / "queries.npy", *place, "--filter", "{"), ("index", tmp_path / "none.npy", *place),
+    ):  # fmt: skip
+        status, _, errors = accelerant("search", *arguments)
+        assert (status, errors.count("\n")) == (2, 1), errors
+    np.save(tmp_path / "flat.npy", rows[0])
+    assert accelerant("search", "index", tmp_path / "flat.npy", *place)[0] == 1
+    assert Path(tmp_path / "papers").is_dir()
