@@ -110,18 +110,20 @@ class DocumentIndex:
         shared = overlap if overlap is not None else made.overlap if made else size // 5
         if not 0 < size <= room or not 0 <= shared < size:
             raise ConfigError(f"chunks have 1 to {room} tokens and share fewer; got {size} and {shared}")
-        about = _About(1, "" if encoder is None and not (made and made.encoder) else str(source.absolute()),
-                       _fingerprint(source), size, shared)  # fmt: skip
-        if made is not None and made != about:
-            changed = [name for name, value in asdict(about).items() if value != getattr(made, name)]
+        named = str(source.absolute()) if encoder or (made and made.encoder) else ""
+        about = _About(1, named, _fingerprint(source), size, shared)
+        compared = {"encoder": "fingerprint", "tokens": "tokens", "overlap": "overlap"}
+        changed = [name for name, of in compared.items() if made and getattr(made, of) != getattr(about, of)]
+        if changed:
             advice = "make another index, or leave the option out"
             raise ConfigError(f"the index {path} was made with another {', '.join(changed)}: {advice}")
         self._about = about
+        if made is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(described, json.dumps(asdict(about)).encode())
         self._collection = Collection(
             self._folder, "chunks", dim=self.encoder.dim, metric="cosine", device=self._device
         )
-        if made is None:
-            write_atomic(described, json.dumps(asdict(about)).encode())
 
     def __enter__(self) -> DocumentIndex:
         return self

@@ -143,8 +143,12 @@ class EdgeStore(Store):
         self.dim, self.metric = dim, metric or "cosine"
         distance = getattr(qdrant_edge.Distance, distance_of(self.metric))
         config = qdrant_edge.EdgeConfig(vectors=qdrant_edge.EdgeVectorParams(size=dim, distance=distance))
-        folder.mkdir(parents=True, exist_ok=True)
-        self._shard = self._opened(lambda: qdrant_edge.EdgeShard.create(str(folder), config))
+        new = folder.with_name(f".{folder.name}.new")  # of a process that was killed meanwhile, it is no collection yet
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        self._opened(lambda: qdrant_edge.EdgeShard.create(str(new), config)).close()
+        new.replace(folder)
+        self._shard = self._opened(lambda: qdrant_edge.EdgeShard.load(str(folder)))
 
     @staticmethod
     def _described(path: Path) -> tuple[int, str]:
