@@ -31,8 +31,6 @@ from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 DEVICE = "cuda"
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-Lap = tuple[torch.cuda.Event, torch.cuda.Event]  # from the start of a call to that of the next one
-
 _UNUSED = 2  # references to the storage of a gradient that nobody uses: its tensor's, and the one held here
 
 
@@ -188,12 +186,11 @@ class Captured:
 
     def __init__(
         self, run: Forward, values: list[Any], key: tuple[Any, ...], state: State,
-        draws: bool, written: Sequence[Tensor], eager_laps: list[Lap], work: HostWork, pool: Pool,
+        draws: bool, written: Sequence[Tensor], work: HostWork, pool: Pool,
         padding: Padding | None = None,
     ) -> None:  # fmt: skip
         self.last = self.held_bytes = 0
         self.pool, self.padding = pool, padding
-        self.eager_laps, self.laps = eager_laps, list[Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
         self.draws, self.written, self._work = draws, written, work
         self._run, self._names, self._low, self._state = run, key[0], key[2], state

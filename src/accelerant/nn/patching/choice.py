@@ -36,7 +36,7 @@ from accelerant.runtime.streams.graphs import captures_ahead
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
 CLEAR = {5: 1.05, 3: 1.25}  # laps of each that decide if the slowest of one side beats the fastest of the other so
 MOST_KEYS = 1024  # calls with other numbers of elements whose kind is remembered
-REPLAYS, MOST_EAGER = 6, 12  # calls on our ops after which CUDA graphs are compared with eager calls, or are rare
+MOST_EAGER = 12  # calls on our ops without CUDA graphs after which these are taken to be rare
 TIE, CPU_TIE = 1.02, 1.05
 """Times that differ by less are equal: a GPU runs our ops, which need less memory, a CPU the model as it was.
 
@@ -73,7 +73,7 @@ class _Trial:
         laps: (start, end, elements) on each side.
         early: laps as it was while kernels were compiled, which may have taken longer for that.
         elements: of the arguments of the last call.
-        settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured and compared.
+        settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured.
         replays: calls that ran from graphs.
         kept_bytes: the most that a call on our ops kept for its backward pass on a GPU.
         cramped: whether memory ran out in a call as it was.
@@ -96,15 +96,12 @@ class _Trial:
         return current if before == ours else ours < before
 
     def note(self, graphs: Counter[str], before: Counter[str]) -> bool:
-        """Note how CUDA graphs ran a call, by the report's counts after and before it; return whether it is a lap.
-
-        Once settled, only graphs that turn out slow change how calls run.
-        """
+        """Note how CUDA graphs ran a call, by the report's counts after and before it; return whether it is a lap."""
         replayed, first = graphs["replayed"] > before["replayed"], graphs["captured"] > before["captured"]
         warm = graphs[WARM_UP] > before[WARM_UP]
         self.replays += replayed
         self._eager += warm
-        self.settled = self.settled or self.replays > REPLAYS or self._eager > MOST_EAGER or not (warm or replayed)
+        self.settled = self.settled or self._eager > MOST_EAGER or not warm
         if replayed is not self._replayed and not warm:
             self._replayed = replayed
             self.laps[1].clear()
@@ -385,7 +382,7 @@ class Choice:
             record.switch(ours=True)
             return self._run(model, record, args, kwargs)
         if not ours and record.graphs is not None:
-            record.graphs.pause(args, kwargs)
+            record.graphs.see(args, kwargs)
         if ours:
             trial.kept_bytes = max(trial.kept_bytes, _allocated_bytes(trial) - held)
         compiling = trial in self._compiling

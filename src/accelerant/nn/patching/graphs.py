@@ -5,7 +5,7 @@ a key run eagerly; the next one is captured (`capture.Captured`), and those that
 
 A graph is only correct while the model is as it was at the capture: each call compares modules, attributes, parameters,
 buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. By default
-(`automatic`) graphs are kept where they make steps faster, by the device's clock, and fit into memory.
+(`automatic`) calls are captured where the device waits for the host and memory is free (choice.py compares the times).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.buckets import ALIGNED, Buckets, Call, Lengths, NotYet, Untrue, rehearse, tried
-from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Lap, Padding, Reason, State, versions
+from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Padding, Reason, State, versions
 from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import Forward, PatchReport
 from accelerant.ops._library import is_watched
@@ -44,9 +44,7 @@ _IDLE_CALLS = 64  # calls without a replay after which another key may take the 
 _SOME_KEYS, _MOST_KEYS = 3, 64  # keys after which a new one is not watched at once; keys whose calls are counted
 _CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
 _LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
-_LAPS, _GAIN = 5, 0.97  # after so many replays their fastest step may take this much of the fastest eager one
 _MEETINGS = 2  # of calls of two lengths, after which each length has memory of its own
-_ALIKE = 0.9  # part of a length that a call has at least whose time is compared
 _SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
@@ -106,30 +104,11 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _shortest_ms(laps: Sequence[Lap]) -> float:
-    times: list[float] = [began.elapsed_time(ended) for began, ended in laps]
-    return min(times)
-
-
-def _is_slow(captured: Captured) -> bool:
-    """Return whether steps turned out no faster from graphs than eager ones were."""
-    if len(captured.laps) < _LAPS or not captured.eager_laps:
-        return False
-    if not all(event.query() for lap in (*captured.laps, *captured.eager_laps) for event in lap):  # of several streams
-        return False
-    slow = _shortest_ms(captured.laps) > _GAIN * _shortest_ms(captured.eager_laps)
-    captured.eager_laps = []  # compared once
-    return slow
-
-
 class _Trial:
-    """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass.
-
-    `laps` are from the start of the call to that of the model's next one, once that has begun.
-    """
+    """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass."""
 
     def __init__(self, work: HostWork) -> None:
-        self.work, self.laps, self.length = work, list[Lap](), 0
+        self.work, self.length = work, 0
 
     def __enter__(self) -> _Trial:
         self.kept_bytes = -_allocated_bytes()
@@ -229,8 +208,6 @@ class Graphs:
         self._credit, self._off = _CREDIT, ""
         self._lock = fork_safe(threading.RLock())
         self._running = 0  # eager calls, which a capture would give other parameters
-        self._began: torch.cuda.Event | None = None  # the start of the last call
-        self._laps: list[Lap] | None = None  # to which the time until the next one is added
         self._forget()
 
     def _forget(self) -> None:
@@ -251,9 +228,8 @@ class Graphs:
             self._forget()
             self._evaluation = None
 
-    def pause(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call that runs as the model was: the one before is not timed, and its length may come again."""
-        self._laps = None
+    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call that runs as the model was: its length may come again."""
         if self._buckets is None or self._off:
             return
         with self._lock, suppress(Reason):
@@ -304,12 +280,10 @@ class Graphs:
                 request = _Request(key, values, self._call(key, values))
                 if self._automatic:
                     if request.kind in self._refused:  # for good: nothing else is looked at
-                        self._laps = None
                         raise Reason(self._refused[request.kind])
                     self._check(model)
-                    self._lap()
                 if self._misses != background.misses():  # the calls before ran libraries' functions: they count no more
-                    self._misses, self._laps = background.misses(), None
+                    self._misses = background.misses()
                     for line in self._lines.values():
                         line.trials.clear()
                 if self._buckets is not buckets:
@@ -323,14 +297,11 @@ class Graphs:
             if request.call is None and not line.trials and not line.met and waiting > _SOME_KEYS:
                 line.met = True  # where sizes keep changing, one is watched once it comes again
                 self._report.graphs["eager: before the capture"] += 1
-                self._laps = None
                 return self._run_eagerly(model, args, kwargs)
             return self._warm_up(model, args, kwargs, request)
         self._report.graphs["replayed"] += 1
         self._credit = min(self._credit + 2, _CREDIT)
         captured.last = self._count
-        if captured.eager_laps:
-            self._laps = captured.laps
         if captured.padding is None or request.call is None:
             return captured(values)
         return captured(request.call.values, request.call.length)
@@ -357,13 +328,6 @@ class Graphs:
         for x, value in written:  # as if the call had not begun
             x.data.copy_(value)
         return self._forward(model, *args, **kwargs)
-
-    def _lap(self) -> None:
-        """End the time of the call before, and begin that of this one."""
-        now = _event()
-        if self._laps is not None and self._began is not None:
-            self._laps.append((self._began, now))
-        self._began, self._laps = now, None
 
     def _check(self, model: nn.Module) -> None:
         """Raise Reason if no call can be captured at present; discard captured calls of a model that has changed."""
@@ -429,9 +393,6 @@ class Graphs:
         if captured is not None and captured.retired:
             del line.graphs[length]
             reason = self._refused[kind] = "a backward pass ran twice, was differentiated, or came after a change"
-        elif captured is not None and _is_slow(captured):
-            del line.graphs[length]
-            reason = self._refused[kind] = "its graphs make no step faster"
         if line.pool.is_busy():
             reason = "the backward pass of an earlier call is still to come"
             if request.call is not None and line.pool.pending().captured is not captured:
@@ -467,7 +428,6 @@ class Graphs:
             result = self._run_eagerly(model, args, kwargs)
         trial.length = 0 if request.call is None else request.call.length
         trials.append(trial)
-        self._laps = trial.laps
         others_after, host_after, device_after = _random_states()
         self._draws |= device_after != device
         self._written |= {x for x, then in buffers if not torch.equal(_bytes_of(x), _bytes_of(then))}  # waits
@@ -503,7 +463,6 @@ class Graphs:
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         run, work = partial(self._forward, model), line.trials[0].work
         padding, rehearsed = None, True
-        laps = [lap for trial in line.trials[1:] if trial.length >= _ALIKE * length for lap in trial.laps]
         try:
             with ahead_of_capture():
                 if call is not None and line.lengths.vary():
@@ -517,9 +476,8 @@ class Graphs:
                         self._await_kernels()
                         line.rehearsed = length % ALIGNED == 0 and not work.is_noted()
                 captured = Captured(
-                    run, values, key, self._state, self._draws, [*self._written], laps, work, line.pool,
-                    padding,
-                )  # fmt: skip
+                    run, values, key, self._state, self._draws, [*self._written], work, line.pool, padding
+                )
             self._await_kernels()
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             line.rehearsed = False
