@@ -168,7 +168,7 @@ def test_the_other_arguments_follow_a_size_as_in_the_samples(op, size, shapes):
 
 
 def test_every_op_without_stated_positions_takes_a_size():
-    stated = {"attention_decode", "attention_varlen"}
+    stated = {"attention_decode", "attention_paged", "attention_varlen"}
     for op in set(subjects.OPS) - stated:
         rank = len(plan.sized(op, (2,) if len(first_shape(op)) <= 2 else first_shape(op)).sample.shapes[0])
         assert rank == len(first_shape(op))

@@ -385,6 +385,11 @@ METHODS: dict[str, ArrayMethod] = {
         "attention_decode", _attention_flops, lambda n: (_heads(1), _heads(n), _heads(n), Indices((1,), n + 1)),
         "first", 4, dimensions=4, scratch=True,
     ),
+    "attention_paged": _op(
+        "attention_paged", lambda args, y, **_: 4 * args[0].numel() * args[3].shape[-1] * args[1].shape[1],
+        lambda n: ((1, 8, 64), (n, 16, 8, 64), (n, 16, 8, 64), Indices((1, n), n, 0, torch.int32), Stated((16 * n,))),
+        scratch=True,
+    ),
     "attention_varlen": _op(
         "attention_varlen", lambda args, y, max_seqlen_k=0, **_: 4 * args[0].numel() * max_seqlen_k,
         lambda n: ((16, 8, 64), (16, 8, 64), (16, 8, 64), Stated((0, 16)), Stated((0, 16))),
@@ -490,8 +495,9 @@ class Operations(ABC):
 
     if TYPE_CHECKING:  # `_add_op` makes them of every public op
         (
-            add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_varlen, avg_pool2d,
-            binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout, embedding, gelu,
+            add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_paged, attention_varlen,
+            avg_pool2d, binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout,
+            embedding, gelu,
             l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int8, log_softmax, matmul, max_pool2d,
             mse_loss, mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
         ) = map(_op_method, ops.__all__)  # fmt: skip

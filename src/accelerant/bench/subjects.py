@@ -84,6 +84,24 @@ def _attention_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale
     )
 
 
+def _attention_paged(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, table: Tensor, lengths: Tensor, starts: Tensor | None = None,
+    *, window: int | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute by torch's attention, one row at a time, with its blocks gathered."""
+    bounds = list(range(len(q) + 1)) if starts is None else starts.tolist()
+    found = []
+    for row, length in enumerate(lengths.tolist()):
+        queries = q[bounds[row] : bounds[row + 1]].transpose(0, 1)[None]
+        k, v = (x[table[row].long()].flatten(0, 1)[:length].transpose(0, 1)[None] for x in (k_blocks, v_blocks))
+        position = torch.arange(queries.shape[2], device=q.device)[:, None] + length - queries.shape[2]
+        key = torch.arange(length, device=q.device)
+        seen = (key <= position) & (key > position - (window or length + 1))
+        mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        found.append(mixed[0].transpose(0, 1))
+    return torch.cat(found) if found else q.clone()
+
+
 def _attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None,
@@ -192,6 +210,7 @@ _OWN: dict[str, Subject] = {
         odd=lambda sample: "window" not in sample.options,
     ),
     "attention_decode": Subject(_attention_decode),
+    "attention_paged": Subject(_attention_paged, odd=lambda sample: "softcap" not in sample.options),
     "conv2d": Subject(F.conv2d, flops=lambda inputs, y: 2 * y.numel() * inputs[1][0].numel(), shared=(1, 2)),
 }
 

@@ -21,9 +21,8 @@ from accelerant.ops.attention import attention, attention_varlen
 from accelerant.ops.attention.op import scaled_dot_product_attention as scaled_dot_product_attention
 from accelerant.ops.conv2d import conv2d
 from accelerant.ops.cross_entropy import cross_entropy
-from accelerant.ops.decode import attention_decode
+from accelerant.ops.decode import attention_decode, attention_paged
 from accelerant.ops.decode.paged import append_paged as append_paged
-from accelerant.ops.decode.paged import attention_paged as attention_paged
 from accelerant.ops.dropout import dropout
 from accelerant.ops.elementwise import add, mul, relu, sigmoid, silu, tanh
 from accelerant.ops.embedding import embedding
@@ -42,8 +41,9 @@ from accelerant.ops.softmax import log_softmax, softmax
 from accelerant.ops.swiglu import swiglu
 
 __all__ = [
-    "add", "add_layer_norm", "add_rms_norm", "attention", "attention_decode", "attention_varlen", "avg_pool2d",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "conv2d", "cross_entropy", "dropout", "embedding",
+    "add", "add_layer_norm", "add_rms_norm", "attention", "attention_decode", "attention_paged", "attention_varlen",
+    "avg_pool2d", "binary_cross_entropy", "binary_cross_entropy_with_logits", "conv2d", "cross_entropy", "dropout",
+    "embedding",
     "gelu", "l1_loss", "layer_norm", "linear_cross_entropy", "linear_gelu", "linear_int8", "log_softmax", "matmul",
     "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid", "silu", "softmax",
     "swiglu", "tanh",

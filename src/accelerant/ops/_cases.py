@@ -196,6 +196,7 @@ class OpCases:
     BENCHMARKS: tuple[Benchmark, ...]
     TOLERANCES: Mapping[torch.dtype, Tolerance]
     TORCH_TOLERANCES: Mapping[torch.dtype, Tolerance] | None = None
+    ON_CPU: str = "torch"
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:

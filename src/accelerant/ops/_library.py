@@ -256,6 +256,7 @@ _REDUCED: dict[str, object] = {"size_average": None, "reduce": None}
 TORCH_NAMES: dict[str, dict[str, str]] = {
     "attention": {**_QUERY, "key": "k", "value": "v", "attn_mask": "mask", "enable_gqa": ""},
     "attention_decode": {"query": "q", "key": "k_cache", "value": "v_cache"},
+    "attention_paged": {"query": "q", "key": "k_blocks", "value": "v_blocks"},
     "attention_varlen": {**_QUERY, "key": "k", "value": "v"},
     "cross_entropy": {"input": "logits", "target": "targets"},
     "embedding": {"input": "indices"},

@@ -29,7 +29,7 @@ _TARGETS_OF = "H200"
 _CPU_SHRINK, _CPU_MANY = 32, 4096
 """On a CPU, cases of more than _CPU_MANY rows have _CPU_SHRINK times fewer."""
 
-_WHOLE = frozenset({"attention_varlen", "attention_decode"})
+_WHOLE = frozenset({"attention_varlen", "attention_decode", "attention_paged"})
 """Ops with arguments that hold positions of rows, so that rows cannot be left out."""
 
 Inputs = tuple[Tensor | None, ...]

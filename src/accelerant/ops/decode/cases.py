@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Stated, specialized, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
+from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
+from accelerant.ops.decode.paged import SPLIT, paged_constants
 from accelerant.ops.decode.steps import KERNELS as _STEPS
 from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
 
@@ -32,8 +36,41 @@ _LARGE = (
 # Caches of 512 MiB at 85% of the copy rate, as linear_int8 reads its weights.
 _BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
 
+
+def _paged(
+    Hq: int, Hkv: int, D: int, block: int, lengths: tuple[int, ...], news: tuple[int, ...] | None = None,
+    **options: object,
+) -> SampleInput:  # fmt: skip
+    rows, most = len(lengths), -(-max((*lengths, 0)) // block)
+    blocks, table = (rows * most + 1, block, Hkv, D), Indices((rows, most), rows * most + 1, 0, torch.int32)
+    starts = None if news is None else Stated(tuple(itertools.accumulate((0, *news))))
+    tokens = rows if news is None else sum(news)
+    words = "+".join(map(str, lengths[:4])) or "none"
+    name = f"{Hq}on{Hkv}x{D}-{words} by {block}" + ("" if news is None else f"-{'+'.join(map(str, news))} new")
+    arguments = ((tokens, Hq, D), blocks, blocks, table, Stated(lengths), starts)
+    return SampleInput(" ".join([name, *map(str, options)]), arguments, options)
+
+
+_PAGED = (
+    _paged(1, 1, 1, 1, (1,)), _paged(4, 2, 16, 4, (9, 30, 1)), _paged(6, 2, 24, 16, (40, 17), (7, 17)),
+    _paged(4, 1, 8, 16, (300, 2), (1, 2)), _paged(2, 2, 64, 16, (33, 0), window=7),
+    _paged(3, 1, 8, 8, (20,), (9,), softcap=3.0), _paged(2, 2, 8, 4, ()),
+)  # fmt: skip
+_PAGED_LARGE = (
+    _paged(32, 8, 128, 16, (4097, 1, 1000)), _paged(8, 8, 64, 32, (2999, 700), (1, 650)),
+    _paged(71, 1, 80, 16, (4999,), window=1024), _paged(16, 2, 256, 64, (700, 90), (300, 90), softcap=20.0),
+)  # fmt: skip
+_PAGED_BENCHMARKS = (
+    Benchmark(_paged(32, 8, 128, 16, (16384,) * 8), torch.bfloat16),
+    Benchmark(_paged(32, 8, 128, 16, (1024,) * 64), torch.bfloat16),
+    Benchmark(_paged(32, 8, 128, 16, (4096,) * 4, (512,) * 4), torch.bfloat16),
+)
+
 _TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4e-3, 3e-3), bfloat16=(2e-2, 1e-2))
-FAMILY = {"attention_decode": OpCases(_SAMPLES, _LARGE, _BENCHMARKS, _TOLERANCES)}
+FAMILY = {
+    "attention_decode": OpCases(_SAMPLES, _LARGE, _BENCHMARKS, _TOLERANCES),
+    "attention_paged": OpCases(_PAGED, _PAGED_LARGE, _PAGED_BENCHMARKS, _TOLERANCES, ON_CPU="llvm"),
+}
 
 
 def compilation(
@@ -45,6 +82,24 @@ def compilation(
     optional = {"lse_ptr": "*fp32" if split else None}
     fixed = constants(rows, width, dtype, capability)
     return specialized(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
+
+
+def _paged_kernel(
+    kind: str, width: int, capability: tuple[int, int], *, group: int = 4, ragged: bool = True, windowed: bool = False,
+    capped: bool = False,
+) -> Compilation:  # fmt: skip
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
+    types: dict[str, str | None] = {"*": kind, "scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32") | dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32")
+    types["starts_ptr"] = "*i32" if ragged else None
+    fixed = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
+    return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, stages_for(capability))
+
+
+def _paged_combine(width: int, *, ragged: bool) -> Compilation:
+    types = {"*": "*fp32", "lengths_ptr": "*i32", "starts_ptr": "*i32" if ragged else None, "o_ptr": "*bf16"}
+    fixed = {"WINDOW": ragged, "SPLIT": SPLIT, "PAGE": 16, "BLOCK_D": width}
+    return specialized(_PAGED_KERNELS["combine"], types, fixed, 1)
 
 
 def _linear(
@@ -109,5 +164,13 @@ KERNELS = (
         )
         for splits, width in ((16, 128), (MAX_SPLITS, 256))
     ),
+    _paged_kernel("*fp16", 64, (7, 5)),
+    _paged_kernel("*bf16", 128, (9, 0)),
+    _paged_kernel("*bf16", 128, (9, 0), ragged=False),
+    _paged_kernel("*bf16", 256, (9, 0), windowed=True, capped=True),
+    _paged_kernel("*fp32", 128, (9, 0), group=7),
+    _paged_combine(128, ragged=True),
+    _paged_combine(256, ragged=False),
+    specialized(_PAGED_KERNELS["append"], {"*": "*bf16", "slots_ptr": "*i64"}, {"BLOCK": 1024}, 4),
     *_STEP_KERNELS,
 )

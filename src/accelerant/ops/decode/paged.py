@@ -16,13 +16,24 @@ from torch import Tensor
 
 from accelerant.config import launch_log
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._library import below_autograd, check_matches, define, is_plain, name_of, not_a_tensor
+from accelerant.ops._launch import accesses, ceil_div, next_power_of_2, triton_operation
+from accelerant.ops._library import (
+    below_autograd,
+    check_matches,
+    define,
+    is_plain,
+    name_of,
+    not_a_tensor,
+    with_torch_keywords,
+)
 from accelerant.ops._rows import KINDS
-from accelerant.ops.attention.op import check_heads, checked, options_of, shapes_of
+from accelerant.ops.attention.launch import triton_capability, with_rows
+from accelerant.ops.attention.op import check_heads, checked, options_of, refuses_triton_kernels, shapes_of
 from accelerant.ops.decode.llvm_kernels import PagedKernel
-from accelerant.ops.decode.op import attention_paged_reference, token_rows
+from accelerant.ops.decode.op import NUM_WARPS, attention_paged_reference, constants, stages_for, token_rows
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.provider import ComputeProvider
 
@@ -91,6 +102,75 @@ def _refuses_llvm(case: Case) -> str | None:
     return None if case.device.type == "cpu" else f"is for a CPU, not {case.device.type}"
 
 
+KERNELS = {
+    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"attention_paged_{name}")
+    for name in ("fwd", "combine", "append")
+}
+SPLIT = 256
+"""Keys of a part: a row's parts depend on its length alone."""
+
+_TILE_LINES = 32
+"""Lines of a tile, of tokens and query heads, in calls with starts; without, the query heads of a key head."""
+
+_MAX_GROUP = 128
+
+
+@functools.cache
+def paged_constants(
+    group: int, ragged: bool, page: int, width: int, windowed: bool, capped: bool, dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+) -> dict[str, int | bool]:  # fmt: skip
+    """Return the compile-time arguments of fwd; capability None: the interpreter."""
+    fixed = constants(_TILE_LINES // (2 if width > 128 else 1) if ragged else group, width, dtype, capability)
+    lines = max(int(fixed["BLOCK_M"]), next_power_of_2(group))
+    options = {"TOKENS": lines // group if ragged else 1, "CAPPED": capped, "WINDOW": windowed}
+    return {**options, "SPLIT": SPLIT, "PAGE": page, **fixed, "BLOCK_M": lines}
+
+
+def launch_triton(
+    q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
+    window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    """Return o, contiguous; the host reads no number of the device."""
+    (T, Hq, D), (N, page, Hkv, _), (R, columns) = q.shape, k_blocks.shape, block_table.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not o.numel():
+        return o
+    if not N or not columns:
+        return o.zero_()
+    q, k_blocks, v_blocks = with_rows(q), with_rows(k_blocks), with_rows(v_blocks)
+    capability, windowed = triton_capability(q.device), window > 0
+    fixed = paged_constants(Hq // Hkv, starts is not None, page, D, windowed, softcap > 0, q.dtype, capability)
+    splits = ceil_div(columns * page, SPLIT)
+    parts = stats = None
+    if splits > 1:
+        parts = torch.empty(splits, R, Hq, D, dtype=torch.float32, device=q.device)
+        stats = torch.empty(splits, R, Hq, 2, dtype=torch.float32, device=q.device)
+    tiles = R if starts is None else T // int(fixed["TOKENS"]) + R
+    KERNELS["fwd"].launch(
+        (tiles * Hkv * splits,),
+        (
+            q, k_blocks, v_blocks, block_table, lengths, starts, o, parts, stats, R, N, columns, Hkv, Hq // Hkv, splits,
+            D, window, scale, softcap, *q.stride()[:2], *k_blocks.stride()[:3], *v_blocks.stride()[:3],
+        ),
+        fixed,
+        num_warps=NUM_WARPS,
+        num_stages=stages_for(capability),
+    )  # fmt: skip
+    if splits > 1:
+        joined = {"WINDOW": windowed, "SPLIT": SPLIT, "PAGE": page, "BLOCK_D": fixed["BLOCK_D"]}
+        args = (parts, stats, lengths, starts, o, R, columns, Hq, D, window)
+        KERNELS["combine"].launch((R * Hq,), args, joined, num_warps=1)
+    return o
+
+
+def _refuses_triton(case: Case) -> str | None:
+    group = case.shape[1] // max(case.shape[2], 1)
+    if group > _MAX_GROUP:
+        return f"takes at most {_MAX_GROUP} query heads for a key head, not {group}"
+    return refuses_triton_kernels(case)
+
+
 def _torch_forward(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
     window: int, scale: float, softcap: float,
@@ -116,7 +196,11 @@ def _cost(case: Case) -> Cost:
 
 attention_paged_fwd: Callable[..., Tensor] = Operation(
     "attention_paged_fwd",
-    (Implementation("llvm", launch_llvm, refuses=_refuses_llvm, own=True), Implementation("torch", _torch_forward)),
+    (
+        Implementation("triton", launch_triton, refuses=_refuses_triton, own=True),
+        Implementation("llvm", launch_llvm, refuses=_refuses_llvm, own=True),
+        Implementation("torch", _torch_forward),
+    ),
     cost=_cost,
 )
 
@@ -124,6 +208,7 @@ attention_paged_fwd: Callable[..., Tensor] = Operation(
 # --- the public functions --------------------------------------------------------------------------------------------
 
 
+@with_torch_keywords
 def attention_paged(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
     starts: Tensor | None = None, *, window: int | None = None, scale: float | None = None,
@@ -240,6 +325,17 @@ _op = define(
 # --- writing to the blocks -------------------------------------------------------------------------------------------
 
 
+_APPEND_BLOCK = 1024
+
+
+def _triton_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots: Tensor) -> None:
+    T, Hkv, D = k.shape
+    k, v = (x if x.stride(2) == 1 and (Hkv == 1 or x.stride(1) == D) else x.contiguous() for x in (k, v))
+    block = min(_APPEND_BLOCK, next_power_of_2(Hkv * D))
+    args = (k, v, k_blocks, v_blocks, slots, Hkv * D, k.stride(0), v.stride(0))
+    KERNELS["append"].launch((T, ceil_div(Hkv * D, block)), args, {"BLOCK": block}, num_warps=max(1, block // 256))
+
+
 def _torch_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots: Tensor) -> None:
     kept = (slots >= 0).nonzero().squeeze(1)
     at = slots.index_select(0, kept)
@@ -247,10 +343,8 @@ def _torch_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slot
         blocks.view(-1, *blocks.shape[2:]).index_copy_(0, at, new.index_select(0, kept))
 
 
-append_paged_fwd: Callable[..., None] = Operation(
-    "append_paged_fwd",
-    (Implementation("torch", _torch_append, mutates=True),),
-    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 0),
+append_paged_fwd: Callable[..., None] = triton_operation(
+    "append_paged_fwd", _triton_append, _torch_append, cost=accesses(4, 0), mutates=True
 )
 
 

@@ -104,6 +104,198 @@ def attention_decode_combine(
     tl.store(o_ptr + row * D + width, o.to(o_ptr.dtype.element_ty), mask=width < D)
 
 
+# --- a cache in blocks -----------------------------------------------------------------------------------------------
+#
+#     paged_fwd:     as above, of keys that lie where a table says; a score s may become softcap tanh(s / softcap)
+#     paged_combine: o of the rows of one token whose keys were split
+#     paged_append:  keys and values of new tokens, to their slots
+#
+# Source: Kwon et al. 2023, arXiv:2309.06180. The sums over SPLIT keys each, counted from the sequence's beginning, are
+#         merged in order, (sums, total, peak) <- (sums a + sums' b, total a + total' b, peak''), by explicit fma: by
+#         one program, or by paged_combine with the same operations, so that a row's bits follow from its keys alone.
+# Layout: q and o (T, Hq, D), strides (token, head); blocks (N, PAGE, Hkv, D), strides (block, key, head); table
+#         (rows, columns), lengths (rows) and starts (rows + 1) int32. parts (splits, rows, Hq, D) and stats (splits,
+#         rows, Hq, 2), peak and total, float32: of rows of one token. k and v of append (T, Hkv D), strides of tokens.
+# Grid:   paged_fwd: one program for each tile of TOKENS tokens, key head and split; a tile is of one row, and there are
+#         at most T / TOKENS + rows. All splits of a row of several tokens are the first one's. paged_combine: one for
+#         each row and query head; append: one for each token.
+# Bound:  memory for rows of one token; tensor cores for long prompts.
+
+
+@triton.jit
+def _paged_row(starts_ptr, tile, rows, TOKENS: tl.constexpr):
+    """Return row, its first token, its tokens, and the first token of the tile within it."""
+    if starts_ptr is None:
+        return tile, tile, 1, 0
+    else:
+        left = 0
+        right = rows
+        while left < right:  # the first row whose first tile, starts[row] // TOKENS + row, is after this one
+            middle = (left + right) // 2
+            after = tl.load(starts_ptr + middle) // TOKENS + middle > tile
+            left = tl.where(after, left, middle + 1)
+            right = tl.where(after, middle, right)
+        row = left - 1
+        first = tl.load(starts_ptr + row)
+        return row, first, tl.load(starts_ptr + row + 1) - first, (tile - first // TOKENS - row) * TOKENS
+
+
+@triton.jit
+def _paged_split(
+    q, k_ptr, v_ptr, table_ptr, begin, end, low, last, blocks, window, scale, softcap, D, k_block, k_key, v_block,
+    v_key,
+    CAPPED: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return sums, total and peak of queries whose last visible keys are `last`, over the keys begin to end."""
+    width = tl.arange(0, BLOCK_D)
+    in_width = width < D
+    sums = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        inside = (columns < end) & (columns >= low)
+        block = tl.load(table_ptr + columns // PAGE, mask=inside, other=0)
+        block = tl.minimum(tl.maximum(block, 0), blocks - 1).to(tl.int64)
+        k_at = k_ptr + block * k_block + (columns % PAGE) * k_key
+        v_at = v_ptr + block * v_block + (columns % PAGE) * v_key
+        k = tl.load(k_at[None, :] + width[:, None], mask=inside[None, :] & in_width[:, None], other=0.0)
+        v = tl.load(v_at[:, None] + width[None, :], mask=inside[:, None] & in_width[None, :], other=0.0)
+        s = _dot(q, k, tl.zeros([q.shape[0], BLOCK_N], tl.float32), "ieee", UPCAST) * scale
+        if CAPPED:
+            e = tl.exp2(tl.minimum(tl.maximum(s / softcap, -20.0), 20.0) * (2.0 * _LOG2E))
+            s = softcap * ((e - 1.0) / (e + 1.0))
+        s *= _LOG2E
+        seen = inside[None, :] & (columns[None, :] <= last[:, None])
+        if WINDOW:
+            seen = seen & (columns[None, :] > last[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+        larger = tl.maximum(peak, tl.max(s, 1))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        p = tl.exp2(s - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(p, 1)
+        if not UPCAST:
+            p = p.to(v.dtype)
+        sums = _dot(p, v, sums * shrink[:, None], "ieee", UPCAST)
+        peak = larger
+    return sums, total, peak
+
+
+@triton.jit
+def _merged(sums, total, peak, more, more_total, more_peak):
+    """Return the sums of both, by operations that no compiler joins in another way."""
+    larger = tl.maximum(peak, more_peak)
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    a = tl.exp2(peak - shift)
+    b = tl.exp2(more_peak - shift)
+    total = tl.fma(more_total, b, total * a)
+    a = tl.broadcast_to(a[:, None], sums.shape)
+    b = tl.broadcast_to(b[:, None], sums.shape)
+    return tl.fma(more, b, sums * a), total, larger
+
+
+@triton.jit
+def attention_paged_fwd(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, o_ptr, parts_ptr, stats_ptr, rows, blocks, columns, heads,
+    group, splits, D, window, scale, softcap, q_token, q_head, k_block, k_key, k_head, v_block, v_key, v_head,
+    TOKENS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % splits
+    h = (tl.program_id(0) // splits % heads).to(tl.int64)
+    row, begin, count, first = _paged_row(starts_ptr, tl.program_id(0) // splits // heads, rows, TOKENS)
+    length = tl.minimum(tl.load(lengths_ptr + row), columns * PAGE)
+    high = length - count + tl.minimum(first + TOKENS, count)  # the end of the keys that the tile's last token sees
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - count + first + 1 - window, 0)
+    from_split = low // SPLIT
+    to_split = tl.cdiv(tl.maximum(high, 0), SPLIT)
+    apart = (count == 1) & (parts_ptr is not None)
+    if apart:
+        to_split = tl.minimum(to_split, part + 1)
+        from_split = tl.maximum(from_split, part)
+    if (first >= count) | ((part > 0) & ~apart) | (apart & (from_split >= to_split)):
+        return
+    lines = tl.arange(0, BLOCK_M)
+    tokens = first + lines // group
+    here = (lines < TOKENS * group) & (tokens < count)
+    q_heads = h * group + lines % group
+    width = tl.arange(0, BLOCK_D)
+    at = (begin + tokens).to(tl.int64)
+    mask = here[:, None] & (width < D)[None, :]
+    q = tl.load(q_ptr + (at * q_token + q_heads * q_head)[:, None] + width[None, :], mask=mask, other=0.0)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for split in range(from_split, to_split):
+        start = tl.maximum(split * SPLIT, low // BLOCK_N * BLOCK_N)
+        more, more_total, more_peak = _paged_split(
+            q, k_ptr + h * k_head, v_ptr + h * v_head, table_ptr + row.to(tl.int64) * columns, start,
+            tl.minimum(high, (split + 1) * SPLIT), low, length - count + tokens, blocks, window, scale, softcap, D,
+            k_block, k_key, v_block, v_key, CAPPED, WINDOW, PAGE, BLOCK_N, BLOCK_D, UPCAST,
+        )  # fmt: skip
+        sums, total, peak = _merged(sums, total, peak, more, more_total, more_peak)
+    if apart:
+        of_line = (part.to(tl.int64) * rows + row) * heads * group + q_heads
+        tl.store(parts_ptr + of_line[:, None] * D + width[None, :], sums, mask=mask)
+        tl.store(stats_ptr + 2 * of_line, peak, mask=here)
+        tl.store(stats_ptr + 2 * of_line + 1, total, mask=here)
+    else:
+        o = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        of_line = at * heads * group + q_heads
+        tl.store(o_ptr + of_line[:, None] * D + width[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attention_paged_combine(
+    parts_ptr, stats_ptr, lengths_ptr, starts_ptr, o_ptr, rows, columns, heads, D, window,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    token = row
+    if starts_ptr is not None:
+        token = tl.load(starts_ptr + row)
+        if tl.load(starts_ptr + row + 1) - token != 1:
+            return
+    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + row), columns * PAGE), 0)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - window, 0)
+    width = tl.arange(0, BLOCK_D)
+    lines = tl.arange(0, 1)
+    mask = (lines >= 0)[:, None] & (width < D)[None, :]
+    sums = tl.zeros([1, BLOCK_D], tl.float32)
+    total = tl.zeros([1], tl.float32)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    for split in range(low // SPLIT, tl.cdiv(length, SPLIT)):
+        of_line = (split * rows.to(tl.int64) + row) * heads + head + lines
+        more = tl.load(parts_ptr + of_line[:, None] * D + width[None, :], mask=mask, other=0.0)
+        more_peak = tl.load(stats_ptr + 2 * of_line)
+        more_total = tl.load(stats_ptr + 2 * of_line + 1)
+        sums, total, peak = _merged(sums, total, peak, more, more_total, more_peak)
+    o = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    at = token.to(tl.int64) * heads + head + lines
+    tl.store(o_ptr + at[:, None] * D + width[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attention_paged_append(
+    k_ptr, v_ptr, k_blocks_ptr, v_blocks_ptr, slots_ptr, width, k_token, v_token, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < tl.where(slot >= 0, width, 0)
+    k = tl.load(k_ptr + token * k_token + lanes, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * v_token + lanes, mask=mask, other=0.0)
+    tl.store(k_blocks_ptr + slot * width + lanes, k, mask=mask)
+    tl.store(v_blocks_ptr + slot * width + lanes, v, mask=mask)
+
+
 # --- the other steps of a decoder layer for one new token ------------------------------------------------------------
 #
 # A decoder layer's steps for one new token: matrix-vector products with prologue and epilogue, and the cache update.
