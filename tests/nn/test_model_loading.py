@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -164,6 +166,56 @@ def test_integers_are_those_of_quantize(family, tmp_path, monkeypatch):
         assert torch.equal(
             model.generate(idx, 12, temperature=0), model.generate(idx, 12, temperature=0, use_cache=False)
         )
+
+
+SPARSE = """
+import json, sys, threading, time
+from pathlib import Path
+from accelerant.nn import LlamaConfig, load_model
+from accelerant.nn.models.llama import LAYOUTS
+
+folder, layout = Path(sys.argv[1]), LAYOUTS[0]
+config = LlamaConfig(vocab_size=32000, layers=24, width=2048, hidden=5504, heads=16, kv_heads=4)
+fields = {name: getattr(config, ours) for ours, (name, _) in layout.fields.items()} | layout.more_fields(config)
+(folder / "config.json").write_text(json.dumps(fields | {"model_type": "llama"}))
+header, end = {}, 0
+for part in (part for parts in layout.parts(config).values() for part in parts):
+    begin, end = end, end + 2 * part.shape[0] * (part.shape[1] if len(part.shape) > 1 else 1)
+    name = part.name if part.name == "lm_head.weight" else "model." + part.name
+    header[name] = {"dtype": "BF16", "shape": part.shape, "data_offsets": [begin, end]}
+text = json.dumps(header).encode()
+with open(folder / "model.safetensors", "wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    file.truncate(8 + len(text) + end)  # zeros, which take no space on the disk
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], resident())
+        time.sleep(0.005)
+
+before = resident()
+peak = [before]
+threading.Thread(target=watch, daemon=True).start()
+model, _ = load_model(folder, quantize="int8")
+size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+print(json.dumps({"file": end, "model": size, "peak": peak[0] - before}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_the_peak_of_memory_is_the_quantized_model_and_a_tensor(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (tmp_path / "sparse.py").write_text(SPARSE)
+    command = [sys.executable, str(tmp_path / "sparse.py"), str(tmp_path)]
+    sizes = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    tensor = 2 * 32000 * 2048
+    assert sizes["file"] > 1.6 * sizes["model"] > 2**30
+    assert sizes["peak"] < sizes["model"] + tensor + 2**28
 
 
 def test_another_kind_of_integers_is_refused(tmp_path):

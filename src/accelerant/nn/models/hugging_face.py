@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_IN_MESSAGE = 4
 _HEAD = "lm_head.weight"
-_PIECE = 1 << 24  # elements that are quantized at a time
+_PIECE = 1 << 22  # elements that are quantized at a time
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -132,29 +131,43 @@ class Fields:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file, which is mapped while the tensor is in use."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+    def read(self) -> Tensor:
+        """Return the tensor, whose storage is the mapped file."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
+
+
 class Tensors:
-    """Named tensors, read one at a time: each name's source is the tensor, or the open safetensors file that has it."""
+    """Named tensors, read one at a time: each name's source is a tensor, or has its shape, dtype and `read`."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         self.sources = sources
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        source = self.sources[name]
-        return tuple(source.shape if isinstance(source, Tensor) else source.get_slice(name).get_shape())
+        return tuple(self.sources[name].shape)
 
     def dtype(self, name: str) -> torch.dtype | str:
         """Return the dtype of a tensor, or its name if it is not floating point."""
-        source = self.sources[name]
-        if isinstance(source, Tensor):
-            return source.dtype if source.dtype in _DTYPES.values() else str(source.dtype)
-        dtype = str(source.get_slice(name).get_dtype())
-        return _DTYPES.get(dtype, dtype)
+        dtype: torch.dtype | str = self.sources[name].dtype
+        return dtype if dtype in _DTYPES.values() else str(dtype)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, whose storage may be a mapped file."""
         source = self.sources[name]
-        tensor: Tensor = source.detach() if isinstance(source, Tensor) else source.get_tensor(name)
+        tensor: Tensor = source.detach() if isinstance(source, Tensor) else source.read()
         return tensor
 
     def rows(
@@ -167,23 +180,25 @@ class Tensors:
             yield piece.to(device=device, dtype=dtype)
 
 
-def _open_files(paths: Iterable[Path], stack: ExitStack) -> Tensors:
+def _open_files(paths: Iterable[Path]) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
-    files: dict[str, Any] = {}
+    found: dict[str, StoredTensor] = {}
     for path in paths:
         try:
             os.close(open_regular(path))  # safetensors would wait for a pipe
-            file = stack.enter_context(safe_open(path, framework="pt"))
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if name in found:
+                        raise FormatError(f"{path}: tensor {name!r} is in another file too")
+                    kind = file.get_slice(name)
+                    dtype = str(kind.get_dtype())
+                    found[name] = StoredTensor(path, name, tuple(kind.get_shape()), _DTYPES.get(dtype, dtype))
         except FileNotFoundError:
             raise MissingFile(f"{path}: no such file, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{path} is not a complete safetensors file: {str(error)[:300]}") from error
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            if name in files:
-                raise FormatError(f"{path}: tensor {name!r} is in another file too")
-            files[name] = file
-    return Tensors(files)
+    return Tensors(found)
 
 
 def load(
@@ -194,10 +209,9 @@ def load(
 
     With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
     """
-    with ExitStack() as stack:
-        layout, config, origin = described(source, layouts)
-        tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(Path(source), stack)
-        return _built(build, tensors, layout, config, origin, dtype, device, quantize)
+    layout, config, origin = described(source, layouts)
+    tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(Path(source))
+    return _built(build, tensors, layout, config, origin, dtype, device, quantize)
 
 
 def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout]) -> tuple[Layout, Any, str]:
@@ -268,11 +282,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open(folder: Path, stack: ExitStack) -> Tensors:
+def _open(folder: Path) -> Tensors:
     if (folder / _SINGLE).is_file():
-        return _open_files([folder / _SINGLE], stack)
+        return _open_files([folder / _SINGLE])
     if (folder / _INDEX).is_file():
-        return _open_shards(folder, stack)
+        return _open_shards(folder)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise FormatError(
@@ -282,7 +296,7 @@ def _open(folder: Path, stack: ExitStack) -> Tensors:
     raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
 
-def _open_shards(folder: Path, stack: ExitStack) -> Tensors:
+def _open_shards(folder: Path) -> Tensors:
     listed = read_object(folder / _INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise FormatError(f"{folder / _INDEX}: weight_map must be an object of file names, got {listed!r}"[:300])
@@ -290,7 +304,7 @@ def _open_shards(folder: Path, stack: ExitStack) -> Tensors:
     for file in files:
         if Path(file).name != file or file in ("", "..") or len(file) > _LONGEST_NAME:
             raise FormatError(f"{folder / _INDEX}: {clipped(file)} is not the name of a file in this folder")
-    tensors = _open_files([folder / file for file in files], stack)
+    tensors = _open_files([folder / file for file in files])
     missing = [name for name in listed if name not in tensors.sources]
     if missing:
         raise FormatError(f"{folder / listed[missing[0]]} lacks {_quoted(missing)}, which the index lists")
