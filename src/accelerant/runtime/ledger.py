@@ -292,6 +292,11 @@ class Ledger:
         with self.lock:
             return sum(self._fallbacks.values())
 
+    def fallbacks(self) -> dict[FallbackRecord, int]:
+        """Return every kind of fallback with its count."""
+        with self.lock:
+            return dict(self._fallbacks)
+
     def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
         """Take back calls that were counted while a graph was captured, since they did not run; return its manifest."""
         manifest = Manifest(name, dict(calls))

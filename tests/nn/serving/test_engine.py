@@ -1,11 +1,19 @@
 """The engine: answers equal those of `generate`, and do not depend on what else is served."""
 
+import codecs
+import copy
+import math
+import queue
+import time
+
 import pytest
-from serving_models import GREEDY, generated, llama, prompt, read
+import torch
+from serving_models import GREEDY, drain, generated, llama, prompt, read
 
 from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
-from accelerant.nn.serving import Engine
+from accelerant.nn.serving import Engine, Sampling
+from accelerant.nn.serving.text import StoppingText
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +68,232 @@ def test_options_of_an_engine(model):
         Engine(model, 4, speculate=-1)
     with pytest.raises(UnsupportedCase, match="GPT has no forward_paged"):
         Engine(GPT(GPTConfig(vocab_size=70, context=8, layers=1, heads=2, width=16)), 4)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_request_whose_logits_are_not_finite_ends_alone(model):
+    clean = [prompt(20, seed) for seed in range(4)]
+    expected = [generated(model, ids, 6) for ids in clean]
+    nan = next(token for token in range(101) if not any(token in ids for ids in (*clean, *expected)))
+    poisoned = copy.deepcopy(model)
+    poisoned.embed.weight.data[nan] = math.nan
+    with Engine(poisoned, 14, 32, start=False) as engine:
+        answers = [engine.submit(ids, GREEDY, max_tokens=6) for ids in clean]
+        bad = [engine.submit([*clean[0], *ids], GREEDY, max_tokens=6) for ids in ([nan], [nan, 3], [3] * 40 + [nan])]
+        drain(engine)
+        for answer in bad:
+            ids, _, (end,) = read(answer)
+            assert (ids, end.reason, end.error) == ([], "error", "the model's logits are not finite")
+        again = [engine.submit(ids, GREEDY, max_tokens=6) for ids in clean * 2]  # in the blocks that held NaN
+        drain(engine)
+        for ids, answer in zip(expected * 3, [*answers, *again], strict=True):
+            assert read(answer)[0] == ids
+        assert engine.metrics()["blocks_used"] == 0
+
+
+def test_an_error_in_a_step_ends_the_requests_that_were_in_it(model, monkeypatch):
+    with Engine(model, 40, 32, start=False) as engine:
+        first = [engine.submit(prompt(8, seed), GREEDY, max_tokens=8) for seed in range(2)]
+        engine.step()
+        late = engine.submit(prompt(40), GREEDY, max_tokens=4)  # its step comes
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_logits", lambda *_: 1 / 0)
+            engine.step()
+        for answer in (*first, late):
+            _, _, (end,) = read(answer)
+            assert (end.reason, end.error) == ("error", "ZeroDivisionError: division by zero")
+        assert engine.metrics()["blocks_used"] == 0
+        after = engine.submit(prompt(40), GREEDY, max_tokens=4)
+        drain(engine)
+        assert read(after)[0] == generated(model, prompt(40), 4)
+
+
+def test_a_receiver_that_raises_ends_its_own_request_alone(model):
+    class Broken:
+        def put(self, event):
+            raise OSError("gone")
+
+    with Engine(model, 40, 32, start=False) as engine:
+        kept = [engine.submit(prompt(8), GREEDY, max_tokens=8, events=Broken()), engine.submit([1, 2], GREEDY)]
+        drain(engine)
+        assert len(read(kept[1])[0]) == 16
+        assert engine.metrics()["tokens_generated"] < 20
+
+
+def test_close_ends_every_answer_with_an_error(model):
+    engine = Engine(model, 40, 8)
+    answers = [engine.submit(prompt(100, seed), GREEDY, max_tokens=100) for seed in range(6)]
+    next(answers[0])
+    engine.close()
+    for answer in answers:
+        _, _, (end,) = read(answer)
+        assert (end.reason, end.error) == ("error", "the engine was closed")
+    with pytest.raises(StopIteration):
+        next(answers[0])
+    engine.close()
+
+
+def test_cancelling_frees_the_blocks(model):
+    with Engine(model, 40, 64, start=False) as engine:
+        answers = [engine.submit(prompt(30, seed), GREEDY, max_tokens=60) for seed in range(9)]
+        engine.step()
+        assert engine.metrics()["running"]
+        assert engine.metrics()["waiting"]
+        for answer in answers[1:]:
+            answer.close()
+        engine.step()
+        assert engine.metrics()["blocks_used"] <= 3
+        drain(engine)
+        assert read(answers[0])[0] == generated(model, prompt(30, 0), 60)
+        assert read(answers[5])[2][0].reason == "cancelled"
+        with pytest.raises(queue.Empty):
+            engine.submit([1]).get(timeout=0)
+
+
+def test_a_thousand_disconnects_leave_nothing(model):
+    with Engine(model, 40, 64) as engine:
+        for seed in range(1000):
+            answer = engine.submit(prompt(3, seed % 7), max_tokens=50)
+            if seed % 100 == 0:
+                next(answer)
+            del answer  # without close
+        read(engine.submit([1], max_tokens=1))
+        for _ in range(1000):
+            now = engine.metrics()
+            if not now["running"] + now["waiting"]:
+                break
+            time.sleep(0.01)
+        assert now["blocks_used"] == now["running"] == now["waiting"] == 0
+
+
+# --- what a request asks for -----------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_the_model(model):
+    ids = prompt(30)
+    with Engine(model, 40, 16, speculate=2) as engine:
+        events = list(engine.submit(ids, Sampling(0.7, top_k=20, repetition_penalty=1.3), logprobs=4, seed=3))[:-1]
+        assert all(event.logprob is None for event in list(engine.submit(ids))[:-1])
+        assert all(event.top == [] for event in list(engine.submit(ids, logprobs=0))[:-1])
+    tokens = torch.tensor([[*ids, *(event.id for event in events)]])
+    expected = torch.log_softmax(model(tokens)[0, len(ids) - 1 : -1].detach().double(), -1)
+    for event, row in zip(events, expected, strict=True):
+        assert event.logprob == pytest.approx(float(row[event.id]), abs=1e-5)
+        best = row.topk(4)
+        assert [token for token, _ in event.top] == best.indices.tolist()
+        assert [value for _, value in event.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_several_answers_share_the_prompt(model):
+    with Engine(model, 60, 64, start=False) as engine:
+        answer = engine.submit(prompt(70), n=3, seed=5, max_tokens=20)
+        drain(engine)
+        several = [result[0] for result in read(answer, n=3)]
+        assert engine.metrics()["prefix_hit_tokens"] == 2 * 64
+        one = engine.submit(prompt(70), seed=5, max_tokens=20)
+        drain(engine)
+        assert read(one)[0] == several[0]
+        assert len({tuple(ids) for ids in several}) == 3
+
+
+def test_prefixes_are_shared_only_within_a_salt(model):
+    with Engine(model, 60, 64, start=False) as engine:
+        hits = []
+        for options in ({}, {"salt": "a"}, {"prefix_cache": False}, {"salt": "a"}, {}):
+            answer = engine.submit(prompt(64), GREEDY, max_tokens=2, **options)
+            drain(engine)
+            hits.append(read(answer)[2][0].usage.cached_tokens)
+        assert hits == [0, 0, 0, 48, 48]
+
+
+def test_blocks_are_found_until_others_need_them(model):
+    with Engine(model, 8, 128, start=False) as engine:
+        for seed, cached in ((0, 0), (1, 0), (0, 48), (2, 0), (3, 0), (0, 16)):  # the ends go first
+            answer = engine.submit(prompt(60, seed), GREEDY, max_tokens=2)
+            drain(engine)
+            assert read(answer)[2][0].usage.cached_tokens == cached
+            assert engine.metrics()["blocks_used"] == 0
+
+
+class Characters:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    eos_ids = (0,)
+
+    def stream(self):
+        return self
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token):
+        return self._decoder.decode(bytes([token]))
+
+    def flush(self):
+        return self._decoder.decode(b"", True)
+
+
+def test_stop_strings_and_tokens(model):
+    class Letters(Characters):
+        def push(self, token):
+            return chr(97 + token % 26)
+
+        def flush(self):
+            return ""
+
+    with Engine(model, 40, 32, tokenizer=Letters()) as engine:
+
+        def run(**options):
+            events = list(engine.submit(prompt(9), GREEDY, max_tokens=30, ignore_eos=True, **options))
+            return "".join(event.text_delta for event in events[:-1]), events[-1], [e.id for e in events[:-1]]
+
+        text, end, ids = run()
+        assert (len(text), end.reason) == (30, "length")
+        for stop in (text[12:15], text[5], [text[20:25], "no such text"]):
+            first = stop if isinstance(stop, str) else stop[0]
+            cut, end, _ = run(stop=stop)
+            assert (cut, end.reason) == (text[: text.index(first)], "stop")
+        cut, end, tokens = run(stop=ids[6])
+        assert (cut, tokens, end.reason) == (text[: ids.index(ids[6])], ids[: ids.index(ids[6]) + 1], "stop")
+        with pytest.raises(ConfigError, match="at least one character"):
+            run(stop=["", "a"])
+
+
+@pytest.mark.search(0.02)
+def test_the_text_ends_before_the_first_stop_string(rng, record_property):
+    record_property("examples", 300)
+    for _ in range(300):
+        whole = "".join(rng.choice(["a", "b", "ä", "€", "😀"]) for _ in range(rng.randrange(30)))
+        stops = ["".join(rng.choice(["a", "b", "ä", "€"]) for _ in range(rng.randrange(1, 5))) for _ in range(2)]
+        text, parts = StoppingText(Characters(), stops), []
+        for token in whole.encode():
+            delta, stopped = text.push(token)
+            parts.append(delta)
+            if stopped:
+                break
+        else:
+            parts.append(text.finish()[0])
+        found = [whole.index(stop) for stop in stops if stop in whole]
+        begun = "".join(parts)
+        if not found:
+            assert begun == whole
+        else:  # of two, the one that is complete first
+            ends = min(whole.index(stop) + len(stop) for stop in stops if stop in whole)
+            assert begun == whole[: min(whole.index(s) for s in stops if s in whole[:ends])]
+
+
+def test_an_answer_can_say_what_computed_it(model):
+    with Engine(model, 40, 32) as engine:
+        found = list(engine.submit(prompt(9), max_tokens=3, account=True))[-1].ledger
+        assert list(engine.submit(prompt(9), max_tokens=3))[-1].ledger is None
+    assert found["invariant"]
+    assert found["fallbacks"] == []
+    calls = {row["op"]: row["calls"] for row in found["ops"]}
+    assert calls["attention_paged_fwd"] == 2 * 3  # layers and steps
+    assert len(found["weights_sha256"]) == 64
+    other = copy.deepcopy(model)
+    other.embed.weight.data[3, 5] += 1e-3
+    with Engine(other, 4) as engine:
+        assert engine.weights_sha256 != found["weights_sha256"]

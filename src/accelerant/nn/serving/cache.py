@@ -39,11 +39,6 @@ class PagedCache:
         k, v = (torch.zeros(size, dtype=model.activation_dtype(), device=device).unbind(0) for _ in range(2))
         return cls(list(k), list(v))
 
-    def clear(self, blocks: list[int]) -> None:
-        """Fill blocks with zeros: what is not finite must not stay, even where no sequence looks."""
-        for tensor in (*self.k, *self.v):
-            tensor[blocks] = 0
-
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
@@ -123,24 +118,18 @@ class BlockPool:
         if name not in self._named and block not in self._names:
             self._names[block], self._named[name] = name, block
 
-    def release(self, blocks: list[int], *, forget: bool = False) -> list[int]:
-        """Give blocks back, the last ones to be replaced first; return those that nobody holds now.
-
-        forget: nobody is to find them any more.
-        """
-        freed = []
+    def release(self, blocks: list[int], *, forget: bool = False) -> None:
+        """Give blocks back, the last ones to be replaced first. forget: nobody is to find them any more."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if forget:
                 self._forget(block)
             if self._holders[block]:
                 continue
-            freed.append(block)
             if block in self._names:
                 self._kept[block] = None
             else:
                 self._free.append(block)
-        return freed
 
     def _forget(self, block: int) -> None:
         name = self._names.pop(block, None)

@@ -9,12 +9,15 @@ fixed tiles, and what is drawn follows from the request's seed and the token's p
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import queue
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +33,7 @@ from accelerant.nn.serving.inputs import StepShape
 from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
 from accelerant.nn.serving.scheduler import Row, Scheduler
 from accelerant.nn.serving.text import StoppingText
+from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
 _MAX_TOP = 20
@@ -73,15 +77,19 @@ class Finished:
         reason: "stop" (a stop token or string), "length", "error" or "cancelled".
         usage: its tokens.
         error: what went wrong, for the reason "error".
+        ledger: where it was asked for: `weights_sha256`, `invariant`, and of the steps since the request came, those of
+            other requests included, `ops` (calls by op, implementation and device) and `fallbacks`.
     """
 
     index: int
     reason: str
     usage: Usage
     error: str | None = None
+    ledger: dict[str, Any] | None = None
 
 
 Event = Token | Finished
+Calls = Counter[tuple[str, str, str] | FallbackRecord]
 
 
 class Sink(Protocol):
@@ -103,6 +111,7 @@ class Request:
     events: Any
     sequences: list[scheduler.Sequence] = field(default_factory=list)
     cancelled: bool = False
+    before: Calls | None = None
 
 
 class Answer(Iterator[Event]):
@@ -110,7 +119,7 @@ class Answer(Iterator[Event]):
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
-        self._open = len(request.sequences)
+        self._open = len(request.sequences) if isinstance(request.events, queue.SimpleQueue) else 0
 
     def __next__(self) -> Event:
         """Wait for the next event; StopIteration after the last answer's Finished."""
@@ -192,9 +201,10 @@ class Engine:
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
         self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
         self._warm()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an Answer that is collected cancels, on any thread
         self._wake = threading.Condition(self._lock)
         self._new: list[Request] = []
+        self._events: list[tuple[Request, Event]] = []  # to hand out when the lock is free
         self._closed = False
         self._counts = {"steps": 0, "tokens_computed": 0, "tokens_generated": 0, "drafts": 0, "drafts_accepted": 0}
         self._thread: threading.Thread | None = None
@@ -207,7 +217,7 @@ class Engine:
     def submit(
         self, ids: Sequence[int], sampling: Sampling | None = None, *, max_tokens: int = 16, seed: int | None = None,
         stop: str | int | Sequence[str | int] = (), logprobs: int | None = None, n: int = 1, prefix_cache: bool = True,
-        salt: str = "", ignore_eos: bool = False, events: Sink | None = None,
+        salt: str = "", ignore_eos: bool = False, account: bool = False, events: Sink | None = None,
     ) -> Answer:  # fmt: skip
         """Queue a prompt; return the iterator of its events.
 
@@ -222,6 +232,7 @@ class Engine:
             prefix_cache: whether to use blocks that others computed, and let others use these.
             salt: requests share blocks only with those of the same salt.
             ignore_eos: whether the tokenizer's end tokens end no answer.
+            account: whether the ends of the answers say what computed them; hashes the weights the first time.
             events: gets the events, by `put` on the engine's thread, in place of the iterator.
 
         Raises:
@@ -236,7 +247,9 @@ class Engine:
         ends |= set() if self.tokenizer is None or ignore_eos else set(self.tokenizer.eos_ids)
         seed = secrets.randbits(63) if seed is None else (seed + 2**63) % 2**64 - 2**63
         taker = queue.SimpleQueue() if events is None else events
-        request = Request(frozenset(ends), logprobs, seed, prefix_cache, salt.encode()[:64], taker)
+        before = self._calls() if account and self.weights_sha256 else None
+        key = salt.encode()[:64]
+        request = Request(frozenset(ends), logprobs, seed, prefix_cache, key, taker, before=before)
         for index in range(n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
             tokens[: len(prompt)] = prompt
@@ -307,8 +320,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        with self._lock:
-            self._end_all("the engine was closed")
+        self._end_all("the engine was closed")
 
     def __repr__(self) -> str:
         return f"<Engine of a {type(self.model).__name__}: {self.metrics()}>"
@@ -323,15 +335,18 @@ class Engine:
 
     def run(self) -> None:
         """Run steps while there is work, until `close`; what the engine's own thread does."""
-        with modes_kept(self.model), self._device_context():
-            self.model.eval()
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closed or self._has_work())
-                    if self._closed:
-                        self._end_all("the engine was closed")
-                        return
-                self.step()
+        try:
+            with modes_kept(self.model), self._device_context():
+                self.model.eval()
+                while True:
+                    with self._wake:
+                        self._wake.wait_for(lambda: self._closed or self._has_work())
+                        if self._closed:
+                            return
+                    self.step()
+        finally:
+            self._closed = True
+            self._end_all("the engine was closed")
 
     def _device_context(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -357,24 +372,27 @@ class Engine:
         with self._lock:
             self._take_requests()
             rows = self._scheduler.plan()
-        if not rows:
-            return False
         try:
-            drawn = self._compute(rows)
+            drawn = self._compute(rows) if rows else Drawn([], None, None)
         except Exception as error:  # noqa: BLE001  the engine goes on with the others
-            message = f"{type(error).__name__}: {error}"
             with self._lock:
                 for row in rows:
-                    self._end(row.sequence, "error", message, forget=True)
-            return True
+                    self._end(row.sequence, "error", f"{type(error).__name__}: {error}", forget=True)
+        else:
+            with self._lock:
+                self._accept_all(rows, drawn)
+        self._hand_out()
+        return bool(rows)
+
+    def _hand_out(self) -> None:
+        """Give events to their receivers, which may call the engine, on other threads too."""
         with self._lock:
-            self._counts["steps"] += 1
-            self._counts["tokens_computed"] += sum(row.count for row in rows)
-            at = 0
-            for row in rows:
-                self._accept(row, drawn, at)
-                at += row.samples
-        return True
+            events, self._events = self._events, []
+        for request, event in events:
+            try:
+                request.events.put(event)
+            except Exception:  # noqa: BLE001  of a caller's own receiver: the others go on
+                request.cancelled = True
 
     def _take_requests(self) -> None:
         """Queue what was submitted and end what was cancelled."""
@@ -437,6 +455,15 @@ class Engine:
 
     # --- results -----------------------------------------------------------------------------------------------------
 
+    def _accept_all(self, rows: list[Row], drawn: Drawn) -> None:
+        if rows:
+            self._counts["steps"] += 1
+        at = 0
+        for row in rows:
+            self._counts["tokens_computed"] += row.count
+            self._accept(row, drawn, at)
+            at += row.samples
+
     def _accept(self, row: Row, drawn: Drawn, at: int) -> None:
         """Add the tokens that a row's samples gave to its sequence, as far as its drafts were right."""
         sequence = row.sequence
@@ -481,7 +508,7 @@ class Engine:
         if request.logprobs is not None and drawn.logprobs is not None and drawn.top is not None:
             logprob, top = drawn.logprobs[at], drawn.top[at][: request.logprobs]
         self._counts["tokens_generated"] += 1
-        request.events.put(Token(sequence.index, token, delta, logprob, top))
+        self._events.append((request, Token(sequence.index, token, delta, logprob, top)))
         if reason is not None:
             self._end(sequence, reason)
         return reason is not None
@@ -490,14 +517,47 @@ class Engine:
         self, sequence: scheduler.Sequence, reason: str, error: str | None = None, *, forget: bool = False
     ) -> None:
         """End an answer and free its blocks. forget: what they hold is not to be trusted."""
-        freed = self._scheduler.remove(sequence, forget=forget)
-        if forget and freed:
-            self._cache.clear(freed)
-        usage = Usage(sequence.prompt, sequence.length - sequence.prompt, sequence.cached)
-        sequence.request.events.put(Finished(sequence.index, reason, usage, error))
+        self._scheduler.remove(sequence, forget=forget)
+        usage, request = Usage(sequence.prompt, sequence.length - sequence.prompt, sequence.cached), sequence.request
+        found = None if request.before is None else self._ledger_since(request.before)
+        self._events.append((request, Finished(sequence.index, reason, usage, error, found)))
 
     def _end_all(self, error: str) -> None:
         """End every answer with an error."""
-        self._take_requests()
-        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, "error", error)
+        with self._lock:
+            self._take_requests()
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._end(sequence, "error", error)
+        self._hand_out()
+
+    # --- what computed an answer -------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the model's parameters and buffers, with names, dtypes and shapes, in the order of the names."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def _calls(self) -> Calls:
+        """Return the counts of the process's ledger, by op, implementation and device, and of fallbacks."""
+        counted: Calls = Counter()
+        for record in ledger().records():
+            counted[record.op, record.implementation, record.device] += record.calls
+        for entry, count in ledger().fallbacks().items():
+            counted[entry] = count
+        return counted
+
+    def _ledger_since(self, before: Calls) -> dict[str, Any]:
+        new = self._calls() - before
+        names = ("op", "implementation", "device", "calls")
+        return {
+            "weights_sha256": self.weights_sha256,
+            "invariant": not self.fast,
+            "ops": [dict(zip(names, (*key, count), strict=True)) for key, count in new.items() if type(key) is tuple],
+            "fallbacks": [
+                {**asdict(key), "count": count} for key, count in new.items() if isinstance(key, FallbackRecord)
+            ],
+        }

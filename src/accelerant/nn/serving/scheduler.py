@@ -147,7 +147,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, before all others, to compute its tokens again."""
         self.running.remove(sequence)
-        self.drop_blocks(sequence)
+        self._drop_blocks(sequence)
         sequence.state, sequence.drafts = "waiting", 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
@@ -185,19 +185,18 @@ class Scheduler:
         for at in range(before, tokens // self.block_size):
             if at == len(sequence.names):
                 self._name_next(sequence)
-            self.pool.name(sequence.blocks[at], sequence.names[at])
+            if sequence.request.prefix_cache:
+                self.pool.name(sequence.blocks[at], sequence.names[at])
 
-    def drop_blocks(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Give a sequence's blocks back; return those that nobody holds now. forget: nobody may find them."""
-        freed = self.pool.release(sequence.blocks, forget=forget)
+    def _drop_blocks(self, sequence: Sequence, *, forget: bool = False) -> None:
+        self.pool.release(sequence.blocks, forget=forget)
         sequence.blocks, sequence.computed = [], 0
-        return freed
 
-    def remove(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """End a sequence; return the blocks that nobody holds now."""
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """End a sequence and give its blocks back. forget: nobody may find them."""
         if sequence.state == "running":
             self.running.remove(sequence)
         elif sequence.state == "waiting":
             self.waiting.remove(sequence)
         sequence.state = "ended"
-        return self.drop_blocks(sequence, forget=forget)
+        self._drop_blocks(sequence, forget=forget)
