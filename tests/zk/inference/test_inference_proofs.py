@@ -331,9 +331,18 @@ def test_what_no_proof_can_have_is_refused_before_the_commitment():
     """A file of 80 KB with 2^28 activations took a commitment gigabytes, and then had no proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
     Network((layer,) * 4).check()
-    for layers in ((layer,) * 5, (layer,) * 256, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
+    for layers in ((layer,) * 5, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
         with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
             Network(tuple(layers)).check()
+
+
+def test_layers_that_would_cost_the_verifier_minutes_are_refused():
+    """A commitment of 40 KB with 128 images of 2^16 pixels in a row cost 30 s for each proof."""
+    layer = Layer(1, 1, 1, IDENTITY, image=(1, 1 << 16), kernel=(1, 1))
+    Network((layer,) * 3).check()
+    with pytest.raises(protocol.RejectedProofError, match=r"images and kernels sum to 524304, more than 2\^19"):
+        Network((layer,) * 4).check()
+    Network((Layer(8, 8, 1, IDENTITY, image=(224, 224), kernel=(3, 3), padding=1),) * 3).check()
 
 
 def test_codewords_of_any_network_have_at_most_2_to_the_20_positions():

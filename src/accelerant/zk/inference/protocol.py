@@ -26,7 +26,7 @@ SHIFT = 24  # of requantization
 BIAS_LIMIT = 1 << 23
 MAX_MULTIPLIER = 1 << 17
 MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 10
-MAX_LOG_IMAGE = 20
+MAX_LOG_IMAGE, MAX_LOG_SIDES = 20, 19
 COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
 IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
 
@@ -212,6 +212,11 @@ class Network(NamedTuple):
         require(1 <= len(self.layers) <= MAX_LAYERS, f"{len(self.layers)} layers, not 1 to {MAX_LAYERS}")
         for i, layer in enumerate(self.layers):
             self._check_layer(i, layer)
+        sides = sum(sum((*layer.image, *layer.kernel, *layer.output_shape[1:])) for layer in self.layers)
+        require(  # a verifier takes about 2 us for each
+            sides <= 1 << MAX_LOG_SIDES,
+            f"heights and widths of images and kernels sum to {sides}, more than 2^{MAX_LOG_SIDES}",
+        )
         scales = (self.input_scale, self.output_scale)
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
         weights = WeightLayout(self)
