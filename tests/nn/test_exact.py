@@ -11,6 +11,7 @@ from accelerant import nn as ann
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.exact import ExactNetwork
 from accelerant.zk.inference.proofs import integer_network
+from residual_network import ResNet
 
 
 def mlp(activation=None, widths=(64, 128, 64, 10)):
@@ -78,6 +79,79 @@ def test_convolutions():
     assert np.array_equal(network(integers).numpy(), integer_network(network)(integers.numpy()))
 
 
+def same_integers(network, shape, count=20):
+    """Compare with the prover's NumPy; all values of int8 occur."""
+    x = torch.randint(-128, 128, (count, *shape), dtype=torch.int8)
+    return np.array_equal(network(x).numpy(), integer_network(network)(x.numpy()))
+
+
+def test_residuals_batch_normalization_and_maxima():
+    torch.manual_seed(0)
+    model, x = ResNet([4, 6], 5, pool=4), torch.randn(64, 1, 16, 16)
+    for _ in range(3):
+        model(x)  # running statistics
+    report = ann.quantize(model.eval(), mode="exact", examples=x)
+    network, y = report.model, model(x).detach()
+    assert (network(x) - y).square().mean() < 0.005 * y.square().mean()
+    assert report.replaced[:3] == ("stem.0", "stem.3", "blocks.0.conv1")
+    assert sum(layer.skip > 0 for layer in network) == 2 + 6  # a pool of 2x2 has six
+    assert same_integers(network, (1, 16, 16))
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 1, 0), (1, 1, 0), (2, 1, 1)])
+def test_maxima_are_exact(kernel, stride, padding):
+    """An identity, ReLU and MaxPool2d: the integers are those of torch's pool."""
+    conv = nn.Conv2d(2, 2, 1, bias=False)
+    nn.init.dirac_(conv.weight)
+    pool = nn.MaxPool2d(kernel, stride, padding)
+    x = torch.rand(30, 2, 7, 6) * 2 - 1
+    before, network = exact(nn.Sequential(conv, nn.ReLU()), x), exact(nn.Sequential(conv, nn.ReLU(), pool), x)
+    integers = torch.randint(-128, 128, (50, 2, 7, 6), dtype=torch.int8)
+    assert torch.equal(network(integers).double(), pool(before(integers).double()))
+    assert same_integers(network, (2, 7, 6))
+
+
+class Graph(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(3, 3), nn.Linear(3, 3), forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda m, x: m.a(x) + x, "add: .*adds the output of an earlier layer"),
+        (lambda m, x: m.a(x) + 1, "add: .*adds the output of an earlier layer"),
+        (lambda m, x: m.a(x) * m.b(x), "mul: .*does not represent"),
+        (lambda m, x: torch.relu(m.b(m.a(x))) + m.a(x).relu(), "add: .*before its function"),
+        (lambda m, x: m.a(x) if x.sum() > 0 else x, "traces the model by torch.fx, and Graph failed"),
+        (lambda m, x: (m.a(x), m.b(x)), "whose output is one tensor"),
+        (lambda m, x: (m.b(x), m.a(x))[0], "whose output is one tensor"),
+        (lambda m, x: torch.relu(x), "no layer is before it"),
+    ],
+)
+def test_graphs_that_it_does_not_represent_are_refused(forward, message):
+    with pytest.raises(ConfigError, match=message):
+        exact(Graph(forward), torch.ones(2, 3))
+
+
+def test_a_layer_by_itself_and_a_step_that_is_used_twice():
+    assert exact(nn.Linear(3, 2), torch.randn(5, 3)).input_shape == (3,)
+    x = torch.randn(200, 3)
+    for forward in (
+        lambda m, x: m.b(y := m.a(x).relu()) + y,
+        lambda m, x: torch.add(y := m.a(x), m.b(y)).relu(),
+        lambda m, x: torch.tanh(m.b(m.a(x)) + m.a(x)),
+    ):
+        model = Graph(forward)
+        network = exact(model, x)
+        assert (network(x) - model(x)).square().mean() < 0.01 * model(x).square().mean()
+        assert same_integers(network, (3,))
+
+
 def test_an_image_as_the_output():
     model, x = nn.Sequential(nn.Conv2d(2, 3, (3, 2), stride=2, padding=1), nn.ReLU()), torch.randn(8, 2, 7, 6)
     network = exact(model, x)
@@ -98,7 +172,10 @@ def test_an_image_as_the_output():
         ([nn.Conv2d(3, 2, 1)], r"0: it takes 3 channels"),
         ([nn.AvgPool2d(2, padding=1)], "0: .*pools without padding"),
         ([nn.Conv2d(2, 2, (1, 3), padding=1)], "0: it has the padding 1"),
-        ([nn.MaxPool2d(2)], r"0 \(MaxPool2d\)"),
+        ([nn.MaxPool2d(2)], r"0 \(MaxPool2d\).*at least 0, as those of a ReLU"),
+        ([nn.Conv2d(2, 2, 1), nn.Tanh(), nn.MaxPool2d(2)], r"2 \(MaxPool2d\).*at least 0"),
+        ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(2, dilation=2)], r"2 \(MaxPool2d\).*without dilation"),
+        ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(7)], r"2: it has a kernel of 7, and an image of \(2, 6, 6\)"),
         ([nn.Conv2d(2, 2, 1), nn.Linear(72, 2)], r"1: it takes 72 inputs, and an image of \(2, 6, 6\) comes"),
         ([nn.Conv2d(2, 2, 1), nn.Flatten(2), nn.Linear(36, 2)], r"1 \(Flatten\)"),
     ],
@@ -117,8 +194,11 @@ class Odd(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2), r"takes a torch\.nn\.Sequential, got Linear"),
-        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), r"1 \(BatchNorm1d\).*it is neither"),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2)), r"2 \(BatchNorm1d\).*it is neither"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)),
+            "0: its batch normalization has",
+        ),
         (nn.Sequential(nn.Sequential(nn.Conv3d(1, 1, 1))), r"0.0 \(Conv3d\)"),
         (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no layer is before it"),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.GELU()), r"2 \(GELU\)"),

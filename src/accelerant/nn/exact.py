@@ -1,19 +1,22 @@
 """Networks of 8-bit integers with a defined integer result on every device, which zk.inference proves.
 
-A layer maps int8 x to y = T[clamp(floor((m (W x + b) + 2^23) / 2^24), -128, 127)], with int8 W, a matrix or a kernel of
-a convolution, integer b and m, and a table T of 256 int8 entries. Sums are exact, and so is y.
+A layer maps int8 x to y = T[clamp(floor((m (W x + b) + s x' + 2^23) / 2^24), -128, 127)], with int8 W, a matrix or a
+kernel of a convolution, integer b, m and s, the output x' of an earlier layer, and a table T of 256 int8 entries. Sums
+are exact, and so is y.
 docs/proof-of-inference.md has the ranges.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.layers import AvgPool2d, Conv2d, Linear
@@ -27,7 +30,14 @@ _ACTIVATIONS = (
 )  # fmt: skip
 """Functions of one number, which a table represents."""
 _LINEAR, _CONV, _POOL = (nn.Linear, Linear), (nn.Conv2d, Conv2d), (nn.AvgPool2d, AvgPool2d)
-_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d)
+_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
+_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
+_FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
+    torch.relu: nn.ReLU, functional.relu: nn.ReLU, "relu": nn.ReLU, functional.gelu: nn.GELU, functional.silu: nn.SiLU,
+    torch.tanh: nn.Tanh, "tanh": nn.Tanh, torch.sigmoid: nn.Sigmoid, "sigmoid": nn.Sigmoid,
+}  # fmt: skip
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_ONE = 1 << SHIFT
 
 
 class ExactLayer(nn.Module):
@@ -40,6 +50,8 @@ class ExactLayer(nn.Module):
         multiplier: m, from 1 to 2^17.
         image: height and width of the input.
         stride, padding: in both directions.
+        source: how many layers before is the one whose output is the input; 1 is the one before.
+        skip: how many layers before is the one whose output is added, times skip_multiplier, before the shift; or 0.
     """
 
     weight: Tensor
@@ -48,18 +60,21 @@ class ExactLayer(nn.Module):
 
     def __init__(
         self, weight: Tensor, bias: Tensor, table: Tensor, multiplier: int, image: tuple[int, int], stride: int,
-        padding: int,
+        padding: int, source: int = 1, skip: int = 0, skip_multiplier: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.multiplier, self.image, self.stride, self.padding = multiplier, image, stride, padding
+        self.source, self.skip, self.skip_multiplier = source, skip, skip_multiplier
         for name, value in (("weight", weight), ("bias", bias), ("table", table)):
             self.register_buffer(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map int8 x (batch, channels, height, width) to int8 (batch, outputs, height, width)."""
         sums = _convolved(x.double(), self.weight.double(), self.stride, self.padding).long()  # exact: below 2^31
-        q = ((sums + self.bias[:, None, None]) * self.multiplier + (1 << SHIFT - 1)) >> SHIFT
-        return self.table[q.clamp(-128, _LARGEST) + 128]
+        scaled = (sums + self.bias[:, None, None]) * self.multiplier + (1 << SHIFT - 1)
+        if added is not None:
+            scaled += added.long() * self.skip_multiplier
+        return self.table[(scaled >> SHIFT).clamp(-128, _LARGEST) + 128]
 
     def extra_repr(self) -> str:
         """Describe the module for `print(model)`."""
@@ -116,8 +131,10 @@ class ExactNetwork(nn.Sequential):
         y = x if x.dtype == torch.int8 else self.quantize_input(x)
         first = self.exact_layers()[0]
         y = y.reshape(-1, first.weight.shape[1], *first.image)
-        for layer in self:
-            y = layer(y)
+        outputs = [y]
+        for layer in self.exact_layers():
+            outputs.append(layer(outputs[-layer.source], outputs[-layer.skip] if layer.skip else None))
+        y = outputs[-1]
         y = y.reshape(*leading, *(y.shape[1:] if y.shape[2:] != (1, 1) else y.shape[1:2]))
         return y if x.dtype == torch.int8 else (y * self.output_scale).to(x.dtype)
 
@@ -126,21 +143,42 @@ class ExactNetwork(nn.Sequential):
         return list(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """A layer, the function after it, and whether its input is flattened."""
+    """A layer, and what is done to its output.
+
+    Attributes:
+        name: of the module.
+        layer: the module.
+        source: number of the step whose output is the input; -1 is the model's input.
+        flat: whether the input is flattened.
+        norm: a batch normalization that follows.
+        added: number of the step whose output is added then.
+        activation: a function of one number that follows.
+    """
 
     name: str
     layer: Any
+    source: int
     flat: bool
+    norm: Any = None
+    added: int | None = None
     activation: nn.Module | None = None
 
 
+@dataclass(frozen=True)
+class _Value:
+    """An output of a layer for the examples, in real numbers; `layer` is its number, and its least integer `least`."""
+
+    real: Tensor
+    scale: float
+    layer: int
+    least: int
+
+
 def exact_network(model: nn.Module, examples: Tensor | None) -> tuple[ExactNetwork, list[str]]:
-    """Return the network of a Sequential, and the names of its layers; see quantize."""
-    if not isinstance(model, nn.Sequential):
-        raise ConfigError(f'mode="exact" takes a torch.nn.Sequential, got {type(model).__name__}')
-    steps = list(_steps(model))
+    """Return the network of a model, and the names of its layers; see quantize."""
+    steps = _Steps(model).found
     if examples is None:
         raise ConfigError('mode="exact" needs examples=, a batch of typical inputs: the scales follow from it')
     first = steps[0].layer
@@ -156,38 +194,103 @@ def exact_network(model: nn.Module, examples: Tensor | None) -> tuple[ExactNetwo
         raise ConfigError("examples has an infinity or a NaN")
     with torch.no_grad():
         x = examples.double().reshape(*examples.shape[:2], *(examples.shape[2:] or (1, 1)))
-        input_scale = scale = _scale(x)
-        layers = []
-        for step in steps:
-            layer, x, scale = _quantized(step, x, scale)
-            layers.append(layer)
-    return ExactNetwork(layers, tuple(examples.shape[1:]), input_scale, scale), [step.name for step in steps]
+        values, layers = {-1: _Value(x, _scale(x), -1, -128)}, list[ExactLayer]()
+        for number, step in enumerate(steps):
+            make = _pooled if type(step.layer) is nn.MaxPool2d else _quantized
+            added = None if step.added is None else values[step.added]
+            more, real, scale = make(step, values[step.source], added, len(layers))
+            layers += more
+            values[number] = _Value(real, scale, len(layers) - 1, int(more[-1].table.min()))
+    network = ExactNetwork(layers, tuple(examples.shape[1:]), values[-1].scale, values[len(steps) - 1].scale)
+    return network, [step.name for step in steps]
 
 
-def _steps(model: nn.Sequential) -> Iterator[_Step]:
-    """Yield the steps of a Sequential, which may have others in it; ConfigError names what is no part of one."""
-    leaves = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if not isinstance(m, nn.Sequential)]
-    pending, flat = None, False
-    for name, module in leaves:
-        kind = type(module)
-        if kind in (*_LINEAR, *_CONV, *_POOL):
-            if pending is not None:
-                yield pending
-            pending, flat = _Step(name, module, flat), False
-        elif kind in _ACTIVATIONS and pending is not None and pending.activation is None:
-            pending = replace(pending, activation=module)
-        elif kind is nn.Flatten and module.start_dim == 1 and module.end_dim == -1:
-            flat = True
+class _Steps:
+    """The steps of a model, traced by torch.fx; ConfigError names what is no part of one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch import fx
+
+        class Tracer(fx.Tracer):
+            def is_leaf_module(self, m: nn.Module, qualname: str) -> bool:
+                if type(m).__module__.startswith(("torch.nn.", "accelerant.nn.")):
+                    return not isinstance(m, nn.Sequential)
+                return next(m.children(), None) is None and next(m.parameters(), None) is not None
+
+        if type(model) in (*_LINEAR, *_CONV):
+            model = nn.Sequential(model)
+        try:
+            graph = Tracer().trace(model)
+        except Exception as error:  # whatever a forward raises with proxies
+            text = f'mode="exact" traces the model by torch.fx, and {type(model).__name__} failed: {error}'
+            raise ConfigError(text) from error
+        self.found: list[_Step] = []
+        self._model, self._at = model, dict[Any, tuple[int, bool]]()
+        """Of a node, the number of the step whose output it is, and whether it is flattened."""
+        for node in graph.nodes:
+            self._add(node)
+        if not self.found:
+            raise ConfigError("the model has no linear layer: there is nothing to quantize")
+
+    def _add(self, node: Any) -> None:
+        if node.op == "output":
+            if self._at.get(node.args[0], (0,))[0] != len(self.found) - 1:
+                raise ConfigError('mode="exact" takes models whose output is one tensor, that of the last layer')
+        elif node.op == "placeholder":
+            if self._at and node.users:
+                raise ConfigError(f'mode="exact" takes models of one input, got another one, {node.target!r}')
+            self._at.setdefault(node, (-1, False))
+        elif node.op == "call_module":
+            self._module(node, str(node.target), self._model.get_submodule(str(node.target)))
+        elif node.target in _FUNCTIONS and len(node.args) == 1 and not set(node.kwargs) - {"inplace"}:
+            self._module(node, node.name, _FUNCTIONS[node.target]())
+        elif node.target in _ADDITIONS and len(node.args) == 2 and not node.kwargs:
+            self._addition(node)
+        elif (node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs) or (
+            node.target in ("view", "reshape") and len(node.args) == 3 and node.args[2] == -1
+        ):
+            self._at[node] = self._at[node.args[0]][0], True
+        elif node.target not in ("size", getattr, operator.getitem):  # those are for views
+            raise ConfigError(f'{node.name}: mode="exact" does not represent {node.target}')
+
+    def _open(self, node: Any) -> _Step | None:
+        """Return the step whose output a node is, if no function follows it yet and nothing else uses it."""
+        number, flat = self._at.get(node, (-1, False))
+        if number < 0 or flat or len(node.users) > 1 or type(self.found[number].layer) is nn.MaxPool2d:
+            return None
+        return self.found[number] if self.found[number].activation is None else None
+
+    def _module(self, node: Any, name: str, module: nn.Module) -> None:
+        kind, before = type(module), node.args[0]
+        step, (number, flat) = self._open(before), self._at.get(before, (-1, False))
+        self._at[node] = number, flat
+        if kind in (*_LINEAR, *_CONV, *_POOL, nn.MaxPool2d):
+            self.found.append(_Step(name, module, number, flat))
+            self._at[node] = len(self.found) - 1, False
+        elif kind in _ACTIVATIONS and step is not None:
+            step.activation = module
+        elif kind in _NORM and step is not None and step.norm is step.added is None and type(step.layer) not in _POOL:
+            step.norm = module
+        elif isinstance(module, nn.Flatten) and kind is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
+            self._at[node] = number, True
         elif kind not in _NOTHING:
-            reason = "no layer is before it" if kind in _ACTIVATIONS and pending is None else "it is neither"
             known = ", ".join(each.__name__ for each in _ACTIVATIONS)
+            reason = "no layer is before it" if kind in _ACTIVATIONS and number < 0 else "it is neither"
             raise ConfigError(
-                f'{name} ({kind.__name__}): mode="exact" represents Linear, Conv2d, AvgPool2d, Flatten, and after each '
-                f"layer one function of {known}; {reason}"
+                f'{name} ({kind.__name__}): mode="exact" represents Linear, Conv2d, AvgPool2d, MaxPool2d, Flatten, and '
+                f"after a linear layer or convolution a BatchNorm, an addition, and one function of {known}; {reason}"
             )
-    if pending is None:
-        raise ConfigError("the model has no linear layer: there is nothing to quantize")
-    yield pending
+
+    def _addition(self, node: Any) -> None:
+        pairs = [(self._at[each][0], each) for each in node.args if each in self._at]
+        (other, _), (number, last) = sorted(pairs, key=lambda pair: pair[0]) if len(pairs) == 2 else ((-1, 0), (-1, 0))
+        step = self._open(last)
+        if step is None or step.added is not None or not 0 <= other < number:
+            raise ConfigError(
+                f'{node.name}: mode="exact" adds the output of an earlier layer to that of a later one, before its '
+                "function, if nothing else takes the latter"
+            )
+        step.added, self._at[node] = other, (number, False)
 
 
 def _scale(x: Tensor) -> float:
@@ -230,18 +333,31 @@ def _square(name: str, what: str, value: Any) -> int:
     return int(numbers.pop())
 
 
-def _quantized(step: _Step, x: Tensor, x_scale: float) -> tuple[ExactLayer, Tensor, float]:
+def _normalized(step: _Step, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and bias with the batch normalization that follows, by its running statistics."""
+    norm = step.norm
+    if norm.running_mean is None or norm.num_features != len(weight):
+        raise ConfigError(f"{step.name}: its batch normalization has no running statistics, or is of other channels")
+    gain = (norm.running_var.double() + norm.eps).rsqrt()
+    gain = gain if norm.weight is None else gain * norm.weight.detach().double()
+    shift = 0 if norm.bias is None else norm.bias.detach().double()
+    return weight * gain[:, None, None, None], (bias - norm.running_mean.double()) * gain + shift
+
+
+def _quantized(step: _Step, given: _Value, added: _Value | None, number: int) -> tuple[list[ExactLayer], Tensor, float]:
     """Return the layer, its real output for the examples, and the output's scale."""
-    activation = step.activation
-    weight, given, stride, padding = _kernel(step, tuple(x.shape[1:]))
+    activation, x = step.activation, given.real
+    weight, offset, stride, padding = _kernel(step, tuple(x.shape[1:]))
     x = x.to(weight.device)
-    bias = torch.zeros(len(weight)).to(weight) if given is None else given.detach().double()
+    bias = torch.zeros(len(weight)).to(weight) if offset is None else offset.detach().double()
+    if step.norm is not None:
+        weight, bias = _normalized(step, weight, bias)
     if not bool(weight.isfinite().all() and bias.isfinite().all()):
         raise ConfigError(f"{step.name}: a weight or bias is not finite: it cannot be quantized")
     if (count := weight[0].numel()) > _MAX_PRODUCTS:
         raise ConfigError(f"{step.name}: sums of {count} products could pass int32; {_MAX_PRODUCTS} is the most")
     weight_scale = _scale(weight)
-    unit = weight_scale * x_scale
+    unit = weight_scale * given.scale
     units = torch.round(bias / unit)
     if bool((off := (units < -_BIAS_LIMIT) | (units >= _BIAS_LIMIT)).any()):
         output = int(off.nonzero()[0])
@@ -250,12 +366,22 @@ def _quantized(step: _Step, x: Tensor, x_scale: float) -> tuple[ExactLayer, Tens
             f"the product of the scales, which is not from -2^23 to 2^23 - 1"
         )
     before = _convolved(x, weight, stride, padding) + bias[:, None, None]
+    if added is not None and added.real.shape != before.shape:
+        shapes = tuple(added.real.shape[1:]), tuple(before.shape[1:])
+        raise ConfigError(f"{step.name}: an output of {shapes[0]} is added to one of {shapes[1]}")
+    before = before if added is None else before + added.real.to(before)
     after = before if activation is None else activation(before)
     wanted = _scale(after if isinstance(activation, nn.ReLU) else before)
-    multiplier = min(_MAX_MULTIPLIER, round(unit / wanted * 2**SHIFT))
+    wanted = wanted if added is None else max(wanted, added.scale / 1.99)
+    multiplier = min(_MAX_MULTIPLIER, round(unit / wanted * _ONE))
     if multiplier < 1 or not math.isfinite(unit):
         raise ConfigError(f"{step.name}: its outputs are 2^24 times the product of the scales, {unit:g}, or more")
-    scale = unit * 2**SHIFT / multiplier
+    scale = unit * _ONE / multiplier
+    graph = (number - given.layer, 0, 0)
+    if added is not None:
+        if (times := round(added.scale / scale * _ONE)) > 2 * _ONE:
+            raise ConfigError(f"{step.name}: what is added to it is more than 256 times as large")
+        graph = (number - given.layer, number - added.layer, times)
     y_scale = scale if activation is None or isinstance(activation, nn.ReLU) else _scale(after)
     entries = torch.arange(-128, 128, dtype=torch.float64, device=weight.device)
     results = entries if activation is None else activation(entries * scale) / y_scale
@@ -263,4 +389,37 @@ def _quantized(step: _Step, x: Tensor, x_scale: float) -> tuple[ExactLayer, Tens
     table = torch.round(results).clamp(-128, _LARGEST).to(torch.int8)
     integers = torch.round(weight / weight_scale).to(torch.int8)
     image = (int(x.shape[2]), int(x.shape[3]))
-    return ExactLayer(integers, units.int(), table, multiplier, image, stride, padding), after, y_scale
+    layer = ExactLayer(integers, units.int(), table, multiplier, image, stride, padding, *graph)
+    return [layer], after, y_scale
+
+
+def _pooled(step: _Step, given: _Value, added: _Value | None, number: int) -> tuple[list[ExactLayer], Tensor, float]:
+    """Return layers for the maximum of integers that are at least 0: max(m, x) = m + max(x - m, 0), a pixel at a time.
+
+    A weight of -128 and a multiplier of 2^17 are a factor of -1, and all differences fit int8.
+    """
+    pool, x, layers = step.layer, given.real, list[ExactLayer]()
+    sizes = {name: _square(step.name, name, getattr(pool, name)) for name in ("kernel_size", "stride", "padding")}
+    side, stride, padding = sizes.values()
+    if given.least < 0 or pool.ceil_mode or pool.return_indices or _square(step.name, "dilation", pool.dilation) != 1:
+        raise ConfigError(
+            f'{step.name} (MaxPool2d): mode="exact" takes pools of results of at least 0, as those of a ReLU, and '
+            "without dilation, ceil_mode or indices"
+        )
+    image = (int(x.shape[2]), int(x.shape[3]))
+    if min(image) + 2 * padding < side:
+        raise ConfigError(f"{step.name}: it has a kernel of {side}, and an image of {tuple(x.shape[1:])} comes")
+    after = pool(x)
+    channels, pixels = x.shape[1], (int(after.shape[2]), int(after.shape[3]))
+    entries, no_bias = torch.arange(-128, 128), torch.zeros(x.shape[1], dtype=torch.int32)
+    negated, below, same = (table.to(torch.int8) for table in (-entries.clamp(min=-127), entries.clamp(max=0), entries))
+    eye = (-128 * torch.eye(channels)).to(torch.int8)[:, :, None, None]
+    for at in range(side * side):
+        weight = torch.zeros(channels, channels, side, side, dtype=torch.int8)
+        weight[:, :, at // side, at % side] = eye[:, :, 0, 0]
+        place, source = (image, stride, padding), number + len(layers) - given.layer
+        table, graph = (below, (1, _ONE)) if layers else (negated, (0, 0))  # -x, or min(m - x, 0)
+        layers.append(ExactLayer(weight, no_bias, table, _MAX_MULTIPLIER, *place, source, *graph))
+        if at:
+            layers.append(ExactLayer(eye, no_bias, same, _MAX_MULTIPLIER, pixels, 1, 0, 1, 2, _ONE))
+    return [layer.to(x.device) for layer in layers], after, given.scale

@@ -232,9 +232,9 @@ def quantize(
     model's dtype instead: every library loads them, and quantize(loaded_model) restores the integers.
 
     mode="exact" makes a network of integers alone, whose int8 outputs are the same on every device: zk.inference proves
-    them. It takes a torch.nn.Sequential of Linear, Conv2d, AvgPool2d and Flatten, and functions of one number (ReLU,
-    GELU, ...), which become tables; other modules are refused by name. The model stays as it is, and `skip` and
-    `inplace` have no effect.
+    them. torch.fx traces the model: Linear, Conv2d, batch normalizations and additions after them, functions of one
+    number (ReLU, GELU, ...), which become tables, pools and Flatten; all else is refused by name. The model stays as it
+    is, and `skip` and `inplace` have no effect.
 
     Args:
         model: a model that contains linear layers, not itself one.

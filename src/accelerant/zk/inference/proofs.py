@@ -437,6 +437,7 @@ def integer_network(model: Any) -> IntegerNetwork:
     for layer in model.exact_layers():
         weight, bias, table = (array.cpu().numpy() for array in (layer.weight, layer.bias, layer.table))
         geometry = (layer.image, weight.shape[2:], layer.stride, layer.padding)
+        geometry += (layer.source, layer.skip, layer.skip_multiplier)
         layers.append(Layer(weight.shape[1], len(weight), layer.multiplier, table.tobytes(), *geometry))
         weights.append(weight)
         biases.append(bias)
