@@ -436,9 +436,9 @@ def integer_network(model: Any) -> IntegerNetwork:
     layers, weights, biases = [], [], []
     for layer in model.exact_layers():
         weight, bias, table = (array.cpu().numpy() for array in (layer.weight, layer.bias, layer.table))
-        geometry = (layer.image, weight.shape[2:], layer.stride, layer.padding)
-        geometry += (layer.source, layer.skip, layer.skip_multiplier)
-        layers.append(Layer(weight.shape[1], len(weight), layer.multiplier, table.tobytes(), *geometry))
+        sizes = weight.shape[1], len(weight), layer.multiplier, table.tobytes()
+        geometry = layer.image, weight.shape[2:], layer.stride, layer.padding
+        layers.append(Layer(*sizes, *geometry, layer.source, layer.skip, layer.skip_multiplier))
         weights.append(weight)
         biases.append(bias)
     return IntegerNetwork(Network(tuple(layers), model.input_scale, model.output_scale), weights, biases)
