@@ -16,7 +16,7 @@ from accelerant.config import settings
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops.registry import public_ops
 from accelerant.privacy.he import paillier
-from accelerant.service import operations
+from accelerant.service import Client, operations
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.operations import OPERATIONS
 from accelerant.service.served_ops import op_spec
@@ -198,3 +198,26 @@ def test_training_then_generation(http, models):
         answer = http.post("/v2/models/generate/infer", json={"parameters": {"model": name}})
         assert answer.status_code == 422
         assert "there is no" in answer.json()["error"]
+
+
+def test_a_collection_of_the_settings_is_searched(server, http, models):
+    pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
+    rows = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+    with accelerant.search.Collection(models, "papers", dim=8) as papers:
+        papers.upsert(range(50), rows, [{"n": i} for i in range(50)])
+        condition = {"must": [{"key": "n", "range": {"gte": 20}}]}
+        expected = papers.search(rows[:2], 3, filter=condition, payloads=True)
+    with Client(server.url, trust_env=False) as client:
+        found = client.search("papers", rows[:2], 3, filter=condition, payloads=True)
+    assert (found["ids"], found["payloads"], found["selected"]) == (expected.ids, expected.payloads, 30)
+    np.testing.assert_array_equal(found["scores"], np.array(expected.scores, np.float32))
+    for parameters, inputs, status, text in (
+        ({"collection": "others"}, {"queries": rows[:1]}, 422, "there is no 'others'"),
+        ({"collection": "papers", "k": 0}, {"queries": rows[:1]}, 422, "k"),
+        ({"collection": "papers", "filter": "["}, {"queries": rows[:1]}, 422, "filter"),
+        ({"collection": "papers", "filter": "{\"mist\": []}"}, {"queries": rows[:1]}, 422, "mist"),
+        ({"collection": "papers"}, {"queries": rows[:1, :3]}, 422, "queries must be"),
+        ({"collection": "papers"}, {"queries": np.full((1, 8), np.nan, np.float32)}, 422, "NaN"),
+    ):  # fmt: skip
+        answer = post(http, "search", inputs, parameters)
+        assert (answer.status_code, text in answer.text) == (status, True), answer.text

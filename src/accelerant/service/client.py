@@ -249,6 +249,17 @@ class _ClientMethods:
         text: bytes = (yield from self._infer("generate", inputs, {"model": model, **options}))["text"]
         return text.decode(errors="replace")
 
+    @_ClientMethod
+    def search(
+        self, collection: str, queries: Any, k: int = 10, *, filter: Mapping[str, Any] | None = None,
+        payloads: bool = False,
+    ) -> Steps[dict[str, Any]]:  # fmt: skip
+        """Search a collection of the service; returns `scores` (an array), `ids`, `selected`, `age_s`, `payloads`."""
+        options = {"collection": collection, "k": k, "filter": filter and json.dumps(filter), "payloads": payloads}
+        found = yield from self._infer("search", {"queries": queries}, options)
+        matches: dict[str, Any] = json.loads(found["matches"])
+        return matches | {"scores": found["scores"]}
+
     # --- privacy -----------------------------------------------------------------------------------------------------
 
     @_ClientMethod

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.parameters import FIELDS, field_of
 from accelerant.config import override
-from accelerant.errors import ConfigError, FormatError, ShapeError
-from accelerant.runtime.files import clipped
+from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
+from accelerant.runtime.files import clipped, decode_json
 from accelerant.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, npt.NDArray[Any]]
 Results = dict[str, npt.NDArray[Any]]
 
-SCOPES = ("field", "zk", "neural", "generate", "privacy", "train", "monitor", "admin")
+SCOPES = ("field", "zk", "neural", "generate", "search", "privacy", "train", "monitor", "admin")
 """What an API key may allow: a group of operations, the metrics, or (admin) everything, with the jobs of all keys."""
 
 
@@ -597,10 +597,10 @@ def _model(folder: str, device: str) -> Any:
     return load_text_model(Path(folder), torch.device(device))
 
 
-def _named(table: Mapping[str, Path], name: str, what: str) -> str:
-    """Return the path that the settings give a name of models or data; ConfigError if they have none."""
+def _named(table: Mapping[str, Any], name: str, what: str) -> str:
+    """Return the place that the settings give a name of a table; ConfigError if they have none."""
     if name not in table:
-        known = ", ".join(table) or f"none: the service's setting `{what if what == 'data' else 'models'}` names them"
+        known = ", ".join(table) or f"none: the service's setting `{'models' if what == 'model' else what}` names them"
         raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {known}")
     return str(table[name])
 
@@ -703,6 +703,62 @@ def _trained(inputs: Arrays, parameters: TrainParameters, context: Context) -> R
     return {"summary": _text(json.dumps(summary))} | {
         name: _text(path.read_bytes()) for name, path in files.items() if path.exists()
     }
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+
+
+class SearchParameters(Parameters):
+    """The collection, by its name in the service's settings; a filter of Qdrant's filter language, as JSON."""
+
+    collection: Annotated[str, Field(max_length=200)]
+    k: Annotated[int, Field(ge=1, le=1000)] = 10
+    filter: Annotated[str, Field(max_length=1 << 16)] | None = None
+    payloads: bool = False
+
+    @field_validator("filter")
+    @classmethod
+    def _json_object(cls, text: str | None) -> str | None:
+        if text is not None and not isinstance(decode_json(text), dict):
+            raise ValueError("a filter is a JSON object")
+        return text
+
+
+@functools.lru_cache(maxsize=16)
+def _collection(place: str, device: str) -> Any:
+    """Return an open collection, which a worker keeps."""
+    from accelerant.search import Collection
+
+    location, _, name = place.rpartition("/")
+    return Collection(location, name, device=device)
+
+
+def _check_search(inputs: Arrays, parameters: SearchParameters) -> None:
+    if not np.isfinite(inputs["queries"]).all():
+        raise RangeError("queries have NaN or infinity")
+
+
+def _matches_bytes(inputs: Arrays, parameters: SearchParameters) -> int:
+    return len(inputs["queries"]) * parameters.k * (1024 if parameters.payloads else 48)
+
+
+@_operation(
+    "search", (TensorSpec("queries", ("FP32", "FP16", "FP64"), (-1, -1)),),
+    (*_bytes("matches"), TensorSpec("scores", ("FP32",), (-1, -1))),
+    lambda inputs, _: 0.01 + len(inputs["queries"]) * 1e-3, check=_check_search, result_bytes=_matches_bytes,
+    placed=("location",),
+    place=lambda parameters, settings: {
+        "location": _named(settings.collections, parameters.collection, "collections")
+    },
+)  # fmt: skip
+def search(inputs: Arrays, parameters: SearchParameters, context: Context) -> Results:
+    """Nearest vectors of a collection of the service; `matches` is JSON with ids, selected, age_s and payloads."""
+    condition = None if parameters.filter is None else decode_json(parameters.filter)
+    collection = _collection(context.placed["location"], context.device)
+    found = collection.search(inputs["queries"], parameters.k, filter=condition, payloads=parameters.payloads)
+    matches = {"ids": found.ids, "selected": found.selected, "age_s": found.age_s, "payloads": found.payloads}
+    scores = np.array(found.scores, np.float32).reshape(len(inputs["queries"]), -1)
+    return {"matches": _text(json.dumps(matches)), "scores": scores}
 
 
 # --- operations of other packages -------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@
     [data]                        # text files and folders that `train` may use
     books = "/srv/data/books"
 
-Every setting but the three tables is also a variable ACCELERANT_SERVE_<NAME>, lists with commas. (Kubernetes itself
+    [collections]                 # folders or URLs, each ending with a collection's name, that `search` may use
+    papers = "/srv/library/papers"
+
+Every setting but the four tables is also a variable ACCELERANT_SERVE_<NAME>, lists with commas. (Kubernetes itself
 sets ACCELERANT_SERVICE_HOST in each container beside a service of that name.)
 """
 
@@ -59,6 +62,7 @@ class ServiceSettings:
         ops: public ops, also those of installed packages, that are offered besides the usual operations; the server
             then imports torch.
         models, data: folders of models for `generate` and of texts for `train`, by name.
+        collections: folders or URLs for `search`, by name, each ending with the name of a collection.
         served: folders of language models and sentence encoders behind OpenAI's routes, by name; a process each.
         quantize: "int8" or "int4" for served language models; empty for the weights as they are.
         fast: whether a served answer may depend, in rounding, on what else is computed beside it.
@@ -99,6 +103,7 @@ class ServiceSettings:
     models: Mapping[str, Path] = field(default_factory=dict)
     data: Mapping[str, Path] = field(default_factory=dict)
     served: Mapping[str, Path] = field(default_factory=dict)
+    collections: Mapping[str, str] = field(default_factory=dict)
     quantize: str = ""
     fast: bool = False
     cache_tokens: int = 0
@@ -203,7 +208,10 @@ def _converted(name: str, value: Any, origin: str) -> Any:
             parts = value.split(",") if isinstance(value, str) else value
             return tuple(part.strip() for part in parts if part.strip())
         if isinstance(value, Mapping):
-            return {key: Path(folder).expanduser().absolute() for key, folder in value.items()}
+            places = {key: str(Path(folder).expanduser().absolute()) for key, folder in value.items()}
+            if kind == Mapping[str, str]:
+                return {key: value[key] if "://" in str(value[key]) else place for key, place in places.items()}
+            return {key: Path(place) for key, place in places.items()}
     except (ValueError, TypeError, AttributeError):
         pass
     wanted = getattr(kind, "__name__", str(kind))
