@@ -35,8 +35,8 @@ class Selection:
         return Selection(rows, None if self.each is None else self.each[:, start:stop])
 
 
-def selection(mask: Any, queries: int, count: int, ids: Tensor | None) -> Selection:
-    """Return what a `mask` of `exact` selects of `count` rows with these ids."""
+def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id: bool = False) -> Selection:
+    """Return what a `mask` of `exact` selects of `count` rows; `by_id`: element i of bool is of id i, not of row i."""
     if mask is None:
         return Selection()
     if isinstance(mask, slice):
@@ -50,12 +50,17 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None) -> Select
     if isinstance(mask, (list, tuple)) and not mask:
         mask = np.empty(0, np.int64)
     given = tensor(mask, "mask")
-    if given.dtype == torch.uint8:
-        if given.shape[-1] != -(-count // 8):
+    if given.dtype == torch.uint8 and given.dim():
+        if not by_id and given.shape[-1] != -(-count // 8):
             raise ShapeError(f"a bit mask of {count} rows has {-(-count // 8)} bytes, got {given.shape[-1]}")
         places = torch.arange(8, device=given.device, dtype=torch.uint8)
-        given = (given.unsqueeze(-1) >> places & 1).bool().flatten(-2)[..., :count]
+        given = (given.unsqueeze(-1) >> places & 1).bool().flatten(-2)
+        given = given if by_id else given[..., :count]
     if given.dtype == torch.bool:
+        if by_id and ids is not None and given.dim():
+            at, length = ids.to(given.device), given.shape[-1]
+            inside = (at >= 0) & (at < length)
+            given = given[..., at.clamp(0, length - 1)] & inside if length else inside.expand(*given.shape[:-1], count)
         if given.shape not in ((count,), (queries, count)):
             raise ShapeError(f"a mask must be ({count},) or ({queries}, {count}), got {tuple(given.shape)}")
         if given.dim() == 1:
@@ -64,7 +69,7 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None) -> Select
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
         raise UnsupportedDtype(f"mask must be bool, bits in uint8, ids or a range, got {given.dtype}, {given.dim()}-d")
     if ids is not None:
-        return Selection(torch.isin(ids.cpu(), given.long().cpu()).nonzero().squeeze(1))
+        return Selection(torch.isin(ids, given.long().to(ids.device)).nonzero().squeeze(1))
     rows = given.long().unique()
     return Selection(rows[(rows >= 0) & (rows < count)])
 

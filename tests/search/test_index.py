@@ -1,0 +1,355 @@
+"""Index: what is added and removed is searched: under filters, by lists and codes, beside a writer, after faults."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant.errors import (
+    ConfigError,
+    FormatError,
+    MissingFile,
+    RangeError,
+    ShapeError,
+    UnsupportedCase,
+    UnsupportedDtype,
+)
+from accelerant.search import Index, exact, faiss_read, faiss_write, recall
+
+KINDS = ("flat", "ivf", "ivfpq")
+
+
+def clustered(rows, d, seed=0):
+    generator = np.random.default_rng(seed)
+    centers = 3 * generator.standard_normal((20, d))
+    return (centers[generator.integers(0, 20, rows)] + generator.standard_normal((rows, d))).astype(np.float32)
+
+
+def small(kind, metric="l2", rows=900, d=8, **options):
+    x = clustered(rows, d)
+    index = Index(d, metric, kind, lists=None if kind == "flat" else 9, **{"bits": 4, **options})
+    index.add(x)
+    return index, x
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_lists_are_exact_search(kind, metric):
+    """Where the vectors are kept, an index that reads every list has the scores and ids of `exact`, bit for bit."""
+    index, x = small(kind, metric)
+    hits = index.search(x[:30], 7, nprobe=9)
+    if metric == "cosine":
+        x = (x / np.linalg.norm(x.astype(float), axis=1)[:, None]).astype(np.float32)
+    truth = exact(x[:30], x, 7, "ip" if metric == "cosine" else metric)
+    assert np.array_equal(hits.ids, truth.ids)
+    assert np.array_equal(hits.scores, truth.scores)
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("ivf", {}), ("ivfpq", {"parts": 8}), ("ivfpq", {"bits": 8, "parts": 4}), ("ivfpq", {"parts": 8, "rerank": 0})],
+)
+def test_recall_rises_with_the_lists_that_are_read(kind, options, metric):
+    index, x = small(kind, metric, rows=3000, **options)
+    queries = clustered(50, 8)
+    truth = exact(queries, x, 10, metric).ids
+    found = [recall(index.search(queries, 10, nprobe=n).ids, truth) for n in (1, 8)]
+    assert found[0] <= found[1] + 0.02
+    assert found[1] > (0.4 if options.get("rerank") == 0 else 0.9)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_sequence_of_changes_is_that_of_a_dictionary(data):
+    kind, metric = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(("ip", "l2")))
+    index, kept = Index(4, metric, kind, lists=3, bits=4), {}
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        if kept and data.draw(st.booleans()):
+            gone = data.draw(st.lists(st.integers(0, 400), max_size=40))
+            assert index.remove(gone) == len(kept.keys() & set(gone))
+            kept = {name: x for name, x in kept.items() if name not in gone}
+        else:
+            rows = data.draw(st.sampled_from((1, 40, 150))) if kept else 60
+            ids = np.setdiff1d(generator.permutation(400), list(kept))[:rows]
+            x = generator.integers(-3, 4, (len(ids), 4)).astype(np.float32)
+            index.add(x, ids)
+            kept.update(zip(ids.tolist(), x, strict=True))
+        assert len(index) == len(kept)
+        assert set(index.ids.tolist()) == set(kept)
+        queries = generator.integers(-3, 4, (3, 4)).astype(np.float32)
+        mask = data.draw(st.sampled_from((None, range(100, 300), [5, 7, 200])))
+        names = np.array(sorted(name for name in kept if mask is None or name in mask), np.int64)
+        x = np.array([kept[name] for name in names], np.float32).reshape(-1, 4)
+        hits = index.search(queries, 6, nprobe=3, mask=mask)
+        truth = exact(queries, x, 6, metric, ids=names)
+        assert np.array_equal(hits.ids, truth.ids)
+        assert np.array_equal(hits.scores, truth.scores)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_filter_gets_all_that_it_leaves(kind):
+    """One list is read first; what the filter leaves lies in others."""
+    index, x = small(kind)
+    far = index.search(x[:1], 900, nprobe=9).ids[0, ::-1]
+    for count in (0, 1, 5, 300):
+        chosen = np.sort(far[:count])
+        hits = index.search(x[:1], 10, nprobe=1, mask=chosen)
+        assert hits.counts.tolist() == [min(count, 10)]
+        assert hits.ids.shape == (1, min(count, 10))
+        assert set(hits.ids[0].tolist()) <= set(chosen.tolist())
+    masks = np.zeros((2, 900), bool)
+    masks[0, far[:3]] = masks[1, far[:700]] = True
+    each = index.search(x[:2], 10, nprobe=1, mask=masks)
+    assert each.counts.tolist() == [3, 10]
+    assert (each.ids[0, 3:] == -1).all()
+    bits = index.search(x[:2], 10, nprobe=1, mask=np.packbits(masks, axis=1, bitorder="little"))
+    assert np.array_equal(bits.ids, each.ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_removed_best_answer_is_gone(kind):
+    index, x = small(kind)
+    best = index.search(x[0], 2, nprobe=9)
+    assert best.ids[0] == 0
+    assert index.remove([0, 10**9]) == 1
+    after = index.search(x[0], 1, nprobe=9)
+    assert after.ids[0] == best.ids[1]
+    index.add(x[:1], [0])
+    assert index.search(x[0], 1, nprobe=1).ids[0] == 0  # not in a list yet, and searched all the same
+
+
+def test_bits_have_their_hamming_distance():
+    x = np.random.default_rng(0).integers(0, 256, (200, 4), dtype=np.uint8)
+    index = Index(32, "hamming")
+    index.add(x, range(1000, 1200))
+    truth = exact(x[:5], x, 3, "hamming", ids=range(1000, 1200))
+    assert np.array_equal(index.search(x[:5], 3).ids, truth.ids)
+    with pytest.raises(UnsupportedDtype, match="hamming"):
+        index.add(x.astype(np.float32))
+
+
+def test_what_an_index_refuses():
+    index, x = small("flat")
+    for vector, error, text in (
+        (x[:, :7], ShapeError, r"x must be \(rows, 8\)"),
+        (x[:2] * np.float32("nan"), RangeError, "row 0 of x has NaN"),
+        (x[:2].astype(np.uint8), UnsupportedDtype, "not for"),
+    ):
+        with pytest.raises(error, match=text):
+            index.add(vector)
+    for ids, text in (
+        (["a"], "numbers"),
+        ([1, 1], "id 1 is there"),
+        ([901, 3], "id 3 is there"),
+        ([-1, 950], "0 or larger"),
+    ):
+        with pytest.raises((ConfigError, UnsupportedDtype), match=text):
+            index.add(x[: len(ids)], ids)
+    with pytest.raises(ShapeError, match="queries must be"):
+        index.search(x[:2, :3])
+    with pytest.raises(ConfigError, match="k must be"):
+        index.search(x, 0)
+    with pytest.raises(ConfigError, match="nprobe"):
+        index.search(x, nprobe=0)
+    assert len(index) == 900
+    for options in ({"metric": "dot"}, {"kind": "hnsw"}, {"bits": 5}, {"parts": 3}, {"dim": 0}, {"lists": 0}):
+        with pytest.raises(ConfigError):
+            Index(**{"dim": 8, **options})
+    with pytest.raises(UnsupportedCase, match="hamming"):
+        Index(8, "hamming", "ivf")
+    with pytest.raises(ConfigError, match="centroids need"):
+        Index(8, kind="ivf", lists=100).add(x[:50])
+    with pytest.raises(ConfigError, match="codes of 8 bits"):
+        Index(8, kind="ivfpq").add(x[:50])
+    with pytest.raises(ConfigError, match="train before"):
+        small("ivf")[0].train(x)
+
+
+def test_an_empty_index_has_no_answers(tmp_path):
+    for kind in KINDS:
+        index = Index(8, kind=kind)
+        assert index.search(np.ones((2, 8), np.float32)).ids.shape == (2, 0)
+        assert index.remove([1]) == 0
+    flat = Index(8)
+    flat.save(tmp_path / "empty")
+    assert len(Index.load(tmp_path / "empty")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_readers_beside_a_writer_see_whole_versions(kind):
+    """Vectors come in pairs whose ids are n and n + 1000: a search sees both or neither."""
+    index, x = small(kind, rows=60)
+    index.add(x, range(1000, 1060))
+    stop, wrong = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            ids = index.search(x[:1], 2000, nprobe=9).ids
+            for row in ids:
+                if set(row[row < 1000] + 1000) != set(row[row >= 1000]):
+                    wrong.append(row)
+
+    readers = [threading.Thread(target=read) for _ in range(64 if kind == "flat" else 8)]
+    for reader in readers:
+        reader.start()
+    for round_ in range(5):
+        first = 200 + 5 * round_
+        index.add(np.concatenate([x[:5], x[:5]]), [*range(first, first + 5), *range(first + 1000, first + 1005)])
+        index.remove([round_, round_ + 1000])
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+@pytest.mark.parametrize(("kind", "options"), [("flat", {}), ("ivf", {}), ("ivfpq", {}), ("ivfpq", {"rerank": 0})])
+def test_a_saved_index_answers_as_before(kind, options, metric, tmp_path):
+    index, x = small(kind, metric, **options)
+    index.remove(range(100))
+    index.add(clustered(20, 8, seed=3), range(5000, 5020))
+    path = tmp_path / "index.faiss"
+    index.save(path)
+    again = Index.load(path)
+    assert (again.metric, again.kind, len(again), again.dim) == (metric, kind, len(index), 8)
+    for nprobe in (1, 9) if metric != "cosine" else (9,):
+        for wanted, found in zip(index.search(x, 5, nprobe=nprobe), again.search(x, 5, nprobe=nprobe), strict=True):
+            assert nprobe == 1 or np.array_equal(wanted, found)
+    before = path.read_bytes()
+    again.save(path)
+    assert path.read_bytes() == before
+
+
+FACTORIES = (
+    "Flat", "IVF8,Flat", "IVF8,PQ4", "IVF8,PQ3x4", "IVF8,PQ6x4fs", "IVF8,PQ3x4fs", "PQ4x4", "IVF8,PQ4x4,RFlat",
+    "IDMap,Flat", "IDMap2,PQ4x4", "IVF8,PQ6x4fs,RFlat",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", [0, 1])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_indexes_of_faiss_are_read_and_written(name, metric, tmp_path):
+    faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
+    x = clustered(900, 12)
+    theirs = faiss.index_factory(12, name, metric)
+    if name == "IVF8,PQ4":
+        theirs.do_polysemous_training = False  # takes seconds
+    if "RFlat" in name:
+        theirs.k_factor = 60  # so that no equal codes are left out
+    theirs.train(x)
+    if "IDMap" in name:
+        theirs.add_with_ids(x, np.arange(900) * 3 + 1)
+    else:
+        theirs.add(x)
+    path = str(tmp_path / "theirs")
+    faiss.write_index(theirs, path)
+    ours = faiss_read(path)
+    faiss_write(ours, tmp_path / "ours")
+    back = faiss.read_index(str(tmp_path / "ours"))
+    queries = clustered(40, 12, seed=2)
+    for index in (theirs, back):
+        if "IVF" in name:
+            faiss.ParameterSpace().set_index_parameter(index, "nprobe", 3)
+    hits = ours.search(queries, 5, nprobe=3)
+    scores, ids = back.search(queries, 5)
+    np.testing.assert_allclose(hits.scores, scores, rtol=1e-4, atol=1e-4)
+    if "PQ" not in name or "RFlat" in name:
+        assert np.array_equal(hits.ids, ids)
+    scores, ids = theirs.search(queries, 5)
+    if "fs" in name:  # fast scan rounds its tables to 8 bits
+        assert recall(ids, hits.ids) > 0.5
+    else:
+        np.testing.assert_allclose(hits.scores, scores, rtol=1e-4, atol=1e-4)
+
+
+def test_bits_of_faiss_are_read_and_written(tmp_path):
+    faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
+    x = np.random.default_rng(0).integers(0, 256, (300, 8), dtype=np.uint8)
+    theirs = faiss.IndexBinaryFlat(64)
+    theirs.add(x)
+    faiss.write_index_binary(theirs, str(tmp_path / "theirs"))
+    ours = faiss_read(tmp_path / "theirs")
+    scores, _ = theirs.search(x[:9], 4)
+    assert np.array_equal(ours.search(x[:9], 4).scores, scores)
+    ours.remove([0])
+    faiss_write(ours, tmp_path / "ours")
+    scores, ids = faiss.read_index_binary(str(tmp_path / "ours")).search(x[:1], 4)
+    assert np.array_equal(ours.search(x[:1], 4).scores, scores)
+    assert 0 not in ids
+
+
+@pytest.mark.parametrize("kind", ["flat", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ivf", "ivfpq"))])
+def test_truncated_and_lying_files_are_refused(kind, tmp_path):
+    """Cut anywhere, or a byte changed: FormatError, UnsupportedCase, or an index that can be searched."""
+    index, _ = small(kind, rows=60, rerank=4)
+    index.remove([3])
+    path = tmp_path / "index"
+    index.save(path)
+    whole = path.read_bytes()
+    generator = np.random.default_rng(0)
+    step = max(len(whole) // 20, 1)
+    for size in [*range(0, min(len(whole), 240), 7), *range(240, len(whole), step)]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match="is not an index of FAISS"):
+            faiss_read(path)
+    for place in [*range(160), *generator.integers(0, len(whole), 150)]:
+        for value in (0, 255, whole[place] ^ 1):
+            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            try:
+                changed = faiss_read(path)
+            except (FormatError, UnsupportedCase):
+                continue
+            changed.search(np.ones((2, changed.dim), np.float32), 3)
+    with pytest.raises(MissingFile):
+        faiss_read(tmp_path / "none")
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path):
+    resource = pytest.importorskip("resource", reason="limits of files are POSIX's")
+    index, x = small("flat")
+    path = tmp_path / "index"
+    index.save(path)
+    before = path.read_bytes()
+    index.add(x, range(1000, 1900))
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            index.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["index"]
+
+
+SAVES = """
+import sys, numpy as np
+from accelerant.search import Index
+index = Index(32)
+index.add(np.ones((20000, 32), np.float32))
+print("ready", flush=True)
+while True:
+    index.save(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX's")
+def test_a_killed_save_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "index"
+    Index(32).save(path)
+    with subprocess.Popen([sys.executable, "-c", SAVES, str(path)], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        threading.Event().wait(0.12)
+        child.kill()
+    assert len(Index.load(path)) in (0, 20000)
