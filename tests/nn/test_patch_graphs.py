@@ -60,7 +60,7 @@ class Rerun:
         self.captured._needed, self.captured._run = self.needed, self.run
         with (
             torch.inference_mode(False),
-            torch.enable_grad(),
+            torch.set_grad_enabled(self.captured._graded),
             torch.random.fork_rng(),
         ):  # a replay draws nothing on the host
             results = self.fn()

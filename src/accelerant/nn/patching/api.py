@@ -148,7 +148,11 @@ def _add_graphs(model: nn.Module, record: PatchRecord, *, automatic: bool) -> No
             f"no CUDA graphs by default: {unknown} may do more than its operations (graph=True captures it)"
         )
         return
-    record.graphs = graphs.Graphs(_forward_of(model, record), record.report, automatic)
+    forward, decoding = _forward_of(model, record), None
+    if not record.plain:
+        generation = importlib.import_module("accelerant.nn.patching.generation")
+        decoding = generation.Decoding(forward, record.report)
+    record.graphs = graphs.Graphs(forward, record.report, automatic, decoding=decoding)
 
 
 def _add_choice(model: nn.Module, record: PatchRecord, *, fixed: bool) -> None:

@@ -248,13 +248,21 @@ def obstacle(model: nn.Module) -> str | None:
     for module in inner.modules():
         if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._NormBase | nn.RNNBase):
             return f"a {type(module).__name__} sees other positions"
-        rotary = getattr(module, "rope_type", None)  # by the kind of layer, in some models
-        if {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else (rotary,)):
-            return "its rotary embedding depends on the length"
+    if (reason := rotates_by_length(inner)) is not None:
+        return reason
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(model, "peft_config", {}).values()):
         return "an adapter adds tokens"
     if kind.__name__.endswith("ForSequenceClassification") and getattr(config, "pad_token_id", None) is None:
         return "without a pad_token_id the last token is the one that is classified"
+    return None
+
+
+def rotates_by_length(model: nn.Module) -> str | None:
+    """Return that a model's rotary embedding depends on the length; None if it does not."""
+    for module in model.modules():
+        rotary = getattr(module, "rope_type", None)  # by the kind of layer, in some models
+        if {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else (rotary,)):
+            return "its rotary embedding depends on the length"
     return None
 
 
@@ -297,9 +305,9 @@ def tried(run: Callable[..., Any], call: Call, length: int, model: nn.Module, dr
         seen = Padding(length, call.fills, _dims(exact, long, shorter, length))
     for place, (one, two, three) in enumerate(zip(exact, long, other, strict=True)):
         two, three = (seen.cut(x, place, shorter).nan_to_num() for x in (two, three))
-        if not _near(two, three, 1e-5, 2e-3):  # sums in any order leave the last bits open
+        if not near(two, three, 1e-5, 2e-3):  # sums in any order leave the last bits open
             raise Untrue("its results depend on the tokens that pad a call")
-        if not _near(one.nan_to_num(), two, 1e-2, 5e-2):
+        if not near(one.nan_to_num(), two, 1e-2, 5e-2):
             raise Untrue("its results depend on the length that a call is padded to")
     return Padding(length, call.fills, dims)
 
@@ -335,7 +343,7 @@ def _dims(exact: Sequence[Tensor], long: Sequence[Tensor], shorter: int, longer:
     return tuple(dims)
 
 
-def _near(one: Tensor, two: Tensor, tolerance: float, low_tolerance: float) -> bool:
+def near(one: Tensor, two: Tensor, tolerance: float, low_tolerance: float) -> bool:
     """Return whether tensors are equal within a tolerance of their norm, which is another in 16 bits."""
     if not one.is_floating_point():
         return torch.equal(one, two)

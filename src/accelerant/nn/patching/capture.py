@@ -31,7 +31,7 @@ from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 DEVICE = "cuda"
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-_UNUSED = 2  # references to the storage of a gradient that nobody uses: its tensor's, and the one held here
+UNUSED = 2  # references to the storage of a gradient that nobody uses: its tensor's, and the one held here
 
 
 class Reason(UnsupportedCase):
@@ -67,7 +67,7 @@ class Pool:
     def add(self, grads: dict[nn.Parameter, Tensor]) -> None:
         """Add gradients that one graph writes; others write there too."""
         storages = {param: grad.untyped_storage() for param, grad in grads.items()}
-        own = {param: found for param, found in storages.items() if _holders(found) == _UNUSED}
+        own = {param: found for param, found in storages.items() if holders(found) == UNUSED}
         self._lent |= own
         self.grads |= {param: grads[param] for param in own}
 
@@ -76,18 +76,19 @@ class Pool:
 
         The loop accumulates gradients then, or keeps them over the next forward pass: from now on they are copied.
         """
-        used = [param for param, storage in self._lent.items() if _holders(storage) > _UNUSED]
+        used = [param for param, storage in self._lent.items() if holders(storage) > UNUSED]
         if not used:
             return True
         for param in used:
-            grad, viewed = param.grad, _holders(self._lent[param]) > _UNUSED + 1
+            grad, viewed = param.grad, holders(self._lent[param]) > UNUSED + 1
             if not viewed and grad is not None and grad.untyped_storage()._cdata == self._lent[param]._cdata:
                 grad.data = grad.data.clone()
         self.lends = False
-        return not any(_holders(self._lent[param]) > _UNUSED for param in used)
+        return not any(holders(self._lent[param]) > UNUSED for param in used)
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
+def holders(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage, that of the caller included."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -502,6 +503,10 @@ class State:
     def _same_modules(self) -> bool:
         same = [*map(len, self._views)] == self._lengths
         return same and all(map(is_, chain.from_iterable(self._views), self._values))
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the model's tensors now."""
+        return [x.data_ptr() for x in self._tensors]
 
     def holds(self) -> bool:
         """Return whether the model is still as it was."""

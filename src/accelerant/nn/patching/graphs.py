@@ -45,7 +45,7 @@ _SOME_KEYS, _MOST_KEYS = 3, 64  # keys after which a new one is not watched at o
 _CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
 _LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
 _MEETINGS = 2  # of calls of two lengths, after which each length has memory of its own
-_SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
+SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
 
@@ -57,7 +57,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # --- what a captured call depends on ---------------------------------------------------------------------------------
 
 
-def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+def key_of(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the key of a call's arguments; raise Reason for one that no graph can take."""
     parts: list[Any] = []
     for place, value in enumerate(values):
@@ -138,8 +138,8 @@ def _objection(trials: Sequence[_Trial], needed: int, held: int) -> str | None:
     if any(trial.lags() for trial in trials[1:]):  # the first one compiles
         return "the device does not wait for the host"
     total, free = needed + held, held + _free_bytes()
-    if total * _SHARE > free:
-        return f"its graphs would hold {total / 2**30:.2g} GiB, more than 1 / {_SHARE} of the {free / 2**30:.2g} free"
+    if total * SHARE > free:
+        return f"its graphs would hold {total / 2**30:.2g} GiB, more than 1 / {SHARE} of the {free / 2**30:.2g} free"
     return None
 
 
@@ -202,9 +202,12 @@ class Graphs:
     `automatic` captures only where a graph helps, and runs other calls eagerly without a warning.
     """
 
-    def __init__(self, forward: Forward, report: PatchReport, automatic: bool, training: bool = True) -> None:
+    def __init__(
+        self, forward: Forward, report: PatchReport, automatic: bool, training: bool = True, decoding: Any = None
+    ) -> None:  # fmt: skip
         self._forward, self._report, self._automatic, self._training = forward, report, automatic, training
         self._evaluation: Graphs | None = None  # of calls in evaluation without gradients
+        self._decoding = decoding  # of those with a cache
         self._credit, self._off = _CREDIT, ""
         self._lock = fork_safe(threading.RLock())
         self._running = 0  # eager calls, which a capture would give other parameters
@@ -227,6 +230,8 @@ class Graphs:
         with self._lock:
             self._forget()
             self._evaluation = None
+            if self._decoding is not None:
+                self._decoding.release()
 
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call that runs as the model was: its length may come again."""
@@ -234,7 +239,7 @@ class Graphs:
             return
         with self._lock, suppress(Reason):
             values = [*args, *kwargs.values()]
-            call = self._call(_key(values, tuple(kwargs)), values)
+            call = self._call(key_of(values, tuple(kwargs)), values)
             if call is not None and call.family in self._lines:
                 self._lines[call.family].lengths.see(call.length)
 
@@ -243,7 +248,8 @@ class Graphs:
         return {(name, length): x for name, line in self._lines.items() for length, x in line.graphs.items()}
 
     def __getstate__(self) -> Any:
-        return self._forward, self._report, self._automatic  # a copy of the model has other parameters
+        # A copy of the model has other parameters.
+        return self._forward, self._report, self._automatic, self._training, self._decoding
 
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
@@ -256,7 +262,9 @@ class Graphs:
         if model.training:
             return self._run(model, args, kwargs)
         if any(kwargs.get(name) is not None for name in _CACHES):
-            return self._forward(model, *args, **kwargs)  # generation
+            if self._decoding is None or args:
+                return self._forward(model, *args, **kwargs)
+            return self._decoding(model, kwargs)
         if self._evaluation is None:
             self._evaluation = Graphs(self._forward, self._report, automatic=True, training=False)
             if (unknown := unknown_code(model)) is not None:
@@ -275,7 +283,7 @@ class Graphs:
                 values = [*args, *kwargs.values()]
                 if not self._automatic:
                     self._check(model)
-                key = _key(values, tuple(kwargs))
+                key = key_of(values, tuple(kwargs))
                 buckets = self._buckets
                 request = _Request(key, values, self._call(key, values))
                 if self._automatic:
@@ -497,7 +505,8 @@ class Graphs:
         """Return the memory that graphs of a length need; raise Reason if they are not worth it by default."""
         last = line.trials[-1]
         kept = last.kept_bytes * length // last.length if last.length else last.kept_bytes
-        needed = kept + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+        grads = (x.numel() * x.element_size() for x in model.parameters() if x.requires_grad and self._training)
+        needed = kept + sum(grads)
         held = sum(each.held_bytes() for each in self._lines.values())
         more = max(0, needed - line.held_bytes())
         if self._automatic and (reason := _objection(line.trials, more, held)) is not None:
