@@ -78,7 +78,9 @@ _BLOCK = 16  # tokens of a block of keys and values
 
 @examples(_EXAMPLES)
 def generate(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a Llama, Qwen2, Qwen3 or Mistral.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of a Llama, Qwen2, Qwen3 or Mistral, or a GGUF file.")
+    ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads the standard input.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message, which the model answers by its chat template.")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
+from accelerant.nn.models.gguf import GGUFFile
 from accelerant.nn.quantization import float_state_dict, quantized_on_meta
 from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
@@ -209,36 +210,50 @@ def load(
 
     With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
     """
-    layout, config, origin = described(source, layouts)
-    tensors = Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(Path(source))
-    return _built(build, tensors, layout, config, origin, dtype, device, quantize)
+    return built(build, described(source, layouts), dtype, device, quantize)
 
 
-def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout]) -> tuple[Layout, Any, str]:
-    """Return the layout of a folder or model, our config of it, and its name in messages; errors as from `load`."""
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The layout, config, name in messages, fields and tensors of what a model is read from."""
+
+    layout: Layout
+    config: Any
+    origin: str
+    fields: Fields
+    open: Callable[[], Tensors]
+
+
+def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout]) -> ModelSource:
+    """Return what a folder, a GGUF file or a model is, whose tensors are not looked at; errors as from `load`."""
     if isinstance(source, nn.Module):
-        origin = type(source).__name__
+        origin, state = type(source).__name__, source.state_dict
         given = getattr(source, "config", None)
         if not callable(getattr(given, "to_dict", None)):
             raise ConfigError(f"{origin} has no config: from_pretrained takes a folder or a transformers model")
         fields = Fields(given.to_dict(), f"{origin}.config")  # type: ignore[union-attr]  # checked above
+        opened = lambda: Tensors(state())  # noqa: E731
+    elif (path := Path(source)).suffix == ".gguf":
+        file, origin = GGUFFile(path), str(source)
+        fields, opened = Fields(file.fields, origin), lambda: Tensors(file.tensors)
     else:
-        folder, origin = Path(source), str(source)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
-        fields = Fields(read_object(folder / _CONFIG), str(folder / _CONFIG))
+        origin = str(source)
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
+        fields, opened = Fields(read_object(path / _CONFIG), str(path / _CONFIG)), lambda: _open(path)
     kind = fields.get("model_type")
     layout = next((each for each in layouts if each.model_type == kind), None)
     if layout is None:
         raise fields.unsupported("model_type", kind, " or ".join(repr(each.model_type) for each in layouts))
-    return layout, layout.config(fields), origin
+    return ModelSource(layout, layout.config(fields), origin, fields, opened)
 
 
-def _built(
-    build: Callable[[Any], M], tensors: Tensors, layout: Layout, config: Any, origin: str, dtype: torch.dtype | None,
-    device: torch.device | str | None, quantize: str | None,
+def built(
+    build: Callable[[Any], M], source: ModelSource, dtype: torch.dtype | None, device: torch.device | str | None,
+    quantize: str | None,
 ) -> M:  # fmt: skip
-    """Return the model of a config with the tensors that its layout names, which are checked before one is read."""
+    """Return the model of a source, whose tensors are checked before one is read."""
+    layout, config, origin, tensors = source.layout, source.config, source.origin, source.open()
     count = len(tensors.sources)
     if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless
         raise FormatError(f"{origin} has {count} tensors, too few for the {config.layers} layers of its config")

@@ -24,9 +24,11 @@ def load_model(
     quantized model and a part of one tensor.
 
     Args:
-        path: folder with config.json, tokenizer.json, and model.safetensors or its shards and their index.
+        path: folder with config.json, tokenizer.json, and model.safetensors or its shards and their index; or a GGUF
+            file of F32, F16, BF16 or Q8_0, with tokenizer.json beside it.
         device: of the model; None for the CPU.
-        dtype: of what is not quantized, and of activations, or its name; None for that of the embedding in the file.
+        dtype: of what is not quantized, and of activations, or its name; None for that of the embedding in the file,
+            float32 for Q8_0.
         quantize: "int8" for linear layers in 8-bit integers, the output layer included unless it is tied; None for
             none.
 
@@ -39,7 +41,8 @@ def load_model(
             Names the file or tensor.
         UnsupportedCase: another architecture, or a field of config.json, which is named, asks for what is not here.
     """
-    hugging_face.described(path, Llama._layouts)  # names an unsupported model before its tokenizer is read
-    tokenizer = ModelTokenizer(Path(path))
-    model = hugging_face.load(Llama, path, Llama._layouts, dtype_of(dtype), device, quantize)
+    source = hugging_face.described(path, Llama._layouts)  # names an unsupported model before its tokenizer is read
+    folder = Path(path)
+    tokenizer = ModelTokenizer(folder) if folder.is_dir() else ModelTokenizer(folder.parent, source.fields)
+    model = hugging_face.built(Llama, source, dtype_of(dtype), device, quantize)
     return model.eval().requires_grad_(False), tokenizer

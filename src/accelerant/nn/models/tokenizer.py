@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.nn.models.hugging_face import read_object
+from accelerant.nn.models.hugging_face import Fields, read_object
 from accelerant.runtime.bounded_template import BoundedTemplate
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
@@ -28,6 +28,8 @@ class ModelTokenizer:
     tokenizer.json, or vocab.json and merges.txt of a byte-level BPE; the chat template of chat_template.jinja or
     tokenizer_config.json, rendered in a sandbox within a second.
 
+    `given` replaces the fields of config.json, and has the chat template where those files have none.
+
     Attributes:
         size: number of tokens.
         eos_ids: tokens that end a text: those of generation_config.json, else config.json, else tokenizer_config.json.
@@ -37,7 +39,7 @@ class ModelTokenizer:
         FormatError: a file is missing or malformed; it is named.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, given: Fields | None = None) -> None:
         self.folder = Path(folder)
         self._inner = read_tokenizer(self.folder)
         self.size = int(self._inner.get_vocab_size())
@@ -47,14 +49,15 @@ class ModelTokenizer:
             for name, value in {**self._object("special_tokens_map.json"), **settings}.items()
             if name.endswith("_token") and isinstance(content := _content(value), str)
         }
-        config = self._object("config.json")
+        config = Fields(self._object("config.json"), "config.json") if given is None else given
         ends = [each.get("eos_token_id") for each in (self._object("generation_config.json"), config)]
         ends.append(self._id("eos_token"))
-        found = next((end for end in ends if end is not None), ())
+        found: Any = next((end for end in ends if end is not None), ())
         self.eos_ids = tuple(end for end in (found if isinstance(found, list | tuple) else (found,)) if _is_id(end))
         begin = self._id("bos_token")
         self.bos_id = begin if begin is not None else next(filter(_is_id, (config.get("bos_token_id"),)), None)
-        self._template = self._chat_template(settings)
+        template = None if given is None else given.get("chat_template")
+        self._template = self._chat_template({"chat_template": template, **settings})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text, with those that begin a text unless `special` is False.
