@@ -22,9 +22,10 @@ SHOWN = {
         "2 parties, any 2: same classes: True, below one unit in the last place: True",
         "3 parties, any 2: same classes: True, below one unit in the last place: True",
     ],
+    "ray_served_model": ["replicas: 2", "the same seed, the same tokens: True"],
     "train_from_python": ["tokens", "training loss", "def "],
 }
-NEEDS = {"patch_hugging_face": "transformers", "private_training": "dp_accounting"}
+NEEDS = {"patch_hugging_face": "transformers", "private_training": "dp_accounting", "ray_served_model": "ray"}
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 
 

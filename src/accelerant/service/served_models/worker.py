@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from accelerant.service.jobs.worker import find_devices
 from accelerant.service.served_models.admission import FairQueue
 
 _METRICS_S = 1.0
+_SWITCH_S = 0.0005
+"""How long the engine's thread may keep the others, of which the one that sends needs several turns a step, waiting."""
 _POLL_S = 0.005
 """Pause after which free blocks are looked for again while requests wait."""
 _RETRY_S = (1.0, 60.0)
@@ -357,6 +360,7 @@ def _blocks(model: Any, device: torch.device, cache_tokens: int, block_size: int
 
 def main() -> NoReturn:
     """Run the worker on the socket that the server passed."""
+    sys.setswitchinterval(_SWITCH_S)
     given, connection = child_arguments("model")
     try:
         worker, described = _loaded(json.loads(given.model), connection)
