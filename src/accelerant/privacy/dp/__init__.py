@@ -23,6 +23,7 @@ from accelerant._renamed import missing_names, renamed_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
+    from accelerant.privacy.dp.counts import private_count, private_histogram
     from accelerant.privacy.dp.ledger import Budget, Ledger, PrivacyEvent, PrivacyLedger, PrivacyStatement
     from accelerant.privacy.dp.ledger.accounting import calibrate
     from accelerant.privacy.dp.noise.mechanisms import (
@@ -44,11 +45,12 @@ __all__ = [
     "AdaptiveClipping", "Budget", "DrawnBatch", "GroupedSampler", "Ledger", "LocalGaussian", "LocalLaplace",
     "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivacyEngine", "PrivacyEvent", "PrivacyLedger",
     "PrivacyStatement", "PrivateStep", "PrivateTraining", "Privatizer", "RandomizedResponse", "calibrate",
-    "gaussian_noise_", "laplace_noise_", "make_private", "release",
+    "gaussian_noise_", "laplace_noise_", "make_private", "private_count", "private_histogram", "release",
 ]  # fmt: skip
 
 _NAMES = {
     "clipping": ("PerExampleClipper",),
+    "counts": ("private_count", "private_histogram"),
     "ledger": ("Budget", "Ledger", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"),
     "ledger.accounting": ("calibrate",),
     "noise.mechanisms": (

@@ -1,5 +1,7 @@
 """Homomorphic encryption: `paillier` adds encrypted tensors, `bfv` also multiplies encrypted integers.
 
+`search` scores vectors for an encrypted query, by BFV.
+
 >>> public, private = he.paillier.keygen()
 >>> encrypted = he.encrypt_batch(public, np.array([1.5, 2.5]))
 >>> he.decrypt_batch(private, encrypted * 2)
@@ -14,9 +16,9 @@ from accelerant._lazy import lazy
 from accelerant._renamed import missing_names
 
 if TYPE_CHECKING:
-    from accelerant.privacy.he import bfv, paillier
+    from accelerant.privacy.he import bfv, paillier, search
 
-__all__ = ["bfv", "decrypt_batch", "encrypt_batch", "paillier"]
+__all__ = ["bfv", "decrypt_batch", "encrypt_batch", "paillier", "search"]
 
 
 def encrypt_batch(public: Any, array: Any, **options: Any) -> Any:

@@ -1,0 +1,174 @@
+"""Search by an encrypted query. It hides the query from the server, and nothing of the collection from the client.
+
+The client gets the score of every vector: d queries (the unit vectors, say) give it the whole collection. Use it where
+the client may have the collection and the server must not know the question. Trust and noise are those of `bfv`.
+
+>>> public, private = keygen(d=384, bits=8)
+>>> server = PrivateSearch(vectors, public)          # (N, d) int8, on the server, with the client's public key
+>>> scores = server.scores(encrypt_query(private, query))
+>>> decrypt_scores(private, scores, len(vectors))    # (N,) int64, exact
+
+One ciphertext holds the query, repeated with the period p = 2^ceil(log2 d) in each half of the slots. Rotated by j it
+meets the j-th diagonals, slot i of block b having x[b n + i, (i + j) mod p]. Their sum is the inner product of a row:
+
+    score[b n + i] = sum_j q[(i + j) mod p] x[b n + i, (i + j) mod p]
+
+p - 1 rotations by one step serve all blocks of n rows; a block takes p products with plain vectors, which are prepared
+once: 4 k n p bytes a block for k data primes. Source: Halevi and Shoup 2014, "Algorithms in HElib", section 4.3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.privacy.he import bfv
+from accelerant.privacy.he.bfv_scheme import centered
+from accelerant.runtime.registry import DeviceLike
+
+_STEP = 3  # X -> X^3 rotates each half of the slots by one
+
+__all__ = ["PrivateSearch", "decrypt_scores", "encrypt_query", "keygen", "plain_modulus"]
+
+
+def plain_modulus(d: int, bits: int = 8, n: int = 8192) -> int:
+    """Return the least prime t that is 1 mod 2 n and holds every inner product of d integers of so many bits.
+
+    Scores are at most d 4^(bits - 1) in magnitude, and t is above twice that.
+
+    Raises:
+        ConfigError: there is none below 2^30: fewer dimensions or bits are needed.
+    """
+    if not isinstance(d, int) or not 0 < d <= n // 2 or not isinstance(bits, int) or not 2 <= bits <= 16:
+        raise ConfigError(f"an encrypted query has 1 to {n // 2} dimensions of 2 to 16 bits, got {d} of {bits}")
+    largest = d << 2 * (bits - 1)
+    t = (2 * largest) // (2 * n) * 2 * n + 1
+    while t < 1 << 30:
+        t += 2 * n
+        if t < 1 << 30 and _is_prime(t):
+            return t
+    raise ConfigError(
+        f"scores of {d} dimensions of {bits} bits reach {largest:,}: BFV's plaintexts hold below 2^29 here"
+    )
+
+
+def _is_prime(t: int) -> bool:
+    return all(t % p for p in range(3, int(t**0.5) + 1, 2))
+
+
+def keygen(
+    d: int, bits: int = 8, n: int = 8192, security: int = 128, *, device: DeviceLike = "cpu"
+) -> tuple[bfv.PublicKey, bfv.PrivateKey]:
+    """Return the client's keys for queries of d integers of so many bits; arguments and errors also as `bfv.keygen`."""
+    return bfv.keygen(n, plain_modulus(d, bits, n), security, rotations=[1], device=device)
+
+
+def _integers(x: Any, name: str, ndim: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(x)
+    if array.dtype.kind not in "iu":
+        raise UnsupportedDtype(f"{name} must be integers, got {array.dtype}: scale and round them first")
+    if array.ndim != ndim or not array.size:
+        raise ShapeError(f"{name} must be {'(d,)' if ndim == 1 else '(N, d)'} and not empty, got {array.shape}")
+    return array.astype(np.int64)
+
+
+def _period(d: int, n: int) -> int:
+    period = 1 << (d - 1).bit_length()
+    if period > n // 2:
+        raise ShapeError(f"vectors have at most {n // 2} dimensions for keys of {n} slots, got {d}")
+    return period
+
+
+def encrypt_query(private: bfv.PrivateKey, query: Any, *, bits: int = 8) -> bfv.Ciphertext:
+    """Encrypt a query, (d,) integers of so many bits, to one ciphertext; RangeError for a larger one."""
+    q, n = _integers(query, "query", 1), private.parameters.n
+    if not -(1 << (bits - 1)) <= int(q.min()) <= int(q.max()) <= 1 << (bits - 1):
+        raise RangeError(
+            f"the query has integers from {q.min():,} to {q.max():,}: more than {bits} bits, sign included"
+        )
+    padded = np.zeros(_period(len(q), n), np.int64)
+    padded[: len(q)] = q
+    return private.encrypt(np.tile(padded, n // len(padded)))
+
+
+class PrivateSearch:
+    """A collection that answers encrypted queries with encrypted scores; the client gets them all.
+
+    It hides the query, not the collection: see the module. Not for a collection that a client must not have.
+
+    Args:
+        vectors: (N, d) integers.
+        public: the client's key, of `keygen`.
+        query_bits: bits of a query's integers, sign included, against which the key's plain modulus is checked.
+
+    Raises:
+        UnsupportedDtype, ShapeError: the vectors are no integers in rows.
+        RangeError: scores could pass half of the key's plain modulus, and would wrap around.
+        ConfigError: the key cannot rotate by one.
+    """
+
+    def __init__(self, vectors: Any, public: bfv.PublicKey, *, query_bits: int = 8) -> None:
+        x, n, t = _integers(vectors, "vectors", 2), public.n, public.parameters.plain_modulus
+        largest = int(np.abs(x).sum(1).max()) << (query_bits - 1)
+        if 2 * largest >= t:
+            needed = f"make keys by keygen({x.shape[1]}, bits), whose modulus is chosen for it"
+            raise RangeError(f"scores reach {largest:,}, but the key's plain modulus {t:,} holds {t // 2:,}: {needed}")
+        public.switching(_STEP)
+        self._public, self._count, self._period = public, len(x), _period(x.shape[1], n)
+        rows = np.zeros((-(-len(x) // n), n, self._period), np.int64)
+        rows.reshape(-1, self._period)[: len(x), : x.shape[1]] = x
+        self._blocks, scheme = len(rows), public._scheme
+        slots, steps = np.arange(n), np.arange(self._period)[:, None]
+        words = np.empty((self._blocks, self._period, scheme.k, n), np.uint32)
+        moduli, self._growth = np.array(scheme.data, np.int64)[:, None], 0.0
+        for block, residues in zip(rows, words, strict=True):
+            coefficients = centered(scheme.encode(block[slots, (slots + steps) % self._period]), t)
+            self._growth = max(self._growth, scheme.plain_product_bits(coefficients))
+            residues[:] = coefficients[:, None] % moduli  # t may be above a prime
+        self._diagonals = public.space.load(words)
+        scheme.rns.transform(self._diagonals, 1, scheme.k)
+
+    def __len__(self) -> int:
+        """Return the number of vectors."""
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"PrivateSearch({self._count:,} vectors of up to {self._period}, {self._public!r})"
+
+    def scores(self, query: bfv.Ciphertext) -> bfv.Ciphertext:
+        """Return the encrypted inner products, (blocks, n): those of all vectors in their order, then zeros.
+
+        Raises:
+            ConfigError: the query is of another key.
+            ShapeError: it is not one ciphertext of all slots, as `encrypt_query` makes.
+        """
+        if query.public != self._public:
+            raise ConfigError(f"the query is of another key than {self._public!r}")
+        if query.shape != (self._public.n,):
+            raise ShapeError(f"a query is one ciphertext of {self._public.n} slots, got shape {query.shape}")
+        scheme, data, total = self._public._scheme, query.data, None
+        key, k = self._public.switching(_STEP), scheme.k
+        for j in range(self._period):
+            turned, product = scheme.copy(data), scheme.rns.empty(self._blocks, 2, k)
+            scheme.rns.transform(turned, 1, k)
+            at: dict[str, Any] = {"x_at": (j * k, self._period * k, 0), "y_at": (0, 0, k, 0), "z_at": (0, 2 * k, k)}
+            scheme.rns.dot(self._diagonals, turned, product, 1, k, batch=self._blocks, parts=2, **at)
+            total = product if total is None else scheme.rns.add(total, product, 1, k)
+            if j + 1 < self._period:
+                data = scheme.automorphism(data, _STEP, key)
+        scheme.rns.transform(total, 1, k, inverse=True, products=True)
+        bits = min(query.budget_bits, scheme.switched_bits) - 2 * math.log2(self._period) - self._growth
+        return bfv.Ciphertext(self._public, total, (self._blocks, self._public.n), bits, query.origin)
+
+
+def decrypt_scores(private: bfv.PrivateKey, scores: bfv.Ciphertext, count: int) -> npt.NDArray[np.int64]:
+    """Return the first `count` scores, exact.
+
+    Raises:
+        BudgetExceeded: the noise budget is spent: take a larger n.
+    """
+    return np.asarray(private.decrypt(scores)).reshape(-1)[:count]

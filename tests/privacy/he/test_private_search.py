@@ -1,0 +1,99 @@
+"""Search by encrypted queries, and counts with noise, of collections."""
+
+import numpy as np
+import pytest
+
+from accelerant.errors import BudgetExceeded, ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.privacy import dp
+from accelerant.privacy.he import bfv, search
+
+N = 8192
+
+
+def searched(vectors, query, bits=8, n=N):
+    public, private = search.keygen(vectors.shape[1], bits, n)
+    server = search.PrivateSearch(vectors, bfv.PublicKey.from_bytes(public.to_bytes()), query_bits=bits)
+    sent = search.encrypt_query(private, query, bits=bits).to_bytes()
+    scores = server.scores(bfv.Ciphertext.from_bytes(sent, server._public)).to_bytes()
+    return search.decrypt_scores(private, bfv.Ciphertext.from_bytes(scores, public), len(vectors))
+
+
+@pytest.mark.parametrize(
+    ("count", "d", "bits"),
+    [
+        (1, 1, 8), (3, 2, 8), (100, 5, 8), (N + 3, 8, 4), (40, 17, 12),
+        pytest.param(2 * N, 384, 8, marks=pytest.mark.slow), pytest.param(50, 4096, 8, marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_scores_are_the_inner_products(count, d, bits):
+    random = np.random.default_rng(d)
+    limit = 1 << (bits - 1)
+    vectors, query = random.integers(-limit, limit, (count, d)), random.integers(-limit, limit, d)
+    vectors[0], query[:] = -limit, -limit  # the largest score
+    np.testing.assert_array_equal(searched(vectors, query, bits), vectors @ query)
+
+
+def test_the_plain_modulus_holds_every_score_and_is_refused_where_none_does():
+    for d, bits in ((1, 2), (384, 8), (1024, 8), (4096, 9), (16, 12)):
+        t = search.plain_modulus(d, bits)
+        assert t % (2 * N) == 1
+        assert t > 2 * d * 4 ** (bits - 1)
+        bfv.EncryptionParameters(N, t)  # raises unless it is a prime
+    for d, bits in ((4096, 10), (384, 12), (0, 8), (4097, 8), (384, 1)):
+        with pytest.raises(ConfigError):
+            search.plain_modulus(d, bits)
+
+
+def test_keys_and_arrays_that_would_give_wrong_scores_are_refused():
+    public, private = search.keygen(4, 8)
+    vectors = np.full((2, 4), 127)
+    with pytest.raises(RangeError, match="scores reach"):
+        search.PrivateSearch(np.full((2, 200), 127), public)
+    with pytest.raises(RangeError, match="more than 8 bits"):
+        search.encrypt_query(private, np.array([1, 200, 0, 0]))
+    with pytest.raises(UnsupportedDtype, match="integers"):
+        search.PrivateSearch(vectors / 2, public)
+    for wrong in (np.zeros((0, 4), int), np.zeros(4, int)):
+        with pytest.raises(ShapeError):
+            search.PrivateSearch(wrong, public)
+    plain, other = bfv.keygen(N, search.plain_modulus(4))
+    with pytest.raises(ConfigError, match="no key for this rotation"):
+        search.PrivateSearch(vectors, plain)
+    server = search.PrivateSearch(vectors, public)
+    with pytest.raises(ConfigError, match="another key"):
+        server.scores(search.encrypt_query(other, np.ones(4, int)))
+    with pytest.raises(ShapeError, match="one ciphertext"):
+        server.scores(private.encrypt(np.ones(4, int)))
+
+
+@pytest.fixture
+def people(tmp_path):
+    pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
+    from accelerant.search import Collection
+
+    with Collection(tmp_path, dim=2) as made:
+        towns = ["a"] * 600 + ["b"] * 300 + [["a", "b"]] * 100
+        made.upsert(range(1000), np.ones((1000, 2)), [{"town": town, "age": i % 50} for i, town in enumerate(towns)])
+        yield made
+
+
+def test_counts_have_the_noise_of_epsilon_and_are_charged(people):
+    ledger = dp.PrivacyLedger(unit="person", budget=dp.Budget(epsilon=40.0, delta=1e-6))
+    young = {"must": [{"key": "age", "range": {"lt": 25}}]}
+    assert abs(dp.private_count(people, young, epsilon=10.0, ledger=ledger) - 500) < 10
+    counts = dp.private_histogram(people, "town", ["a", "b", "c"], epsilon=10.0, ledger=ledger, filter=young)
+    assert np.abs(counts - [350, 150, 0]).max() < 10  # who has both towns counts for the first
+    assert ledger.epsilon(1e-6) == pytest.approx(20.0, rel=0.01)
+    with pytest.raises(BudgetExceeded):
+        dp.private_count(people, epsilon=30.0, ledger=ledger)
+    drawn = [dp.private_count(people, epsilon=0.5, ledger=dp.PrivacyLedger()) - 1000 for _ in range(400)]
+    assert np.std(drawn) == pytest.approx(2 * np.sqrt(2), rel=0.35)  # of 400 draws: 5 standard errors
+    for values in ([], ["a", "a"]):
+        with pytest.raises(ConfigError, match="each once"):
+            dp.private_histogram(people, "town", values, epsilon=1.0, ledger=ledger)
+
+
+def test_neighbours_that_replace_a_point_move_two_numbers(people):
+    ledger = dp.PrivacyLedger(neighbouring="replace-one")
+    dp.private_histogram(people, "town", ["a", "b"], epsilon=1.0, ledger=ledger)
+    assert ledger.epsilon(1e-6) == pytest.approx(1.0, rel=0.01)
