@@ -17,6 +17,7 @@ from accelerant.distributed import vocabulary_parallel_cross_entropy
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import layers
 from accelerant.nn.optim import SGD, AdamW, clip_grad_norm_
+from accelerant.nn.serving import Engine, Finished, Sampling
 from accelerant.nn.train import TrainStep
 
 LLAMA = acl.nn.LlamaConfig(
@@ -121,6 +122,46 @@ def split_llama_generates_and_saves():
         assert torch.equal(a, b), name
     with pytest.raises(ConfigError, match=r"tokens must be in \[0, 96\), got 96"):
         model(torch.full((1, 2), 96))
+
+
+def split_kin_of_llama_compute_as_one_process():
+    """Biases of qkv, norms of heads and windows: logits, gradients, generation, and the weights joined again."""
+    for changes in ({"qkv_bias": True}, {"qk_norm": True, "head_width": 12}, {"window": 3, "tied": True}):
+        one = llama(**changes)
+        for block in one.blocks:
+            if block.attention.qkv.bias is not None:
+                nn.init.normal_(block.attention.qkv.bias, 0.0, 0.3)
+        model = distributed.tensor_parallel(copy.deepcopy(one), mesh_of())
+        idx, targets = tokens()
+        torch.testing.assert_close(model(idx), one(idx), **NEAR)
+        for each in (model, one):
+            each.loss(idx, targets).backward()
+        named = dict(one.named_parameters())
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # which are not split
+                torch.testing.assert_close(parameter.grad, named[name].grad, **NEAR)
+        assert torch.equal(model.generate(idx, 12, temperature=0), one.generate(idx, 12, temperature=0))
+        same_weights(model, one)
+
+
+def split_integers_compute_as_one_process():
+    for changes in ({}, {"qkv_bias": True, "tied": True}):
+        one = acl.nn.quantize(llama(torch.float32, **changes), skip=()).model
+        model = distributed.tensor_parallel(copy.deepcopy(one), mesh_of())
+        assert model.blocks[0].attention.qkv.weight_int8.shape == (64 // dist.get_world_size(), 32)
+        idx, _ = tokens()
+        torch.testing.assert_close(model(idx), one(idx), rtol=1e-4, atol=1e-5)
+        assert torch.equal(model.generate(idx, 12, temperature=0), one.generate(idx, 12, temperature=0))
+        answers = []
+        for each in (model, one):  # every process takes the same steps
+            engine = Engine(each, 8, 16, start=False)
+            answer = engine.submit(idx[0].tolist(), Sampling(temperature=0), max_tokens=8)
+            while engine.step():
+                pass
+            answers.append([event.id for event in answer if not isinstance(event, Finished)])
+        assert answers[0] == answers[1]
+        with pytest.raises(UnsupportedCase, match="in integers that is split"):
+            distributed.whole_state_dict(model)
 
 
 def bad_input_is_refused():
@@ -298,6 +339,7 @@ def two_dimensions_of_a_mesh():
 
 CHECKS = [
     cross_entropy_of_a_split_vocabulary, split_llama_trains_as_one_process, split_llama_generates_and_saves,
+    split_kin_of_llama_compute_as_one_process, split_integers_compute_as_one_process,
     bad_input_is_refused, sharded_models_train_as_one_process, other_optimizers_clip_by_the_norm_of_all,
     sharded_models_compute_in_low_precision, sharded_models_generate_and_evaluate, split_sequences_of_a_sharded_model,
     fit_trains_sharded_models,

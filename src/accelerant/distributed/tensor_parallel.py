@@ -30,10 +30,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from accelerant import ops
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn.layers import Linear
+from accelerant.nn.layers import Linear, RMSNorm, rms_eps
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
+from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.decode.steps import usual_plan
 from accelerant.runtime.compilation.triton import TritonKernel
@@ -119,13 +120,20 @@ class _Split:
     @property
     def weight(self) -> Tensor:
         parameter: Tensor = self._parameters["weight"]
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # two while FSDP2 has sharded it too
-            return parameter.to_local()
-        return parameter
+        return _local(parameter)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # two while FSDP2 has sharded it too
+        return parameter.to_local()
+    return parameter
 
 
 class _SplitLinear(_Split, Linear):  # type: ignore[override]  # a property in place of the attribute
-    pass
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]  # a property, as above
+        parameter: Tensor | None = self._parameters["bias"]
+        return None if parameter is None else _local(parameter)
 
 
 class _SplitEmbedding(_Split, nn.Embedding):  # type: ignore[override]  # as above
@@ -147,6 +155,11 @@ class _SplitAttention(LlamaAttention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
         return _leave(super().forward(_enter(x, self.mesh), cos, sin, cache), self.mesh, self.sums)
+
+    def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        if norm is None:
+            return x
+        return ops.rms_norm(x, _enter(norm.weight, self.mesh), eps=rms_eps(norm, x))  # each process has other heads
 
 
 class _SplitMLP(GatedMLP):
@@ -172,7 +185,9 @@ class _TensorParallelLlama(Llama):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = _enter(hidden, self.mesh).reshape(-1, self.config.width)
-        logits = ops.matmul(rows, self._output_weight().to(hidden.dtype).t())
+        head: Any = self._head()
+        int8 = isinstance(head, LinearInt8)
+        logits = head(rows) if int8 else ops.matmul(rows, self._output_weight().to(hidden.dtype).t())
         return _leave(logits, self.mesh, columns=True).view(*hidden.shape[:-1], self.config.vocab_size)
 
     def cache_shape(self) -> tuple[int, int, int]:
@@ -182,8 +197,11 @@ class _TensorParallelLlama(Llama):
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         return _leave(super().decode(tokens, cache), self.mesh, columns=True)
 
+    def score(self, hidden: Tensor, *, invariant: bool = False) -> Tensor:
+        return _leave(super().score(hidden, invariant=invariant), self.mesh, columns=True)
+
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor, invariant: bool = False) -> Tensor:
-        weight: Any = layer.weight
+        weight: Any = layer.weight_int8 if isinstance(layer, LinearInt8) else layer.weight
         if (
             not invariant
             and x.shape[0] == 1
@@ -232,7 +250,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         the model.
 
     Raises:
-        UnsupportedCase: another model, layers of another class, or layers with biases.
+        UnsupportedCase: another model, layers of another class, or biases other than those of queries, keys and values.
         ConfigError: N does not divide kv_heads, hidden and vocab_size; or as accelerant.distributed.shard.
     """
     group_of(mesh)
@@ -253,8 +271,11 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         splits["lm_head"] = (0, ())
     for name in splits:
         layer = model.get_submodule(name)
-        if type(layer) is not Linear or layer.bias is not None:
-            raise UnsupportedCase(f"tensor_parallel splits nn.Linear without a bias, {name} is {layer}")
+        usual = type(layer) in (Linear, LinearInt8) and not getattr(layer, "dynamic", False)
+        if not usual or (layer.bias is not None and not name.endswith("qkv")):
+            raise UnsupportedCase(
+                f"tensor_parallel splits nn.Linear and LinearInt8, with a bias in qkv alone; {name} is {layer}"
+            )
     sums = PeerSum(mesh)
     for name, (dim, sections) in {**splits, "embed": (0, ())}.items():
         _split(model.get_submodule(name), mesh, dim, sections)
@@ -270,13 +291,30 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
 
 def _split(layer: Any, mesh: DeviceMesh, dim: int, sections: tuple[int, ...] = ()) -> None:
     """Keep this process's part of a layer's weight: of each section, if there are several."""
-    weight, rank, size = layer.weight, mesh.get_local_rank(), mesh.size()
-    matrices = weight.detach().split(sections or weight.shape[0])
-    local = torch.cat([matrix.chunk(size, dim)[rank] for matrix in matrices]).to(mesh.device_type, copy=True)
+    rank, size = mesh.get_local_rank(), mesh.size()
+
+    def part(whole: Tensor) -> Tensor:
+        matrices = whole.detach().split(sections or whole.shape[0])
+        return torch.cat([matrix.chunk(size, dim)[rank] for matrix in matrices]).to(mesh.device_type, copy=True)
+
+    def parameter(whole: nn.Parameter) -> nn.Parameter:
+        distributed = DTensor.from_local(part(whole), mesh, [Shard(dim)], run_check=False)
+        return nn.Parameter(distributed, requires_grad=whole.requires_grad)
+
+    if isinstance(layer, LinearInt8):  # whose integers and scales are those of the whole rows
+        layer.weight_int8 = local = part(layer.weight_int8)
+        layer.scale = layer.scale if dim else part(layer.scale)
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(part(layer.bias), requires_grad=layer.bias.requires_grad)
+        layer.out_features, layer.in_features = local.shape
+        return
+    weight, bias = layer.weight, getattr(layer, "bias", None)
     layer.__class__ = _SplitEmbedding if isinstance(layer, nn.Embedding) else _SplitLinear
     layer.sections, layer.mesh = sections, mesh
-    distributed = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
-    layer._parameters["weight"] = nn.Parameter(distributed, requires_grad=weight.requires_grad)
+    layer._parameters["weight"] = parameter(weight)
+    if bias is not None:
+        layer._parameters["bias"] = parameter(bias)
+    local = layer.weight
     if isinstance(layer, nn.Embedding):
         layer.num_embeddings = local.shape[0]
     else:
@@ -289,6 +327,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Every process calls it; the first process of all gets the weights, others an empty dict. One parameter at a time is
     whole on a device. The names and shapes are those of the model before it was split.
     """
+    if isinstance(model, _TensorParallelLlama) and any(isinstance(each, LinearInt8) for each in model.modules()):
+        raise UnsupportedCase("a model in integers that is split is not joined again: keep the folder it was read from")
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -296,7 +296,11 @@ class LlamaAttention(nn.Module):
         """Return queries, keys and values, (..., heads, head width), of qkv's result, normalized where they are."""
         heads = qkv.unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_width))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
+        return self._normalized(q, self.q_norm), self._normalized(k, self.k_norm), v
+
+    def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        y: Tensor = x if norm is None else norm(x)
+        return y
 
 
 class GatedMLP(nn.Module):
