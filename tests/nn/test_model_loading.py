@@ -220,7 +220,7 @@ def test_the_peak_of_memory_is_the_quantized_model_and_a_tensor(tmp_path):
 
 def test_another_kind_of_integers_is_refused(tmp_path):
     folder = saved(drawn("llama", 0, tied=True), tmp_path)
-    with pytest.raises(ConfigError, match="quantize must be 'int8' or None, got 'int3'"):
+    with pytest.raises(ConfigError, match="quantize must be 'int8', 'int4' or None, got 'int3'"):
         load_model(folder, quantize="int3")
 
 

@@ -219,8 +219,8 @@ def test_on_the_meta_device():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="which alone takes examples, got 'int4'"):
-        ann.quantize(small_gpt(), mode="int4")
+    with pytest.raises(ConfigError, match="which alone takes examples, got 'int2'"):
+        ann.quantize(small_gpt(), mode="int2")
     with pytest.raises(ConfigError, match="ReLU has no linear layer"):
         ann.quantize(nn.ReLU())
     with pytest.raises(ConfigError, match=r"not a layer: see LinearInt8\.from_linear"):
@@ -243,3 +243,51 @@ def test_matches_torch_on_a_dequantised_model():
     torch.testing.assert_close(
         layer(x), functional.linear(x, layer.weight_int8 * layer.scale[:, None], linear.bias), rtol=1e-5, atol=1e-5
     )
+
+
+# --- 4 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_four_bits_serve_layers_of_whole_groups(tmp_path):
+    model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 100), nn.Linear(100, 7)).to(torch.bfloat16)
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    expected = model(x)
+    report = ann.quantize(model, mode="int4")
+    assert report.replaced == ("0", "2")
+    assert report.skipped == {"3": "its 100 inputs are no multiple of 128"}
+    assert "4-bit integers (int4)" in str(report)
+    assert report.bytes_after < report.bytes_before / 3
+    y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert float((y - expected).norm() / expected.norm()) < 0.2
+    layer = model[0]
+    assert layer.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+    other = nn.Sequential(ann.LinearInt4(256, 128), nn.ReLU(), ann.LinearInt4(128, 100), nn.Linear(100, 7))
+    other.to(torch.bfloat16).load_state_dict(model.state_dict())
+    assert other[0].scale.dtype == torch.float32
+    assert torch.equal(other(x), y)
+    dense = ann.unquantize(model, inplace=False)
+    assert type(dense[0]) is nn.Linear
+    torch.testing.assert_close(dense(x), y, rtol=3e-2, atol=3e-2)
+    floats = ann.quantization.float_state_dict(model)
+    assert set(floats) == set(dense.state_dict())
+    assert ann.quantize(model, mode="int4", skip=("3",)).skipped["0"] == "it is quantized already"
+
+
+def test_four_bits_with_zeros_and_in_parts():
+    linear = nn.Linear(128, 12)
+    layer = ann.LinearInt4.from_linear(linear, symmetric=False)
+    assert layer.zero.shape == (12, 1)
+    parts = ann.LinearInt4(128, 12, symmetric=False)
+    parts.load_rows(linear.weight.detach().split(5))
+    assert torch.equal(parts.weight_int4, layer.weight_int4)
+    x = torch.randn(3, 128, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, -1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="multiple of 128, got 100 to 3"):
+        ann.LinearInt4(100, 3)
+    with torch.no_grad():
+        linear.weight[3, 4] = math.nan
+    with pytest.raises(ConfigError, match="not finite"):
+        ann.LinearInt4.from_linear(linear)

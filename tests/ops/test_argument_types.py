@@ -117,7 +117,7 @@ TORCHS = {op: names for op in OPS if (names := torch_parameters(op)) is not None
 
 def test_all_of_torchs_functions_were_found():
     own = {"add_layer_norm", "add_rms_norm", "attention_decode", "attention_paged", "attention_varlen", "linear_gelu"}
-    assert OPS.keys() - TORCHS.keys() == own | {"linear_int8", "quantize_int8", "rope", "swiglu"}
+    assert OPS.keys() - TORCHS.keys() == own | {"linear_int4", "linear_int8", "quantize_int8", "rope", "swiglu"}
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])

@@ -351,6 +351,10 @@ METHODS: dict[str, ArrayMethod] = {
     "linear_gelu": _op(
         "linear_gelu", _product_flops, lambda n: (_wide(n), (1024, 1024), (1024,)), "rows", scratch=True, per_s=3e13,
     ),
+    "linear_int4": _op(
+        "linear_int4", _product_flops, lambda n: (_wide(n), Indices((1024, 512), 256, 0, torch.uint8), (1024, 8)),
+        scratch=True,
+    ),
     "linear_int8": _op(
         "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,)),
         "rows", scratch=True,
@@ -497,9 +501,9 @@ class Operations(ABC):
         (
             add, add_layer_norm, add_rms_norm, attention, attention_decode, attention_paged, attention_varlen,
             avg_pool2d, binary_cross_entropy, binary_cross_entropy_with_logits, conv2d, cross_entropy, dropout,
-            embedding, gelu,
-            l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int8, log_softmax, matmul, max_pool2d,
-            mse_loss, mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax, swiglu, tanh,
+            embedding, gelu, l1_loss, layer_norm, linear_cross_entropy, linear_gelu, linear_int4, linear_int8,
+            log_softmax, matmul, max_pool2d, mse_loss, mul, quantize_int8, relu, rms_norm, rope, sigmoid, silu, softmax,
+            swiglu, tanh,
         ) = map(_op_method, ops.__all__)  # fmt: skip
 
     def field_add(self, x: Any, y: Any, field: str | PrimeField = DEFAULT_FIELD) -> Any:

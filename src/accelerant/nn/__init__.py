@@ -20,14 +20,14 @@ from accelerant.nn.layers import (
 from accelerant.nn.models import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.loading import load_model
 from accelerant.nn.patching import PatchReport, patch, unpatch
-from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize, unquantize
+from accelerant.nn.quantization import LinearInt4, LinearInt8, QuantizationReport, quantize, unquantize
 from accelerant.nn.transformer import MLP, MultiHeadAttention, TransformerBlock
 
 from accelerant.nn import optim, serving, train  # isort: skip  it imports the names above
 
 __all__ = [
     "GPT", "GRU", "LSTM", "MLP", "RNN", "AvgPool2d", "CharRNN", "CharRNNConfig", "Conv2d", "Encoder", "GPTConfig",
-    "LayerNorm", "Linear", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention",
+    "LayerNorm", "Linear", "LinearInt4", "LinearInt8", "Llama", "LlamaConfig", "MaxPool2d", "MultiHeadAttention",
     "MultiheadAttention", "PatchReport", "QuantizationReport", "RMSNorm", "TransformerBlock", "load_model", "optim",
     "patch", "quantize", "serving", "train", "unpatch", "unquantize",
 ]  # fmt: skip

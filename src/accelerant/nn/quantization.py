@@ -22,8 +22,9 @@ from accelerant import ops
 from accelerant.errors import ConfigError
 from accelerant.nn.exact import exact_network
 from accelerant.nn.layers import Linear, compute_dtype, require_width
+from accelerant.ops.linear_int4.op import GROUP, dequantize_int4
 
-_MODES = ("weight_only", "dynamic")
+_MODES = ("weight_only", "int8", "dynamic", "int4")
 _KINDS = (nn.Linear, Linear)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -144,6 +145,98 @@ class LinearInt8(nn.Linear):
         return self
 
 
+class LinearInt4(nn.Linear):
+    """A linear layer with weights of 4 bits in groups of 128 columns; see `from_linear` and ops.linear_int4.
+
+    Attributes:
+        weight_int4: (out_features, in_features / 2), uint8; a buffer.
+        scale: (out_features, in_features / 128), float32 even when the module is moved to another dtype; a buffer.
+        zero: as scale; a buffer, None if the integers are symmetric.
+        bias: (out_features,), the parameter of the layer that it was made of, or None.
+    """
+
+    weight_int4: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, symmetric: bool = True) -> None:
+        nn.Module.__init__(self)
+        if in_features < 1 or in_features % GROUP or out_features < 1:
+            raise ConfigError(f"LinearInt4 needs inputs in a multiple of {GROUP}, got {in_features} to {out_features}")
+        self.in_features, self.out_features = in_features, out_features
+        self._dtype = torch.get_default_dtype()
+        groups = (out_features, in_features // GROUP)
+        self.register_buffer("weight_int4", torch.zeros(out_features, in_features // 2, dtype=torch.uint8))
+        self.register_buffer("scale", torch.ones(groups, dtype=torch.float32))
+        self.register_buffer("zero", None if symmetric else torch.zeros(groups, dtype=torch.float32))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the integers represent, in the dtype of the original layer; computed at each read."""
+        return dequantize_int4(self.weight_int4, self.scale, self.zero).to(self._dtype)
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        self.load_rows([weight.detach()])
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear | Linear, *, symmetric: bool = True) -> LinearInt4:
+        """Quantize a layer; raise ConfigError if a weight is not finite, or the inputs are no multiple of 128."""
+        with torch.device("meta"):  # its buffers are replaced below
+            layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, symmetric=symmetric)
+        layer.load_rows([linear.weight.detach()])
+        layer._parameters["bias"] = linear.bias
+        return layer.train(linear.training)
+
+    def load_rows(self, rows: Iterable[Tensor]) -> None:
+        """Quantize a weight that comes in parts, rows from the first on."""
+        symmetric, parts = self.zero is None, []
+        for part in rows:
+            self._dtype = part.dtype
+            parts.append(ops.quantize_int4(part, symmetric=symmetric))
+            if not bool(parts[-1][1].isfinite().all()):
+                raise ConfigError("a weight is not finite: it cannot be quantized")
+        weights, scales, zeros = zip(*parts, strict=True)
+        self.weight_int4, self.scale = torch.cat(weights), torch.cat(scales)
+        self.zero = None if symmetric else torch.cat(zeros)
+
+    def to_linear(self) -> nn.Linear:
+        """Return a torch.nn.Linear with the rounded weights, which train, and this layer's bias."""
+        with torch.device("meta"):
+            layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        layer.weight = nn.Parameter(self.weight)
+        layer._parameters["bias"] = self.bias
+        return layer.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map to x (..., in_features); result and errors as in Linear."""
+        require_width(x, self.in_features, "LinearInt4")
+        dtype = compute_dtype(x)
+        bias: Tensor | None = self.bias
+        if bias is not None and bias.dtype not in (torch.float32, dtype):
+            bias = bias.to(dtype)
+        rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
+        y = ops.linear_int4(rows, self.weight_int4, self.scale, self.zero, bias)
+        return y if x.dim() > 1 else y[0]
+
+    def extra_repr(self) -> str:
+        """Describe the module for `print(model)`."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LinearInt4:
+        scale, zero = self.scale, self.zero
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scale.device)).dtype
+        if self.scale.dtype != torch.float32:
+            device = self.scale.device
+            self.scale, self.zero = scale.to(device), None if zero is None else zero.to(device)
+        return self
+
+
+_INTEGERS = LinearInt8, LinearInt4
+
+
 class _Weight(Tensor):
     """The weight of a LinearInt8 in floating point. The layer is quantized again from what is written to it."""
 
@@ -186,6 +279,10 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, LinearInt8) and path + "weight_int8" in state:
             del state[path + "weight_int8"], state[path + "scale"]
             state[path + "weight"] = module._floats()
+        elif isinstance(module, LinearInt4) and path + "weight_int4" in state:
+            del state[path + "weight_int4"], state[path + "scale"]
+            state.pop(path + "zero", None)
+            state[path + "weight"] = module.weight
     return state
 
 
@@ -208,8 +305,9 @@ class QuantizationReport:
     bytes_after: int
 
     def __str__(self) -> str:
+        bits = 4 if self.mode == "int4" else 8
         lines = [
-            f"{len(self.replaced)} linear layers in 8-bit integers ({self.mode}), {len(self.skipped)} left",
+            f"{len(self.replaced)} linear layers in {bits}-bit integers ({self.mode}), {len(self.skipped)} left",
             f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after",
         ]
         return "\n".join([*lines, *(f"left {name}: {reason}" for name, reason in self.skipped.items())])
@@ -221,7 +319,7 @@ def quantize(
     model: nn.Module, *, mode: str = "weight_only", skip: Skip = ("lm_head",), inplace: bool = True,
     examples: Tensor | None = None,
 ) -> QuantizationReport:  # fmt: skip
-    """Replace a model's linear layers by LinearInt8.
+    """Replace a model's linear layers by LinearInt8, or for mode="int4" by LinearInt4.
 
     Replaces torch.nn.Linear and accelerant.nn.Linear. Subclasses, which may compute something else, layers whose weight
     another module shares, and layers with hooks are left. So are adapters: those of peft, and layers that are trained
@@ -238,7 +336,8 @@ def quantize(
 
     Args:
         model: a model that contains linear layers, not itself one.
-        mode: "weight_only"; "dynamic", which also rounds x to integers, for products with many rows; or "exact".
+        mode: "weight_only" or "int8"; "dynamic", which also rounds x to integers, for products with many rows; "int4",
+            for layers whose inputs are a multiple of 128; or "exact".
         skip: layers to leave: full names ("blocks.0.mlp.up") or last components ("lm_head"); or a function of name and
             layer. The output layer is left by default: its errors affect the result directly.
         inplace: False changes a copy, which the report holds.
@@ -258,7 +357,7 @@ def quantize(
         return QuantizationReport(network, mode, tuple(replaced), {}, _size_bytes(model), _size_bytes(network))
     if mode not in _MODES or examples is not None:
         what = f"{mode!r} with examples" if mode in _MODES else repr(mode)
-        raise ConfigError(f"mode must be 'weight_only', 'dynamic' or 'exact', which alone takes examples, got {what}")
+        raise ConfigError(f"mode must be one of {_MODES}, or 'exact', which alone takes examples, got {what}")
     if isinstance(model, _KINDS):
         raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
     occurrences = list(_linear_layers(model))
@@ -273,18 +372,20 @@ def quantize(
         for parameter in module._parameters.values():
             owners[id(parameter)].add(module)
     adapters = _adapters(model)
-    frozen = any(not layer.weight.requires_grad for *_, layer in occurrences if not isinstance(layer, LinearInt8))
+    frozen = any(not layer.weight.requires_grad for *_, layer in occurrences if type(layer) in _KINDS)
     skipped: dict[str, str] = {}
-    quantized: dict[nn.Module, LinearInt8] = {}
+    quantized: dict[nn.Module, LinearInt8 | LinearInt4] = {}
     changes: list[tuple[str, nn.Module, str, nn.Module]] = []
     for name, parent, key, layer in occurrences:
         reason = _reason_against(name, layer, skip, owners, frozen) if layer not in adapters else "it is an adapter"
+        if reason is None and mode == "int4" and layer.in_features % GROUP:
+            reason = f"its {layer.in_features} inputs are no multiple of {GROUP}"
         if reason is not None:
             skipped[name] = reason
             continue
         if layer not in quantized:
             try:
-                quantized[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
+                quantized[layer] = _quantized_layer(layer, mode)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
         changes.append((name, parent, key, quantized[layer]))
@@ -294,33 +395,42 @@ def quantize(
     return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
 
 
+def _quantized_layer(layer: nn.Linear | Linear, mode: str) -> LinearInt8 | LinearInt4:
+    return LinearInt4.from_linear(layer) if mode == "int4" else LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
+
+
 def _adapt_libraries(model: nn.Module) -> None:
     """Turn off torch's fused inference around quantized layers, and attach transformers' hooks for saving them."""
     for module in model.modules():  # torch's fused inference reads the weights of these layers itself
-        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, LinearInt8) for m in module.children()):
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, _INTEGERS) for m in module.children()):
             module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, LinearInt8) for m in module.modules()):
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, _INTEGERS) for m in module.modules()):
             module.use_nested_tensor = False
     PreTrainedModel: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(isinstance(m, LinearInt8) for m in module.modules()):
+        if isinstance(module, PreTrainedModel) and any(isinstance(m, _INTEGERS) for m in module.modules()):
             importlib.import_module("accelerant.nn._hugging_face_quantizer").attach(module)
 
 
-def quantized_on_meta(model: nn.Module, kind: str) -> dict[str, LinearInt8]:
-    """Replace each linear layer of a model without storage by one in integers, "int8"; return them by name."""
-    if kind != "int8":
-        raise ConfigError(f"quantize must be 'int8' or None, got {kind!r}")
-    layers: dict[str, LinearInt8] = {}
+def quantized_on_meta(model: nn.Module, kind: str) -> dict[str, LinearInt8 | LinearInt4]:
+    """Replace each linear layer of a model without storage by one in integers, "int8" or "int4"; return them by name.
+
+    For "int4" the output layer, and layers whose inputs are no multiple of a group, have 8 bits.
+    """
+    if kind not in ("int8", "int4"):
+        raise ConfigError(f"quantize must be 'int8', 'int4' or None, got {kind!r}")
+    layers: dict[str, LinearInt8 | LinearInt4] = {}
     for name, parent, key, layer in list(_linear_layers(model)):
+        small = kind == "int4" and not layer.in_features % GROUP and key != "lm_head"
+        make = LinearInt4 if small else LinearInt8
         with torch.device("meta"):
-            layers[name] = LinearInt8(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            layers[name] = make(layer.in_features, layer.out_features, bias=layer.bias is not None)
         parent._modules[key] = layers[name]
     return layers
 
 
 def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
-    """Replace each LinearInt8 of a model by a torch.nn.Linear with its rounded weights, in their original dtype.
+    """Replace each layer in integers of a model by a torch.nn.Linear with its rounded weights, in their original dtype.
 
     Args:
         model: a model that contains layers in integers, not itself one; one without such layers stays as it is.
@@ -332,13 +442,13 @@ def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     Raises:
         ConfigError: a layer is given.
     """
-    if isinstance(model, LinearInt8):
+    if isinstance(model, _INTEGERS):
         raise ConfigError("unquantize takes a model that has LinearInt8 layers, not a layer")
     model = model if inplace else copy.deepcopy(model)
     replaced: dict[nn.Module, nn.Linear] = {}
     for parent in list(model.modules()):
         for key, layer in parent._modules.items():
-            if isinstance(layer, LinearInt8):
+            if isinstance(layer, _INTEGERS):
                 if layer not in replaced:
                     replaced[layer] = layer.to_linear()
                 parent._modules[key] = replaced[layer]
@@ -380,7 +490,7 @@ def _reason_against(
     name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.Module]], some_frozen: bool
 ) -> str | None:
     name = name.removesuffix(".base_layer")  # of one that peft has wrapped
-    if isinstance(layer, LinearInt8):
+    if isinstance(layer, _INTEGERS):
         return "it is quantized already"
     if not isinstance(layer, _KINDS):
         return "a Conv1D of transformers is not quantized; the layers of accelerant.nn.GPT.from_pretrained are"

@@ -29,6 +29,8 @@ from accelerant.ops.embedding import embedding
 from accelerant.ops.gelu import gelu
 from accelerant.ops.linear_cross_entropy import linear_cross_entropy
 from accelerant.ops.linear_gelu import linear_gelu
+from accelerant.ops.linear_int4 import linear_int4
+from accelerant.ops.linear_int4.op import quantize_int4 as quantize_int4
 from accelerant.ops.linear_int8 import linear_int8
 from accelerant.ops.losses import binary_cross_entropy, binary_cross_entropy_with_logits, l1_loss, mse_loss
 from accelerant.ops.matmul import matmul
@@ -43,10 +45,9 @@ from accelerant.ops.swiglu import swiglu
 __all__ = [
     "add", "add_layer_norm", "add_rms_norm", "attention", "attention_decode", "attention_paged", "attention_varlen",
     "avg_pool2d", "binary_cross_entropy", "binary_cross_entropy_with_logits", "conv2d", "cross_entropy", "dropout",
-    "embedding",
-    "gelu", "l1_loss", "layer_norm", "linear_cross_entropy", "linear_gelu", "linear_int8", "log_softmax", "matmul",
-    "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid", "silu", "softmax",
-    "swiglu", "tanh",
+    "embedding", "gelu", "l1_loss", "layer_norm", "linear_cross_entropy", "linear_gelu", "linear_int4", "linear_int8",
+    "log_softmax", "matmul", "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid",
+    "silu", "softmax", "swiglu", "tanh",
 ]  # fmt: skip
 
 

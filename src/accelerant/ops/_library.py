@@ -265,8 +265,9 @@ TORCH_NAMES: dict[str, dict[str, str]] = {
     **{op: {**_X, "normalized_shape": ""} for op in ("layer_norm", "rms_norm")},
     "swiglu": {"input": "gate"},
     **dict.fromkeys(
-        ("add_layer_norm", "add_rms_norm", "avg_pool2d", "conv2d", "dropout", "gelu", "linear_gelu", "linear_int8",
-         "log_softmax", "max_pool2d", "quantize_int8", "relu", "rope", "sigmoid", "silu", "softmax", "tanh"), _X,
+        ("add_layer_norm", "add_rms_norm", "avg_pool2d", "conv2d", "dropout", "gelu", "linear_gelu", "linear_int4",
+         "linear_int8", "log_softmax", "max_pool2d", "quantize_int8", "relu", "rope", "sigmoid", "silu", "softmax",
+         "tanh"), _X,
     ),
 }  # fmt: skip
 """Op -> torch's name of an argument -> the op's, "" for one that the op infers from the tensors."""

@@ -39,7 +39,7 @@ from accelerant.nn.models.language_model import (
     padded_prompt_length,
     require_tokens,
 )
-from accelerant.nn.quantization import LinearInt8
+from accelerant.nn.quantization import LinearInt4, LinearInt8
 from accelerant.ops._invariant import linear as linear_invariant
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
@@ -537,11 +537,11 @@ def decode_linear(
         if bias is not None:
             residual = bias.to(x.dtype).expand(x.shape[0], -1).contiguous()
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
-    if invariant:
+    if invariant and not isinstance(layer, LinearInt4):  # whose rows do not depend on one another
         raise UnsupportedCase(f"a {type(layer).__name__} may compute a row by its batch: use Engine(fast=True)")
     y = layer(x if norm is None else norm(x))
     if gated:
-        y = ops.swiglu(y)
+        y = _swiglu(y) if invariant else ops.swiglu(y)
     return y if residual is None else y + residual
 
 

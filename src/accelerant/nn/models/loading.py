@@ -29,8 +29,8 @@ def load_model(
         device: of the model; None for the CPU.
         dtype: of what is not quantized, and of activations, or its name; None for that of the embedding in the file,
             float32 for Q8_0.
-        quantize: "int8" for linear layers in 8-bit integers, the output layer included unless it is tied; None for
-            none.
+        quantize: "int8" for linear layers in 8-bit integers, the output layer included unless it is tied; "int4" for
+            4 bits, but for the output layer and inputs that are no multiple of 128; None for none.
 
     Returns:
         the model, whose parameters need no gradient, and the tokenizer.

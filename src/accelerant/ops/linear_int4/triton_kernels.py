@@ -1,0 +1,67 @@
+"""linear_int4: products with a weight of 4-bit integers, in groups of 128 columns with a scale and a zero each.
+
+    y[m, n] = sum_g scale[n, g] (sum_k x[m, k] q[n, k] - zero[n, g] sum_k x[m, k]) + bias[n],  k in group g
+
+Source: groups with scale and zero as in Frantar et al. 2022, arXiv:2210.17323, section 4.
+Layout: x (M, K) and y (M, N), contiguous; weight (N, K / 2) uint8: byte i of a group's 64 has column i in its lower
+        half and column i + 64 in its upper one; scale and zero (N, K / 128), a zero that is absent is 8. The integers
+        are exact in every dtype, so products are those of x alone, scaled in float32 once per group.
+Grid:   one program per tile of y, over all of K: its sums are in the same order whatever the tile and M.
+Bound:  few rows: memory, N K / 2 bytes, and the conversion of the integers; many: tensor cores, 2 M N K flops.
+"""
+
+import triton
+import triton.language as tl
+
+from accelerant.ops.linear_gelu.triton_kernels import _tile
+
+
+@triton.jit
+def _numbers(q, x, BITS: tl.constexpr):
+    """Return integers below 16 in the dtype of x. BITS: as the last bits of 128 in bfloat16, without conversions."""
+    if BITS:
+        return ((q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)) - 128.0
+    else:
+        return q.to(x.dtype)
+
+
+@triton.jit
+def linear_int4_fwd(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    groups = K // 128
+    lanes = tl.arange(0, 64)
+    lines, outputs = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    m = tl.where(row + lines < M, row + lines, 0).to(tl.int64)
+    n = tl.where(column + outputs < N, column + outputs, 0).to(tl.int64)
+    x_at = x_ptr + m[:, None] * K + lanes[None, :]
+    weight_at = weight_ptr + n[:, None] * (groups * 64) + lanes[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for first in range(0, groups, UNROLL):
+        for u in tl.static_range(UNROLL):
+            g = first + u
+            inside = (lanes < tl.where(g < groups, 64, 0))[None, :]
+            q = tl.load(weight_at + g * 64, mask=inside, other=0)
+            low = tl.load(x_at + g * 128, mask=inside, other=0.0)
+            high = tl.load(x_at + g * 128 + 64, mask=inside, other=0.0)
+            scale = tl.load(scale_ptr + n * groups + g, mask=outputs < tl.where(g < groups, BLOCK_N, 0), other=0.0)
+            if UPCAST:
+                low = low.to(tl.float32)
+                high = high.to(tl.float32)
+            part = tl.dot(_numbers(q & 15, low, BITS), tl.trans(low), input_precision="ieee")
+            part = tl.dot(_numbers(q >> 4, low, BITS), tl.trans(high), part, input_precision="ieee")
+            total = tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
+            if zero_ptr is None:
+                part -= 8.0 * total[None, :]
+            else:
+                zero = tl.load(zero_ptr + n * groups + g, mask=outputs < tl.where(g < groups, BLOCK_N, 0), other=0.0)
+                part -= zero.to(tl.float32)[:, None] * total[None, :]
+            acc += part * scale.to(tl.float32)[:, None]
+    here = column + outputs < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=here, other=0.0).to(tl.float32)[:, None]
+    at = y_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & (row + lines < M)[None, :])
