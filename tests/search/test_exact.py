@@ -1,7 +1,10 @@
 """Exact search against a float64 reference: metrics, dtypes, filters, ties, and what it refuses."""
 
 import itertools
+import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -117,7 +120,7 @@ def test_scores_and_order_do_not_depend_on_the_batch_the_chunk_or_the_filter(met
     moved = exact(q, x[shuffled], 12, metric, ids=shuffled)
     masked = exact(q, x, 12, metric, mask=torch.ones(3000, dtype=torch.bool))
     monkeypatch.setitem(exact.__globals__["_SCORES"], "cpu", 1 << 9)
-    monkeypatch.setitem(exact.__globals__, "_QUERIES", 3)
+    monkeypatch.setitem(exact.__globals__["_QUERIES"], "cpu", 3)
     for other in (shards, moved, masked, exact(q, x, 12, metric)):
         assert torch.equal(other.scores, whole.scores)
         assert torch.equal(other.ids, whole.ids)
@@ -308,3 +311,104 @@ def test_threads_search_at_once():
         for thread in threads:
             step(thread)
     assert all(torch.equal(found[at].ids, wanted.ids) for at, _ in itertools.product(range(8), [0]))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Run the Triton kernels on CPU tensors."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: tests marked gpu run the kernels compiled")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+KERNEL_CASES = [
+    *((metric, dtype, dtype) for metric in ("ip", "cosine", "l2") for dtype in (*FLOATS, torch.int8)),
+    ("ip", torch.float32, torch.bfloat16), ("l2", torch.float32, torch.int8), ("cosine", torch.float16, torch.float32),
+]  # fmt: skip
+
+
+def compare_kernels(metric, of_queries, of_data, device, rows, d):
+    """Several queries and one, filters of each kind, equal rows: the bits of the CPU's answers."""
+    generator = torch.Generator().manual_seed(9)
+    x, q = drawn(generator, rows, d, of_data), drawn(generator, 5, d, of_queries)
+    x[rows // 2 : rows // 2 + 40] = x[:40]
+    q[3] = q[0]
+    mask = torch.rand(rows, generator=generator) < 0.4
+    each = torch.rand(5, rows, generator=generator) < 0.1
+    for queries, filter_ in (
+        (q, None),
+        (q[:1], None),
+        (q, mask),
+        (q[:1], mask),
+        (q, each),
+        (q[:1], each[:1]),
+        (q, range(7, 90)),
+    ):
+        yield (
+            (queries, x, 7, metric, filter_),
+            [y.to(device) if isinstance(y, torch.Tensor) else y for y in (queries, x, filter_)],
+        )
+
+
+@pytest.mark.parametrize(("metric", "of_queries", "of_data"), KERNEL_CASES)
+def test_the_kernels_choose_the_same_rows(metric, of_queries, of_data, interpreted, monkeypatch):
+    for arguments, _ in compare_kernels(metric, of_queries, of_data, "cpu", 331, 70):
+        with monkeypatch.context() as context:
+            context.delenv("TRITON_INTERPRET")
+            wanted = exact(*arguments)
+        acl.ledger().reset()
+        found = exact(*arguments)
+        (record,) = [each for each in acl.ledger().records() if each.op == "search_exact"]
+        assert record.implementation == "triton"
+        assert torch.equal(found.ids, wanted.ids)
+        assert torch.equal(found.scores, wanted.scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("metric", "of_queries", "of_data"), KERNEL_CASES)
+def test_a_gpu_has_the_bits_of_the_cpu(metric, of_queries, of_data):
+    for rows, d in ((331, 70), (70_001, 128), (20_000, 384)):
+        for arguments, moved in compare_kernels(metric, of_queries, of_data, "cuda", rows, d):
+            wanted = exact(*arguments)
+            queries, x, filter_ = moved
+            found = exact(queries, x, 7, metric, filter_)
+            assert torch.equal(found.ids.cpu(), wanted.ids)
+            assert torch.equal(found.scores.cpu(), wanted.scores)
+            streamed = exact(queries, arguments[1], 7, metric, arguments[4])  # rows in the host's memory
+            assert torch.equal(streamed.ids.cpu(), wanted.ids)
+
+
+COMPILE = """
+import torch
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.search import blocks
+types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
+rest = {"maxima_ptr": "*fp32", "scores_ptr": "*fp32", "query_ptr": "*i64", "block_ptr": "*i64"}
+integers = dict.fromkeys(("Q", "N", "D", "q_row", "x_row", "hidden_row", "blocks"), "i32")
+count = 0
+for target in ("sm_75", "sm_80", "sm_90", "gfx942"):
+    for dtype, kind in types.items():
+        for name, kernel in blocks.KERNELS.items():
+            constants = {"METRIC": "l2", "extra_ptr": None, "hidden_ptr": None, "BLOCK_D": 128}
+            warps, stages = 4, 3
+            if name == "maxima":
+                tile, warps, stages = blocks.tile_of(128, dtype, dtype, has_tensor_cores=target != "sm_75")
+                constants |= tile
+            given = {"q_ptr": kind, "x_ptr": kind, **rest, **integers, "extra_ptr": "*fp32", "hidden_ptr": "*i1"}
+            constants = {name: value for name, value in constants.items() if value is not None}
+            names = [each for each in kernel.argument_names() if each not in constants]
+            source = kernel.source({each: given[each] for each in names}, constants, num_warps=warps, num_stages=stages)
+            binary = source.dialects["triton"].build(target)
+            assert len(binary.code)
+            count += 1
+print(count)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_each_target():
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "48", done.stderr[-3000:]

@@ -27,6 +27,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
+from accelerant.search import blocks
 from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
 from accelerant.search.filters import Selection, selection
 
@@ -38,7 +39,7 @@ _BLOCK = 32
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """Scores that are held at once: on a CPU they stay in its cache."""
 
-_QUERIES = 256
+_QUERIES = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
 """Elements of a chunk of rows that has to be copied: converted, gathered, or brought to the device."""
 
@@ -145,10 +146,9 @@ def search(
     case = f"{len(q)} x {count} x {q.shape[1]} {str(parts[0].dtype).removeprefix('torch.')} {metric}"
     provider, index = provider_of(q.device), q.device.index or 0
     size = sum(part.numel() * part.element_size() for part in parts)
-    record = sole_record(
-        "search_exact", "torch", provider.name, str(q.device), case, size_bytes=size,
-        operations=2 * len(q) * count * q.shape[1],
-    )  # fmt: skip
+    way = "triton" if metric != "hamming" and blocks.serves(q.device) else "torch"
+    names_of = ("search_exact", way, provider.name, str(q.device), case)
+    record = sole_record(*names_of, size_bytes=size, operations=2 * len(q) * count * q.shape[1])
     with RecordedLaunch(record, provider, index):
         starts = [0]
         for part in parts:
@@ -219,6 +219,7 @@ class Part:
         self.error = torch.zeros(len(q), device=self.device)  # e
         self.buffer: Tensor | None = None
         self.factor = q
+        self.kernels = metric != "hamming" and blocks.serves(self.device)
         self.norms = torch.zeros(0)
         if metric != "hamming":
             norms = torch.linalg.vector_norm(q.double(), dim=1)
@@ -234,8 +235,9 @@ class Part:
         pieces = [self._nothing()]
         for at, (x, rows, hidden) in enumerate(self._chunks(data, chosen)):
             factor, minus = self._prepared(x, rows)
-            for first in range(0, len(self.q), _QUERIES):
-                tile = slice(first, first + _QUERIES)
+            step = _QUERIES["cpu" if self.device.type == "cpu" else "cuda"]
+            for first in range(0, len(self.q), step):
+                tile = slice(first, first + step)
                 covered = hidden if hidden is None or len(hidden) == 1 else hidden[tile]
                 pieces.append(self._tile(factor, minus, tile, rows, covered))
             if at & (at + 1) == 0:
@@ -255,9 +257,14 @@ class Part:
     def _chunks(self, data: Tensor, chosen: Selection) -> Iterator[tuple[Tensor, Tensor | range, Tensor | None]]:
         """Yield rows on the device, their numbers, and what is hidden of them, (Q, rows) or (1, rows) bool."""
         rows, each = chosen.rows, chosen.each
-        copied = data.device != self.device or data.dtype != torch.float32 or isinstance(rows, Tensor)
+        converted = data.dtype != torch.float32 and not self.kernels
+        copied = data.device != self.device or converted or isinstance(rows, Tensor)
         kind = "cpu" if self.device.type == "cpu" else "cuda"
-        size = max(_SCORES[kind] // max(min(len(self.q), _QUERIES), 1), 2 * self.wanted, 2048)
+        size = (
+            len(data)
+            if self.kernels
+            else max(_SCORES[kind] // max(min(len(self.q), _QUERIES[kind]), 1), 2 * self.wanted, 2048)
+        )
         if copied:
             size = min(size, max(_ELEMENTS[kind] // data.shape[1], 2 * self.wanted, 256))
         size = -(-size // _BLOCK) * _BLOCK
@@ -284,30 +291,37 @@ class Part:
         """Return what is multiplied by the queries, and |x|^2 under l2 or 1 / |x| under cosine; update the bound."""
         if self.metric == "hamming":
             return x, None
-        wide = x if x.dtype == torch.float32 else x.float()
-        if x.dtype == self.q.dtype == torch.int8 and self._is_whole(x.shape[1]):
-            return wide, None if self.metric == "ip" else wide.square().sum(1)
+        whole = x.dtype == self.q.dtype == torch.int8 and self._is_whole(x.shape[1])
+        if whole and self.metric == "ip" and self.kernels:
+            return x, None
+        wide = x if x.dtype == torch.float32 or (self.kernels and x.is_floating_point()) else x.float()
+        if whole:
+            return x if self.kernels else wide, None if self.metric == "ip" else wide.square().sum(1)
         if self.known is None:
-            norms = torch.linalg.vector_norm(wide, dim=1)
+            norms = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float32)
         else:
             norms = self.known[rows.start : rows.stop] if isinstance(rows, range) else self.known[rows]
         largest = norms.max()
         if not float(largest) < 1e19:
             self._refuse(norms, x, "data", rows)
-        self._widened(norms, x.shape[1])
+        self._widened(norms, x.shape[1], x.dtype)
         if self.metric == "cosine":
             if not (float(norms.min()) > 1e-12 and float(largest) < 1e12):
                 norms = torch.linalg.vector_norm(wide.double(), dim=1).clamp(min=1e-300)
                 return (wide / norms.unsqueeze(1)).float(), None
-            return wide, norms.reciprocal()
-        return wide, norms.square() if self.metric == "l2" else None
+            return x if self.kernels else wide, norms.reciprocal()
+        return x if self.kernels else wide, norms.square() if self.metric == "l2" else None
 
-    def _widened(self, norms: Tensor, d: int) -> None:
+    def _widened(self, norms: Tensor, d: int, dtype: torch.dtype = torch.float32) -> None:
         """Raise the bound e of the quick scores' error to that of rows with these norms."""
         share = (d + 16) * _UNIT * 1.05 + 2.1 * _INPUT_ERROR[torch.get_float32_matmul_precision()]
+        if self.kernels:  # tensor cores truncate sums, and take float32 as bfloat16
+            rounded = blocks.kind_of(self.q.dtype, dtype) == "bfloat16"
+            share = (d + 16) * 8 * _UNIT + (1.05 * 2.0**-8 if rounded else 0.0)
         largest = norms.max() + (d * 1e-38) ** 0.5  # squares below float32's range
         if self.metric == "cosine":
-            self.error.clamp_(min=3 * share)
+            own = self.norms if self.kernels else torch.ones_like(self.norms)  # the kernels take q as it is
+            self.error = torch.maximum(self.error, 3 * share * own)
             return
         bound = self.norms * largest if self.metric == "ip" else (self.norms + largest).square()
         self.error = torch.maximum(self.error, share * bound + d * 1e-37)
@@ -330,7 +344,30 @@ class Part:
         self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None
     ) -> Found:
         """Return the rows of a chunk that may be answers of some queries, by the quick scores."""
+        if self.kernels:
+            return self._by_blocks(x, extra, tile, rows, hidden)
         return self._chosen(self._products(x, extra, tile), tile, rows, hidden)
+
+    def _by_blocks(
+        self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None
+    ) -> Found:
+        """Compute `_tile` by the kernels, which keep only the maxima of blocks."""
+        q = self.q[tile]
+        half = blocks.kind_of(q.dtype, x.dtype) != "bfloat16"
+        q = q if half else q.float()
+        hidden = None if hidden is None else hidden.contiguous()
+        maxima = blocks.maxima(q, x, extra, hidden, self.metric)
+        least = self.least[tile]
+        if maxima.shape[1] >= self.wanted:
+            least = torch.maximum(least, maxima.topk(self.wanted, dim=1).values[:, -1])
+            self.least[tile] = least
+        limit = self._limit(least, self.error[tile])
+        query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
+        near = blocks.scores(q, x, extra, hidden, self.metric, query, block)
+        at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
+        column, query = block[at] * blocks.BLOCK + lane, query[at]
+        found = rows[column] if isinstance(rows, Tensor) else column + rows.start
+        return Found(query + tile.start if isinstance(tile, slice) else tile[query], found, near[at, lane])
 
     def _chosen(self, scores: Tensor, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None) -> Found:
         """Return the rows whose quick scores (queries of the tile, rows) are within the bounds."""
