@@ -214,36 +214,39 @@ import sys
 import numpy as np
 from accelerant.search import Collection
 with Collection(sys.argv[1], dim=32) as collection:
-    start = len(collection)
+    start = len(collection) // 500
     print(start, flush=True)
-    for turn in range(start // 500, 1000):
+    for turn in range(start, int(sys.argv[2])):
         ids = range(500 * turn, 500 * turn + 500)
         collection.upsert(ids, np.random.default_rng(turn).standard_normal((500, 32)), [{"turn": turn}] * 500)
-        print(turn, flush=True)
+        print(turn + 1, flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-def test_what_was_written_survives_kill_9_at_any_moment(tmp_path):
-    random = np.random.default_rng(5)
-    done = 0
+@pytest.mark.parametrize("points", [0, pytest.param(1_000_000, marks=pytest.mark.soak)])
+def test_what_was_written_survives_kill_9_at_any_moment(tmp_path, points):
+    """Each batch that the writer has reported is there, and no part of another."""
+    random, done = np.random.default_rng(5), points // 500
+    if points:
+        subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path), str(done)], check=True, stdout=subprocess.DEVNULL)
     for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(done + 1000)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         process.stdout.readline()
         time.sleep(random.uniform(0, 0.25))
         process.send_signal(signal.SIGKILL)
-        said = [int(line) for line in process.communicate()[0].split()]
-        done = max([done, *(turn + 1 for turn in said)])
+        reported = max([done, *map(int, process.communicate()[0].split())])
         with Collection(tmp_path) as collection:
-            assert len(collection) >= 500 * done
-            for turn in range(len(collection) // 500):
+            assert len(collection) % 500 == 0
+            assert len(collection) >= 500 * reported
+            done = len(collection) // 500
+            for turn in random.choice(done, min(done, 40), replace=False).tolist():
                 last = np.random.default_rng(turn).standard_normal((500, 32))[-1]
                 assert collection.search(last, 1).ids == [[500 * turn + 499]]
                 assert collection.count({"must": [{"key": "turn", "match": {"value": turn}}]}) == 500
-            done = len(collection) // 500
-            assert len(collection) == 500 * done
-    assert done > 5
+    assert done > points // 500 + 5
 
 
 def test_64_readers_beside_a_writer_see_whole_batches(tmp_path):
@@ -349,3 +352,14 @@ def test_the_old_vectors_answer_while_new_ones_are_read(made, monkeypatch):
     go.set()
     thread.join()
     assert made.search(vectors(300)[17], 1).ids == [[17]]
+
+
+@pytest.mark.gpu
+def test_a_mirror_on_a_gpu_answers_as_one_on_the_cpu(tmp_path):
+    with Collection(tmp_path, dim=384, device="cuda") as collection:
+        collection.upsert(range(20_000), vectors(20_000, dim=384), payloads(20_000))
+        collection.delete(range(0, 20_000, 7))
+        found = [collection.search(vectors(20, seed=1, dim=384), 10, filter=condition) for condition in CONDITIONS]
+    with Collection(tmp_path) as collection:
+        for condition, expected in zip(CONDITIONS, found, strict=True):
+            assert collection.search(vectors(20, seed=1, dim=384), 10, filter=condition).ids == expected.ids

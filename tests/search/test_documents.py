@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from accelerant.errors import ConfigError, FormatError, MissingFile
+from accelerant.nn import Llama, LlamaConfig
+from accelerant.nn.train.tokens import train_bpe_on
 from accelerant.search import DocumentIndex
 from nn.test_encoder import encoder_folder
 
@@ -158,57 +160,71 @@ def test_an_indexing_that_is_killed_goes_on(tmp_path, encoder, library):
 
 
 @pytest.fixture
-def accelerant(capsys):
-    def run(*arguments):
-        from accelerant.cli import main
+def model(tmp_path):
+    """A folder of a tiny Llama, whose context has room for a few sources."""
+    folder = tmp_path / "model"
+    tokenizer = train_bpe_on(iter(["some words w1 w2 w3 for a tokenizer, and some more"] * 20), 290)
+    sizes = {"context": 600, "layers": 1, "heads": 2, "kv_heads": 1, "width": 16, "hidden": 24}
+    Llama(LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    return folder
 
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, arguments)))
-        return ended.value.code or 0, *capsys.readouterr()
 
-    return run
-
-
-def test_the_commands_index_and_ask(accelerant, tmp_path, encoder, library):
+def test_an_answer_of_a_model_comes_with_its_sources(command_line, tmp_path, encoder, library, model):
     place = ("--index", tmp_path / "index", "--device", "cpu")
-    status, output, errors = accelerant("rag", "index", library, "--encoder", encoder, "--tokens", 20, *place)
+    command_line("rag", "index", library, "--encoder", encoder, "--tokens", 20, *place)
+    asked = ("rag", "ask", "w1 w2 w3", *place, "--model", model, "--max-tokens", 8)
+    status, output, errors = command_line(*asked, "--results", 30, "--json")
+    found = json.loads(output)
+    assert (status, errors, len(found["sources"])) == (0, "", 30)
+    assert isinstance(found["answer"], str)
+    assert command_line(*asked, "--results", 30, "--json")[1] == output, "the likeliest tokens"
+    status, output, _ = command_line(*asked, "--results", 2)
+    assert (status, output.count("Sources:"), "[2] " in output) == (0, 1, True)
+    status, _, errors = command_line("rag", "ask", "w1", *place, "--model", tmp_path / "none")
+    assert (status, errors.count("\n")) == (2, 1), errors
+
+
+def test_the_commands_index_and_ask(command_line, tmp_path, encoder, library):
+    place = ("--index", tmp_path / "index", "--device", "cpu")
+    status, output, errors = command_line("rag", "index", library, "--encoder", encoder, "--tokens", 20, *place)
     assert (status, "3 documents" in output, "picture.png" in errors) == (0, True, True), errors
-    status, output, _ = accelerant("rag", "index", library, *place, "--json")
+    status, output, _ = command_line("rag", "index", library, *place, "--json")
     assert (status, json.loads(output)["unchanged"]) == (0, 3)
     line = (library / "b.md").read_text().splitlines()[0]
-    status, output, _ = accelerant("rag", "ask", line, *place, "--results", 2, "--json")
+    status, output, _ = command_line("rag", "ask", line, *place, "--results", 2, "--json")
     found = json.loads(output)
     assert (status, found["answer"], len(found["sources"])) == (0, None, 2)
-    status, output, _ = accelerant("rag", "ask", line, *place, "--results", 1)
+    status, output, _ = command_line("rag", "ask", line, *place, "--results", 1)
     assert output.startswith(f"[1] {found['sources'][0]['path']}:{found['sources'][0]['line']}")
-    assert accelerant("rag", "ask", line, "--index", tmp_path / "absent")[0] == 2
+    assert command_line("rag", "ask", line, "--index", tmp_path / "absent")[0] == 2
 
 
-def test_the_commands_search_vectors_of_files(accelerant, tmp_path):
+def test_the_commands_search_vectors_of_files(command_line, tmp_path):
     rows = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
     np.save(tmp_path / "rows.npy", rows)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(100)))
     place = ("--index", tmp_path / "papers")
-    status, output, errors = accelerant(
+    status, output, errors = command_line(
         "search", "index", tmp_path / "rows.npy", *place, "--payload", tmp_path / "rows.jsonl", "--json"
     )
     assert (status, json.loads(output)["first_id"]) == (0, 0), errors
-    status, output, _ = accelerant("search", "index", tmp_path / "rows.npy", *place, "--json")
+    status, output, _ = command_line("search", "index", tmp_path / "rows.npy", *place, "--json")
     assert json.loads(output)["points"] == 200
     np.save(tmp_path / "queries.npy", rows[[17, 42]])
     condition = json.dumps({"must": [{"key": "n", "range": {"gte": 20}}]})
-    status, output, _ = accelerant(
+    status, output, _ = command_line(
         "search", "query", tmp_path / "queries.npy", *place, "--filter", condition, "--results", 1, "--json"
     )
     found = json.loads(output)
     assert (status, found["ids"][1], found["selected"]) == (0, [42], 80)
-    assert "17 (1.0000)" in accelerant("search", "query", tmp_path / "queries.npy", *place)[1]
+    assert "17 (1.0000)" in command_line("search", "query", tmp_path / "queries.npy", *place)[1]
     for arguments in (
         ("index", tmp_path / "rows.jsonl", *place), ("query", tmp_path / "queries.npy", "--index", tmp_path / "none"),
         ("query", tmp_path / "queries.npy", *place, "--filter", "{"), ("index", tmp_path / "none.npy", *place),
     ):  # fmt: skip
-        status, _, errors = accelerant("search", *arguments)
+        status, _, errors = command_line("search", *arguments)
         assert (status, errors.count("\n")) == (2, 1), errors
     np.save(tmp_path / "flat.npy", rows[0])
-    assert accelerant("search", "index", tmp_path / "flat.npy", *place)[0] == 1
+    assert command_line("search", "index", tmp_path / "flat.npy", *place)[0] == 1
     assert Path(tmp_path / "papers").is_dir()

@@ -219,7 +219,7 @@ class Collection:
             twice = next(i for i in names if names.count(i) > 1)
             raise ConfigError(f"the id {twice} is there twice in one upsert")
         rows = self._checked(vectors, "vectors")
-        given = [{}] * len(names) if payloads is None else [_json_object(payload) for payload in payloads]
+        given = [{}] * len(names) if payloads is None else _json_objects(list(payloads))
         if not len(names) == len(rows) == len(given):
             raise ShapeError(f"there are {len(names)} ids, {len(rows)} vectors and {len(given)} payloads")
         with self._write():
@@ -340,12 +340,12 @@ def _as_json(condition: Any) -> Mapping[str, Any] | None:
     return condition
 
 
-def _json_object(payload: object) -> Mapping[str, Any]:
-    """Return a payload as JSON has it."""
+def _json_objects(payloads: Sequence[object]) -> list[Mapping[str, Any]]:
+    """Return payloads as JSON has them."""
+    if wrong := [payload for payload in payloads if not isinstance(payload, Mapping)]:
+        raise ConfigError(f"a payload must be a JSON object, got {clipped(wrong[0])}")
     try:
-        if isinstance(payload, Mapping):
-            decoded: Mapping[str, Any] = json.loads(json.dumps(payload, allow_nan=False))
-            return decoded
+        decoded: list[Mapping[str, Any]] = json.loads(json.dumps(payloads, allow_nan=False))
+        return decoded
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"a payload must be a JSON object: {error}") from None
-    raise ConfigError(f"a payload must be a JSON object, got {clipped(payload)}")

@@ -10,9 +10,9 @@ from accelerant.privacy.he import bfv, search
 N = 8192
 
 
-def searched(vectors, query, bits=8, n=N):
-    public, private = search.keygen(vectors.shape[1], bits, n)
-    server = search.PrivateSearch(vectors, bfv.PublicKey.from_bytes(public.to_bytes()), query_bits=bits)
+def searched(vectors, query, bits=8, device="cpu"):
+    public, private = search.keygen(vectors.shape[1], bits)
+    server = search.PrivateSearch(vectors, bfv.PublicKey.from_bytes(public.to_bytes(), device=device), query_bits=bits)
     sent = search.encrypt_query(private, query, bits=bits).to_bytes()
     scores = server.scores(bfv.Ciphertext.from_bytes(sent, server._public)).to_bytes()
     return search.decrypt_scores(private, bfv.Ciphertext.from_bytes(scores, public), len(vectors))
@@ -31,6 +31,13 @@ def test_scores_are_the_inner_products(count, d, bits):
     vectors, query = random.integers(-limit, limit, (count, d)), random.integers(-limit, limit, d)
     vectors[0], query[:] = -limit, -limit  # the largest score
     np.testing.assert_array_equal(searched(vectors, query, bits), vectors @ query)
+
+
+@pytest.mark.gpu
+def test_scores_on_a_gpu_are_the_inner_products():
+    random = np.random.default_rng(0)
+    vectors, query = random.integers(-128, 128, (N + 3, 100)), random.integers(-128, 128, 100)
+    np.testing.assert_array_equal(searched(vectors, query, device="cuda"), vectors @ query)
 
 
 def test_the_plain_modulus_holds_every_score_and_is_refused_where_none_does():
