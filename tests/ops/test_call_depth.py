@@ -11,8 +11,11 @@ import torch
 import accelerant
 from accelerant import ops
 from accelerant.ops import _differentiable
+from accelerant.ops._launch import Repeats
 from accelerant.ops.gelu import op as gelu
+from accelerant.ops.linear_gelu import op as linear_gelu
 from accelerant.ops.norm import launch
+from accelerant.runtime.compilation.triton import recorders
 from accelerant.runtime.providers import cuda_launch
 
 PACKAGE = str(Path(accelerant.__file__).parent)
@@ -96,6 +99,38 @@ def test_gelu_on_a_device_crosses_few_calls_and_files(on_a_device):
     y, dy = ops.gelu(x), torch.randn(4, 8)
     check(lambda: torch.autograd.grad(y, x, dy, retain_graph=True))
     assert on_a_device[-1][:2] == (dy.data_ptr(), x.data_ptr())
+
+
+def test_the_backward_pass_of_linear_gelu_on_a_device_repeats_its_launches(on_a_device, monkeypatch):
+    launched = []
+
+    def launch(grid, args, constants, **options):
+        prepared = gelu.forward_kernel.launch(grid, args, constants)
+        pointers = tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+        launched.append(pointers)
+        recorders.get(threading.get_ident(), []).append((prepared, pointers))
+
+    for name in ("bwd", "join"):
+        monkeypatch.setattr(linear_gelu.KERNELS[name], "launch", launch)
+    monkeypatch.setattr(linear_gelu, "_BACKWARD", Repeats())
+
+    def run(M=256, bias=True, dy_dtype=torch.float32):
+        dy, z = torch.randn(M, 32).to(dy_dtype), torch.randn(M, 32)
+        kept.append((dy, z, *linear_gelu.launch_dz(dy, z, "none", torch.float32 if bias else None)))
+        return len(launched), len(on_a_device)
+
+    kept = []
+    assert run() == (2, 2)
+    assert run() == (2, 4)  # launched again, on these pointers
+    dy, z, dz, _, sums = kept[-1]
+    partial, total = on_a_device[-1]
+    assert on_a_device[-2] == (dy.data_ptr(), z.data_ptr(), dz.data_ptr(), partial)
+    assert total == sums.data_ptr()
+    assert run(bias=False) == (3, 5)
+    assert run(M=512) == (5, 7)
+    assert run(dy_dtype=torch.bfloat16) == (7, 9)
+    codes = entered(run)
+    assert len(codes) <= 9, [code.co_name for code in codes]
 
 
 def test_an_elementwise_launch_is_repeated_only_for_what_differs_in_its_pointers_alone(on_a_device):

@@ -830,6 +830,29 @@ def test_few_elements_elsewhere_than_on_a_cpu_are_recognized(name, grad, eager, 
     assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] in names) == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("matmul", 7), ("linear", 7), ("a transposed input", 7), ("a transposed matrix", 99), ("gelu", 99)],
+)
+def test_products_elsewhere_than_on_a_cpu_are_recognized_at_any_size(name, most, eager, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False), raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    x, w = torch.randn(1024, 1100).double().requires_grad_(), torch.randn(1100, 16).double()  # no oneDNN
+    ours, torchs = {
+        "matmul": (lambda: ops.matmul(x, w), lambda: torch.matmul(x, w)),
+        "linear": (lambda: ops.linear(x, w.t().contiguous()), lambda: F.linear(x, w.t())),
+        "a transposed input": (lambda: ops.linear(x.t(), w.new_ones(3, 1024)), lambda: x.t() @ w.new_ones(1024, 3)),
+        "a transposed matrix": (lambda: ops.matmul(x, w.t().contiguous().t()), lambda: torch.matmul(x, w)),
+        "gelu": (lambda: ops.gelu(x), lambda: F.gelu(x)),
+    }[name]
+    for _ in range(6):
+        found, expected = ours(), torchs()
+        torch.testing.assert_close(found, expected)
+        for one, two in zip(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x), strict=True):
+            torch.testing.assert_close(one, two)
+    assert (calls_of(ours) <= 7) == (most == 7)
+
+
 @pytest.mark.gpu
 def test_everything_else_on_a_gpu_runs_our_kernels(eager):
     many = torch.randn(_differentiable.SMALL, device="cuda").requires_grad_()

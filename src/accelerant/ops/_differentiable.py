@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_, itemgetter
@@ -193,6 +194,7 @@ class CpuFastPath:
         any_layout: `function` also takes tensors that are not contiguous.
         small: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
             as often; called once per kind. None: never.
+        any_size: that holds for any number of elements, since no kernel of ours serves the op there.
         pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
             differ in their tensors alone. (One that draws a seed does not.)
         args: arguments of the Operation after the op's own, where torch's implementation runs.
@@ -205,12 +207,14 @@ class CpuFastPath:
         serves: Callable[..., bool] = lambda *_, **__: True,
         any_layout: bool = False,
         small: Callable[..., bool] | None = None,
+        any_size: bool = False,
         pure: bool = False,
         args: tuple[Any, ...] = (),
     ) -> None:
         self.args = args
         self.case_of: Callable[..., Case | None] | None = None
         self._function, self._serves, self._serves_small = function, serves, small
+        self._few = sys.maxsize if any_size else SMALL
         self._any_layout, self._pure = any_layout, pure
         self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}
         self._missed = 0
@@ -313,8 +317,8 @@ class CpuFastPath:
 
     def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
         """Return whether a call elsewhere than on a CPU may teach a kind; this costs little where it may not."""
-        if self._serves_small is not None and 0 < x.numel() < SMALL:
-            return x.is_contiguous()
+        if self._serves_small is not None and 0 < x.numel() < self._few:
+            return self._any_layout or x.is_contiguous()
         if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
             return False
         missed = self._missed + 1
@@ -342,7 +346,8 @@ class CpuFastPath:
 
     def _learn_small(self, public: Callable[..., Any], args: Any, options: Any, tensors: Sequence[Tensor]) -> Any:
         """Do the same on a GPU, for calls on few elements."""
-        learns = 0 < tensors[0].numel() < SMALL and all(x.is_cuda and _is_contiguous(x) for x in tensors)
+        dense = self._any_layout or all(map(_is_contiguous, tensors))
+        learns = 0 < tensors[0].numel() < self._few and dense and all(x.is_cuda for x in tensors)
         if not learns or choice_overrides or torch_wants_determinism() or captures_ahead():
             return public(*args, **options)
         try:

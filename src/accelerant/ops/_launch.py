@@ -148,7 +148,7 @@ class Repeats:
 
 def _start(known: Sequence[tuple[PreparedLaunch, tuple[int, ...]]], pointers: Sequence[int]) -> None:
     for prepared, positions in known:
-        prepared.start([pointers[at] for at in positions])
+        prepared.start([*map(pointers.__getitem__, positions)])
 
 
 def are_repeatable() -> bool:

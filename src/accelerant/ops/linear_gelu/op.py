@@ -19,7 +19,15 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops import _hopper as hopper
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper import HopperProgram, Mma, is_hopper, refuses_product
-from accelerant.ops._launch import as_rows, ceil_div, multiprocessors, product_cost, triton_operation
+from accelerant.ops._launch import (
+    Repeats,
+    are_repeatable,
+    as_rows,
+    ceil_div,
+    multiprocessors,
+    product_cost,
+    triton_operation,
+)
 from accelerant.ops._library import (
     cast_for_autocast,
     check_dtype,
@@ -271,6 +279,9 @@ def spans(M: int, max_parts: int) -> tuple[int, int]:
     return span, ceil_div(M, span)
 
 
+_BACKWARD = Repeats()
+
+
 def launch_dz(
     dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None, *, activation: bool = False,
     join: tuple[int, int] | None = BIAS,
@@ -281,30 +292,61 @@ def launch_dz(
     if not M or not N:
         return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
     rows, stride = as_rows(dy, N)
+    span, parts, strips = _division(M, N)
+    partial = total = None
+    if sums is not None:
+        partial = torch.empty(parts, N, dtype=torch.float32, device=z.device)
+        total = torch.empty(N, dtype=sums, device=z.device)
+    key: tuple[object, ...] | None = None
+    pointers: list[int] = []
+    if are_repeatable():
+        described: list[object] = [approximate, join, M, N, stride, z.get_device()]
+        for tensor in (rows, z, dz, a, partial, total):
+            if tensor is None:
+                described.append(None)
+            else:
+                pointer = tensor.data_ptr()
+                pointers.append(pointer)
+                described += (tensor.dtype, pointer & 15)
+        key = tuple(described)
+        if _BACKWARD.start(key, pointers):
+            return dz, a, total
+    with _BACKWARD.recorded(key, pointers):
+        KERNELS["bwd"].launch(
+            (parts * strips,),
+            (rows, z, dz, a, partial, M, N, stride, span),
+            {"TANH": approximate == "tanh", "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
+            num_warps=_BACKWARD_WARPS,
+        )
+        if partial is not None and total is not None:
+            _join(partial, total, None if parts > _MAX_PARTS else join)
+    return dz, a, total
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(M: int, N: int) -> tuple[int, int, int]:
+    """Return the rows of each part of dz's rows, the number of parts, and that of strips of columns."""
     span, parts = spans(M, _MAX_PARTS)
     strips = ceil_div(N, BACKWARD[1])
     if parts * strips < _MIN_PROGRAMS:
         span = max(2, ceil_div(ceil_div(M, ceil_div(_MIN_PROGRAMS, strips)), BACKWARD[0])) * BACKWARD[0]
         parts = ceil_div(M, span)
-        join = None if parts > _MAX_PARTS else join
-    partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
-    KERNELS["bwd"].launch(
-        (parts * strips,),
-        (rows, z, dz, a, partial, M, N, stride, span),
-        {"TANH": approximate == "tanh", "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
-        num_warps=_BACKWARD_WARPS,
-    )
-    return dz, a, None if partial is None or sums is None else launch_join(partial, sums, join)
+    return span, parts, strips
 
 
-def launch_join(partial: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the sum of each column of partial sums, added in a fixed order; block None for one of JOINS."""
+def launch_join(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of each column of partial sums, added in a fixed order."""
+    sums = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
+    _join(partial, sums, None)
+    return sums
+
+
+def _join(partial: Tensor, sums: Tensor, block: tuple[int, int] | None) -> None:
+    """Write the sum of each column of partial sums; block None for one of JOINS."""
     parts, N = partial.shape
     block_p, block_n = block or JOINS[parts > JOINS[0][0]]
-    sums = torch.empty(N, dtype=dtype, device=partial.device)
     fixed = {"BLOCK_P": block_p, "BLOCK_N": block_n}
     KERNELS["join"].launch((ceil_div(N, block_n),), (partial, sums, parts, N), fixed, num_warps=4)
-    return sums
 
 
 _APPROXIMATIONS = ("none", "tanh")
@@ -382,7 +424,7 @@ def _gelu(z: Tensor, approximate: str) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return _matmul(Case(a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1])), a, b)
+    return _matmul(case_of((a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1]), ())), a, b)
 
 
 def _products(

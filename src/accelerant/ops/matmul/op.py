@@ -138,7 +138,7 @@ def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-_cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True)
+_cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True, any_size=True)
 
 
 @_cpu
@@ -201,6 +201,7 @@ _linear_cpu = CpuFastPath(
     lambda input, weight, bias=None: functional.linear(input, weight, bias),
     any_layout=True,
     small=lambda *_, **__: True,
+    any_size=True,
 )
 
 
