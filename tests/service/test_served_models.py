@@ -15,6 +15,8 @@ from serving import Server
 from test_dashboard import CONTRAST, PICTURES
 from tiny_served import write_encoder, write_llama
 
+from accelerant.cli.service import _named_folders
+from accelerant.errors import ConfigError, MissingFile
 from accelerant.nn import Encoder
 from accelerant.nn.models.loading import load_model
 from accelerant.service.keys import KeyStore
@@ -182,6 +184,18 @@ def test_embeddings_are_the_encoders(client, folders):
     assert found.usage.prompt_tokens == 14 + 6
     floats = client.embeddings.create(model="encoder", input=[2, 4, 5, 6, 3], encoding_format="float", dimensions=32)
     np.testing.assert_allclose(floats.data[0].embedding, expected[0], atol=1e-6)
+
+
+def test_models_have_the_names_of_their_folders_or_those_given(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "tiny.gguf").touch()
+    given = [f"{tmp_path}/llama", f"{tmp_path}/tiny.gguf", f"a=b={tmp_path}/llama"]
+    with pytest.raises(MissingFile, match="no folder or file"):
+        _named_folders([*given, "nothing"])
+    given[2] = f"other={tmp_path}/llama"
+    assert list(_named_folders(given)) == ["llama", "tiny", "other"]
+    with pytest.raises(ConfigError, match="two models are called 'llama'"):
+        _named_folders([*given, given[0]])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -390,7 +404,7 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
     tokens = [store.create(name, [scope])[1] for name, scope in (("one", "generate"), ("two", "monitor"))]
     settings = tmp_path / "service.toml"
     settings.write_text("drain_s = 1.5\n")
-    given = ["--device", "cpu", "--config", str(settings), "--model", f"other={folders / 'tiny'}"]
+    given = ["--device", "cpu", "--config", str(settings), "--model", f"other={folders / 'tiny'}", "--int8"]
     second = Server(tmp_path, *given)
     make = lambda key: openai.OpenAI(base_url=f"{second.url}/v1", api_key=key, max_retries=0, timeout=120)  # noqa: E731
     with make(tokens[0]) as client, make(tokens[1]) as monitor, make("wrong") as stranger:

@@ -61,7 +61,7 @@ def serve(
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of a model behind OpenAI's routes, or NAME=FOLDER; may be repeated."),
+        typer.Option(help="Folder or GGUF file of a model behind OpenAI's routes, or NAME=FOLDER; may be repeated."),
     ] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Weights of --model in 8-bit integers.")] = False,
     int4: Annotated[bool, typer.Option("--int4", help="Weights of --model in 4-bit integers.")] = False,
@@ -100,16 +100,17 @@ def serve(
 
 
 def _named_folders(given: list[str]) -> dict[str, Path]:
-    """Return folders by the name that clients give, which is the folder's own unless NAME= stands before it."""
+    """Return folders and files by the name that clients give: their own, unless NAME= stands before it."""
     found: dict[str, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         path = Path(folder if equals and "/" not in name else text)
-        name = name if equals and "/" not in name else path.resolve().name
+        if not equals or "/" in name:
+            name = path.stem if path.is_file() else path.resolve().name
         if name in found:
             raise ConfigError(f"--model: two models are called {name!r}: write NAME=FOLDER")
-        if not path.is_dir():
-            raise MissingFile(f"--model: there is no folder {path}")
+        if not path.exists():
+            raise MissingFile(f"--model: there is no folder or file {path}")
         found[name] = path
     return found
 
