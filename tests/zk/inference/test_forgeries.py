@@ -393,6 +393,47 @@ def test_no_entry_of_the_witness_can_be_changed(convolutions, rng, record_proper
     record_property("examples", examples)
 
 
+@pytest.mark.search(2)
+def test_a_prover_that_changes_what_it_says_or_commits_to_is_refused(convolutions, rng, record_property):
+    """One element of a message, or an entry of a committed table, by a random amount; the prover goes on with it."""
+    committed, x, _, _ = convolutions
+    count = messages(committed, x)
+    for _ in range(examples := 12):
+        run, calls, amount = (
+            InferenceProof(committed, x),
+            itertools.count(),
+            rng.choice([1, P - 1, rng.randrange(1, P)]),
+        )
+        if rng.randrange(2):
+            wrong, send = rng.randrange(count), run.speaker.send
+
+            def said(data, calls=calls, wrong=wrong, send=send, amount=amount):
+                if next(calls) != wrong:
+                    return send(data)
+                at = 8 * rng.randrange(len(data) // 8)
+                word = int.from_bytes(data[at : at + 8], "little")
+                word = (word + amount) % P if len(data) % 16 == 0 and len(data) != 32 else word ^ amount
+                return send(data[:at] + word.to_bytes(8, "little") + data[at + 8 :])
+
+            run.speaker.send = said
+            assert_refused(committed.commitment, x, *run.run())
+            continue
+        wrong = rng.randrange(2)  # the witness or the table of h
+
+        def table(values, log_rows, parts, calls=calls, wrong=wrong, amount=amount, **options):
+            if next(calls) == wrong:
+                start, size = rng.choice(parts)
+                at = start + rng.randrange(size)
+                values[at] = (int(values[at]) + amount) % P
+            return prover.CommittedTable(values, log_rows, parts, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proofs, "CommittedTable", table)
+            forged = run.run()
+        assert_refused(committed.commitment, x, *forged)
+    record_property("examples", examples)
+
+
 @pytest.mark.parametrize("entry", [-1, 1, 300])
 def test_weights_that_are_no_bytes(honest, entry, monkeypatch):
     """A committed weight of 128 or more, or of -129 or less: the range proof refuses."""

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from integer_networks import evaluated, random_convolutions, random_input, random_network
 from torch import nn
 
 import accelerant as acl
 from accelerant.errors import UnsupportedDtype
+from accelerant.nn.exact import ExactLayer, ExactNetwork
 from accelerant.nn.train import TrainConfig, fit
 from residual_network import ResNet
 
@@ -49,3 +51,40 @@ def test_a_report_in_place_of_its_model_is_named():
     report = acl.nn.quantize(nn.Sequential(nn.Linear(3, 2)), mode="exact", examples=torch.ones(1, 3))
     with pytest.raises(UnsupportedDtype, match=r"got QuantizationReport: its \.model"):
         acl.zk.inference.Prover(report)
+
+
+def torch_network(network):
+    """Return the modules of an IntegerNetwork."""
+    layers = []
+    for layer, weight, bias in zip(network.network.layers, network.weights, network.biases, strict=True):
+        table = torch.frombuffer(bytearray(layer.table), dtype=torch.int8)
+        tensors = torch.from_numpy(weight), torch.from_numpy(bias).int(), table
+        geometry = layer.image, layer.stride, layer.padding
+        layers.append(
+            ExactLayer(*tensors, layer.multiplier, *geometry, layer.source, layer.skip, layer.skip_multiplier)
+        )
+    return ExactNetwork(layers, network.network.layers[0].input_shape, 1.0, 1.0)
+
+
+def assert_equal_everywhere(generator, device, networks, inputs):
+    """Random networks and inputs: torch on a device, NumPy of the prover, and Python's integers for a few inputs."""
+    for i in range(networks):
+        widths = [int(generator.integers(1, 200)) for _ in range(3)]
+        network = random_network(generator, widths) if i % 4 == 0 else random_convolutions(generator, 4)
+        x = random_input(generator, network, inputs)
+        y = network(x)
+        theirs = torch_network(network).to(device)(torch.from_numpy(x).to(device)).cpu().numpy()
+        assert np.array_equal(y.reshape(inputs, -1), theirs.reshape(inputs, -1))
+        if i % 4:
+            assert np.array_equal(y[:2].reshape(2, -1), evaluated(network, x[:2]).reshape(2, -1))
+
+
+@pytest.mark.search(1)
+def test_torch_numpy_and_integers_agree(generator, record_property):
+    assert_equal_everywhere(generator, "cpu", 10, 1000)
+    record_property("examples", 10_000)
+
+
+@pytest.mark.gpu
+def test_a_gpu_agrees_on_100_000_inputs(generator):
+    assert_equal_everywhere(generator, "cuda", 40, 2500)
