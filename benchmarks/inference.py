@@ -1,23 +1,29 @@
 """Proofs of inference: CPU seconds of commitment, proof and verification, and bytes, of networks of random integers.
 
-    python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m]
+    python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m] [--ezkl PYTHON] [--out FILE]
 
-One JSON object a network. Times are CPU seconds of the whole process on all cores, the least of three, that of the
-commitment of one run; the peak of memory is that of the process so far.
+One JSON object a network; --ezkl measures EZKL too, on mlp, by an interpreter that has the packages ezkl and onnx.
+Times are CPU seconds of the whole process on all cores, the least of three, that of the commitment and of EZKL of one
+run; the peak of memory is that of the process so far.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import resource
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from accelerant._version import __version__
+from accelerant.runtime.host import processor_name, usable_cores
 from accelerant.zk.inference import IntegerNetwork, Layer, ModelCommitment, Network, Prover, check
 from accelerant.zk.inference.protocol import IDENTITY
 
@@ -66,7 +72,8 @@ def measured(name: str, repeats: int = _REPEATS) -> dict[str, Any]:
     loading, commitment = _least(lambda: ModelCommitment(published), repeats)
     verifying, _ = _least(lambda: check(commitment, x, y, proof), repeats)
     return {
-        "network": name, "shape": network.network.widths, "weights": sum(w.size for w in weights),
+        "network": name, "shape": network.network.widths, "prover": f"accelerant {__version__}",
+        "weights": sum(w.size for w in weights),
         "commit_cpu_s": committing, "prove_cpu_s": proving, "check_commitment_cpu_s": loading,
         "verify_cpu_s": verifying,
         "commitment_bytes": len(published), "proof_bytes": len(proof),
@@ -89,8 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--network", action="append", choices=sorted(NETWORKS), help="may be repeated; by default mlp and lenet"
     )
-    for name in parser.parse_args(arguments).network or ["mlp", "lenet"]:
-        print(json.dumps(measured(name)), flush=True)
+    parser.add_argument("--ezkl", metavar="PYTHON", help="an interpreter that has ezkl and onnx")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the records to a file, too")
+    options, records = parser.parse_args(arguments), []
+    for name in options.network or ["mlp", "lenet"]:
+        records.append(measured(name))
+        print(json.dumps(records[-1]), flush=True)
+    if options.ezkl:
+        script = Path(__file__).with_name("inference_ezkl.py")
+        done = subprocess.run([options.ezkl, script, "64-128-64-10"], stdout=subprocess.PIPE, text=True, check=True)
+        records.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(records[-1]), flush=True)
+    if options.out:
+        environment = {"processor": processor_name(), "cores": usable_cores(), "python": platform.python_version()}
+        options.out.write_text(json.dumps({"environment": environment, "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def check_openings(v, h, tables, roots, claims):
     have = [columns(parts, h) for parts in tables]
     logs = [log(each[-1] + 1) for each in have]
     (start, log_columns), (lam,), full, total, power = placed(logs), v.draw(1), [], 0, K(1)
-    need(log_columns <= 10, "too many columns")
+    need(log_columns <= 11, "too many columns")
     for k, offset, point, value in claims:
         z = point + [offset >> i & 1 for i in range(len(point), h + logs[k])]
         full.append((power, z[h:] + [start[k] >> i & 1 for i in range(logs[k], log_columns)] + z[:h]))

@@ -330,8 +330,8 @@ def test_layers_out_of_range_are_refused(changes, error, message):
 def test_what_no_proof_can_have_is_refused_before_the_commitment():
     """A file of 80 KB with 2^28 activations took a commitment gigabytes, and then had no proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
-    Network((layer,) * 4).check()
-    for layers in ((layer,) * 5, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
+    Network((layer,) * 8).check()
+    for layers in ((layer,) * 9, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
         with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
             Network(tuple(layers)).check()
 
@@ -354,6 +354,15 @@ def test_codewords_of_any_network_have_at_most_2_to_the_20_positions():
             tables = [[(0, 1 << size)] for size in sizes]
             heights.append(protocol.Stack(protocol.column_height(1 << of_weights, of_rows), tables).log_domain)
     assert max(heights) == 20
+
+
+def test_any_weights_that_are_accepted_have_a_commitment():
+    """More than 2^25 weights were committed to, for minutes, and then had too many columns for a range proof."""
+    for log_size, part, log_rows in itertools.product(range(4, 27), (1, 1.01, 1.3, 1.7, 2), range(0, 24, 3)):
+        end = min(int(2 ** (log_size - 1) * part) + 1, 1 << log_size)
+        height = protocol.column_height(end, log_rows)
+        helpers = protocol.HelperLayout(height, log_size, [(0, end)], 8)
+        protocol.Stack(height, [[(0, end)], [(0, 256)], helpers.parts])
 
 
 def test_arrays_out_of_range_are_refused(generator):
