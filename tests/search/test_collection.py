@@ -329,6 +329,21 @@ def test_a_server_is_answered_for_with_its_age():
         assert client.count("papers").count == 99
 
 
+def test_a_write_whose_answer_is_lost_is_seen_by_the_next_search():
+    library = pytest.importorskip("qdrant_client", reason="needs the extra search")
+
+    class Lost(library.QdrantClient):
+        def upsert(self, *args, **options):
+            super().upsert(*args, **options)
+            raise TimeoutError("no answer")
+
+    row = vectors(1, seed=30)
+    with Collection(Lost(":memory:"), "papers", dim=DIM) as collection:
+        with pytest.raises(StoreError, match="upsert: TimeoutError"):
+            collection.upsert([5], row)
+        assert collection.search(row, 1).ids == [[5]]
+
+
 def test_a_server_that_is_not_there_is_an_error():
     pytest.importorskip("qdrant_client", reason="needs the extra search")
     with pytest.raises(StoreError, match="did not answer"):

@@ -123,7 +123,7 @@ def test_selects_what_qdrant_selects(shards, rng, record_property, indexed):
     tried = 0
 
     @seed(rng.getrandbits(32))
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=100, deadline=None, database=None)
     @given(payloads=PAYLOADS, condition=conditions)
     def compare(payloads, condition):
         nonlocal tried

@@ -54,7 +54,7 @@ class _Mirror:
     def __init__(self, store: Store, device: torch.device) -> None:
         self.store, self.stamp, self.read_at = store, store.stamp(), time.monotonic()
         self._rows = torch.empty(0, store.dim, device=device)
-        self.size, self.dead = 0, 0
+        self.size, self.dead, self.stale = 0, 0, False
         self.alive: Mask = np.empty(0, np.bool_)
         self.ids: list[PointId] = []
         self.row_of: dict[PointId, int] = {}
@@ -189,16 +189,22 @@ class Collection:
             try:
                 yield
                 self._mirror.stamp = self._store.stamp()
+            except BaseException:  # Qdrant may have applied what it did not answer
+                self._mirror.stale = True
+                raise
             finally:
                 self._busy = False
 
     def _follow(self) -> None:
         """Refresh if Qdrant reports writes that did not go through this object."""
-        if self._busy or self._store.stamp() == self._mirror.stamp:
+        if self._busy or self._is_current():
             return
         with self._writing:  # a write of ours may have ended meanwhile
-            if self._store.stamp() != self._mirror.stamp:
+            if not self._is_current():
                 self.refresh()
+
+    def _is_current(self) -> bool:
+        return not self._mirror.stale and self._store.stamp() == self._mirror.stamp
 
     def upsert(self, ids: Sequence[Any], vectors: Any, payloads: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Write points, in place of those of the same ids.
