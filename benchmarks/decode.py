@@ -1,6 +1,7 @@
 """Decoding one sequence with a Llama of 8 billion parameters: the time of a token, compared with plain torch.
 
     python -m benchmarks.decode --dtype int8
+    python -m benchmarks.decode --requests 1 --requests 8 --requests 32 --requests 64
 
 The model has Llama 3.1 8B's shape and random weights, made on the device. A step reads one token and draws the next,
 with a cache of 512 tokens; sampling is greedy. The runners are `Llama` as `generate` runs it ("accelerant"), the same
@@ -8,11 +9,15 @@ computation in torch's functions, step by step ("torch"), and that with each blo
 step in a CUDA graph ("compile", as gpt-fast does). In int8 every linear layer's weight, the output layer's too, is
 8-bit integers with a scale for each output.
 
+With --requests so many are decoded at once, by the engine and by others (benchmarks/decode_requests.py), after prompts
+of 1,024 tokens, 128 more; on a CPU by a Llama of 22 million parameters in float32, after 64 tokens, 32 more.
+
 The weights and the cache are a step's least bytes. On a CPU the model is tiny: the suite then only shows that it runs.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import statistics
@@ -33,11 +38,12 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import LinearInt8, Llama, LlamaConfig, quantize
 from accelerant.nn.models.language_model import Decoding, Sampling
 from accelerant.runtime.provider import ComputeDevice
+from benchmarks.decode_requests import CPU_SHAPE, Load, request_rows
 
 __all__ = ["DTYPES", "PEERS", "DecodeSuite"]
 
-DTYPES = ("bfloat16", "int8")
-PEERS = ("torch", "compile")
+DTYPES = ("bfloat16", "int8", "int4")
+PEERS = ("torch", "compile", "transformers")
 
 _TARGETS_MS = {"bfloat16": 1e3 / 200, "int8": 1e3 / 370}
 """Targets on an H200."""
@@ -56,10 +62,17 @@ class DecodeSuite(Suite):
     """Measure decoding of one sequence with a Llama of 8 billion parameters: milliseconds a token, tokens a second."""
 
     name = "decode"
-    examples = ("", "--dtype int8 --against none", "--out now.json --compare before.json")
+    examples = ("", "--dtype int8 --against none", "--requests 1 --requests 64", "--out now.json --compare before.json")
 
-    dtype: tuple[str, ...] = option(DTYPES, "Dtype of the weights: bfloat16 or int8; may be repeated.")
-    against: tuple[str, ...] = option(PEERS, "Peers: torch, compile, or none.", same=True)
+    dtype: tuple[str, ...] = option(
+        DTYPES, "Dtype of the weights: bfloat16, int8 or, with --requests, int4; may be repeated."
+    )
+    against: tuple[str, ...] = option(
+        PEERS, "Peers: torch and compile of one sequence, transformers of several requests, or none.", same=True
+    )
+    requests: tuple[int, ...] = option(
+        (), "Measure this many requests at once in place of one sequence; may be repeated.", same=True
+    )
     budget_s: float = option(0.5, "Seconds of steps behind each figure.", min=0.0, same=True)
 
     def resolve(self, device: ComputeDevice) -> Self:
@@ -73,15 +86,25 @@ class DecodeSuite(Suite):
         return replace(self, dtype=dtypes)
 
     def prepare(self, run: SuiteRun) -> None:
-        """Measure the copy rate."""
+        """Measure the copy rate, where a row is compared with it."""
+        if self.requests:
+            return
         run.require_ceiling("copy", self.budget_s)
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each dtype, bfloat16 first: int8 changes the model."""
         model = functools.cache(functools.partial(_random_model, run.torch_device))
-        runners = ", ".join(("accelerant", *self.against))
+        if self.requests:
+            dtypes = self.dtype if run.gpu else ("float32",)
+            return [
+                SuiteCase(f"{count} requests, {dtype}", functools.partial(self._measure_requests, dtype, model, count))
+                for dtype in dtypes for count in self.requests
+            ]  # fmt: skip
+        runners = ", ".join(("accelerant", *(peer for peer in self.against if peer != "transformers")))
         return [
-            SuiteCase(f"{dtype}, {runners}", functools.partial(self._measure, dtype, model)) for dtype in self.dtype
+            SuiteCase(f"{dtype}, {runners}", functools.partial(self._measure, dtype, model))
+            for dtype in self.dtype
+            if dtype != "int4"
         ]
 
     def covers(self, row: Row) -> bool:
@@ -106,12 +129,27 @@ class DecodeSuite(Suite):
         for row in _rows(model, dtype, self, run):
             run.add(row)  # at once: an error keeps it
 
+    @torch.no_grad()
+    def _measure_requests(self, dtype: str, make: Callable[[], Llama], count: int, run: SuiteRun) -> None:
+        run.progress(f"decode: {count} requests, {dtype}")
+        model = make() if run.gpu else _random_model(run.torch_device, CPU_SHAPE, torch.float32)
+        if dtype in ("int8", "int4"):
+            model = copy.deepcopy(model)
+            if dtype == "int4":
+                quantize(model, mode="int4")
+            quantize(model, mode="int8", skip=())  # of int4 the output layer
+        load = Load(count, 1024, 128) if run.gpu else Load(count, 64, 32)
+        for row in request_rows(model, dtype, load, run.torch_device, "transformers" in self.against):
+            run.add(row)
 
-def _random_model(where: torch.device) -> Llama:
+
+def _random_model(
+    where: torch.device, config: LlamaConfig | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Llama:  # fmt: skip
     """Return the model with random weights of the usual size; norms are one."""
-    config = LlamaConfig(context=8192) if where.type == "cuda" else _TINY
+    config = config or (LlamaConfig(context=8192) if where.type == "cuda" else _TINY)
     with torch.device("meta"):
-        model = Llama(config).to(torch.bfloat16)
+        model = Llama(config).to(dtype)
     model = model.to_empty(device=where)
     generator = torch.Generator(where).manual_seed(0)
     for name, parameter in model.named_parameters():

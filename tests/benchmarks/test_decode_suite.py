@@ -85,8 +85,8 @@ def test_without_a_reference_nothing_is_measured(name, monkeypatch):
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="no dtype 'int4'; there are bfloat16, int8"):
-        DecodeSuite(("int4",)).resolve(registry.find_device("cpu"))
+    with pytest.raises(ConfigError, match="no dtype 'fp4'; there are bfloat16, int8, int4"):
+        DecodeSuite(("fp4",)).resolve(registry.find_device("cpu"))
     with pytest.raises(ConfigError, match="no peer 'vllm'; there are torch, compile"):
         DecodeSuite(against=("vllm",)).resolve(registry.find_device("cpu"))
 
@@ -106,3 +106,20 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command(DecodeSuite, ["--dtype", ",", "--device", "cpu"])
     assert "--dtype: no dtype ','; there are bfloat16, int8" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_requests_are_decoded_at_once_by_engine_and_generate(monkeypatch):
+    monkeypatch.setattr(suite, "CPU_SHAPE", suite._TINY)
+    record = run_suite(DecodeSuite(against=(), requests=(1, 3)), registry.find_device("cpu"))
+    assert [(row.case, row.runner, row.implementation) for row in record.rows] == [
+        (f"{count} of 64 + 32 tokens, float32", runner, implementation)
+        for count in ("1 request", "3 requests")
+        for runner, implementation in (
+            ("accelerant", "engine"),
+            ("accelerant", "engine, fast"),
+            ("generate", "accelerant's, one batch"),
+        )
+    ]
+    assert all("tokens/s" in row.note for row in record.rows)
+    assert "first token" in record.rows[0].note

@@ -519,13 +519,14 @@ def decode_linear(
     addition to what follows it. invariant: a row's result has the same bits in any batch.
     """
     int8: Any = layer if isinstance(layer, LinearInt8) else None
-    weight, scale = getattr(layer, "weight", None) if int8 is None else int8.weight_int8, None
+    integers = isinstance(layer, (LinearInt8, LinearInt4))  # which compute their `weight` at each read
+    weight, scale = None if integers else getattr(layer, "weight", None), None
     forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
     known = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
     bias: Tensor | None = getattr(layer, "bias", None)
     if int8 is not None:
         known = known and not int8.dynamic
-        scale = int8.scale
+        weight, scale = int8.weight_int8, int8.scale
     elif isinstance(weight, Tensor):
         weight = weight.to(x.dtype)
     if invariant and known and isinstance(weight, Tensor):
