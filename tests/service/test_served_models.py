@@ -364,6 +364,8 @@ def test_metrics_count_tokens_and_times(served, client):
     assert gauges(served, "accelerant_model_generated_tokens_total")["tiny"] == before + 10
     for name in ("first_token", "between_tokens"):
         assert gauges(served, f"accelerant_model_{name}_seconds_count")["tiny"] > 0
+    with served.client() as http:
+        eventually(lambda: "attention_paged" in str(http.get("/ledger").json()["ops"]))
     record = next(one for one in reversed(served.records()) if one["operation"] == "completions")
     assert (record["backend"], record["status"]) == ("cpu", 200)
 

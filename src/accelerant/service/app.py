@@ -241,7 +241,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             raise
         try:
             with Telemetry(app.state.jobs, settings) as telemetry:
-                telemetry.register(app.state.served.metrics)
+                telemetry.register(app.state.served)
                 app.state.telemetry = telemetry
                 observers.append(telemetry.observe)
                 loop = asyncio.get_running_loop()

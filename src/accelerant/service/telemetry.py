@@ -38,7 +38,7 @@ from accelerant.service.errors import Refused
 if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
     from accelerant.service.jobs.service import JobService
-    from accelerant.service.served_models.process import ModelMetrics
+    from accelerant.service.served_models.process import ServedModels
     from accelerant.service.settings import ServiceSettings
 
 
@@ -97,6 +97,7 @@ class Telemetry:
     def __init__(self, jobs: JobService, settings: ServiceSettings) -> None:
         self._jobs = jobs
         self._settings = settings
+        self._served: ServedModels | None = None
         self._started = time.time()
         self._closed = threading.Event()
         self._ended = False
@@ -110,9 +111,10 @@ class Telemetry:
         )  # fmt: skip
         self._registry.register(_ServiceCollector(jobs, settings, self._history))
 
-    def register(self, metrics: ModelMetrics) -> None:
-        """Add the metrics of served models."""
-        metrics.register(self._registry)
+    def register(self, served: ServedModels) -> None:
+        """Add the metrics and the ledgers of served models."""
+        served.metrics.register(self._registry)
+        self._served = served
 
     def __enter__(self) -> Telemetry:
         self._thread.start()
@@ -168,7 +170,7 @@ class Telemetry:
 
     def ledger(self) -> dict[str, Any]:
         """Return what the workers computed, as `Ledger.to_dict()` has it."""
-        return merged(self._jobs.ledgers())
+        return merged([*self._jobs.ledgers(), *(self._served.ledgers() if self._served else ())])
 
     def devices(self) -> list[dict[str, Any]]:
         """Return the latest sample of each device, and whether the device is lost."""

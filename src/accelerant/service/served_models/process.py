@@ -114,10 +114,18 @@ class ModelProcess(Child):
         self.observed: ModelMetrics | None = None
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
+        self._ledger: bytes | dict[str, Any] = {}
 
     def arguments(self) -> list[str]:
         """Return the folder and the engine's options."""
         return [f"--model={json.dumps(dict(self._given))}"]
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """The process's operations, fallbacks and their times, as `Ledger.to_dict()` has them; {} before the first."""
+        if isinstance(self._ledger, bytes):
+            self._ledger = dict(json.loads(self._ledger))
+        return self._ledger
 
     @property
     def in_progress(self) -> int:
@@ -160,7 +168,9 @@ class ModelProcess(Child):
                     self._observe(stream, event)
                     stream.queue.put_nowait(event)
         elif kind == "metrics":
-            self.metrics = {name: head[name] for name in _GAUGES}
+            self.metrics = {name: head[name] for name in _GAUGES if name in head}
+            if len(body):
+                self._ledger = bytes(body)
         elif (stream := self._streams.get(head["id"])) is not None:
             if kind == "refused":
                 error = Refused(
@@ -222,6 +232,10 @@ class ServedModels:
                     await self.close()
                     raise ServiceError(f"{process.name} does not start: {process.failure}")
                 await asyncio.sleep(0.02)
+
+    def ledgers(self) -> list[dict[str, Any]]:
+        """Return the ledgers of the processes; one that was restarted begins anew."""
+        return [process.ledger for process in self.processes.values() if process.ledger]
 
     def named(self, name: str, task: str) -> ModelProcess:
         """Return the process of a model; Refused if there is none, it does something else, or the server stops."""

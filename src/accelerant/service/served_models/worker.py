@@ -26,6 +26,7 @@ from accelerant.nn.models.hugging_face import read_object
 from accelerant.nn.models.loading import load_model
 from accelerant.nn.serving import Engine, Finished, Sampling, Token
 from accelerant.runtime.host import host_memory
+from accelerant.runtime.ledger import ledger
 from accelerant.service.child import ChildEnd, child_arguments
 from accelerant.service.jobs.worker import find_devices
 from accelerant.service.served_models.admission import FairQueue
@@ -91,7 +92,7 @@ class ChildOfModel(ChildEnd):
     def run(self, ready: dict[str, Any]) -> NoReturn:
         """Read the socket until it ends."""
         self.send({"kind": "ready", **ready})
-        for loop in self._loops:
+        for loop in (*self._loops, self._send_metrics):
             threading.Thread(target=loop, daemon=True).start()
         while True:
             head, _ = self.receive()
@@ -137,6 +138,19 @@ class ChildOfModel(ChildEnd):
     def _refuse(self, identity: int, status: int, kind: str, message: str, **more: Any) -> None:
         self.send({"kind": "refused", "id": identity, "status": status, "error": kind, "message": message, **more})
 
+    def _send_metrics(self) -> NoReturn:
+        """Send what `_figures` has once a second, and the ledger when it has changed."""
+        sent = b""
+        while True:
+            text = json.dumps(ledger().to_dict(), separators=(",", ":")).encode()
+            arrays = {} if text == sent else {"ledger": np.frombuffer(text, np.uint8)}
+            self.send({"kind": "metrics", **self._figures()}, arrays)
+            sent = text
+            time.sleep(_METRICS_S)
+
+    def _figures(self) -> dict[str, int]:
+        return {"queued": len(self._queue)}
+
     def _paced(self) -> None:
         """Note the end of a request, from which waiting times are estimated."""
         now = time.monotonic()
@@ -161,7 +175,7 @@ class ModelWorker(ChildOfModel):
         self._texts: dict[int, str] = {}
         self._outbox: list[dict[str, Any]] = []
         self._sendable = threading.Condition()
-        self._loops = (self._admit, self._send_events, self._send_metrics)
+        self._loops = (self._admit, self._send_events)
 
     def _prepared(self, head: dict[str, Any]) -> Waiting:
         """Return a request with the tokens of its prompts; _Wrong for those that do not fit."""
@@ -274,10 +288,8 @@ class ModelWorker(ChildOfModel):
                 events, self._outbox = self._outbox, []
             self.send({"kind": "events", "events": events})
 
-    def _send_metrics(self) -> NoReturn:
-        while True:
-            self.send({"kind": "metrics", "queued": len(self._queue), **self.engine.metrics()})
-            time.sleep(_METRICS_S)
+    def _figures(self) -> dict[str, int]:
+        return {"queued": len(self._queue), **self.engine.metrics()}
 
 
 def _finite(value: float) -> float:
