@@ -1,8 +1,11 @@
 """`accelerant generate` against the model's own generate: text, chat, stops, integers, and unusable folders."""
 
 import functools
+import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -98,3 +101,22 @@ def test_bad_input_is_one_line(folder, generate, tmp_path, monkeypatch, argument
     status, output, errors = generate(*(folder if each == "GOOD" else each for each in arguments))
     assert (status, output) == (2, "")
     assert re.fullmatch(f"accelerant: .*{message}.*\n", errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--int8"]])
+def test_two_processes_answer_as_one(folder, tmp_path, more):
+    command = [sys.executable, "-m", "accelerant", "generate", str(folder), "some words", "--device", "cpu", "--json"]
+    command += ["--temperature", "0", "--tokens", "12", *more]
+    one, two = (
+        json.loads(subprocess.run([*command, *each], capture_output=True, text=True, check=True, timeout=300).stdout)
+        for each in ([], ["--gpus", "2"])
+    )
+    assert two["text"] == one["text"]
+    assert two["tokens"] == 12
+
+
+def test_a_prompt_of_the_standard_input_is_not_for_several_processes(folder, generate, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("some"))
+    status, _, errors = generate(folder, "-", "--gpus", 2, "--device", "cpu")
+    assert (status, errors) == (2, "accelerant: --gpus takes the prompt as an argument, not from the standard input\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import queue
 import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,6 +80,7 @@ _BLOCK = 16  # tokens of a block of keys and values
 
 @examples(_EXAMPLES)
 def generate(
+    call: typer.Context,
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="Folder of a Llama, Qwen2, Qwen3 or Mistral, or a GGUF file.")
     ],
@@ -93,6 +96,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends the answer; several.")] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Linear layers in 8-bit integers.")] = False,
     device: _Device = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Split the model over N GPUs of this machine; with --device cpu, processes."
+        ),
+    ] = None,
     json_output: _Json = False,
 ) -> None:
     """Continue a prompt, or answer a message, with a model in Hugging Face's format; the text comes as it is generated.
@@ -101,41 +110,72 @@ def generate(
     """
     text = _prompt_text(prompt)
     seed, sampling = _drawing(tokens, temperature, top_k, top_p, seed)
-    from accelerant.cli.train import choose_device
-    from accelerant.nn.models.loading import load_model
-    from accelerant.nn.serving import Finished, Token
+    from accelerant.cli.train import choose_device, joined, rank, spawn, world_size
 
+    if gpus is not None and gpus > 1 and world_size() == 1:
+        if prompt == "-":
+            raise ConfigError("--gpus takes the prompt as an argument, not from the standard input")
+        spawn(gpus, device, [*call.obj, "--seed", str(seed)], restarts=0, kept=str, advice=str)
+        return
     place = choose_device(device, "--device")
     try:
-        model, tokenizer = load_model(Path(folder).expanduser(), device=place, quantize="int8" if int8 else None)
-        ids = tokenizer.apply_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        with joined(place):
+            values = _answered(folder, text, chat, place, int8, (tokens, sampling, seed, stop or []), quiet=json_output)
     except UnsupportedCase as error:
         raise ConfigError(str(error)) from None
+    if json_output and rank() == 0:
+        print(json.dumps({**values, "top_k": top_k, "top_p": top_p, "model": folder}))
+
+
+def _answered(
+    folder: str, text: str, chat: bool, place: torch.device, int8: bool,
+    drawing: tuple[int, Sampling, int, list[str]], *, quiet: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Load the model, print its answer as it comes unless `quiet`, and return it with its figures."""
+    from accelerant.cli.train import rank
+    from accelerant.nn.serving import Finished, Token
+
+    model, tokenizer = _loaded(folder, place, "int8" if int8 else None)
+    ids = tokenizer.apply_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     ids = ids or [tokenizer.bos_id or 0]
-    began = time.perf_counter()
+    shown, began = not quiet and rank() == 0, time.perf_counter()
     answer, finished, first_s = "", None, None
-    for event in answer_events(model, tokenizer, ids, tokens, sampling, seed, stop or []):
+    for event in answer_events(model, tokenizer, ids, *drawing):
         if isinstance(event, Finished):
             finished = event
         elif isinstance(event, Token):
             first_s = time.perf_counter() - began if first_s is None else first_s
             answer += event.text_delta or ""
-            if not json_output:
+            if shown:
                 _print(event.text_delta or "")
     assert finished is not None  # for the type checker: it is the last event
     if finished.error is not None:
         raise AccelerantError(f"the model failed: {finished.error}")
-    if not json_output:
+    if shown:
         print()
-        return
     seconds, count = time.perf_counter() - began, finished.usage.completion_tokens
-    values = {
+    return {
         "prompt": text, "text": answer, "tokens": count, "prompt_tokens": len(ids), "finish_reason": finished.reason,
-        "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p, "model": folder,
-        "device": str(place), "seconds": round(seconds, 3), "first_token_s": round(first_s or seconds, 3),
-        "tokens_per_s": round(count / seconds, 1),
+        "seed": drawing[2], "temperature": drawing[1].temperature, "device": str(place), "seconds": round(seconds, 3),
+        "first_token_s": round(first_s or seconds, 3), "tokens_per_s": round(count / seconds, 1),
     }  # fmt: skip
-    print(json.dumps(values))
+
+
+def _loaded(folder: str, place: torch.device, quantize: str | None) -> tuple[Llama, ModelTokenizer]:
+    """Return the model, or this process's part of it where several have joined, and its tokenizer."""
+    from accelerant.cli.train import world_size
+    from accelerant.nn.models.loading import load_model
+
+    count = world_size()
+    path = Path(folder).expanduser()
+    model, tokenizer = load_model(path, device=place if count == 1 else "cpu", quantize=quantize)
+    if count > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from accelerant.distributed import tensor_parallel
+
+        model = tensor_parallel(model, init_device_mesh(place.type, (count,)))
+    return model, tokenizer
 
 
 def answer_events(
@@ -150,8 +190,14 @@ def answer_events(
         raise ConfigError(f"the prompt has {len(ids):,} tokens, and the model reads {model.config.context:,}")
     tokens = min(tokens, room)
     blocks = -(-(len(ids) + tokens) // _BLOCK)
-    with Engine(model, blocks, block_size=_BLOCK, tokenizer=tokenizer) as engine:
-        yield from engine.submit(ids, sampling, max_tokens=tokens, seed=seed, stop=stops)
+    split = hasattr(model, "mesh")  # every process then takes the same steps
+    with Engine(model, blocks, block_size=_BLOCK, tokenizer=tokenizer, start=not split) as engine:
+        answer = engine.submit(ids, sampling, max_tokens=tokens, seed=seed, stop=stops)
+        while split and engine.step():
+            with suppress(queue.Empty, StopIteration):
+                while True:
+                    yield answer.get(timeout=0)
+        yield from answer
 
 
 # --- accelerant sample -----------------------------------------------------------------------------------------------
