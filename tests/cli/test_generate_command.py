@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from accelerant.nn import Llama, LlamaConfig, quantize
+from accelerant.nn import Llama, LlamaConfig, load_model, quantize
 from accelerant.nn.models.tokenizer import ModelTokenizer
+from accelerant.nn.quantization import LinearInt4
 from accelerant.nn.train.tokens import train_bpe_on
 from accelerant.runtime.files import escaped
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
     tokenizer = train_bpe_on(iter(["some words for a tokenizer, and some more"] * 20), 290)
     torch.manual_seed(0)
     sizes = {"context": 64, "layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "hidden": 48}
-    model = Llama(LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes, qk_norm=True))
+    model = Llama(LlamaConfig(vocab_size=tokenizer.vocab_size + tokenizer.vocab_size % 2, **sizes, qk_norm=True))
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(path)
@@ -87,6 +88,7 @@ def test_what_ends_a_text(folder, generate):
         (["absent", "a"], r"absent is not a folder: pass one with config\.json"),
         (["mamba", "a"], "model_type must be 'llama' or .*, got 'mamba'"),
         (["GOOD", "word " * 70], "the prompt has .* tokens, and the model reads 64"),
+        (["GOOD", "a", "--int8", "--int4"], "--int8 and --int4 exclude each other"),
         (["GOOD", "a", "--stop", ""], "--stop must not be empty"),
         (["GOOD", "a", "--temperature", "-1"], r"temperature must be 0 or more, got -1\.0"),
         (["GOOD", "a", "--top-p", "0"], r"top_p must be above 0 and at most 1, got 0\.0"),
@@ -101,6 +103,19 @@ def test_bad_input_is_one_line(folder, generate, tmp_path, monkeypatch, argument
     status, output, errors = generate(*(folder if each == "GOOD" else each for each in arguments))
     assert (status, output) == (2, "")
     assert re.fullmatch(f"accelerant: .*{message}.*\n", errors)
+
+
+def test_four_bits(tmp_path, folder, generate):
+    torch.manual_seed(0)
+    sizes = {"context": 64, "layers": 1, "heads": 4, "kv_heads": 2, "width": 128, "hidden": 128}
+    Llama(LlamaConfig(vocab_size=ModelTokenizer(folder).size, **sizes)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    values = json.loads(generate(tmp_path, "some", "--int4", "--tokens", 6, "--temperature", 0, "--json")[1])
+    model, tokenizer = load_model(tmp_path, quantize="int4")
+    ids = tokenizer.encode("some")
+    tokens = model.generate(torch.tensor([ids]), 6, temperature=0)[0, len(ids) :].tolist()
+    assert values["text"] == tokenizer.decode(tokens)
+    assert isinstance(model.blocks[0].mlp.down, LinearInt4)
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def generate(
     seed: _Seed = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends the answer; several.")] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Linear layers in 8-bit integers.")] = False,
+    int4: Annotated[bool, typer.Option("--int4", help="Linear layers in 4-bit integers, in groups of 128.")] = False,
     device: _Device = None,
     gpus: Annotated[
         int | None,
@@ -108,6 +109,9 @@ def generate(
 
     FOLDER has config.json, safetensors and tokenizer.json, as transformers writes them. Nothing is downloaded.
     """
+    if int8 and int4:
+        raise ConfigError("--int8 and --int4 exclude each other")
+    quantize = "int8" if int8 else "int4" if int4 else None
     text = _prompt_text(prompt)
     seed, sampling = _drawing(tokens, temperature, top_k, top_p, seed)
     from accelerant.cli.train import choose_device, joined, rank, spawn, world_size
@@ -116,11 +120,12 @@ def generate(
         if prompt == "-":
             raise ConfigError("--gpus takes the prompt as an argument, not from the standard input")
         spawn(gpus, device, [*call.obj, "--seed", str(seed)], restarts=0, kept=str, advice=str)
-        return
     place = choose_device(device, "--device")
     try:
         with joined(place):
-            values = _answered(folder, text, chat, place, int8, (tokens, sampling, seed, stop or []), quiet=json_output)
+            values = _answered(
+                folder, text, chat, place, quantize, (tokens, sampling, seed, stop or []), quiet=json_output
+            )
     except UnsupportedCase as error:
         raise ConfigError(str(error)) from None
     if json_output and rank() == 0:
@@ -128,14 +133,14 @@ def generate(
 
 
 def _answered(
-    folder: str, text: str, chat: bool, place: torch.device, int8: bool,
+    folder: str, text: str, chat: bool, place: torch.device, quantize: str | None,
     drawing: tuple[int, Sampling, int, list[str]], *, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Load the model, print its answer as it comes unless `quiet`, and return it with its figures."""
     from accelerant.cli.train import rank
     from accelerant.nn.serving import Finished, Token
 
-    model, tokenizer = _loaded(folder, place, "int8" if int8 else None)
+    model, tokenizer = _loaded(folder, place, quantize)
     ids = tokenizer.apply_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     ids = ids or [tokenizer.bos_id or 0]
     shown, began = not quiet and rank() == 0, time.perf_counter()
