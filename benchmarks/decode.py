@@ -79,10 +79,10 @@ class DecodeSuite(Suite):
         """Return the suite with whole names of dtypes; raises ConfigError for an unknown dtype or peer, or no dtype."""
         names = ["bfloat16" if name == "bf16" else name for name in self.dtype]
         check_names("--dtype", "dtype", names, DTYPES)
-        dtypes = tuple(dtype for dtype in DTYPES if dtype in names)
+        dtypes = tuple(dtype for dtype in DTYPES if dtype in names and (self.requests or dtype != "int4"))
         check_names("--against", "peer", self.against, PEERS)
         if not dtypes:
-            raise ConfigError(f"--dtype: name one of {', '.join(DTYPES)}")
+            raise ConfigError(f"--dtype: name one of {', '.join(DTYPES)}, the last one with --requests")
         return replace(self, dtype=dtypes)
 
     def prepare(self, run: SuiteRun) -> None:

@@ -102,7 +102,7 @@ def test_the_command(tmp_path, capsys):
     assert BenchmarkRecord.load(out).rows[0].op == "Llama, tiny"
     with pytest.raises(SystemExit, match="2"):
         run_command(DecodeSuite, ["--dtype", "int4", "--device", "cpu"])
-    assert "--dtype: no dtype 'int4'" in capsys.readouterr().err
+    assert "int4, the last one with --requests" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run_command(DecodeSuite, ["--dtype", ",", "--device", "cpu"])
     assert "--dtype: no dtype ','; there are bfloat16, int8" in capsys.readouterr().err
