@@ -178,6 +178,11 @@ def test_a_folder_that_is_no_collection_is_named(tmp_path):
         (lambda c: c.search(vectors(1), filter=[]), ConfigError, "filter"),
         (lambda c: c.search(vectors(1), filter={"mist": []}), ConfigError, "cannot have 'mist'"),
         (lambda c: c.search(vectors(1), filter={"must": [{"key": "a"}]}), ConfigError, "says nothing"),
+        (
+            lambda c: c.search(vectors(1), filter={"min_should": {"conditions": [], "min_count": 1}}),
+            ConfigError,
+            "0 to 0",
+        ),
         (lambda c: c.search(vectors(1), filter={"must": [{"key": "a..b", "is_null": True}]}), ConfigError, "path"),
         (
             lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "range": {"gt": "soon"}}]}),

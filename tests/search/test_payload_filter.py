@@ -59,7 +59,9 @@ def _clauses(inner):
         {},
         optional={
             "must": some, "should": some, "must_not": some,
-            "min_should": st.builds(lambda c, n: {"conditions": c, "min_count": n}, some, st.integers(0, 3)),
+            "min_should": st.builds(
+                lambda c, n: {"conditions": c, "min_count": min(n, len(c))}, some, st.integers(0, 3)
+            ),
         },
     )  # fmt: skip
 

@@ -273,11 +273,15 @@ class Evaluator:
             mask &= np.logical_or.reduce([self.mask(one) for one in should])
         if "min_should" in given:
             _only(given["min_should"], "conditions", "min_count")
-            least = given["min_should"].get("min_count")
-            if not isinstance(least, int) or least < 0:
-                raise ConfigError(f"min_should.min_count must be a number of conditions, got {clipped(least)}")
+            ones, least = _conditions(given["min_should"].get("conditions")), given["min_should"].get("min_count")
+            if not isinstance(least, int) or not 0 <= least <= len(
+                ones
+            ):  # of more, Qdrant's answers contradict another
+                raise ConfigError(
+                    f"min_should.min_count must be 0 to {len(ones)}, its conditions; got {clipped(least)}"
+                )
             found = np.zeros(self._table.size, np.int64)
-            for one in _conditions(given["min_should"].get("conditions")):
+            for one in ones:
                 found += self.mask(one)
             mask &= found >= least
         return mask
