@@ -21,6 +21,7 @@ from accelerant.nn import Encoder
 from accelerant.nn.models.loading import load_model
 from accelerant.service.keys import KeyStore
 from accelerant.service.served_models.admission import FairQueue
+from accelerant.service.served_models.worker import ChildOfModel, Waiting
 from requirements import require_module
 
 require_module("openai")
@@ -454,3 +455,29 @@ def test_keys_take_turns_and_share_the_queue():
     assert [number for _, number in taken[4:]] == [3, 4, 5, 6, 7]
     with pytest.raises(IndexError):
         queue.pop()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_request_that_is_cancelled_while_its_prompt_is_prepared_never_waits(cancelled):
+    ours, theirs = socket.socketpair()
+    started, ready = threading.Event(), threading.Event()
+
+    class Slow(ChildOfModel):
+        def _prepared(self, head):
+            started.set()
+            ready.wait()
+            return Waiting(head["id"], "key", [[1]], {})
+
+    with ours, theirs:
+        worker = Slow(theirs, 4)
+        worker._coming[1] = False
+        preparing = threading.Thread(target=worker._guarded, args=({"id": 1, "param": None},))
+        preparing.start()
+        started.wait()
+        if cancelled:
+            worker._cancel(1)
+        ready.set()
+        preparing.join()
+        assert (len(worker._queue), len(worker._open), worker._coming) == ((0, 0, {}) if cancelled else (1, 1, {}))
+        worker._cancel(1)
+        assert (len(worker._queue), len(worker._open)) == (0, 0)

@@ -78,6 +78,7 @@ class Stream:
     queue: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     started: float = field(default_factory=time.monotonic)
     latest: dict[int, float] = field(default_factory=dict)
+    ended: bool = False
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yield the events that have come, until all choices have ended; raise what went wrong."""
@@ -88,8 +89,10 @@ class Stream:
                 found.append(self.queue.get_nowait())
             for event in found:
                 if isinstance(event, Exception):
+                    self.ended = True
                     raise event
                 left -= "reason" in event
+            self.ended = not left
             yield found
 
 
@@ -147,7 +150,7 @@ class ModelProcess(Child):
 
     def end(self, stream: Stream) -> None:
         """Forget a stream; what is not finished is cancelled."""
-        if self._streams.pop(stream.id, None) is not None:
+        if self._streams.pop(stream.id, None) is not None and not stream.ended:
             self._send(wire.frame({"kind": "cancel", "id": stream.id}, {}))
 
     def fail_all(self, error: Callable[[], Exception]) -> None:

@@ -83,6 +83,7 @@ class ChildOfModel(ChildEnd):
         super().__init__(connection)
         self._changed = threading.Condition()
         self._queue: FairQueue[Waiting] = FairQueue(most_waiting)
+        self._coming: dict[int, bool] = {}  # those that are prepared, and whether they were cancelled meanwhile
         self._open: dict[int, Waiting] = {}
         self._preparing = ThreadPoolExecutor(2, "prepare")
         self._loops: tuple[Callable[[], NoReturn], ...] = ()
@@ -99,12 +100,15 @@ class ChildOfModel(ChildEnd):
             if head["kind"] == "cancel":
                 self._cancel(head["id"])
             else:
+                self._coming[head["id"]] = False
                 self._preparing.submit(self._guarded, head)
 
     def _guarded(self, head: dict[str, Any]) -> None:
         try:
             request = self._prepared(head)
             with self._changed:
+                if self._coming.pop(request.id):
+                    return
                 if not self._queue.has_room(request.key):
                     least, most = _RETRY_S
                     wait_s = min(most, max(least, self._pace_s * len(self._queue)))
@@ -120,12 +124,16 @@ class ChildOfModel(ChildEnd):
             self._refuse(head["id"], 400, type(error).__name__, str(error), param=head["param"])
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer raises
             self._refuse(head["id"], 500, "InternalError", f"the prompt failed: {type(error).__name__}")
+        finally:
+            self._coming.pop(head["id"], None)
 
     def _prepared(self, head: dict[str, Any]) -> Waiting:
         raise NotImplementedError
 
     def _cancel(self, identity: int) -> None:
         with self._changed:
+            if identity in self._coming:
+                self._coming[identity] = True
             request = self._open.get(identity)
             if request is None:
                 return
@@ -225,7 +233,7 @@ class ModelWorker(ChildOfModel):
         busy = now["running"] + now["waiting"]
         if not busy:
             return True
-        promised = sum(one.blocks for one in self._open.values() if one.answers and not one.began)
+        promised = sum(one.blocks for one in list(self._open.values()) if one.answers and not one.began)
         free = self._total - now["blocks_used"] - promised
         return free >= request.blocks and busy + request.unfinished <= self.engine.max_batch_tokens
 
@@ -242,11 +250,13 @@ class ModelWorker(ChildOfModel):
                     ids, sampling, max_tokens=most, seed=options["seed"], stop=options["stop"], n=options["n"],
                     logprobs=options["logprobs"], ignore_eos=options["ignore_eos"], salt=options["salt"], events=events,
                 ))  # fmt: skip
-        except AccelerantError as error:
+        except Exception as error:  # noqa: BLE001 - the thread goes on with the next request
+            request.cancelled = True
             for answer in request.answers:
                 answer.close()
-            del self._open[request.id]
-            self._refuse(request.id, 400, type(error).__name__, str(error))
+            self._open.pop(request.id, None)
+            status, kind = (400, type(error).__name__) if isinstance(error, AccelerantError) else (500, "InternalError")
+            self._refuse(request.id, status, kind, str(error))
 
     # --- from the engine to the server -------------------------------------------------------------------------------
 
