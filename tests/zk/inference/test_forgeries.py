@@ -420,12 +420,12 @@ def test_a_prover_that_changes_what_it_says_or_commits_to_is_refused(convolution
             continue
         wrong = rng.randrange(2)  # the witness or the table of h
 
-        def table(values, log_rows, parts, calls=calls, wrong=wrong, amount=amount, **options):
+        def table(values, log_rows, parts, space, calls=calls, wrong=wrong, amount=amount):
             if next(calls) == wrong:
                 start, size = rng.choice(parts)
                 at = start + rng.randrange(size)
                 values[at] = (int(values[at]) + amount) % P
-            return prover.CommittedTable(values, log_rows, parts, **options)
+            return prover.CommittedTable(values, log_rows, parts, space)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(proofs, "CommittedTable", table)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import math
 import re
@@ -16,7 +17,10 @@ import specification
 from integer_networks import RELU, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
-from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.algebra.field.memory_space import HOST
+from accelerant.errors import CompileError, ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.runtime.compilation.cuda import compile_cuda
+from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.zk.inference import (
     IntegerNetwork,
     Layer,
@@ -33,6 +37,7 @@ from accelerant.zk.inference import (
 )
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.protocol import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
+from accelerant.zk.inference.prover import hashed_by_kernel, sha256_source
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -102,6 +107,32 @@ def test_a_fold_of_the_code_is_the_code_of_the_folded_message(generator):
     for i in range(32):
         values = [code[i + 32 * j] for j in range(8)]
         assert protocol.fold(values, pow(root, -i, P), pow(eighth, -1, P), challenges) == after[i]
+
+
+@pytest.mark.parametrize("size", [4, 8, 36, 48, 52, 56, 60, 64, 116, 120, 528])
+def test_the_kernel_of_sha256_is_hashlibs(generator, size):
+    try:
+        c_compiler()
+    except CompileError as error:
+        pytest.skip(str(error))
+    rows = generator.integers(0, 256, (300, size), np.uint8)
+    found = hashed_by_kernel(rows, b"leaf", HOST)
+    assert [each.tobytes() for each in found] == [hashlib.sha256(b"leaf" + row.tobytes()).digest() for row in rows]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
+def test_the_kernel_of_sha256_keeps_its_words_in_registers():
+    (used,) = compile_cuda(sha256_source(), "sm_90").resources.values()
+    assert used.spill_bytes == used.stack_bytes == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_files(generator):
+    network = random_network(generator, [300, 130, 5])
+    x = random_input(generator, network, 3)
+    ours, theirs = Prover(network), Prover(network, device="cuda")
+    assert theirs.commitment.to_bytes() == ours.commitment.to_bytes()
+    assert theirs.prove(x)[1] == ours.prove(x)[1]
 
 
 # --- honest proofs ---------------------------------------------------------------------------------------------------

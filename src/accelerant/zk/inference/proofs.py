@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import FormatError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.runtime.host import host_memory
+from accelerant.runtime.registry import DeviceLike
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.extension import Words
 from accelerant.zk.inference.network import (
@@ -110,13 +112,15 @@ class Prover:
         commitment: the ModelCommitment, to publish.
     """
 
-    def __init__(self, network: Any, *, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, network: Any, *, memory_limit_bytes: int | None = None, device: DeviceLike = "cpu") -> None:
         """Commit to an IntegerNetwork, or to the model that nn.quantize made with mode="exact".
 
+        Merkle trees are hashed by the device, "cuda" for example; all else is computed by the CPU.
         OutOfMemory: this, or later a proof, is predicted to pass the limit, by default the memory that is free; nothing
         has been computed then.
         """
         self.network, self.memory_limit_bytes = integer_network(network), memory_limit_bytes
+        self.space = space_at(device)
         public = self.network.network
         _require_memory("a commitment to this network", commitment_memory_bytes(public), memory_limit_bytes)
         self.layout = WeightLayout(public)
@@ -124,7 +128,9 @@ class Prover:
         helpers = self.layout.helpers
         asked = values[: len(helpers.queries) << helpers.log_height]
         counts = np.bincount(asked, minlength=256).astype(np.uint64)
-        self._weights = CommittedTable(ext.words(values), self.layout.log_rows, [(0, self.layout.end)], keep=True)
+        self._weights = CommittedTable(
+            ext.words(values), self.layout.log_rows, [(0, self.layout.end)], self.space, keep=True
+        )
         del values, asked
         self.commitment = ModelCommitment(self._commitment(public, counts))
 
@@ -146,8 +152,8 @@ class Prover:
         """Return the commitment with its range proof; see verifier.check_commitment."""
         root, layout = self._weights.tree.root, self.layout
         header = COMMITMENT_HEADER + public.encode() + root
-        speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root)
-        multiplicities = CommittedTable(counts, layout.log_rows, [(0, 1 << 8)])
+        speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root, space=self.space)
+        multiplicities = CommittedTable(counts, layout.log_rows, [(0, 1 << 8)], self.space)
         speaker.send(multiplicities.tree.root)
         alpha, _ = speaker.challenges(2)
         values = self._weights.values.reshape(-1)[: 1 << layout.log_size]
@@ -236,7 +242,7 @@ class Lookups:
                 self.h[0][part], self.h[1][part] = inverses
                 sums.append(ext.total(inverses))
         self.h_table[0][:], self.h_table[1][:] = ext.base("mul", ext.inverse(self.table), counts)
-        self.committed = CommittedTable(values, layout.log_rows, layout.parts)
+        self.committed = CommittedTable(values, layout.log_rows, layout.parts, speaker.space)
         speaker.send(self.committed.tree.root)
         speaker.send_elements(ext.total(np.stack(sums, axis=-1))[:, None])
 
@@ -286,7 +292,7 @@ class InferenceProof:
         self.y = self.network.outward(self.traces[-1]["y"][:batch])
         root = prover.commitment.checked.root
         statement = (public.encode(), root, batch.to_bytes(8, "little"), x.tobytes(), self.y.tobytes())
-        self.speaker = Speaker(PROOF_HEADER, PROOF_HEADER, *statement)
+        self.speaker = Speaker(PROOF_HEADER, PROOF_HEADER, *statement, space=prover.space)
 
     def run(self) -> tuple[Int8, bytes]:
         """Return the output and the proof."""
@@ -299,7 +305,7 @@ class InferenceProof:
         committed = np.zeros(1 << layout.log_size, np.uint64)
         for at, values in zip([*layout.columns, layout.multiplicities], [*self.values, counts], strict=True):
             committed[at : at + len(values)] = values
-        witness = CommittedTable(committed, self.prover.layout.log_rows, layout.parts)
+        witness = CommittedTable(committed, self.prover.layout.log_rows, layout.parts, speaker.space)
         speaker.send(self.padded_output.tobytes())
         speaker.send(witness.tree.root)
         alpha, beta = speaker.challenges(2)

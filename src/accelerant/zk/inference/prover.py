@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.program import read_files
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.ledger import launch
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.extension import Words
 from accelerant.zk.inference.protocol import (
@@ -29,6 +35,7 @@ Combine = Callable[[Words], Words]
 
 Digests = npt.NDArray[np.uint8]
 
+_THREADS = 128
 _LOG_CHUNK = 15
 _CHUNK = 1 << _LOG_CHUNK
 """Entries of tables that a round of a sumcheck takes at a time, so that its temporaries stay in the cache."""
@@ -41,9 +48,10 @@ _KEPT = 1 << 22
 class Speaker(Transcript):
     """The transcript of a prover, who writes the messages of a proof."""
 
-    def __init__(self, header: bytes, *statement: bytes) -> None:
-        """Begin a file with a header, and a transcript with a statement."""
+    def __init__(self, header: bytes, *statement: bytes, space: MemorySpace = HOST) -> None:
+        """Begin a file with a header, and a transcript with a statement; trees are hashed by the device of `space`."""
         super().__init__(*statement)
+        self.space = space
         self.parts = [header]
 
     def write(self, data: bytes) -> None:
@@ -66,11 +74,29 @@ def words_to_bytes(words: npt.NDArray[np.uint64]) -> bytes:
     return np.ascontiguousarray(words).astype("<u8", copy=False).tobytes()
 
 
-def digests(leaves: Words) -> Digests:
-    """Return the hashes of leaves, each a row of words."""
-    data, digest = leaves.astype("<u8", copy=False).reshape(-1).data.cast("B"), hashlib.sha256
-    size = 8 * leaves.shape[1]
-    joined = b"".join([digest(b"leaf" + data[at : at + size]).digest() for at in range(0, len(data), size)])
+@functools.cache
+def sha256_source() -> KernelSource:
+    """Return the kernel of sha256.c."""
+    text = read_files("zk/inference", "sha256.c")
+    return KernelSource("sha256_rows", {"portable": text}, {"sha256_rows": ("*u32", "*u32", "i64", "i64", "i64")})
+
+
+def hashed_by_kernel(rows: npt.NDArray[Any], prefix: bytes, space: MemorySpace) -> Digests:
+    """Return the hashes of a prefix of four bytes and each row of bytes or words, by a kernel."""
+    words = np.ascontiguousarray(rows).view(np.uint32)
+    n, count = words.shape
+    digests = space.empty((n, 8), words.dtype)
+    scalars = (int.from_bytes(prefix, "big"), count, n)
+    launch(space, sha256_source(), "sha256_rows", -(-n // _THREADS), _THREADS, (space.load(words), digests), *scalars)
+    return space.store(digests).view(np.uint8)
+
+
+def hashed(rows: npt.NDArray[Any], prefix: bytes, space: MemorySpace) -> Digests:
+    """Return the hashes of a prefix and each row, on the CPU by hashlib: OpenSSL uses the processor's instructions."""
+    if space is not HOST:
+        return hashed_by_kernel(rows, prefix, space)
+    data, size, digest = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, rows[0].nbytes, hashlib.sha256
+    joined = b"".join([digest(prefix + data[at : at + size]).digest() for at in range(0, len(data), size)])
     return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
 
@@ -82,13 +108,11 @@ def code_bytes(size: int) -> int:
 class MerkleTree:
     """A Merkle tree of a power of two of leaves; see verifier.Tree."""
 
-    def __init__(self, level: Digests) -> None:
-        """Hash the digests of the leaves to the level that proofs contain."""
-        self.levels, digest = [level], hashlib.sha256
+    def __init__(self, level: Digests, space: MemorySpace) -> None:
+        """Hash the digests of the leaves, in the memory of a device, to the level that proofs contain."""
+        self.levels = [level]
         while len(level) > 1 << LOG_CAP:
-            data = level.tobytes()
-            joined = b"".join([digest(b"node" + data[at : at + 64]).digest() for at in range(0, len(data), 64)])
-            level = np.frombuffer(joined, np.uint8).reshape(-1, 32)
+            level = hashed(level.reshape(-1, 64), b"node", space)
             self.levels.append(level)
         self.cap = level.tobytes()
         self.root = sha256(b"cap", self.cap)
@@ -101,10 +125,10 @@ class MerkleTree:
 class FoldedCode:
     """A codeword over K with a Merkle tree, whose leaves have the values that are folded to one."""
 
-    def __init__(self, message: Words) -> None:
+    def __init__(self, message: Words, space: MemorySpace) -> None:
         values = ext.encode(message).reshape(2, 1 << LOG_ARITY, -1)
         self.leaves = np.ascontiguousarray(values.transpose(2, 1, 0)).reshape(-1, 2 << LOG_ARITY)
-        self.tree = MerkleTree(digests(self.leaves))
+        self.tree = MerkleTree(hashed(self.leaves, b"leaf", space), space)
 
     def openings(self, positions: Sequence[int]) -> list[bytes]:
         """Return the leaf and path of each position."""
@@ -118,7 +142,9 @@ class CommittedTable:
     The code is made, and without `keep` made again for openings, a coset at a time, that is a quarter of it.
     """
 
-    def __init__(self, values: Words, log_rows: int, parts: Sequence[Part], *, keep: bool = False) -> None:
+    def __init__(
+        self, values: Words, log_rows: int, parts: Sequence[Part], space: MemorySpace, *, keep: bool = False
+    ) -> None:
         rows = 1 << log_rows
         self.columns = np.array(occupied(parts, log_rows))
         missing = max(-(-len(values) // rows), self.columns[-1] + 1) * rows - len(values)
@@ -127,10 +153,10 @@ class CommittedTable:
         self._kept = []
         for coset in range(1 << LOG_RATE):
             leaves = self._leaves(coset)
-            level[coset :: 1 << LOG_RATE] = digests(leaves)
+            level[coset :: 1 << LOG_RATE] = hashed(leaves, b"leaf", space)
             if keep or leaves.size <= _KEPT:
                 self._kept.append(leaves)
-        self.tree = MerkleTree(level)
+        self.tree = MerkleTree(level, space)
 
     def groups(self) -> Iterator[tuple[npt.NDArray[np.int64], Words]]:
         """Yield the numbers of a few columns and their values, so that copies are small and their memory is reused."""
@@ -295,7 +321,7 @@ def send_openings(speaker: Speaker, stack: Stack, committed: Sequence[CommittedT
     tables = bind_columns(speaker, stack, committed, claims)
     folded: list[FoldedCode] = []
     while tables.shape[-1] > 1 << LOG_FINAL:
-        folded.append(FoldedCode(tables[:, 0]))
+        folded.append(FoldedCode(tables[:, 0], speaker.space))
         speaker.send(folded[-1].tree.root)
         for _ in range(LOG_ARITY):
             _, tables = sumcheck_round(speaker, tables, 2, multiplied)
