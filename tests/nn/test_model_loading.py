@@ -218,6 +218,32 @@ def test_the_peak_of_memory_is_the_quantized_model_and_a_tensor(tmp_path):
     assert sizes["peak"] < sizes["model"] + tensor + 2**28
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_gpu_gets_the_weights_a_few_rows_at_a_time(quantize, tmp_path):
+    """Of Qwen3's kind: the logits of the CPU, from a peak of memory that is the model, a matrix and some rows."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 8192, "context": 256, "layers": 6, "heads": 8, "kv_heads": 2, "width": 1024, "hidden": 4096}
+    config = ann.LlamaConfig(**sizes, qk_norm=True, rope_scaling=None)
+    Llama(config).bfloat16().save_pretrained(tmp_path, max_shard_bytes=2**25)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model, _ = load_model(tmp_path, device="cuda", quantize=quantize)
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.cuda.max_memory_allocated() - before < size + 2 * 8192 * 1024 + 2**27
+    idx = tokens(model, 2, 40)
+    host, _ = load_model(tmp_path, dtype="float32", quantize=quantize)
+    expected = host(idx)
+    error = (model(idx.cuda()).float().cpu() - expected).abs().max()
+    assert error < 0.05 * expected.abs().max()
+    greedy = model.generate(idx.cuda(), 20, temperature=0)
+    assert greedy.shape == (2, 60)  # by the cache, in a graph: biases, norms of heads and windows are read there
+    steps = model(greedy[:, :-1]).float()[:, 39:]
+    chosen = steps.gather(-1, greedy[:, 40:, None])[..., 0]
+    assert (steps.amax(-1) - chosen).max() < 0.05 * steps.abs().max()
+
+
 def test_another_kind_of_integers_is_refused(tmp_path):
     folder = saved(drawn("llama", 0, tied=True), tmp_path)
     with pytest.raises(ConfigError, match="quantize must be 'int8', 'int4' or None, got 'int3'"):

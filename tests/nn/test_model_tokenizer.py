@@ -233,6 +233,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_template_ends_in_an_error(plain, kind):
     tokenizer = with_template(plain, TEMPLATES["headers"])

@@ -89,7 +89,8 @@ class GGUFTensor:
         if self.type == "Q8_0":
             blocks = mapped.reshape(-1, 34)
             scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-            found = torch.from_numpy(blocks[:, 2:].view(np.int8) * scales)
+            with np.errstate(invalid="ignore"):  # of a scale that is infinite, which quantizing refuses
+                found = torch.from_numpy(blocks[:, 2:].view(np.int8) * scales)
         else:
             found = torch.from_numpy(mapped.copy()).view(self.dtype)
         found = found.reshape(self.shape)
