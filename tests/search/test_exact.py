@@ -285,6 +285,7 @@ def test_a_copy_of_lower_precision_is_ranked_by_the_vectors(form):
 def test_recall_counts_true_answers():
     assert recall([[1, 2], [3, 4]], [[2, 9], [4, 3]]) == 0.75
     assert recall([[1, 2]], [[1, -1]]) == 1.0
+    assert recall(np.zeros((2, 0)), np.zeros((2, 0))) == 1.0
     with pytest.raises(ShapeError, match="recall compares"):
         recall([1], [[1]])
 

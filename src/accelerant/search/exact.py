@@ -39,6 +39,9 @@ _BLOCK = 32
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """Scores that are held at once: on a CPU they stay in its cache."""
 
+_FEW = 1 << 15
+"""Scores that are compared one by one: fewer than that take longer to divide in blocks."""
+
 _QUERIES = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
 """Elements of a chunk of rows that has to be copied: converted, gathered, or brought to the device."""
@@ -111,7 +114,7 @@ def recall(ids: Any, truth: Any) -> float:
         raise ShapeError(f"recall compares (Q, k) with (Q, k), got {tuple(found.shape)} and {tuple(wanted.shape)}")
     real = wanted >= 0
     hit = (wanted.unsqueeze(2) == found.unsqueeze(1)).any(2) & real
-    return float(hit.sum()) / max(int(real.sum()), 1)
+    return float(hit.sum()) / int(real.sum()) if bool(real.any()) else 1.0
 
 
 def checked_k(k: Any) -> int:
@@ -357,41 +360,44 @@ class Part:
         q = q if half else q.float()
         hidden = None if hidden is None else hidden.contiguous()
         maxima = blocks.maxima(q, x, extra, hidden, self.metric)
-        least = self.least[tile]
-        if maxima.shape[1] >= self.wanted:
-            least = torch.maximum(least, maxima.topk(self.wanted, dim=1).values[:, -1])
-            self.least[tile] = least
-        limit = self._limit(least, self.error[tile])
+        limit = self._raised(tile, maxima, always=True)
         query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
         near = blocks.scores(q, x, extra, hidden, self.metric, query, block)
         at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
-        column, query = block[at] * blocks.BLOCK + lane, query[at]
-        found = rows[column] if isinstance(rows, Tensor) else column + rows.start
-        return Found(query + tile.start if isinstance(tile, slice) else tile[query], found, near[at, lane])
+        return self._numbered(tile, rows, query[at], block[at] * blocks.BLOCK + lane, near[at, lane])
 
     def _chosen(self, scores: Tensor, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None) -> Found:
         """Return the rows whose quick scores (queries of the tile, rows) are within the bounds."""
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
+        if scores.numel() <= _FEW:  # of blocks of one row
+            limit = self._raised(tile, scores).unsqueeze(1)
+            query, column = (scores >= limit).nonzero(as_tuple=True)
+            return self._numbered(tile, rows, query, column, scores[query, column])
         short = -scores.shape[1] % _BLOCK
         padded = torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
-        blocks = padded.view(len(padded), _BLOCK, -1)  # block b has columns b, b + width, ...: maxima of whole vectors
-        width = blocks.shape[2]
-        maxima = blocks.amax(1)
-        least = self.least[tile]
-        if bool((least == float("-inf")).any()):
-            of = maxima if maxima.shape[1] >= 2 * self.wanted else padded
-            if of.shape[1] >= self.wanted:
-                least = torch.maximum(least, of.topk(self.wanted, dim=1).values[:, -1])
-                self.least[tile] = least
-        limit = self._limit(least, self.error[tile])
+        lanes = padded.view(len(padded), _BLOCK, -1)  # block b has columns b, b + width, ...: maxima of whole vectors
+        maxima = lanes.amax(1)
+        width = maxima.shape[1]
+        limit = self._raised(tile, maxima if width >= 2 * self.wanted else padded)
         query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
-        near = blocks[query, :, block]
+        near = lanes[query, :, block]
         at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
-        column = block[at] + lane * width
+        return self._numbered(tile, rows, query[at], block[at] + lane * width, near[at, lane])
+
+    def _raised(self, tile: slice | Tensor, scores: Tensor, *, always: bool = False) -> Tensor:
+        """Return the least scores of candidates; queries that have no bound T yet get one from scores of theirs."""
+        least = self.least[tile]
+        if scores.shape[1] >= self.wanted and (always or bool((least == float("-inf")).any())):
+            least = torch.maximum(least, scores.topk(self.wanted, dim=1).values[:, -1])
+            self.least[tile] = least
+        return self._limit(least, self.error[tile])
+
+    @staticmethod
+    def _numbered(tile: slice | Tensor, rows: Tensor | range, query: Tensor, column: Tensor, score: Tensor) -> Found:
+        """Return what was found, with the numbers of queries and rows that a tile and a chunk have."""
         found = rows[column] if isinstance(rows, Tensor) else column + rows.start
-        query = query[at]
-        return Found(query + tile.start if isinstance(tile, slice) else tile[query], found, near[at, lane])
+        return Found(query + tile.start if isinstance(tile, slice) else tile[query], found, score)
 
     def _products(self, x: Tensor, extra: Tensor | None, tile: slice | Tensor) -> Tensor:
         """Return quick scores (queries, rows), the largest for the nearest."""
