@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 from patch_models import assert_same, batch, make, outcome
 from test_patch_choice import STEPS, Clock, _on_our_ops  # noqa: F401  the latter a fixture
 from test_patch_graphs import on_cpu  # noqa: F401  a fixture
@@ -54,3 +55,20 @@ def test_without_memory_for_it_nothing_runs_as_it_was(graphed, monkeypatch):
         outcome(model, batch("gpt2", seed=step))
     assert 0 not in clock.sides
     assert "memory" in str(report)
+
+
+@pytest.mark.parametrize(("ours", "side"), [(0.3, 2), (1.2, 0)])
+def test_both_sides_take_turns_at_adding_tokens_to_a_cache(graphed, ours, side):
+    model, report, other, clock = graphed
+    acl.nn.unpatch(other)
+    clock.before, clock.ours = 0.9, ours
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    for seed in range(4):
+        ids = batch("gpt2", S=5, seed=seed)["input_ids"]
+        wanted, found = (
+            each.eval().generate(ids, attention_mask=torch.ones_like(ids), **options) for each in (other, model)
+        )
+        assert torch.equal(found, wanted)
+    assert clock.sides.count(0) > 3 < clock.sides.count(2)
+    assert clock.sides[-15:] == [side] * 15
+    assert [choice.partition(",")[0] for choice in report.choices.values()][-1] == ("as it was", "", "on our ops")[side]

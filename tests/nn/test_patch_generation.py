@@ -320,3 +320,21 @@ def test_every_causal_model_generates_what_it_did(name):
 def test_decoding_can_be_pickled():
     decoding = generation.Decoding(len, acl.nn.PatchReport("a model"))
     assert pickle.loads(pickle.dumps(decoding))._forward is len
+
+
+def test_outputs_are_those_of_the_class():
+    both, tokens = pair("llama"), torch.tensor([[5]])
+    found = [[], []]
+    for model, outputs in zip(both, found, strict=True):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(**prompt(6), past_key_values=cache)
+            outputs += [model(input_ids=tokens, past_key_values=cache) for _ in range(BEFORE + 3)]
+        assert all(each.past_key_values is cache for each in outputs)
+    assert both[1].report.graphs["replayed"] == 3
+    for one, two in zip(*found, strict=True):
+        assert (type(one), [*one], sorted(vars(one))) == (type(two), [*two], sorted(vars(two)))
+        torch.testing.assert_close(one.logits, two.logits, rtol=1e-4, atol=1e-5)
+        assert one.to_tuple()[0] is one["logits"] is one.logits is one[0]
+        assert (two.loss, two.hidden_states) == (None, None)
+        assert copy.copy(two).keys() == two.keys()

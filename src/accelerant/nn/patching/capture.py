@@ -10,10 +10,11 @@ too (Padding).
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -446,14 +447,40 @@ def flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], A
         if not isinstance(leaf, Tensor | bool | int | float | str | None):
             raise Reason(f"its output contains a {type(leaf).__name__} (use_cache=False leaves out a cache)")
 
+    unflatten = _maker(tree, leaves) or partial(pytree.tree_unflatten, treespec=spec)
+
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)
-        filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants]
-        made = pytree.tree_unflatten(filled, spec)
+        made = unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants])
         return made if make is None else make(made)
 
     constants = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], rebuild
+
+
+def _maker(output: Any, leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
+    """Return what makes an output like one of transformers' from its leaves, past checks that cost as ten launches.
+
+    None for another output, or a nested one.
+    """
+    fields: dict[str, Any] = getattr(output, "__dict__", {})
+    flat = isinstance(output, OrderedDict) and len(output) == len(leaves) and all(map(is_, output.values(), leaves))
+    if not flat or not output.keys() <= fields.keys():
+        return None
+    kind: Any = type(output)
+    names, absent = [*output], {name: None for name in fields if name not in output}
+    if any(fields[name] is not None for name in absent):
+        return None
+
+    def make(leaves: Sequence[Any]) -> Any:
+        made = kind.__new__(kind)
+        made.__dict__.update(absent)
+        made.__dict__.update(zip(names, leaves, strict=True))
+        for name, leaf in zip(names, leaves, strict=True):
+            OrderedDict.__setitem__(made, name, leaf)
+        return made
+
+    return make
 
 
 def versions(values: Sequence[Any]) -> list[int]:
@@ -500,17 +527,18 @@ class State:
             *[(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors],
         ]
 
-    def _same_modules(self) -> bool:
+    def has_memory(self) -> bool:
+        """Return whether the tensors have the memory that they had."""
+        return self._of_tensors() == self._facts
+
+    def has_modules(self) -> bool:
+        """Return whether modules have the attributes, parameters and buffers that they had."""
         same = [*map(len, self._views)] == self._lengths
         return same and all(map(is_, chain.from_iterable(self._views), self._values))
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of the model's tensors now."""
-        return [x.data_ptr() for x in self._tensors]
-
     def holds(self) -> bool:
         """Return whether the model is still as it was."""
-        return self._same_modules() and self._of_tensors() == self._facts
+        return self.has_modules() and self.has_memory()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -519,7 +547,7 @@ class State:
         try:
             for module, training in zip(self._modules, self._training, strict=True):
                 module.training = training
-            if not self._same_modules():
+            if not self.has_modules():
                 raise LaunchError(
                     "modules or attributes were changed between the forward pass and a second backward pass of a "
                     "model that runs from CUDA graphs; patch(model, graph=False) allows it"

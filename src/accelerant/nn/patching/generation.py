@@ -58,7 +58,6 @@ class _Room:
         self.captured: Captured | None = None
         self.state: Any = None
         self.checked, self._eager = False, 0
-        self._addresses: list[int] = []
         self._views: list[tuple[Any, Tensor, Tensor]] = []  # layer of the cache that lives here, keys and values
         with torch.inference_mode(False):
             self._place = torch.zeros(1, dtype=torch.int64, device=layers[0].keys.device)
@@ -125,9 +124,9 @@ class _Room:
         self._place.fill_(length)
         if self.captured is None:
             return self._run_eagerly(model, kwargs)
-        if self.state.addresses() == self._addresses:  # else memory that the graph reads may be gone
+        if self.state.has_memory():  # else what the graph reads may be gone
             output = self.captured([*kwargs.values()], length + 1)
-            if self.state.holds() and self.state.obstacle() is None:  # looked at while the device works
+            if self.state.has_modules() and self.state.obstacle() is None:  # looked at while the device works
                 self._report.graphs["replayed"] += 1
                 return output
         self.captured = None
@@ -143,7 +142,6 @@ class _Room:
         for captured in self.graphs._captured.values():
             captured.padding = Padding(self.capacity, tuple(fills), (None,) * len(captured.outputs))
             self.captured, self.state, self._eager = captured, self.graphs._state, 0
-            self._addresses = self.state.addresses()
         return output
 
     @property
