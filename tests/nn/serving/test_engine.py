@@ -135,6 +135,16 @@ def test_close_ends_every_answer_with_an_error(model):
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_answer_waits_for_a_thread_that_failed(model, monkeypatch):
+    monkeypatch.setattr(Engine, "_accept_all", lambda *_: 1 / 0)
+    with Engine(model, 40, 8) as engine:
+        _, _, (end,) = read(engine.submit([1, 2]))
+        assert (end.reason, end.error) == ("error", "the engine failed: ZeroDivisionError: division by zero")
+        with pytest.raises(AccelerantError, match="closed"):
+            engine.submit([1])
+
+
 def test_cancelling_frees_the_blocks(model):
     with Engine(model, 40, 64, start=False) as engine:
         answers = [engine.submit(prompt(30, seed), GREEDY, max_tokens=60) for seed in range(9)]

@@ -335,6 +335,7 @@ class Engine:
 
     def run(self) -> None:
         """Run steps while there is work, until `close`; what the engine's own thread does."""
+        why = "the engine was closed"
         try:
             with modes_kept(self.model), self._device_context():
                 self.model.eval()
@@ -344,9 +345,12 @@ class Engine:
                         if self._closed:
                             return
                     self.step()
+        except BaseException as error:
+            why = f"the engine failed: {type(error).__name__}: {error}"
+            raise
         finally:
             self._closed = True
-            self._end_all("the engine was closed")
+            self._end_all(why)
 
     def _device_context(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
