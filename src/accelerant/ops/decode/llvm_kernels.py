@@ -3,7 +3,8 @@
     s[j] = scale q . k[j], or softcap tanh(that / softcap)      o = sum_j exp(s[j]) v[j] / sum_j exp(s[j])
 
 Source: paged.py; the running sums as in Milakov and Gimelshein 2018, arXiv:1805.02867.
-Layout: q and o (T, Hq, D) in float32, or float64 as the blocks; blocks (N, block, Hkv, D); table (R, M) int32;
+Layout: q and o (T, Hq, D) in float32, or float64 as the blocks; blocks (N, block, Hkv, D), D dense; table (R, M)
+        int32;
         tiles (tiles, 4) int64: row, first token, number of tokens, a few of one row, and the first one's position; sums
         (T, Hq, 2), the running maximum, -inf at first, and total, 0, of each pair of token and head; o is 0 at first.
         An index is a tile and a key head.
@@ -37,15 +38,15 @@ _UNROLLED = 4
 
 _MEMORY = {"double": ("double", 8), "float": ("float", 4), "bfloat": ("i16", 2), "half": ("half", 2)}
 _POINTERS = ("q", "k", "v", "table", "tiles", "sums", "o")
-_SIZES = ("M", "N", "block", "heads", "group", "D", "window")
+_SIZES = ("M", "N", "block", "heads", "group", "D", "window", "of_block", "of_key", "of_head")
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKernel:
     """A Builder of attention_paged_<kind>(begin, end, pointers, sizes, scale, softcap), see the module.
 
-    Sizes: M columns of the table, N blocks of `block` keys, key heads, query heads of each, D, window; a window of -1
-    and a softcap of 0 are none.
+    Sizes: M columns of the table, N blocks of `block` keys, key heads, query heads of each, D, window, and the strides
+    of block, key and head; a window of -1 and a softcap of 0 are none.
     """
 
     kind: str
@@ -130,14 +131,14 @@ class _PagedWriter:
 
     def _place(self, first: Value, low: Value, high: Value) -> None:
         """Store where the keys of a vector begin in the blocks; for keys that no token of the tile sees, another's."""
-        code = self.code
+        code, of_head = self.code, self.code.i64("mul", self.h, "%of_head")
         for i in range(self.lanes):
             j = self._larger(code.smin(code.i64("add", first, i), code.i64("sub", high, 1)), low)
             at = code.i64("add", code.i64("mul", self.row, "%M"), code.i64("sdiv", j, "%block"))
             block = code.convert("sext", code.load("i32", "%table", at), "i64")
             block = self._larger(code.smin(block, code.i64("sub", "%N", 1)), 0)
-            key = code.i64("add", code.i64("mul", block, "%block"), code.i64("srem", j, "%block"))
-            place = code.i64("mul", code.i64("add", code.i64("mul", key, "%heads"), self.h), "%D")
+            in_block = code.i64("mul", code.i64("srem", j, "%block"), "%of_key")
+            place = code.i64("add", code.i64("add", code.i64("mul", block, "%of_block"), in_block), of_head)
             code.store("i64", place, self.places, i)
 
     def _token(self, token: Value, first: Value, high: Value) -> None:

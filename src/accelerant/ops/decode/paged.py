@@ -80,16 +80,10 @@ def launch_llvm(
     sums = torch.zeros(T, Hq, 2, dtype=wide)
     sums[..., 0] = -math.inf
     provider, kernel = _compiled(q.dtype)
-    tensors = (
-        q.detach().to(wide).contiguous(),
-        k_blocks.contiguous(),
-        v_blocks.contiguous(),
-        block_table,
-        tiles,
-        sums,
-        o,
-    )
-    numbers = columns, N, size, Hkv, Hq // Hkv, D, window, scale, softcap
+    if k_blocks.stride() != v_blocks.stride() or k_blocks.stride(3) != 1:
+        k_blocks, v_blocks = k_blocks.contiguous(), v_blocks.contiguous()
+    tensors = q.detach().to(wide).contiguous(), k_blocks, v_blocks, block_table, tiles, sums, o
+    numbers = columns, N, size, Hkv, Hq // Hkv, D, window, *k_blocks.stride()[:3], scale, softcap
     total = len(tiles) * Hkv
     if launch_log.enabled or T * Hq * columns * size * D >= 2 * _SHARE_PRODUCTS:
         provider.launch(kernel, (total,), (1,), (*tensors, *numbers))
@@ -222,7 +216,8 @@ def attention_paged(
 
     Args:
         q: (T, Hq, D), float16, bfloat16, float32 or float64: the new tokens of R rows, one row after the other.
-        k_blocks, v_blocks: (N, block, Hkv, D), dtype of q; Hkv divides Hq. What no query sees is not read.
+        k_blocks, v_blocks: (N, block, Hkv, D), dtype of q, fastest with D contiguous; Hkv divides Hq. What no query
+            sees is not read.
         block_table: (R, M) int32, contiguous: the blocks of each row; those that its length does not reach may be any
             number.
         lengths: (R,) int32: keys of each row, its new tokens included; more than M * block counts as that many.
@@ -332,15 +327,25 @@ def _triton_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slo
     T, Hkv, D = k.shape
     k, v = (x if x.stride(2) == 1 and (Hkv == 1 or x.stride(1) == D) else x.contiguous() for x in (k, v))
     block = min(_APPEND_BLOCK, next_power_of_2(Hkv * D))
-    args = (k, v, k_blocks, v_blocks, slots, Hkv * D, k.stride(0), v.stride(0))
-    KERNELS["append"].launch((T, ceil_div(Hkv * D, block)), args, {"BLOCK": block}, num_warps=max(1, block // 256))
+    KERNELS["append"].launch(
+        (T, ceil_div(Hkv * D, block)),
+        (
+            k, v, k_blocks, v_blocks, slots, Hkv * D, k_blocks.shape[1], D, k.stride(0), v.stride(0),
+            *k_blocks.stride()[:3], *v_blocks.stride()[:3],
+        ),
+        {"BLOCK": block},
+        num_warps=max(1, block // 256),
+    )  # fmt: skip
 
 
 def _torch_append(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots: Tensor) -> None:
     kept = (slots >= 0).nonzero().squeeze(1)
-    at = slots.index_select(0, kept)
+    at, page = slots.index_select(0, kept), k_blocks.shape[1]
     for new, blocks in ((k, k_blocks), (v, v_blocks)):
-        blocks.view(-1, *blocks.shape[2:]).index_copy_(0, at, new.index_select(0, kept))
+        if blocks.is_contiguous():
+            blocks.view(-1, *blocks.shape[2:]).index_copy_(0, at, new.index_select(0, kept))
+        else:
+            blocks[at // page, at % page] = new.index_select(0, kept)
 
 
 append_paged_fwd: Callable[..., None] = triton_operation(
@@ -353,12 +358,12 @@ def append_paged(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots
 
     Args:
         k, v: (T, Hkv, D), of the new tokens.
-        k_blocks, v_blocks: (N, block, Hkv, D), contiguous, dtype of k; changed.
+        k_blocks, v_blocks: (N, block, Hkv, D), dtype of k, D contiguous; changed.
         slots: (T,) int64 on the device of k, contiguous: block * block_size + offset of each token, all different; -1
             leaves a token out. The numbers stay on the device and are not checked.
 
     Raises:
-        ShapeError: incompatible shapes, blocks that are not contiguous, tensors on several devices.
+        ShapeError: incompatible shapes, blocks whose D is not contiguous, tensors on several devices.
         UnsupportedDtype: several dtypes, or slots that are not int64.
     """
     check_matches("append_paged", k, "k", v=v, k_blocks=k_blocks, v_blocks=v_blocks)
@@ -367,8 +372,8 @@ def append_paged(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots
         raise ShapeError(f"append_paged takes k (T, Hkv, D) and blocks (N, block, Hkv, D), got {shapes}")
     if v.shape != k.shape or v_blocks.shape != k_blocks.shape:
         raise ShapeError(f"v must be {tuple(k.shape)} and v_blocks {tuple(k_blocks.shape)}, as k and k_blocks are")
-    if not (k_blocks.is_contiguous() and v_blocks.is_contiguous()):
-        raise ShapeError("k_blocks and v_blocks must be contiguous: they are written in place")
+    if k_blocks.stride(3) != 1 or v_blocks.stride(3) != 1:
+        raise ShapeError("the last dimension of k_blocks and v_blocks must be contiguous: they are written in place")
     if slots.dtype != torch.int64:
         raise UnsupportedDtype(f"slots must be int64, got {name_of(slots.dtype)}")
     if slots.shape != k.shape[:1] or slots.device != k.device or not slots.is_contiguous():

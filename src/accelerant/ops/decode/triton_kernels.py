@@ -284,7 +284,8 @@ def attention_paged_combine(
 
 @triton.jit
 def attention_paged_append(
-    k_ptr, v_ptr, k_blocks_ptr, v_blocks_ptr, slots_ptr, width, k_token, v_token, BLOCK: tl.constexpr
+    k_ptr, v_ptr, k_blocks_ptr, v_blocks_ptr, slots_ptr, width, page, D, k_token, v_token, k_block, k_key, k_head,
+    v_block, v_key, v_head, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -292,8 +293,9 @@ def attention_paged_append(
     mask = lanes < tl.where(slot >= 0, width, 0)
     k = tl.load(k_ptr + token * k_token + lanes, mask=mask, other=0.0)
     v = tl.load(v_ptr + token * v_token + lanes, mask=mask, other=0.0)
-    tl.store(k_blocks_ptr + slot * width + lanes, k, mask=mask)
-    tl.store(v_blocks_ptr + slot * width + lanes, v, mask=mask)
+    block, key = slot // page, slot % page
+    tl.store(k_blocks_ptr + block * k_block + key * k_key + lanes // D * k_head + lanes % D, k, mask=mask)
+    tl.store(v_blocks_ptr + block * v_block + key * v_key + lanes // D * v_head + lanes % D, v, mask=mask)
 
 
 # --- the other steps of a decoder layer for one new token ------------------------------------------------------------
