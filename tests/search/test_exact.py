@@ -366,6 +366,17 @@ def test_the_kernels_choose_the_same_rows(metric, of_queries, of_data, interpret
         assert torch.equal(found.scores, wanted.scores)
 
 
+def test_the_kernels_take_empty_and_small_collections(interpreted):
+    x = torch.eye(3)
+    assert exact(x, x[:0]).ids.shape == (3, 0)
+    assert exact(x[:0], x).ids.shape == (0, 0)
+    assert exact(x, x, 9).ids.tolist() == [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
+    assert exact(x, x, mask=[1]).ids.tolist() == [[1]] * 3
+    assert exact(x, x, mask=torch.zeros(3, 3, dtype=torch.bool)).counts.tolist() == [0, 0, 0]
+    with pytest.raises(RangeError, match="row 1 of data has NaN"):
+        exact(x, torch.tensor([[0.0, 1, 2], [0, float("nan"), 0]]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("metric", "of_queries", "of_data"), KERNEL_CASES)
 def test_a_gpu_has_the_bits_of_the_cpu(metric, of_queries, of_data):

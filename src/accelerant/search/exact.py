@@ -263,11 +263,9 @@ class Part:
         converted = data.dtype != torch.float32 and not self.kernels
         copied = data.device != self.device or converted or isinstance(rows, Tensor)
         kind = "cpu" if self.device.type == "cpu" else "cuda"
-        size = (
-            len(data)
-            if self.kernels
-            else max(_SCORES[kind] // max(min(len(self.q), _QUERIES[kind]), 1), 2 * self.wanted, 2048)
-        )
+        size = max(_SCORES[kind] // max(min(len(self.q), _QUERIES[kind]), 1), 2 * self.wanted, 2048)
+        if self.kernels:  # which keep no scores
+            size = max(len(data), 1)
         if copied:
             size = min(size, max(_ELEMENTS[kind] // data.shape[1], 2 * self.wanted, 256))
         size = -(-size // _BLOCK) * _BLOCK
