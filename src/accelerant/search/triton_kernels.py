@@ -58,7 +58,7 @@ def search_maxima(
         q = tl.load(q_at, mask=in_queries[:, None] & in_width[None, :], other=0)
         x = tl.load(x_at, mask=in_rows[None, :] & in_width[:, None], other=0)
         if KIND == "int8":
-            products = tl.dot(q, x, products)
+            products = tl.dot(q, x, products, out_dtype=tl.int32)
         elif KIND == "upcast":  # the interpreter's products of bfloat16 are wrong
             products = tl.dot(q.to(tl.float32), x.to(tl.float32), products, input_precision="ieee")
         elif KIND == "bfloat16":

@@ -86,11 +86,12 @@ def compilation(
 
 def _paged_kernel(
     kind: str, width: int, capability: tuple[int, int], *, group: int = 4, ragged: bool = True, windowed: bool = False,
-    capped: bool = False,
+    capped: bool = False, split: bool = True,
 ) -> Compilation:  # fmt: skip
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types: dict[str, str | None] = {"*": kind, "scale": "fp32", "softcap": "fp32"}
-    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32") | dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32")
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+    types |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else None)
     types["starts_ptr"] = "*i32" if ragged else None
     fixed = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
     return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, stages_for(capability))
@@ -169,6 +170,8 @@ KERNELS = (
     _paged_kernel("*bf16", 128, (9, 0), ragged=False),
     _paged_kernel("*bf16", 256, (9, 0), windowed=True, capped=True),
     _paged_kernel("*fp32", 128, (9, 0), group=7),
+    _paged_kernel("*fp32", 64, (9, 0), split=False),
+    _paged_kernel("*bf16", 64, (9, 0), ragged=False, split=False),
     _paged_combine(128, ragged=True),
     _paged_combine(256, ragged=False),
     specialized(_PAGED_KERNELS["append"], {"*": "*bf16", "slots_ptr": "*i64"}, {"BLOCK": 1024}, 4),

@@ -213,11 +213,15 @@ def attention_paged_fwd(
         low = tl.maximum(length - count + first + 1 - window, 0)
     from_split = low // SPLIT
     to_split = tl.cdiv(tl.maximum(high, 0), SPLIT)
-    apart = (count == 1) & (parts_ptr is not None)
-    if apart:
-        to_split = tl.minimum(to_split, part + 1)
-        from_split = tl.maximum(from_split, part)
-    if (first >= count) | ((part > 0) & ~apart) | (apart & (from_split >= to_split)):
+    if parts_ptr is not None:
+        if count == 1:
+            to_split = tl.minimum(to_split, part + 1)
+            from_split = tl.maximum(from_split, part)
+            if from_split >= to_split:
+                return
+        elif part > 0:
+            return
+    if first >= count:
         return
     lines = tl.arange(0, BLOCK_M)
     tokens = first + lines // group
@@ -238,12 +242,13 @@ def attention_paged_fwd(
             k_block, k_key, v_block, v_key, CAPPED, WINDOW, PAGE, BLOCK_N, BLOCK_D, UPCAST,
         )  # fmt: skip
         sums, total, peak = _merged(sums, total, peak, more, more_total, more_peak)
-    if apart:
-        of_line = (part.to(tl.int64) * rows + row) * heads * group + q_heads
-        tl.store(parts_ptr + of_line[:, None] * D + width[None, :], sums, mask=mask)
-        tl.store(stats_ptr + 2 * of_line, peak, mask=here)
-        tl.store(stats_ptr + 2 * of_line + 1, total, mask=here)
-    else:
+    if parts_ptr is not None:
+        if count == 1:
+            of_line = (part.to(tl.int64) * rows + row) * heads * group + q_heads
+            tl.store(parts_ptr + of_line[:, None] * D + width[None, :], sums, mask=mask)
+            tl.store(stats_ptr + 2 * of_line, peak, mask=here)
+            tl.store(stats_ptr + 2 * of_line + 1, total, mask=here)
+    if (parts_ptr is None) | (count != 1):
         o = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         of_line = at * heads * group + q_heads
         tl.store(o_ptr + of_line[:, None] * D + width[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
