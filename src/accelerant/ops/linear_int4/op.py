@@ -34,7 +34,8 @@ KERNEL = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_
 FEW = Int8Tile(16, 32, 4, 4, 4)
 """Rows and outputs of a tile, groups loaded at a time, warps and stages; for up to 16 rows."""
 
-MANY = Int8Tile(64, 64, 1, 4, 3)
+MANY = Int8Tile(64, 32, 1, 4, 3)
+"""For more rows. With as many outputs as FEW it runs the same tensor core instructions, and so has the same bits."""
 
 
 def quantize_int4(weight: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
