@@ -242,7 +242,7 @@ def attention_paged_fwd(
             k_block, k_key, v_block, v_key, CAPPED, WINDOW, PAGE, BLOCK_N, BLOCK_D, UPCAST,
         )  # fmt: skip
         sums, total, peak = _merged(sums, total, peak, more, more_total, more_peak)
-    if parts_ptr is not None:
+    if parts_ptr is not None:  # noqa: SIM102  the second is not known when it is compiled
         if count == 1:
             of_line = (part.to(tl.int64) * rows + row) * heads * group + q_heads
             tl.store(parts_ptr + of_line[:, None] * D + width[None, :], sums, mask=mask)
