@@ -157,6 +157,13 @@ def test_caches_that_are_kept_are_not_written_to_by_later_calls():
             torch.testing.assert_close(both[1](input_ids=token, past_key_values=first).logits, again)
 
 
+def test_a_kept_cache_leaves_the_graph_its_memory():
+    both = pair("llama")
+    kept = [assert_alike(both, prompt(5, seed=seed), max_new_tokens=8).past_key_values for seed in range(3)]
+    assert both[1].report.graphs["captured"] == 1
+    assert len({each.layers[0].keys.data_ptr() for each in kept}) == 3
+
+
 def stepped(model, cache, tokens):
     with torch.no_grad():
         return model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
