@@ -8,6 +8,7 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.decode import paged
 from accelerant.ops.decode.op import attention_decode_reference, attention_paged_reference
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -101,6 +102,13 @@ def test_a_row_is_the_same_in_any_company(rng, record_property, uninterpreted):
     record_property("examples", count)
     for _ in range(count):
         check_any_company(rng, rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+
+
+def test_threads_do_not_change_a_row(monkeypatch, uninterpreted):
+    args = call_of([70, 9, 33], [20, 9, 1])
+    expected = ops.attention_paged(*args)
+    monkeypatch.setattr(paged, "_SHARE_PRODUCTS", 0)  # by the launch that divides the indices among threads
+    assert torch.equal(ops.attention_paged(*args), expected)
 
 
 @pytest.mark.gpu
