@@ -96,8 +96,8 @@ def _refuses_llvm(case: Case) -> str | None:
     return None if case.device.type == "cpu" else f"is for a CPU, not {case.device.type}"
 
 
-KERNELS = {
-    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"attention_paged_{name}")
+KERNELS = {  # compiled for several kinds of call, in which contractions could be others
+    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"attention_paged_{name}", contracts=False)
     for name in ("fwd", "combine", "append")
 }
 SPLIT = 256
