@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import operator
 import numpy as np
 import pytest
 import torch
@@ -115,6 +116,7 @@ class Graph(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.a, self.b, self.function = nn.Linear(3, 3), nn.Linear(3, 3), forward
+        self.drop = nn.Dropout()
 
     def forward(self, x):
         return self.function(self, x)
@@ -131,6 +133,15 @@ class Graph(nn.Module):
         (lambda m, x: (m.a(x), m.b(x)), "whose output is one tensor"),
         (lambda m, x: (m.b(x), m.a(x))[0], "whose output is one tensor"),
         (lambda m, x: torch.relu(x), "no layer is before it"),
+        (lambda m, x: m.b(torch.relu(m.drop(y := m.a(x)))) + m.a(y), r"relu \(ReLU\): .*it is neither"),
+        (lambda m, x: m.b(m.a(x)[:, [1, 0, 2]]), "getitem: .*does not represent"),
+        (lambda m, x: m.a(x[:, [1, 0, 2]]), "getitem: .*does not represent"),
+        (lambda m, x: m.a(x)[:, [1, 0, 2]], "getitem: .*does not represent"),
+        (lambda m, x: m.a(x)[:, :3].flatten(1), "getitem: .*does not represent"),
+        (lambda m, x: m.a(x.T), "getattr_1: .*does not represent"),
+        (lambda m, x: m.a(input=x), "a: .*called with one input"),
+        (lambda m, x: m.a((y := m.b(x)).add_(m.a(y))) + y, "add_: .*a sum in place of what is used later"),
+        (lambda m, x: m.a(operator.iadd(y := m.b(x), m.a(y))) + y, "iadd: .*a sum in place of what is used later"),
     ],
 )
 def test_graphs_that_it_does_not_represent_are_refused(forward, message):
@@ -145,6 +156,7 @@ def test_a_layer_by_itself_and_a_step_that_is_used_twice():
         lambda m, x: m.b(y := m.a(x).relu()) + y,
         lambda m, x: torch.add(y := m.a(x), m.b(y)).relu(),
         lambda m, x: torch.tanh(m.b(m.a(x)) + m.a(x)),
+        lambda m, x: m.a(operator.iadd(y := m.b(x), m.a(y))),
     ):
         model = Graph(forward)
         network = exact(model, x)

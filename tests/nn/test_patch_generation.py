@@ -101,7 +101,7 @@ def test_ways_to_generate(family, options):
         wanted, found = (generated(each, prompt(6, seed=seed), **options) for each in both)
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.keys() == wanted.keys()
-        for name in ("scores", "hidden_states"):
+        for name in ("scores", "hidden_states", "attentions"):
             torch.testing.assert_close(found.get(name), wanted.get(name), rtol=1e-4, atol=1e-5)
 
 
@@ -289,6 +289,23 @@ def test_threads_copies_and_memory(monkeypatch):
     captured = other.report.graphs["captured"]
     assert torch.equal(generated(other, prompt(40)).sequences, generated(model, prompt(40)).sequences)
     assert other.report.graphs["captured"] == captured
+
+
+def test_tokens_that_another_thread_adds_while_a_cache_leaves_its_room_stay(monkeypatch):
+    _, other = pair("llama")
+    cache = generated(other, prompt(6)).past_key_values
+    layer, clone, added = cache.layers[0], torch.Tensor.clone, []
+
+    def late(x):
+        if not added and x is layer.keys:
+            added.append(layer.keys)
+            layer.keys = torch.cat([layer.keys, layer.keys[:, :, :1]], 2)
+        return clone(x)
+
+    monkeypatch.setattr(torch.Tensor, "clone", late)
+    other.__dict__["_accelerant_patch"].graphs._decoding.release()
+    assert added
+    assert layer.keys.shape[2] == added[0].shape[2] + 1
 
 
 def test_without_memory_for_a_room_the_model_runs_as_it_was(monkeypatch):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -211,7 +213,14 @@ class _Steps:
     def __init__(self, model: nn.Module) -> None:
         from torch import fx
 
+        class Traced(fx.Proxy):
+            def __iadd__(self, other: Any) -> Any:  # which fx takes for a sum that leaves self as it is
+                return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
         class Tracer(fx.Tracer):
+            def proxy(self, node: fx.Node) -> fx.Proxy:
+                return Traced(node, self)
+
             def is_leaf_module(self, m: nn.Module, qualname: str) -> bool:
                 if type(m).__module__.startswith(("torch.nn.", "accelerant.nn.")):
                     return not isinstance(m, nn.Sequential)
@@ -234,7 +243,8 @@ class _Steps:
 
     def _add(self, node: Any) -> None:
         if node.op == "output":
-            if self._at.get(node.args[0], (0,))[0] != len(self.found) - 1:
+            result = node.args[0]
+            if not hasattr(result, "users") or self._place(result)[0] != len(self.found) - 1:
                 raise ConfigError('mode="exact" takes models whose output is one tensor, that of the last layer')
         elif node.op == "placeholder":
             if self._at and node.users:
@@ -249,20 +259,35 @@ class _Steps:
         elif (node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs) or (
             node.target in ("view", "reshape") and len(node.args) == 3 and node.args[2] == -1
         ):
-            self._at[node] = self._at[node.args[0]][0], True
+            self._at[node] = self._place(node.args[0])[0], True
         elif node.target not in ("size", getattr, operator.getitem):  # those are for views
             raise ConfigError(f'{node.name}: mode="exact" does not represent {node.target}')
 
+    def _place(self, node: Any) -> tuple[int, bool]:
+        """Return the number of the step whose output a node is, and whether it is flattened."""
+        if node not in self._at:
+            raise ConfigError(f'{node.name}: mode="exact" does not represent {node.target}')
+        return self._at[node]
+
+    def _users(self, number: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the nodes that are the output of a step, as those of a dropout are, each with each of its users."""
+        return ((node, user) for node, (step, _) in self._at.items() if step == number for user in node.users)
+
     def _open(self, node: Any) -> _Step | None:
         """Return the step whose output a node is, if no function follows it yet and nothing else uses it."""
-        number, flat = self._at.get(node, (-1, False))
-        if number < 0 or flat or len(node.users) > 1 or type(self.found[number].layer) is nn.MaxPool2d:
+        number, flat = self._place(node)
+        if number < 0 or flat or type(self.found[number].layer) is nn.MaxPool2d:
+            return None
+        used = Counter(each for each, _ in self._users(number))
+        if max(used.values()) > 1:
             return None
         return self.found[number] if self.found[number].activation is None else None
 
     def _module(self, node: Any, name: str, module: nn.Module) -> None:
+        if len(node.args) != 1 or node.kwargs and node.op == "call_module":
+            raise ConfigError(f'{name}: mode="exact" takes modules that are called with one input')
         kind, before = type(module), node.args[0]
-        step, (number, flat) = self._open(before), self._at.get(before, (-1, False))
+        step, (number, flat) = self._open(before), self._place(before)
         self._at[node] = number, flat
         if kind in (*_LINEAR, *_CONV, *_POOL, nn.MaxPool2d):
             self.found.append(_Step(name, module, number, flat))
@@ -284,7 +309,10 @@ class _Steps:
     def _addition(self, node: Any) -> None:
         pairs = [(self._at[each][0], each) for each in node.args if each in self._at]
         (other, _), (number, last) = sorted(pairs, key=lambda pair: pair[0]) if len(pairs) == 2 else ((-1, 0), (-1, 0))
-        step = self._open(last)
+        step = self._open(last) if last else None
+        later = set(dropwhile(lambda each: each is not node, node.graph.nodes)) - {node}
+        if node.target in (operator.iadd, "add_") and any(user in later for _, user in self._users(other)):
+            raise ConfigError(f'{node.name}: mode="exact" does not represent a sum in place of what is used later')
         if step is None or step.added is not None or not 0 <= other < number:
             raise ConfigError(
                 f'{node.name}: mode="exact" adds the output of an earlier layer to that of a later one, before its '

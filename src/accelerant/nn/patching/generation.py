@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from accelerant.config import settings
 from accelerant.nn.patching import capture, graphs
 from accelerant.nn.patching.buckets import near, rotates_by_length
-from accelerant.nn.patching.capture import UNUSED, Captured, Padding, Reason, holders
+from accelerant.nn.patching.capture import UNUSED, Captured, Padding, Reason, flattened, holders
 from accelerant.nn.patching.record import PARTS, Forward, PatchReport
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
@@ -106,7 +106,9 @@ class _Room:
             for name in ("keys", "values"):
                 x = getattr(layer, name)
                 if isinstance(x, Tensor) and x.untyped_storage()._cdata in own:
-                    setattr(layer, name, x.clone())
+                    copied = x.clone()
+                    if getattr(layer, name) is x:  # else a call in another thread has added tokens since
+                        setattr(layer, name, copied)
 
     def extend(self, layers: Sequence[Any], length: int) -> None:
         """Let a cache have the tokens here, `length` of them."""
@@ -254,8 +256,10 @@ class Decoding:
         try:
             found, layers = room.run(model, given, length), cache.layers
             there = [x[:, :, length] for each in room.layers for x in (each.keys, each.values)]
-            pairs = zip((output.logits, *[x[:, :, -1] for each in layers for x in (each.keys, each.values)]),
-                        (found.logits, *there), strict=True)  # fmt: skip
+            here = [x[:, :, -1] for each in layers for x in (each.keys, each.values)]
+            pairs = list(zip((*_tensors(output), *here), (*_tensors(found), *there), strict=True))
+            if any(one.shape != two.shape for one, two in pairs):  # as attention weights have
+                raise Reason("an output has the size of the cache")
             if not all(near(one, two, 1e-4, 5e-2) for one, two in pairs):
                 raise Reason("results in a cache of fixed size differ")
         except Exception as error:  # noqa: BLE001  whatever it is, the model runs as without rooms
@@ -264,6 +268,11 @@ class Decoding:
             room.checked, self._last = True, (key, room)
             room.extend(layers, length + 1)
         return output
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of an output but for its cache."""
+    return flattened({name: x for name, x in output.items() if name != CACHE})[0]
 
 
 def _check(layers: Sequence[Any], given: dict[str, Any], length: int) -> None:
