@@ -1,8 +1,8 @@
 """quantize(mode="exact"): one integer result on every path, close to the model in floating point."""
 
+import operator
 from itertools import pairwise
 
-import operator
 import numpy as np
 import pytest
 import torch

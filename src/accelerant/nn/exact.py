@@ -284,7 +284,7 @@ class _Steps:
         return self.found[number] if self.found[number].activation is None else None
 
     def _module(self, node: Any, name: str, module: nn.Module) -> None:
-        if len(node.args) != 1 or node.kwargs and node.op == "call_module":
+        if len(node.args) != 1 or (node.kwargs and node.op == "call_module"):
             raise ConfigError(f'{name}: mode="exact" takes modules that are called with one input')
         kind, before = type(module), node.args[0]
         step, (number, flat) = self._open(before), self._place(before)

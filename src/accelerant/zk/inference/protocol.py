@@ -26,7 +26,7 @@ SHIFT = 24  # of requantization
 BIAS_LIMIT = 1 << 23
 MAX_MULTIPLIER = 1 << 17
 MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 11
-MAX_LOG_IMAGE, MAX_LOG_SIDES = 20, 19
+MAX_LOG_IMAGE, MAX_LOG_SIDES, MAX_LOG_READ = 20, 19, 22
 COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
 IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
 
@@ -216,6 +216,11 @@ class Network(NamedTuple):
         require(  # a verifier takes about 2 us for each
             sides <= 1 << MAX_LOG_SIDES,
             f"heights and widths of images and kernels sum to {sides}, more than 2^{MAX_LOG_SIDES}",
+        )
+        read = sum(math.prod(layer.input_shape) for i, layer in enumerate(self.layers) if layer.source > i)
+        require(  # at a point for each layer, in about 0.4 us for each
+            read <= 1 << MAX_LOG_READ,
+            f"layers take {read} entries of the network's input, more than 2^{MAX_LOG_READ}",
         )
         scales = (self.input_scale, self.output_scale)
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
