@@ -13,6 +13,7 @@ a line that says so.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import tempfile
 import time
@@ -110,7 +111,7 @@ def _partitioned(q: Any, x: Any, mask: Any) -> Any:
 
 
 def _faiss(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Callable[[Any], Call | None]]]:
-    import faiss
+    faiss: Any = importlib.import_module("faiss")  # whose stubs lack arguments
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     metric = faiss.METRIC_L2 if args.metric == "l2" else faiss.METRIC_INNER_PRODUCT
