@@ -285,6 +285,7 @@ def test_a_later_token_does_not_change_earlier_logits(model):
         ({"width": 36}, "even width, got 9"),
         ({"head_width": 7}, "even width, got 7"),
         ({"rope_base": 0.0}, "rope_base must be above 0"),
+        ({"eps": -1.0}, "eps must be 0 or more"),
     ],
 )
 def test_config_refuses(changes, words):

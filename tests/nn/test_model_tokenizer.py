@@ -148,6 +148,19 @@ def test_a_lone_surrogate_is_refused(folder):
         ModelTokenizer(folder).encode("a\ud800")
 
 
+PANICS = {"decoder": {"type": "Strip", "content": " ", "start": 5, "stop": 5},
+          "normalizer": {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PANICS)
+def test_a_tokenizer_that_panics_is_named(tmp_path, part):
+    inner = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, " ": 1}, "unk_token": "a"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner | {part: PANICS[part]}))
+    tokenizer = ModelTokenizer(tmp_path)
+    with pytest.raises(FormatError, match=f"the tokenizer of {tmp_path} fails: "):
+        tokenizer.decode([1]) if part == "decoder" else tokenizer.encode("x" * 30)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff", b'{"model": {"type": "BPE"}}', b"{" * 5000])
 def test_a_broken_tokenizer_is_named(folder, content):
     path = folder / "tokenizer.json"
@@ -197,6 +210,7 @@ def plain(tmp_path):
 def test_templates_by_name(plain):
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
     assert with_template(plain, named).chat_text(CHATS[1]) == "Be kind.!"
+    assert not with_template(plain, [{"name": [], "template": "no"}]).has_chat_template
 
 
 def test_a_folder_without_a_template_says_so(plain):

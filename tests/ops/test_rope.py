@@ -225,7 +225,8 @@ def test_llama_3_scaling():
     [
         ({"factor": 0.0}, "factor must be above 0, got 0.0"),
         ({"low_freq_factor": 4.0}, "low_freq_factor must be above 0 and below high_freq_factor, got 4.0 and 4.0"),
-        ({"original_context": 0}, "original_context must be at least 1, got 0"),
+        ({"original_context": 0}, "original_context must be at least 1 and below 2\\*\\*63, got 0"),
+        ({"original_context": 2**63}, "original_context must be .*, got 9223372036854775808"),
     ],
 )
 def test_scaling_refuses(options, words):

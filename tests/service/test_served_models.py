@@ -21,7 +21,8 @@ from accelerant.nn import Encoder
 from accelerant.nn.models.loading import load_model
 from accelerant.service.keys import KeyStore
 from accelerant.service.served_models.admission import FairQueue
-from accelerant.service.served_models.worker import ChildOfModel, Waiting
+from accelerant.service.served_models.worker import ChildOfModel, Waiting, _end_process
+from accelerant.service.settings import ServiceSettings
 from requirements import require_module
 
 try:
@@ -94,6 +95,7 @@ def test_models_are_listed_with_what_they_do(client):
     found = {model.id: model for model in client.models.list()}
     assert {name: model.task for name, model in found.items()} == {"tiny": "generate", "encoder": "embed"}
     assert client.models.retrieve("tiny").context == 2048
+    assert client.models.retrieve("tiny").chat is True
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
@@ -200,6 +202,8 @@ def test_models_have_the_names_of_their_folders_or_those_given(tmp_path):
     assert list(_named_folders(given)) == ["llama", "tiny", "other"]
     with pytest.raises(ConfigError, match="two models are called 'llama'"):
         _named_folders([*given, given[0]])
+    with pytest.raises(ConfigError, match=r"setting served: .*llama needs a name: write NAME=FOLDER"):
+        ServiceSettings(served=_named_folders([f"={tmp_path}/llama"]))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -221,6 +225,9 @@ WRONG = [
     ("completions", {"prompt": ["hello"] * 100, "n": 2}, "n", "128"),
     ("completions", {"prompt": "hello", "seed": 2**64}, "seed", "less"),
     ("completions", {"prompt": "hello", "unheard": 1}, "unheard", "not supported"),
+    ("completions", {"prompt": "hello", "a[0]": 1}, "a[0]", r"'a\[0\]' is not supported"),
+    ("completions", {"prompt": "hello", "repetition_penalty": 1e-45}, "repetition_penalty", "greater"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages", "'messages.0.content' is"),
     ("completions", {"prompt": [5] * 3000}, "prompt", "2,048.*3,000"),
     ("completions", {"prompt": "hello", "max_tokens": 2048}, "max_tokens", "2,048"),
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
@@ -255,7 +262,14 @@ def test_what_is_not_supported_is_refused_by_name(served, route, body, param, ma
 
 def test_bodies_that_are_not_read(served, client):
     with served.client() as http:
-        wrong = (b"", b"[" * 50_000, b'{"a":' * 5000, b'{"model": "tiny", "model": "tiny", "prompt": "a"}', b"\xff")
+        wrong = (
+            b"",
+            b"[" * 50_000,
+            b'{"a":' * 5000,
+            b'{"model": "tiny", "model": "tiny", "prompt": "a"}',
+            b"\xff",
+            b'{"model": "tiny", "prompt": "a", "\\ud800": 1}',
+        )
         for content, status in (*((content, 400) for content in wrong), (b"{" + b" " * 200_000, 413)):
             answer = http.post("/v1/completions", content=content)
             assert (answer.status_code, set(answer.json()["error"])) == (
@@ -458,6 +472,31 @@ def test_keys_take_turns_and_share_the_queue():
     assert [number for _, number in taken[4:]] == [3, 4, 5, 6, 7]
     with pytest.raises(IndexError):
         queue.pop()
+
+
+def test_a_process_ends_with_the_first_of_its_threads(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(threading, "excepthook", _end_process)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert ended == [1]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_panics_is_an_answer():
+    class PanicException(BaseException):
+        pass
+
+    class Broken(ChildOfModel):
+        def _prepared(self, head):
+            raise PanicException
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Broken(theirs, 4)._guarded({"id": 1, "param": None})
+        assert b"the prompt failed: PanicException" in ours.recv(1000)
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -16,7 +16,7 @@ import typer
 
 from accelerant.cli.help import examples
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
-from accelerant.runtime.files import escaped
+from accelerant.runtime.files import clipped, escaped
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def _prompt_text(prompt: str) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"the standard input is not text in {sys.stdin.encoding}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes of other encodings
-        raise ConfigError(f"the prompt is not UTF-8 text: {text!r}")
+        raise ConfigError(f"the prompt is not UTF-8 text: {clipped(text)}")
     return text
 
 
@@ -72,7 +72,7 @@ def _print(text: str) -> None:
 _EXAMPLES = """\
 accelerant generate ./llama "Once upon a time"
 accelerant generate ./llama "What is a prime number?" --chat --int8 --seed 1
-accelerant generate ./llama "def add(" --temperature 0 --stop "\\n\\n"
+accelerant generate ./llama "def add(" --temperature 0 --stop "def "
 cat question.txt | accelerant generate ./llama - --chat"""
 
 _BLOCK = 16  # tokens of a block of keys and values

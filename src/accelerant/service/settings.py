@@ -146,6 +146,8 @@ class ServiceSettings:
             raise ConfigError(f"setting log must be json or text, got {self.log!r}")
         if self.quantize not in ("", "int8", "int4"):
             raise ConfigError(f"setting quantize must be int8 or int4, got {self.quantize!r}")
+        if "" in self.served:
+            raise ConfigError(f"setting served: {self.served['']} needs a name: write NAME=FOLDER")
         for device in self.devices:
             if (name := device.partition(":")[0]).lower() != "gpu":  # for which the GPUs would be looked for
                 backend_named(name)

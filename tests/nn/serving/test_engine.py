@@ -5,6 +5,7 @@ import copy
 import math
 import queue
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers(model):
             engine.submit([3, 101])
         with pytest.raises(ConfigError, match="from 0 to 100, got -1"):
             engine.submit([-1])
+        for wrong in ([1.5], [10**30], ["1"], [True]):
+            with pytest.raises(ConfigError, match="tokens must be integers from 0 to 100, got "):
+                engine.submit(wrong)
         with pytest.raises(ShapeError, match="at least one token"):
             engine.submit([])
         for wrong in ({"max_tokens": 0}, {"n": 0}, {"logprobs": 21}, {"logprobs": -1}):
@@ -108,6 +112,23 @@ def test_an_error_in_a_step_ends_the_requests_that_were_in_it(model, monkeypatch
         after = engine.submit(prompt(40), GREEDY, max_tokens=4)
         drain(engine)
         assert read(after)[0] == generated(model, prompt(40), 4)
+
+
+def test_a_text_that_fails_ends_its_own_request_alone(model):
+    class Tokenizer:
+        eos_ids = ()
+
+        def stream(self):
+            stream = SimpleNamespace(push=lambda token: 1 / 0 if stream is streams[0] else "a", flush=str)
+            streams.append(stream)
+            return stream
+
+    streams = []
+    with Engine(model, 40, 32, tokenizer=Tokenizer(), start=False) as engine:
+        answers = [engine.submit(prompt(8, seed), GREEDY, max_tokens=4) for seed in range(2)]
+        drain(engine)
+        assert [read(each)[2][0].reason for each in answers] == ["error", "length"]
+        assert engine.metrics()["blocks_used"] == 0
 
 
 def test_a_receiver_that_raises_ends_its_own_request_alone(model):
@@ -211,11 +232,12 @@ def test_several_answers_share_the_prompt(model):
 def test_prefixes_are_shared_only_within_a_salt(model):
     with Engine(model, 60, 64, start=False) as engine:
         hits = []
-        for options in ({}, {"salt": "a"}, {"prefix_cache": False}, {"salt": "a"}, {}):
+        salts = [{"salt": "a" * 64 + end} for end in ("", "b", "\ud800", "b")]  # as different as others
+        for options in ({}, {"salt": "a"}, {"prefix_cache": False}, {"salt": "a"}, {}, *salts):
             answer = engine.submit(prompt(64), GREEDY, max_tokens=2, **options)
             drain(engine)
             hits.append(read(answer)[2][0].usage.cached_tokens)
-        assert hits == [0, 0, 0, 48, 48]
+        assert hits == [0, 0, 0, 48, 48, 0, 0, 0, 48]
 
 
 def test_blocks_are_found_until_others_need_them(model):

@@ -114,7 +114,8 @@ def test_numbers_are_uniform_and_differ():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("min_p", 1.1), ("min_p", -0.1), ("repetition_penalty", 0.0), ("presence_penalty", float("nan")),
-     ("frequency_penalty", float("inf"))],
+     ("frequency_penalty", float("inf")), ("presence_penalty", 1e39), ("repetition_penalty", 1e-45),
+     ("repetition_penalty", 1e39)],
 )  # fmt: skip
 def test_rules_out_of_range_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):

@@ -286,6 +286,9 @@ def cache_capacity(tokens: int) -> int:
     return -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
+_LARGEST_PENALTY = 1e6  # float32 holds logits times it
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The distribution from which a token is drawn, given logits, with the options of LanguageModel.generate.
@@ -318,11 +321,16 @@ class Sampling:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ConfigError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            raise ConfigError(
+                f"repetition_penalty must be from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}, "
+                f"got {self.repetition_penalty}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")
+            if not abs(getattr(self, name)) <= _LARGEST_PENALTY:
+                raise ConfigError(
+                    f"{name} must be from {-_LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}, got {getattr(self, name)}"
+                )
 
     @property
     def penalizes(self) -> bool:

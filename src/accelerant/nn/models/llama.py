@@ -102,6 +102,8 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(f"LlamaConfig: heads must have an even width, got {self.head_size}")
         if self.rope_base <= 0:
             raise ConfigError(f"LlamaConfig.rope_base must be above 0, got {self.rope_base}")
+        if not self.eps >= 0:
+            raise ConfigError(f"LlamaConfig.eps must be 0 or more, got {self.eps}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"LlamaConfig.window must be at least 1, got {self.window}")
 

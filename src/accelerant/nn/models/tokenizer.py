@@ -62,16 +62,21 @@ class ModelTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text, with those that begin a text unless `special` is False.
 
-        Raises ConfigError for half of a surrogate pair, which is no character.
+        Raises ConfigError for half of a surrogate pair, which is no character, and FormatError if the tokenizer fails.
         """
         try:
             return list(self._inner.encode(text, add_special_tokens=special).ids)
         except (UnicodeEncodeError, TypeError):
             raise ConfigError(f"not a text of Unicode characters: {clipped(text)}") from None
+        except BaseException as error:  # noqa: BLE001  a panic is no Exception
+            raise self._named(error) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+        """Return the text of tokens, without special ones; FormatError if the tokenizer fails."""
+        try:
+            return str(self._inner.decode(list(ids), skip_special_tokens=True))
+        except BaseException as error:  # noqa: BLE001  a panic is no Exception
+            raise self._named(error) from None
 
     def token_text(self, token: int) -> str:
         r"""Return the text of one token, as "<s>" for a special one; "bytes:\xe2" for a part of a character."""
@@ -116,9 +121,20 @@ class ModelTokenizer:
         values = {"tools": None, "documents": None, **self._special, **variables}
         return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` has a template."""
+        return self._template is not None
+
     def stream(self) -> TextStream:
         """Return a decoder of tokens that come one by one."""
         return TextStream(self)
+
+    def _named(self, error: BaseException) -> BaseException:
+        """Return the error to raise for one from the library, whose own are bare Exceptions and panics."""
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            return FormatError(f"the tokenizer of {self.folder} fails: {clipped(str(error), 300)}")
+        return error
 
     def _id(self, name: str) -> int | None:
         return None if name not in self._special else self._inner.token_to_id(self._special[name])
@@ -135,8 +151,8 @@ class ModelTokenizer:
                 raise FormatError(f"cannot read {path}: {error}") from None
         template = settings.get("chat_template")
         if isinstance(template, list):  # several by name
-            template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = template.get("default")
+            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if template is None:
             return None
         origin = f"chat_template of {self.folder / 'tokenizer_config.json'}"

@@ -33,6 +33,7 @@ from accelerant.nn.serving.inputs import StepShape
 from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
 from accelerant.nn.serving.scheduler import Row, Scheduler
 from accelerant.nn.serving.text import StoppingText
+from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
@@ -248,7 +249,7 @@ class Engine:
         seed = secrets.randbits(63) if seed is None else (seed + 2**63) % 2**64 - 2**63
         taker = queue.SimpleQueue() if events is None else events
         before = self._calls() if account and self.weights_sha256 else None
-        key = salt.encode()[:64]
+        key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest()
         request = Request(frozenset(ends), logprobs, seed, prefix_cache, key, taker, before=before)
         for index in range(n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
@@ -268,13 +269,16 @@ class Engine:
         self, ids: Sequence[int], max_tokens: int, n: int, logprobs: int | None, stops: Sequence[str | int]
     ) -> np.ndarray:
         """Return the prompt's tokens after all checks of a submission."""
-        prompt = np.asarray(ids, dtype=np.int64)
+        prompt = np.asarray(ids)
         config, pool = self.model.config, self._scheduler.pool
         if prompt.ndim != 1 or not len(prompt):
             raise ShapeError(f"a prompt is a list of at least one token, got the shape {prompt.shape}")
+        if prompt.dtype.kind not in "iu":  # objects are integers of more than 64 bits
+            raise ConfigError(f"tokens must be integers from 0 to {config.vocab_size - 1}, got {clipped(ids)}")
         if prompt.min() < 0 or prompt.max() >= config.vocab_size:
             wrong = int(prompt[(prompt < 0) | (prompt >= config.vocab_size)][0])
             raise ConfigError(f"tokens must be from 0 to {config.vocab_size - 1}, got {wrong}")
+        prompt = prompt.astype(np.int64)
         for name, value in (("max_tokens", max_tokens), ("n", n)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -465,7 +469,10 @@ class Engine:
         at = 0
         for row in rows:
             self._counts["tokens_computed"] += row.count
-            self._accept(row, drawn, at)
+            try:
+                self._accept(row, drawn, at)
+            except Exception as error:  # noqa: BLE001  of its tokenizer: the others go on
+                self._end(row.sequence, "error", f"{type(error).__name__}: {error}")
             at += row.samples
 
     def _accept(self, row: Row, drawn: Drawn, at: int) -> None:

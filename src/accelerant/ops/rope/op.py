@@ -50,8 +50,8 @@ class Llama3Scaling:
                 "low_freq_factor must be above 0 and below high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
-        if self.original_context < 1:
-            raise ConfigError(f"original_context must be at least 1, got {self.original_context}")
+        if not 1 <= self.original_context < 2**63:
+            raise ConfigError(f"original_context must be at least 1 and below 2**63, got {self.original_context}")
 
     def apply(self, frequencies: Tensor) -> Tensor:
         """Return the scaled frequencies, in radians per position."""

@@ -10,6 +10,13 @@ async function fillModels() {
   const models = (await answer.json()).data.filter(({ task }) => task === "generate");
   if (!models.length) throw new Error("No language model is served: start the service with --model FOLDER.");
   byId("model").replaceChildren(...models.map(({ id, context }) => make("option", { value: id }, `${id}, ${context} tokens`)));
+  const fitKind = () => {
+    const { chat } = models.find(({ id }) => id === byId("model").value);
+    byId("kind").options[0].disabled = !chat;
+    byId("kind").value = chat ? "chat" : "text";
+  };
+  byId("model").onchange = fitKind;
+  fitKind();
 }
 
 /** Yield the JSON of each server-sent event until [DONE]. */

@@ -50,7 +50,7 @@ class _Generation(_Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=_STOPS_MOST)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -184,7 +184,9 @@ def _refusal(kind: type[_Body], error: ValidationError) -> Refused:
         error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != "extra_forbidden"
     )
     first = wrong[0]
-    path = [part for part in first["loc"] if isinstance(part, int) or "[" not in part]  # not the arms of unions
+    if not first["loc"]:
+        raise Refused(400, "InvalidJson", "a parameter's name is not a text of Unicode characters")
+    path = [first["loc"][0], *(part for part in first["loc"][1:] if part != "str" and "[" not in str(part))]  # not arms
     name = ".".join(map(str, path[:1] if path[0] in ("prompt", "input", "stop") else path))[:80]
     if first["type"] == "extra_forbidden":
         reason = f"{name!r} is not supported"

@@ -49,13 +49,14 @@ def _models(request: Request) -> ServedModels:
 
 
 def _described(process: ModelProcess) -> dict[str, Any]:
-    info = {"task": process.info.get("task"), "context": process.info.get("context")}
+    info = {name: process.info.get(name) for name in ("task", "context")}
+    info |= {"chat": process.info["chat"]} if "chat" in process.info else {}
     return {"id": process.model, "object": "model", "created": process.created, "owned_by": "accelerant", **info}
 
 
 @router.get("/models", summary="The served models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return the models that `--model` names: what each does, and how many tokens its context has."""
+    """Return the models that `--model` names: task, tokens of the context, and whether there is a chat template."""
     return {"object": "list", "data": [_described(process) for process in _models(request).processes.values()]}
 
 

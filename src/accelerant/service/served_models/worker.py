@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -122,7 +123,7 @@ class ChildOfModel(ChildEnd):
             self._refuse(head["id"], 400, wrong.kind, str(wrong), param=wrong.param)
         except AccelerantError as error:
             self._refuse(head["id"], 400, type(error).__name__, str(error), param=head["param"])
-        except Exception as error:  # noqa: BLE001 - whatever a tokenizer raises
+        except BaseException as error:  # noqa: BLE001 - whatever a tokenizer raises, panics too
             self._refuse(head["id"], 500, "InternalError", f"the prompt failed: {type(error).__name__}")
         finally:
             self._coming.pop(head["id"], None)
@@ -362,7 +363,8 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
         speculate=given["speculate"], tokenizer=tokenizer,
     )  # fmt: skip
     worker = ModelWorker(connection, engine, tokenizer, given["most_waiting"])
-    return worker, {"label": label, "task": "generate", "context": worker.context}
+    described = {"task": "generate", "context": worker.context, "chat": tokenizer.has_chat_template}
+    return worker, {"label": label, **described}
 
 
 def _blocks(model: Any, device: torch.device, cache_tokens: int, block_size: int) -> int:
@@ -380,8 +382,15 @@ def _blocks(model: Any, device: torch.device, cache_tokens: int, block_size: int
     return max(1, min(int(free) // size, most))
 
 
+def _end_process(failed: threading.ExceptHookArgs) -> None:
+    """Print what ended a thread, and end the process, which the service starts again: no other thread does its work."""
+    threading.__excepthook__(failed)
+    os._exit(1)
+
+
 def main() -> NoReturn:
     """Run the worker on the socket that the server passed."""
+    threading.excepthook = _end_process
     sys.setswitchinterval(_SWITCH_S)
     given, connection = child_arguments("model")
     try:
