@@ -226,6 +226,8 @@ WRONG = [
     ("completions", {"prompt": "hello", "seed": 2**64}, "seed", "less"),
     ("completions", {"prompt": "hello", "unheard": 1}, "unheard", "not supported"),
     ("completions", {"prompt": "hello", "a[0]": 1}, "a[0]", r"'a\[0\]' is not supported"),
+    ("completions", {"prompt": "hello", "stream": True, "stream_options": {"[x": 1}}, "stream_options.[x",
+     r"'stream_options\.\[x' is not supported$"),
     ("completions", {"prompt": "hello", "repetition_penalty": 1e-45}, "repetition_penalty", "greater"),
     ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages", "'messages.0.content' is"),
     ("completions", {"prompt": [5] * 3000}, "prompt", "2,048.*3,000"),

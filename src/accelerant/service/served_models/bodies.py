@@ -186,7 +186,10 @@ def _refusal(kind: type[_Body], error: ValidationError) -> Refused:
     first = wrong[0]
     if not first["loc"]:
         raise Refused(400, "InvalidJson", "a parameter's name is not a text of Unicode characters")
-    path = [first["loc"][0], *(part for part in first["loc"][1:] if part != "str" and "[" not in str(part))]  # not arms
+    given = {0, len(first["loc"]) - 1} if first["type"] == "extra_forbidden" else {0}  # names that a client may choose
+    path = [
+        part for at, part in enumerate(first["loc"]) if at in given or (part != "str" and "[" not in str(part))
+    ]  # without the arms of unions
     name = ".".join(map(str, path[:1] if path[0] in ("prompt", "input", "stop") else path))[:80]
     if first["type"] == "extra_forbidden":
         reason = f"{name!r} is not supported"
