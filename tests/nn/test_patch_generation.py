@@ -341,6 +341,26 @@ def test_every_causal_model_generates_what_it_did(name):
         assert torch.equal(generated(other, inputs, max_new_tokens=14, return_dict_in_generate=False), wanted)
 
 
+@pytest.mark.parametrize("kind", ["long", "full", "by layer"])
+def test_masks_of_other_shapes_come_between(kind):
+    both, found = pair("gemma3" if kind == "by layer" else "llama"), ([], [])
+    for model, logits in zip(both, found, strict=True):
+        cache, given = DynamicCache(config=model.config), prompt(6, 2)
+        mask = given["attention_mask"].bool()
+        with torch.no_grad():
+            model(**given, past_key_values=cache)
+            for step in range(BEFORE + 6):
+                mask = torch.cat((mask, mask[:, -1:]), 1)
+                other = {
+                    "long": torch.cat((mask, mask.new_ones(2, 40)), 1), "full": mask[:, None, None],
+                    "by layer": {"full_attention": None, "sliding_attention": None},
+                }[kind]  # fmt: skip
+                given = mask if step < BEFORE + 3 and step != 2 else other
+                token = torch.full((2, 1), 7 + step)
+                logits.append(model(input_ids=token, attention_mask=given, past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_decoding_can_be_pickled():
     decoding = generation.Decoding(len, acl.nn.PatchReport("a model"))
     assert pickle.loads(pickle.dumps(decoding))._forward is len

@@ -180,7 +180,8 @@ class Decoding:
         """Run a call with a cache: in a room if it adds one token and rooms suit the model."""
         cache, tokens, mask = kwargs.get(CACHE), kwargs.get("input_ids"), kwargs.get("attention_mask")
         one = isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
-        if not one or type(cache) is not DynamicCache or is_watched():
+        suits = mask is None or isinstance(mask, Tensor)  # some models take a mask of each kind of layer
+        if not one or not suits or type(cache) is not DynamicCache or is_watched():
             return self._forward(model, **kwargs)
         given = {name: x for name, x in kwargs.items() if name != CACHE}
         try:
@@ -196,7 +197,9 @@ class Decoding:
 
     def _add(self, model: nn.Module, cache: Any, given: dict[str, Any], key: Any) -> Any:
         """Run a call in the room of its cache; raise Reason if there is none."""
-        layers, length = cache.layers, cache.get_seq_length()
+        layers, length, mask = cache.layers, cache.get_seq_length(), given.get("attention_mask")
+        if mask is not None and mask.shape != (given["input_ids"].shape[0], length + 1):
+            raise Reason("its mask is of another shape")
         if (
             self._last is None
             or self._last[0] != key
@@ -205,7 +208,7 @@ class Decoding:
         ):
             if key in self._refused:
                 raise Reason(self._refused[key])
-            _check(layers, given, length)
+            _check(layers, length)
             self._last = None
             room = self._move(model, layers, key, length)
             if not room.checked:
@@ -275,8 +278,8 @@ def _tensors(output: Any) -> list[Tensor]:
     return flattened({name: x for name, x in output.items() if name != CACHE})[0]
 
 
-def _check(layers: Sequence[Any], given: dict[str, Any], length: int) -> None:
-    """Raise Reason if a room cannot take a cache, or a call."""
+def _check(layers: Sequence[Any], length: int) -> None:
+    """Raise Reason if a room cannot take a cache."""
     for layer in layers:
         kind, kept = type(layer), length
         if kind is DynamicSlidingWindowLayer and layer.sliding_window > 1 and not layer.record_past:
@@ -288,9 +291,8 @@ def _check(layers: Sequence[Any], given: dict[str, Any], length: int) -> None:
             for x in (layer.keys, layer.values)
         ):
             raise Reason("layers of its cache differ in their lengths")
-    mask = given.get("attention_mask")
-    if not layers or (mask is not None and mask.shape != (given["input_ids"].shape[0], length + 1)):
-        raise Reason("its mask is of another length")
+    if not layers:
+        raise Reason("its cache has no layers")
     if settings().deterministic or torch.are_deterministic_algorithms_enabled():
         raise Reason("results may not depend on measured times (deterministic)")
 
