@@ -383,3 +383,24 @@ def test_a_mirror_on_a_gpu_answers_as_one_on_the_cpu(tmp_path):
     with Collection(tmp_path) as collection:
         for condition, expected in zip(CONDITIONS, found, strict=True):
             assert collection.search(vectors(20, seed=1, dim=384), 10, filter=condition).ids == expected.ids
+
+
+def test_payloads_that_qdrant_could_not_read_again_are_refused(tmp_path):
+    deep: dict = {}
+    for _ in range(200):
+        deep = {"a": deep}
+    filter = {"must": [{"key": "a", "range": {"lte": 10**400}}]}
+    with Collection(tmp_path, "deep", dim=2, metric="ip") as made:
+        made.upsert([1], [[1.0, 0.0]], [{"a": 1}])
+        for payload in (deep, {"a": chr(0xD800)}, {"a": 10**400}):
+            with pytest.raises(ConfigError, match="payload must be"):
+                made.upsert([2], [[1.0, 0.0]], [payload])
+        with pytest.raises(RangeError, match="norm above 1e19"):
+            made.upsert([2], [[1e25, 0.0]])
+        assert made.search([1.0, 0.0], np.int64(3), filter=filter).ids == [[1]]
+        for _ in range(2000):
+            filter = {"must": [filter]}
+        with pytest.raises(ConfigError, match="at most 64 levels"):
+            made.count(filter)
+    with pytest.raises(StoreError, match="Qdrant Edge did not"):
+        made.search([1.0, 0.0])

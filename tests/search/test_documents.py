@@ -1,6 +1,7 @@
 """Indexes of documents: chunks, what is embedded again, faults, and the commands `rag` and `search`."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -228,3 +229,15 @@ def test_the_commands_search_vectors_of_files(command_line, tmp_path):
     np.save(tmp_path / "flat.npy", rows[0])
     assert command_line("search", "index", tmp_path / "flat.npy", *place)[0] == 1
     assert Path(tmp_path / "papers").is_dir()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of files that are no text")
+def test_an_index_below_its_documents_and_names_that_are_no_text(tmp_path, encoder):
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "a.txt").write_text("a sloop has one mast")
+    (folder / os.fsdecode(b"\xff.txt")).write_text("a ketch has two masts")
+    for embedded in (2, 0):
+        with DocumentIndex(folder / "index", encoder=encoder) as index:
+            done = index.add(folder)
+            assert (done.documents, done.embedded, done.skipped) == (2, embedded, [])
+            assert {each.path for each in index.sources("masts")} == {"a.txt", "\\udcff.txt"}

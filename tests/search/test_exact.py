@@ -424,3 +424,49 @@ def test_the_kernels_compile_for_each_target():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "48", done.stderr[-3000:]
+
+
+def test_ranges_of_ids_reach_the_ends_of_int64():
+    x = np.eye(4, dtype=np.float32)
+    ids = np.array([-(2**63), -4, 2**63 - 4, 2**63 - 1])
+    for wanted in (range(-(10**30), 10**30), range(-4, 2**63, 3), range(2**63 - 1, -5, -3), range(-4, 2**64, 2**63)):
+        hits = exact(x[0], x, 4, mask=wanted, ids=ids)
+        assert sorted(hits.ids.tolist()) == [i for i in ids.tolist() if i in wanted]
+    assert exact(x[0], x, 10**30, mask=np.array([2**64 - 4], np.uint64), ids=ids).ids.tolist() == []
+    assert exact(x[0], x, 1, ids=np.arange(4, dtype=np.uint32) + 2**31).ids.tolist() == [2**31]
+
+
+def test_arrays_of_other_byte_order_or_within_records_are_read():
+    records = np.zeros(4, [("x", "<f4", 3), ("tag", "u1")])
+    records["x"] = np.arange(12).reshape(4, 3)
+    x = np.ascontiguousarray(records["x"])
+    for other in (records["x"], x.astype(">f4")):
+        assert exact(other[:1], other, 4).ids.tolist() == exact(x[:1], x, 4).ids.tolist()
+    with pytest.raises(ShapeError, match="one length"):
+        exact([[1.0], [2.0, 3.0]], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_default_dtype_changes_no_bit(dtype):
+    generator = torch.Generator().manual_seed(8)
+    x, q = drawn(generator, 3000, 32, torch.float32), drawn(generator, 9, 32, torch.float32)
+    whole = exact(q, x)
+    torch.set_default_dtype(dtype)
+    try:
+        again = exact(q, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again.scores, whole.scores)
+    assert torch.equal(again.ids, whole.ids)
+
+
+def test_vectors_to_rerank_by_are_checked():
+    x = np.eye(4, dtype=np.float32)
+    wrong = x.copy()
+    wrong[2] = np.nan
+    with pytest.raises(RangeError, match="row 2 of rerank has NaN"):
+        exact(x, x, rerank=wrong)
+    with pytest.raises(UnsupportedDtype, match="uint8"):
+        exact(x, x, rerank=x.astype(np.uint8))
+    with pytest.raises(ConfigError, match="rerank is for numbers"):
+        exact(x.astype(np.uint8), x.astype(np.uint8), metric="hamming", rerank=x)

@@ -353,3 +353,58 @@ def test_a_killed_save_leaves_a_whole_file(tmp_path):
         threading.Event().wait(0.12)
         child.kill()
     assert len(Index.load(path)) in (0, 20000)
+
+
+def test_ids_to_remove_are_never_bits_and_never_all():
+    index = Index(2)
+    index.add(np.ones((10, 2), np.float32), ids=np.arange(10, dtype=np.uint8))
+    assert index.remove(np.array([3], np.uint8)) == 1
+    assert 3 not in index.ids
+    with pytest.raises(ConfigError, match="remove needs ids"):
+        index.remove(None)
+    assert index.remove([]) == 0
+    index.add(np.ones((1, 2), np.float32), ids=[2**63 - 1])
+    with pytest.raises(ConfigError, match="no ids are left"):
+        index.add(np.ones((1, 2), np.float32))
+    for arguments in ({"dim": 2.5}, {"dim": 2, "lists": 1.5}):
+        with pytest.raises(ConfigError, match="integers"):
+            Index(**arguments)
+    with pytest.raises(ConfigError, match="nprobe"):
+        index.search(np.ones((1, 2), np.float32), nprobe=1.5)
+
+
+@pytest.mark.parametrize("options", [{"kind": "ivf"}, {"kind": "ivfpq"}, {"kind": "ivfpq", "rerank": 0}])
+def test_an_emptied_index_is_saved_and_filled_again(options, tmp_path):
+    x = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    index = Index(8, "l2", lists=2, **options)
+    index.add(x)
+    index.remove(range(300))
+    index.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index")
+    assert len(again) == 0
+    again.add(x[:5])
+    assert sorted(again.search(x[0], 5).ids.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_files_that_lie_of_ids_factors_and_metrics_are_refused(tmp_path):
+    import struct
+
+    x = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    index = Index(8, "l2", "ivfpq", lists=2)
+    index.add(x)
+    index.save(tmp_path / "index")
+    whole = (tmp_path / "index").read_bytes()
+    flat = Index(8, "l2")
+    flat.add(x)
+    flat.save(tmp_path / "index")
+    plain = (tmp_path / "index").read_bytes()
+    lists = Index(8, "l2", "ivf", lists=2)
+    lists.add(x, ids=np.arange(300) + 7)
+    lists.save(tmp_path / "index")
+    named = b"IxMp" + plain[4:37] + (tmp_path / "index").read_bytes() + struct.pack("<Q", 300)
+    named += np.arange(300).tobytes()
+    nan = whole[:-4] + struct.pack("<f", float("nan"))
+    for lying, match in ((nan, "candidates"), (plain + b"accelerant cosine", "not normalized"), (named, "an id for")):
+        (tmp_path / "index").write_bytes(lying)
+        with pytest.raises(FormatError, match=match):
+            Index.load(tmp_path / "index")

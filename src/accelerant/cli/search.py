@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.help import Group, JsonOutput
-from accelerant.errors import ConfigError, FormatError, ShapeError
+from accelerant.errors import ConfigError, FormatError, MissingFile, ShapeError
 from accelerant.runtime.files import decode_json, escaped
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def query(
     except ValueError as error:
         raise ConfigError(f"--filter must be JSON: {error}") from None
     folder, place = Path(index).expanduser(), choose_device(device, "--device")
+    if not folder.is_dir():
+        raise MissingFile(f"no collection {index}: make one with accelerant search index VECTORS.npy --index {index}")
     with Collection(folder.parent, folder.name, device=place) as collection:
         found = collection.search(_array(queries), results, filter=condition)
     if json_output:

@@ -17,6 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """Dtypes of vectors; uint8 holds 8 bits of a binary vector."""
 
 
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
+
+
 class Hits(tuple[Any, Any]):
     """The answer of a search: unpacks as `scores, ids = hits`.
 
@@ -48,13 +51,18 @@ def tensor(x: Any, name: str) -> Tensor:
     if isinstance(x, Tensor):
         return x.detach()
     if isinstance(x, (list, tuple, range)):
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ValueError as error:
+            raise ShapeError(f"{name} must have rows of one length: {error}") from None
         x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if isinstance(x, np.ndarray):
+        x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
         if not x.flags.writeable:  # torch.from_numpy warns of writes, which there are none of
             x = _writable(x)
         try:
-            return torch.from_numpy(x if min(x.strides, default=0) >= 0 else np.ascontiguousarray(x))
+            fits = all(step >= 0 and step % max(x.itemsize, 1) == 0 for step in x.strides)
+            return torch.from_numpy(x if fits else x.copy())
         except TypeError:
             raise UnsupportedDtype(f"{name} must be numbers that torch has, got dtype {x.dtype}") from None
     if hasattr(x, "__dlpack__"):
@@ -72,7 +80,7 @@ def _writable(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def names(ids: Any, count: int) -> Tensor:
     """Return the ids of so many rows as int64."""
     found = tensor(ids, "ids")
-    if found.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8) and found.numel():
+    if found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, *_UNSIGNED) and found.numel():
         raise UnsupportedDtype(f"ids must be integers of at most 63 bits, got {found.dtype}")
     if found.shape != (count,):
         raise ShapeError(f"ids must be ({count},), one for each row, got {tuple(found.shape)}")

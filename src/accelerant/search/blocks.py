@@ -48,7 +48,7 @@ def maxima(q: Tensor, x: Tensor, extra: Tensor | None, hidden: Tensor | None, me
     """Return the largest quick score of each block of rows, (queries, blocks) float32."""
     (Q, D), N = q.shape, len(x)
     blocks = ceil_div(N, BLOCK)
-    found = torch.empty(Q, blocks, device=x.device)
+    found = torch.empty(Q, blocks, dtype=torch.float32, device=x.device)
     if Q == 1:
         one = (q, x, extra, hidden, found, N, D, x.stride(0))
         KERNELS["maxima_one"].launch((blocks,), one, {"METRIC": metric, "BLOCK_D": 128})
@@ -66,7 +66,7 @@ def scores(
     q: Tensor, x: Tensor, extra: Tensor | None, hidden: Tensor | None, metric: str, query: Tensor, block: Tensor
 ) -> Tensor:
     """Return the quick scores of pairs of a query and a block, (pairs, 64) float32."""
-    found = torch.empty(len(query), BLOCK, device=x.device)
+    found = torch.empty(len(query), BLOCK, dtype=torch.float32, device=x.device)
     if len(query):
         args = (
             q, x, extra, hidden, query, block, found, len(x), q.shape[1], q.stride(0), x.stride(0), _step(hidden),

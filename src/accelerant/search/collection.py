@@ -19,13 +19,14 @@ from torch import Tensor
 from accelerant.errors import ConfigError, RangeError, ShapeError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.registry import DeviceLike, find_device
-from accelerant.search.exact import exact
+from accelerant.search.exact import checked_k, exact
 from accelerant.search.payload_filter import Evaluator, Mask, Table
 from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Store, Vectors, point_id
 
 __all__ = ["Collection", "Matches"]
 
 _WRITE = 1024  # points of one operation, which Qdrant applies as one
+_LEVELS = 100  # of a payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class _Mirror:
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self.store, self.stamp, self.read_at = store, store.stamp(), time.monotonic()
-        self._rows = torch.empty(0, store.dim, device=device)
+        self._rows = torch.empty(0, store.dim, dtype=torch.float32, device=device)
         self.size, self.dead, self.stale = 0, 0, False
         self.alive: Mask = np.empty(0, np.bool_)
         self.ids: list[PointId] = []
@@ -289,8 +290,7 @@ class Collection:
             ShapeError, RangeError: as for upsert.
             ConfigError: k, or what the filter cannot have.
         """
-        if not isinstance(k, int) or k < 1:
-            raise ConfigError(f"k must be at least 1, got {clipped(k)}")
+        k = checked_k(k)
         rows = self._checked(queries, "queries")
         self._follow()
         with self._lock:
@@ -318,7 +318,8 @@ class Collection:
         array = vectors.detach().cpu().float().numpy() if isinstance(vectors, Tensor) else np.asarray(vectors)
         if array.dtype.kind not in "fiu" and array.size:
             raise ShapeError(f"{what} must be numbers in rows of {self.dim}, got dtype {array.dtype}")
-        rows = np.ascontiguousarray(array, np.float32)
+        with np.errstate(over="ignore"):  # infinity is refused below
+            rows = np.ascontiguousarray(array, np.float32)
         if not rows.size:
             rows = rows.reshape(0, self.dim)
         elif rows.ndim == 1 and what == "queries":
@@ -327,9 +328,11 @@ class Collection:
             raise ShapeError(f"{what} must be (n, {self.dim}), got {tuple(array.shape)}")
         if not np.isfinite(rows).all():
             raise RangeError(f"{what}[{int(np.isfinite(rows).all(1).argmin())}] has NaN or infinity")
-        if self.metric != "cosine":
-            return rows
         length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+        if self.metric != "cosine":
+            if not (length < 1e19).all():  # which a search refuses: float32 does not hold their squares
+                raise RangeError(f"{what}[{int(length.argmax())}] has a norm above 1e19: scale the vectors")
+            return rows
         if not length.all():
             raise RangeError(f"{what}[{int(length.argmin())}] is zero, which has no direction: the metric is cosine")
         unit: Vectors = (rows / length).astype(np.float32)
@@ -351,7 +354,21 @@ def _json_objects(payloads: Sequence[object]) -> list[Mapping[str, Any]]:
     if wrong := [payload for payload in payloads if not isinstance(payload, Mapping)]:
         raise ConfigError(f"a payload must be a JSON object, got {clipped(wrong[0])}")
     try:
-        decoded: list[Mapping[str, Any]] = json.loads(json.dumps(payloads, allow_nan=False))
+        text = json.dumps(payloads, allow_nan=False, ensure_ascii=False)
+        text.encode()  # a lone surrogate is no text
+        decoded: list[Mapping[str, Any]] = json.loads(text)
+        _require_stored(decoded)
         return decoded
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"a payload must be a JSON object: {error}") from None
+
+
+def _require_stored(value: Any, depth: int = 0) -> None:
+    """Raise ValueError for what Qdrant writes and cannot read again: levels of JSON beyond 128, huge integers."""
+    if depth > _LEVELS:
+        raise ValueError(f"it is nested more than {_LEVELS} levels deep")
+    if isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_stored(each, depth + 1)
+    elif isinstance(value, int):
+        float(value)

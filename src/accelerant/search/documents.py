@@ -150,8 +150,11 @@ class DocumentIndex:
         Raises:
             ConfigError, MissingFile: there is no text, or no such path.
         """
-        reading = Reading()
-        documents = {each.name: each.data.decode(errors="replace") for each in reading.documents([str(path)])}
+        reading = Reading(without=self._folder)  # which may be below the path
+        read = [
+            (each.name.encode(errors="backslashreplace").decode(), each.data) for each in reading.documents([str(path)])
+        ]
+        documents = {name: data.decode(errors="replace") for name, data in read}
         reading.require_text(str(path))
         known = self._known()
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in documents.items()}

@@ -95,12 +95,15 @@ def exact(
     shards = list(data) if isinstance(data, (list, tuple)) and data and getattr(data[0], "ndim", 0) == 2 else [data]
     parts = [vectors(part, "data") for part in shards]
     k = checked_k(k)
+    if rerank is not None and metric == "hamming":
+        raise ConfigError("rerank is for numbers: bits have no lower precision, and hamming is exact")
     _check(q, parts, metric)
     count = sum(map(len, parts))
     of_rows = None if ids is None else names(ids, count)
     wide = None if rerank is None else vectors(rerank, "rerank")
     if wide is not None and wide.shape != (count, q.shape[1]):
         raise ShapeError(f"rerank must be ({count}, {q.shape[1]}), as data is, got {tuple(wide.shape)}")
+    _check(q, [] if wide is None else [wide], metric)
     hits = search(q, parts, k, metric, selection(mask, len(q), count, of_rows), of_rows, wide)
     if asked.dim() == 1:
         hits = Hits(hits[0][0], hits[1][0], hits.counts[0])
@@ -125,7 +128,7 @@ def checked_k(k: Any) -> int:
         raise ConfigError(f"k must be an integer, got {k!r}") from None
     if wanted < 1:
         raise ConfigError(f"k must be at least 1, got {wanted}")
-    return wanted
+    return min(wanted, 1 << 48)  # of which int64 holds multiples
 
 
 def _check(q: Tensor, parts: list[Tensor], metric: str) -> None:
@@ -218,12 +221,12 @@ class Part:
         self.wanted = k if wide is None else _OVERSAMPLED * k
         self.device = q.device
         self.ids = None if ids is None else ids.to(self.device)
-        self.least = torch.full((len(q),), float("-inf"), device=self.device)  # T
-        self.error = torch.zeros(len(q), device=self.device)  # e
+        self.least = torch.full((len(q),), float("-inf"), dtype=torch.float32, device=self.device)  # T
+        self.error = torch.zeros(len(q), dtype=torch.float32, device=self.device)  # e
         self.buffer: Tensor | None = None
         self.factor = q
         self.kernels = metric != "hamming" and blocks.serves(self.device)
-        self.norms = torch.zeros(0)
+        self.norms = torch.zeros(0, dtype=torch.float32)
         if metric != "hamming":
             norms = torch.linalg.vector_norm(q.double(), dim=1)
             self._refuse(norms.float(), q, "queries")
@@ -403,7 +406,7 @@ class Part:
         if self.metric == "hamming":
             return _minus_differing(q, x)
         if self.buffer is None or self.buffer.shape != (len(q), len(x)):
-            self.buffer = torch.empty(len(q), len(x), device=self.device)
+            self.buffer = torch.empty(len(q), len(x), dtype=torch.float32, device=self.device)
         scores = _product(q, x, self.buffer)
         if extra is None:
             return scores
@@ -437,6 +440,9 @@ class Part:
         for first in range(0, len(rows), size):
             some = slice(first, first + size)
             x = source.index_select(0, rows[some]).to(self.device)
+            if self.wide is not None:
+                norms = torch.linalg.vector_norm(x.double(), dim=1)
+                self._refuse(norms, x, "rerank", found.row[some])
             pieces.append(pair_scores(self.q[found.query[some]], x, self.metric))
         return torch.cat(pieces) if pieces else found.score
 

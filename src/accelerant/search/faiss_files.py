@@ -59,6 +59,8 @@ def faiss_read(path: str | Path, *, device: Any = "cpu") -> Index:
             reader = _Reader(file, os.fstat(file.fileno()).st_size, str(path))
             index = reader.index(device)
             if file.read(len(_COSINE) + 1) == _COSINE:
+                if index.metric != "ip":
+                    raise reader.wrong(f"vectors of {index.metric} are not normalized")
                 index.metric = "cosine"
             return index
     except FileNotFoundError:
@@ -151,7 +153,10 @@ class _Reader:
         state = index._state
         if len(ids) != len(state.ids) or len(np.unique(ids)) != len(ids) or (len(ids) and ids.min() < 0):
             raise self.wrong(f"{len(ids)} ids of {len(state.ids)} vectors, which must be unique and not negative")
-        return _filled(index, torch.from_numpy(ids)[state.ids.cpu()], state.vectors, state.codes, state)
+        inner = state.ids.cpu()
+        if len(inner) and int(inner.max()) >= len(ids):
+            raise self.wrong(f"an id for vector {int(inner.max())}, of {len(ids)}")
+        return _filled(index, torch.from_numpy(ids)[inner], state.vectors, state.codes, state)
 
     def _bits(self, device: Any) -> Index:
         d, size, count, _, _ = self.fields("iiq?i")
@@ -164,7 +169,9 @@ class _Reader:
         d, count, _ = self.header()
         base = self.index(device, depth + 1)
         exact = self.index(device, depth + 1)
-        factor = max(int(self.fields("f")[0]), 1) if self.left >= 4 else 1
+        factor = self.fields("f")[0] if self.left >= 4 else 1.0
+        if not abs(factor) < 1 << 62:
+            raise self.wrong(f"{factor} candidates an answer")
         x, state = exact._state.vectors, base._state
         if x is None or exact.kind != "flat" or exact.dim != base.dim or d != base.dim or count != len(x):
             raise self.wrong("its vectors do not belong to its codes")
@@ -172,7 +179,7 @@ class _Reader:
             (state.ids.sort().values == torch.arange(len(x), device=state.ids.device)).all()
         ):
             raise self.wrong("its codes are not those of its vectors")
-        base.rerank = min(factor, 1 << 16)
+        base.rerank = min(max(int(factor), 1), 1 << 16)
         return _filled(base, state.ids, x[state.ids], state.codes, state)
 
     def _quantizer(self, d: int) -> ProductQuantizer:
@@ -190,7 +197,7 @@ class _Reader:
         self.fields("i?i")
         if len(codes) != count * quantizer.code_bytes:
             raise self.wrong(f"{len(codes)} bytes of {count} codes")
-        lists = Lists(torch.zeros(1, d), quantizer, False, quantizer.tables())
+        lists = Lists(torch.zeros(1, d, dtype=torch.float32), quantizer, False, quantizer.tables())
         return _of_lists(lists, metric, [count], torch.arange(count), torch.from_numpy(codes), device)
 
     def _lists(self, name: bytes, device: Any) -> Index:
@@ -221,7 +228,8 @@ class _Reader:
         tables = None if quantizer is None else quantizer.tables()
         lists = Lists(centroids, quantizer, residual, tables)
         if quantizer is None:
-            self.finite(torch.from_numpy(codes).view(torch.float32).view(-1, d))
+            codes = codes.view(np.float32)
+            self.finite(torch.from_numpy(codes).view(-1, d))
         return _of_lists(lists, metric, sizes, torch.from_numpy(ids), torch.from_numpy(codes), device)
 
     def _skipped_table(self) -> bool:
@@ -291,7 +299,7 @@ def _filled(
 
 
 def _of_lists(lists: Lists, metric: str, sizes: list[int], ids: Tensor, codes: Tensor, device: Any) -> Index:
-    """Return an index with lists of these sizes, whose codes are float32 vectors where there is no quantizer."""
+    """Return an index with lists of these sizes, whose codes are vectors where there is no quantizer."""
     quantizer, d = lists.quantizer, lists.centroids.shape[1]
     kind = "ivf" if quantizer is None else "ivfpq"
     parts, bits = (None, 8) if quantizer is None else (len(quantizer.centroids), quantizer.bits)
@@ -304,10 +312,8 @@ def _of_lists(lists: Lists, metric: str, sizes: list[int], ids: Tensor, codes: T
         there = ProductQuantizer(quantizer.centroids.to(on), quantizer.bits)
         moved = Lists(lists.centroids.to(on), there, lists.residual, lists.tables.to(on))
         like = State(ids, None, None, None, starts, moved)
-        return _filled(index, ids, None, codes.view(len(ids), -1).to(on), like)
-    return _filled(
-        index, ids, codes.view(torch.float32).view(-1, d), None, State(ids, None, starts=starts, lists=moved)
-    )
+        return _filled(index, ids, None, codes.view(len(ids), quantizer.code_bytes).to(on), like)
+    return _filled(index, ids, codes.view(-1, d), None, State(ids, None, starts=starts, lists=moved))
 
 
 def faiss_write(index: Index, path: str | Path) -> None:

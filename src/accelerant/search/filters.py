@@ -46,7 +46,7 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
     if isinstance(mask, range):
         return _of_range(mask, count, ids)
     if isinstance(mask, (set, frozenset)):
-        mask = sorted(mask)
+        mask = list(mask)
     if isinstance(mask, (list, tuple)) and not mask:
         mask = np.empty(0, np.int64)
     given = tensor(mask, "mask")
@@ -68,18 +68,26 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
         return Selection(given.any(0).nonzero().squeeze(1), given)
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
         raise UnsupportedDtype(f"mask must be bool, bits in uint8, ids or a range, got {given.dtype}, {given.dim()}-d")
+    whole = given.long()
+    given = whole[whole >= 0] if given.dtype == torch.uint64 else whole  # no row has an id above 2^63
     if ids is not None:
-        return Selection(torch.isin(ids, given.long().to(ids.device)).nonzero().squeeze(1))
-    rows = given.long().unique()
+        return Selection(torch.isin(ids, given.to(ids.device)).nonzero().squeeze(1))
+    rows = given.unique()
     return Selection(rows[(rows >= 0) & (rows < count)])
 
 
 def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:
     if wanted.step < 0:
         wanted = wanted[::-1]
+    least, end = (0, count) if ids is None else (-(1 << 63), 1 << 63)
+    start = wanted.start + -(min(wanted.start - least, 0) // wanted.step) * wanted.step  # the first that a row may have
+    kept = range(start, min(wanted.stop, end), wanted.step)
+    if ids is None and (kept.step == 1 or not kept):
+        return Selection(range(start, max(kept.stop, start)) if kept else range(0))
+    if not kept[8:]:  # steps that int64 does not hold among them
+        listed = torch.tensor(list(kept), dtype=torch.int64)
+        return Selection(listed if ids is None else torch.isin(ids, listed.to(ids.device)).nonzero().squeeze(1))
     if ids is None:
-        start = wanted.start + -(min(wanted.start, 0) // wanted.step) * wanted.step  # the first that is not negative
-        kept = range(start, min(wanted.stop, count), wanted.step)
-        return Selection(kept if wanted.step == 1 else torch.arange(kept.start, max(kept.stop, kept.start), kept.step))
-    inside = (ids >= wanted.start) & (ids < wanted.stop) & ((ids - wanted.start) % wanted.step == 0)
+        return Selection(torch.arange(kept.start, kept.stop, kept.step, device="cpu"))
+    inside = (ids >= kept[0]) & (ids <= kept[-1]) & (ids % kept.step == kept[0] % kept.step)  # differences may overflow
     return Selection(inside.nonzero().squeeze(1))

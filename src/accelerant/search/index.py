@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,9 +108,11 @@ class Index:
     ) -> None:  # fmt: skip
         if metric not in METRICS or kind not in KINDS:
             raise ConfigError(f"metric is one of {METRICS}, kind one of {KINDS}; got {metric!r} and {kind!r}")
-        if metric == "hamming" and (kind != "flat" or dim % 8):
+        if metric == "hamming" and (kind != "flat" or (isinstance(dim, int) and dim % 8)):
             raise UnsupportedCase("hamming is for kind='flat' and a dim that is a multiple of 8")
-        given = (dim, lists, bits, rerank)
+        given = (dim, lists, parts, bits, rerank)
+        if any(not isinstance(each, int) for each in given if each is not None):
+            raise ConfigError(f"dim, lists, parts, bits and rerank are integers; got {given}")
         if dim < 1 or (lists is not None and lists < 1) or bits not in (4, 8) or rerank < 0:
             raise ConfigError(f"wanted dim and lists of 1 or more, bits of 4 or 8, rerank of 0 or more; got {given}")
         parts = next(dim // each for each in (4, 2, 1) if dim % each == 0) if parts is None else parts
@@ -189,6 +192,8 @@ class Index:
             state = self._state
             if ids is None:
                 first = int(state.ids.max()) + 1 if len(state.ids) else 0
+                if first + len(rows) > 1 << 63:
+                    raise ConfigError(f"no ids are left after {first - 1}: give ids")
                 given = torch.arange(first, first + len(rows), device=self.device)
             else:
                 given = names(ids, len(rows)).to(self.device)
@@ -251,6 +256,11 @@ class Index:
 
     def remove(self, ids: Any) -> int:
         """Remove the vectors with these ids (a list, set, array or range), and return how many there were."""
+        if ids is None:
+            raise ConfigError("remove needs ids, got None")
+        if not isinstance(ids, (slice, range, set, frozenset)):
+            given = tensor(ids, "ids")
+            ids = given.long() if given.dtype == torch.uint8 or not given.numel() else given  # no bits, as of a mask
         with self._lock:
             state = self._state
             gone = selection(ids, 0, len(state.ids), state.ids, by_id=True).rows
@@ -285,8 +295,8 @@ class Index:
         back, asked = as_given(queries), tensor(queries, "queries")
         q = self._taken(asked.unsqueeze(0) if asked.dim() == 1 else queries, "queries")
         k = checked_k(k)
-        if nprobe is not None and nprobe < 1:
-            raise ConfigError(f"nprobe must be at least 1, got {nprobe}")
+        if nprobe is not None and (not isinstance(nprobe, (int, np.integer)) or nprobe < 1):
+            raise ConfigError(f"nprobe must be an integer of at least 1, got {nprobe}")
         state = self._state
         chosen = selection(mask, len(q), len(state.ids), state.ids, by_id=True)
         hits = self._found(state, q, k, nprobe, chosen)

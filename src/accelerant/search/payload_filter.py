@@ -29,6 +29,8 @@ _PERHAPS_TIME = re.compile(r"\s*[+-]?\d+\s*[-/]|\w{3}, ")
 _BOUNDS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": np.greater, "gte": np.greater_equal, "lt": np.less, "lte": np.less_equal,
 }  # fmt: skip
+_LARGEST = int(np.finfo(np.float64).max)
+_DEPTH = 64
 _NULL, _BOOL, _INTEGER, _FLOAT, _TEXT, _OTHER = range(6)
 _OF_QDRANT = (
     "geo_bounding_box", "geo_radius", "geo_polygon", "text", "text_any", "phrase", "prefix", "substring",
@@ -235,15 +237,18 @@ class Evaluator:
 
     def __init__(
         self, table: Table, rows_of: Callable[[Sequence[Any]], Sequence[int]] | None = None,
-        ask: Callable[[Mapping[str, Any]], Mask] | None = None,
+        ask: Callable[[Mapping[str, Any]], Mask] | None = None, depth: int = 0,
     ) -> None:  # fmt: skip
-        self._table, self._rows_of, self._ask = table, rows_of, ask
+        self._table, self._rows_of, self._ask, self._depth = table, rows_of, ask, depth
 
     def mask(self, condition: object) -> Mask:
         """Return which rows a filter or condition selects; ConfigError for what is neither."""
         if not isinstance(condition, Mapping):
             raise ConfigError(f"a filter is an object of Qdrant's filter language, got {clipped(condition)}")
         given = {name: value for name, value in condition.items() if value is not None}
+        if self._depth == _DEPTH:
+            raise ConfigError(f"a filter is nested at most {_DEPTH} levels deep")
+        self._depth += 1
         try:
             if "key" in given:
                 return self._field(given)
@@ -261,6 +266,8 @@ class Evaluator:
             if self._ask is None:
                 raise
             return self._ask(given)
+        finally:
+            self._depth -= 1
 
     def _clauses(self, given: Mapping[str, Any]) -> Mask:
         _only(given, "must", "should", "must_not", "min_should")
@@ -306,7 +313,7 @@ class Evaluator:
     def _nested(self, given: Any) -> Mask:
         _only(given, "key", "filter")
         column = self._table.column(given.get("key"))
-        return column.any(Evaluator(column.objects).mask(given.get("filter")), column.object_row)
+        return column.any(Evaluator(column.objects, depth=self._depth).mask(given.get("filter")), column.object_row)
 
     def _field(self, given: Mapping[str, Any]) -> Mask:
         _only(given, "key", "match", "range", "values_count", "is_empty", "is_null", *_OF_QDRANT)
@@ -377,5 +384,7 @@ def _bounded(
             continue
         if type(bound) not in kinds or bound != bound:
             raise ConfigError(f"{name}.{each} must be a number, got {clipped(bound)}")
-        chosen &= _BOUNDS[each](values, float(bound) if values.dtype.kind == "f" else bound)
+        if values.dtype.kind == "f" and isinstance(bound, int):
+            bound = float(max(min(bound, _LARGEST), -_LARGEST))
+        chosen &= _BOUNDS[each](values, bound)
     return chosen

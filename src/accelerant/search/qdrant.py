@@ -165,21 +165,25 @@ class EdgeStore(Store):
     def _opened(self, call: Any) -> Any:
         try:
             return call()
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             if "WouldBlock" in str(error):
                 advice = "one process has a folder open at a time: close it there, or run a Qdrant server"
                 raise ConfigError(f"the collection {self._folder} is open in another process; {advice}") from None
             raise FormatError(f"cannot open the collection {self._folder}: {str(error)[:300]}") from None
 
-    def _update(self, operation: Any) -> None:
+    def _asked(self, method: str, *args: Any) -> Any:
         try:
-            self._shard.update(operation)
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
-            raise StoreError(f"Qdrant Edge did not write to {self._folder}: {str(error)[:300]}") from None
+            return getattr(self._shard, method)(*args)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise StoreError(f"Qdrant Edge did not {method} {self._folder}: {str(error)[:300]}") from None
 
     def stamp(self) -> object:
         """Return the versions of the segments, which each write raises."""
-        return sorted((name, each["segment_version"]) for name, each in self._shard.snapshot_manifest().items())
+        return sorted((name, each["segment_version"]) for name, each in self._asked("snapshot_manifest").items())
 
     def upsert(self, ids: Sequence[PointId], vectors: Vectors, payloads: Sequence[Mapping[str, Any]]) -> None:
         """Write points to the log and the segments."""
@@ -191,25 +195,25 @@ class EdgeStore(Store):
             )
         rows = zip(ids, vectors.tolist(), payloads, strict=True)
         points = [self._edge.Point(i, vector, payload) for i, vector, payload in rows]
-        self._update(self._edge.UpdateOperation.upsert_points(points))
+        self._asked("update", self._edge.UpdateOperation.upsert_points(points))
 
     def delete(self, ids: Sequence[PointId]) -> None:
         """Delete points."""
-        self._update(self._edge.UpdateOperation.delete_points(list(ids)))
+        self._asked("update", self._edge.UpdateOperation.delete_points(list(ids)))
 
     def scroll(self, *, vectors: bool = False, payload: Any = False, filter: Any = None) -> Iterator[list[Any]]:
         """Yield the records of points in the order of their ids."""
         offset, names = None, [f'"{name}"' for name in payload] if payload else False
         options = {"limit": _READ, "filter": filter, "with_payload": names, "with_vector": vectors}
         while True:
-            records, offset = self._shard.scroll(self._edge.ScrollRequest(offset=offset, **options))
+            records, offset = self._asked("scroll", self._edge.ScrollRequest(offset=offset, **options))
             yield records
             if offset is None:
                 return
 
     def retrieve(self, ids: Sequence[PointId]) -> list[Any]:
         """Return the records of points, with their payloads."""
-        return list(self._shard.retrieve(list(ids), True, False))
+        return list(self._asked("retrieve", list(ids), True, False))
 
     def filter(self, condition: Mapping[str, Any]) -> Any:
         """Return a filter as Qdrant Edge's objects; ConfigError if it has none for the condition."""

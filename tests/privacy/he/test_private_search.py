@@ -104,3 +104,14 @@ def test_neighbours_that_replace_a_point_move_two_numbers(people):
     ledger = dp.PrivacyLedger(neighbouring="replace-one")
     dp.private_histogram(people, "town", ["a", "b"], epsilon=1.0, ledger=ledger)
     assert ledger.epsilon(1e-6) == pytest.approx(1.0, rel=0.01)
+
+
+def test_integers_whose_sums_would_wrap_and_wrong_counts_are_refused():
+    public, private = search.keygen(4, 8)
+    for wrong in (np.full((1, 4), 2**62), np.full((1, 1), -(2**63)), np.full((1, 1), 2**64 - 1, np.uint64)):
+        with pytest.raises(RangeError, match="beyond 32 bits"):
+            search.PrivateSearch(wrong, public)
+    scores = search.PrivateSearch(np.ones((2, 4), int), public).scores(search.encrypt_query(private, np.ones(4, int)))
+    for count in (-1, 10**6):
+        with pytest.raises(ShapeError, match="scores, got a count"):
+            search.decrypt_scores(private, scores, count)

@@ -71,10 +71,12 @@ class Reading:
     read: list[tuple[str, int]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     converted: list[tuple[str, str]] = field(default_factory=list)
+    without: Path | None = None  # a folder whose files are not read
 
     def files(self, data: Sequence[str]) -> Iterator[tuple[Path, str]]:
         """Iterate the files that paths name, each once, with the names of their documents."""
         seen: set[str] = set()
+        without = None if self.without is None else self.without.resolve()
         for name in data:
             path = Path(name)
             if not path.exists():
@@ -84,7 +86,7 @@ class Reading:
                 raise ConfigError(f"cannot read {path}: {advice}")
             for file in files_below(path, self.skipped) if path.is_dir() else [path]:
                 real = os.path.realpath(file)
-                if real not in seen:
+                if real not in seen and without not in Path(real).parents:
                     seen.add(real)
                     yield file, path.name if file == path else file.relative_to(path).as_posix()
 
@@ -136,7 +138,7 @@ class Reading:
         """Raise ConfigError, which says why files were left out, if no text was read."""
         if not any(size for _, size in self.read):
             why = f": {escaped(_grouped(self.skipped))}" if self.skipped else ""
-            raise ConfigError(f"no text in {source}{why}; give --data a file or folder with text")
+            raise ConfigError(f"no text in {source}{why}; give a file or folder with text")
 
     @property
     def title(self) -> str:

@@ -73,6 +73,8 @@ def _integers(x: Any, name: str, ndim: int) -> npt.NDArray[np.int64]:
         raise UnsupportedDtype(f"{name} must be integers, got {array.dtype}: scale and round them first")
     if array.ndim != ndim or not array.size:
         raise ShapeError(f"{name} must be {'(d,)' if ndim == 1 else '(N, d)'} and not empty, got {array.shape}")
+    if not -(1 << 31) < int(array.min()) <= int(array.max()) < 1 << 31:  # sums of their magnitudes fit in int64
+        raise RangeError(f"{name} has integers from {array.min():,} to {array.max():,}, beyond 32 bits")
     return array.astype(np.int64)
 
 
@@ -169,6 +171,10 @@ def decrypt_scores(private: bfv.PrivateKey, scores: bfv.Ciphertext, count: int) 
     """Return the first `count` scores, exact.
 
     Raises:
+        ShapeError: a count that is negative, or of more scores than there are.
         BudgetExceeded: the noise budget is spent: take a larger n.
     """
-    return np.asarray(private.decrypt(scores)).reshape(-1)[:count]
+    decrypted = np.asarray(private.decrypt(scores)).reshape(-1)
+    if not 0 <= count <= len(decrypted):
+        raise ShapeError(f"there are 0 to {len(decrypted):,} scores, got a count of {count}")
+    return decrypted[:count]
