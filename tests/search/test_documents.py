@@ -236,8 +236,9 @@ def test_an_index_below_its_documents_and_names_that_are_no_text(tmp_path, encod
     (folder := tmp_path / "texts").mkdir()
     (folder / "a.txt").write_text("a sloop has one mast")
     (folder / os.fsdecode(b"\xff.txt")).write_text("a ketch has two masts")
+    (folder / "blank.txt").write_text(" \n\n")
     for embedded in (2, 0):
         with DocumentIndex(folder / "index", encoder=encoder) as index:
             done = index.add(folder)
-            assert (done.documents, done.embedded, done.skipped) == (2, embedded, [])
+            assert (done.documents, done.embedded, done.skipped) == (3, embedded, [])
             assert {each.path for each in index.sources("masts")} == {"a.txt", "\\udcff.txt"}

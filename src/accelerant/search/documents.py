@@ -158,7 +158,8 @@ class DocumentIndex:
         reading.require_text(str(path))
         known = self._known()
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in documents.items()}
-        wanted = [name for name in documents if not _complete(known.get(name, {}), digests[name])]
+        texts = [name for name, text in documents.items() if text.strip()]  # blank ones have no chunks
+        wanted = [name for name in texts if not _complete(known.get(name, {}), digests[name])]
         total, done = sum(len(documents[name]) for name in wanted), 0
         rows: list[tuple[str, str, dict[str, Any]]] = []
         for name in wanted:
