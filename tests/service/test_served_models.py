@@ -131,6 +131,14 @@ def test_a_conversation_goes_through_the_chat_template(client, reference):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_refusals_do_not_tell_where_the_server_keeps_its_models():
+    child, sent = object.__new__(ChildOfModel), []
+    child.folder, child.send = os.path.join(os.sep, "srv", "llama"), sent.append
+    template = os.path.join(child.folder, "chat_template.jinja")
+    child._refuse(1, 400, "FormatError", f"{template} cannot be rendered: {child.folder} is wrong")
+    assert sent[0]["message"] == "chat_template.jinja cannot be rendered: the model's folder is wrong"
+
+
 def test_several_prompts_and_answers_are_numbered(client):
     options = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
     whole = client.completions.create(model="tiny", prompt=["hello", "quick fox"], n=3, **options)

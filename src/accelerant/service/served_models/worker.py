@@ -89,6 +89,7 @@ class ChildOfModel(ChildEnd):
         self._preparing = ThreadPoolExecutor(2, "prepare")
         self._loops: tuple[Callable[[], NoReturn], ...] = ()
         self._pace_s = 1.0  # between two requests that ended
+        self.folder = ""  # whose path is not for clients
         self._ended = time.monotonic()
 
     def run(self, ready: dict[str, Any]) -> NoReturn:
@@ -145,6 +146,8 @@ class ChildOfModel(ChildEnd):
                 answer.close()
 
     def _refuse(self, identity: int, status: int, kind: str, message: str, **more: Any) -> None:
+        if self.folder:
+            message = message.replace(self.folder + os.sep, "").replace(self.folder, "the model's folder")
         self.send({"kind": "refused", "id": identity, "status": status, "error": kind, "message": message, **more})
 
     def _send_metrics(self) -> NoReturn:
@@ -355,7 +358,9 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
     if kind in LAYOUTS:
         encoder = Encoder(folder, device=device)
         described = {"task": "embed", "context": encoder.max_tokens, "dim": encoder.dim}
-        return EncoderWorker(connection, encoder, given["most_waiting"]), {"label": label, **described}
+        one = EncoderWorker(connection, encoder, given["most_waiting"])
+        one.folder = given["folder"]
+        return one, {"label": label, **described}
     model, tokenizer = load_model(folder, device=device, quantize=given["quantize"] or None)
     blocks = _blocks(model, device, given["cache_tokens"], given["block_size"])
     engine = Engine(
@@ -363,6 +368,7 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
         speculate=given["speculate"], tokenizer=tokenizer,
     )  # fmt: skip
     worker = ModelWorker(connection, engine, tokenizer, given["most_waiting"])
+    worker.folder = given["folder"]
     described = {"task": "generate", "context": worker.context, "chat": tokenizer.has_chat_template}
     return worker, {"label": label, **described}
 
