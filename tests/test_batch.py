@@ -283,7 +283,7 @@ def test_every_elementwise_and_row_operation_merges():
     # draws, sums over a whole call, and sequences of one packed tensor
     losses = {"cross_entropy", "linear_cross_entropy", "mse_loss", "l1_loss"}
     losses |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
-    assert unmerged == {"dropout", *losses, "attention_varlen"}
+    assert unmerged == {"dropout", *losses, "attention_varlen", "attention_paged"}
     assert Batch.gelu is Accelerator.gelu
 
 

@@ -42,7 +42,7 @@ SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizer
 def modules():
     found = [accelerant]
     for info in pkgutil.walk_packages(accelerant.__path__, "accelerant."):
-        if not info.name.endswith(("triton_kernels", "__main__")):
+        if not info.name.endswith(("triton_kernels", "__main__", "_vllm_layers")):  # the last needs vLLM
             found.append(importlib.import_module(info.name))
     return found
 

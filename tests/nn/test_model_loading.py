@@ -188,9 +188,9 @@ with open(folder / "model.safetensors", "wb") as file:
     file.write(len(text).to_bytes(8, "little") + text)
     file.truncate(8 + len(text) + end)  # zeros, which take no space on the disk
 
-def resident():
+def resident():  # without the file's pages, which the system takes back when it needs them
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 def watch():
     while True:

@@ -353,7 +353,7 @@ METHODS: dict[str, ArrayMethod] = {
     ),
     "linear_int4": _op(
         "linear_int4", _product_flops, lambda n: (_wide(n), Indices((1024, 512), 256, 0, torch.uint8), (1024, 8)),
-        scratch=True,
+        "rows", scratch=True,
     ),
     "linear_int8": _op(
         "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,)),

@@ -21,7 +21,7 @@ from typing import Any
 
 from accelerant.errors import ConfigError, FormatError, TimeLimitExceeded
 from accelerant.runtime.files import clipped
-from accelerant.runtime.host import python_child
+from accelerant.runtime.host import fork_safe, python_child
 
 LIMIT_S = 1.0
 """Seconds in which a template has to end."""
@@ -40,7 +40,7 @@ class BoundedTemplate:
 
     def __init__(self, source: str, origin: str) -> None:
         self._source, self._origin = source, origin
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._child: subprocess.Popen[str] | None = None
         self._owner = 0
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, RangeError, ShapeError
 from accelerant.runtime.files import clipped
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.search.exact import checked_k, exact
 from accelerant.search.payload_filter import Evaluator, Mask, Table
@@ -149,7 +150,7 @@ class Collection:
             ClientStore(location, name, dim, metric) if remote else EdgeStore(Path(location) / name, dim, metric)
         )
         self.dim, self.metric = self._store.dim, self._store.metric
-        self._writing, self._lock, self._busy = threading.RLock(), threading.Lock(), False
+        self._writing, self._lock, self._busy = fork_safe(threading.RLock()), fork_safe(threading.Lock()), False
         try:
             self._mirror = _Mirror(self._store, self._device)
         except BaseException:

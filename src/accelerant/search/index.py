@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.host import fork_safe
 from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
 from accelerant.search.clusters import ProductQuantizer, kmeans, nearest
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
@@ -120,7 +121,7 @@ class Index:
             raise ConfigError(f"parts must divide dim {dim}, got {parts}")
         self.dim, self.metric, self.kind, self.rerank = dim, metric, kind, rerank
         self.parts, self.bits, self.wanted_lists, self.device = parts, bits, lists, torch.device(device)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         bits_or_numbers = (dim // 8, torch.uint8) if metric == "hamming" else (dim, torch.float32)
         rows = torch.zeros(0, bits_or_numbers[0], dtype=bits_or_numbers[1], device=self.device)
         kept = None if kind == "ivfpq" and not rerank else rows

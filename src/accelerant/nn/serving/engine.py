@@ -34,6 +34,7 @@ from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
 from accelerant.nn.serving.scheduler import Row, Scheduler
 from accelerant.nn.serving.text import StoppingText
 from accelerant.runtime.files import clipped
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
@@ -202,8 +203,8 @@ class Engine:
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
         self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
         self._warm()
-        self._lock = threading.RLock()  # an Answer that is collected cancels, on any thread
-        self._wake = threading.Condition(self._lock)
+        self._lock = fork_safe(threading.RLock())  # an Answer that is collected cancels, on any thread
+        self._wake = fork_safe(threading.Condition(self._lock))
         self._new: list[Request] = []
         self._events: list[tuple[Request, Event]] = []  # to hand out when the lock is free
         self._closed = False

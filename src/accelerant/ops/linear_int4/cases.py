@@ -23,7 +23,7 @@ def _sample(*shape: int, zero: bool = True, bias: bool = True) -> SampleInput:
 
 
 SAMPLES = (
-    _sample(1, 128, 1), _sample(3, 256, 5), _sample(2, 3, 384, 33, zero=False), _sample(0, 128, 4),
+    _sample(1, 128, 1), _sample(2, 3, 384, 33, zero=False), _sample(3, 256, 5), _sample(0, 128, 4),
     _sample(40, 128, 48, bias=False), _sample(17, 640, 20), _sample(4, 128, 0),
 )  # fmt: skip
 LARGE = (

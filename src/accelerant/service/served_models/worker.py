@@ -26,7 +26,7 @@ from accelerant.nn.encoder import LAYOUTS, Encoder
 from accelerant.nn.models.hugging_face import read_object
 from accelerant.nn.models.loading import load_model
 from accelerant.nn.serving import Engine, Finished, Sampling, Token
-from accelerant.runtime.host import host_memory
+from accelerant.runtime.host import fork_safe, host_memory
 from accelerant.runtime.ledger import ledger
 from accelerant.service.child import ChildEnd, child_arguments
 from accelerant.service.jobs.worker import find_devices
@@ -82,7 +82,7 @@ class ChildOfModel(ChildEnd):
 
     def __init__(self, connection: Any, most_waiting: int) -> None:
         super().__init__(connection)
-        self._changed = threading.Condition()
+        self._changed = fork_safe(threading.Condition())
         self._queue: FairQueue[Waiting] = FairQueue(most_waiting)
         self._coming: dict[int, bool] = {}  # those that are prepared, and whether they were cancelled meanwhile
         self._open: dict[int, Waiting] = {}
@@ -186,7 +186,7 @@ class ModelWorker(ChildOfModel):
         self.context = min(engine.model.config.context, self._total * engine.block_size)
         self._texts: dict[int, str] = {}
         self._outbox: list[dict[str, Any]] = []
-        self._sendable = threading.Condition()
+        self._sendable = fork_safe(threading.Condition())
         self._loops = (self._admit, self._send_events)
 
     def _prepared(self, head: dict[str, Any]) -> Waiting:
