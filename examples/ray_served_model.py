@@ -38,7 +38,7 @@ class Model:
 
 def main() -> None:
     """Print whether answers are the same from every replica."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         handle = serve.run(Model.bind())
         answers = [one.result(timeout_s=120) for one in [handle.remote([1, 2, 3], 20, seed=5) for _ in range(16)]]

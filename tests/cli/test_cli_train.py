@@ -433,4 +433,4 @@ def test_a_folder_of_all_kinds_of_files_says_what_was_read_skipped_and_why(accel
     Path("notes/win.txt").unlink()
     status, _, errors = accelerant("train", "notes", "--device", "cpu", "--out", "other")
     assert status == 2
-    assert re.search(r"accelerant: no text in .*notes: empty.txt \(empty\); paper.pdf \(PDF\); give --data a", errors)
+    assert re.search(r"accelerant: no text in .*notes: empty.txt \(empty\); paper.pdf \(PDF\); give a file", errors)

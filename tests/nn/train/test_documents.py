@@ -108,7 +108,9 @@ def test_binary_content_is_named_and_never_read(tmp_path, kind):
     path = tmp_path / "file.txt"
     path.write_bytes(data)
     for paths in ([str(path)], [str(tmp_path)]):
-        with pytest.raises(ConfigError, match=rf"no text in .*: file.txt \({reason}.*\); give --data"):
+        with pytest.raises(
+            ConfigError, match=rf"no text in .*: file.txt \({reason}.*\); give a file or folder with text"
+        ):
             load_corpus(paths)
     (tmp_path / "good.txt").write_text(ENGLISH * 9)
     corpus = load_corpus([str(path), str(tmp_path / "good.txt")])
