@@ -79,24 +79,80 @@ def test_any_lengths_and_paddings_give_what_they_give_without_graphs(family, rng
     assert not [note for note in other.report.notes if "padded" in note]
 
 
+TEXT_TO_TEXT = {"d_model": 48, "d_ff": 80, "encoder_layers": 1, "decoder_layers": 2, "num_layers": 1, "d_kv": 12,
+                "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 80,
+                "decoder_ffn_dim": 80, "dropout": 0.0, "dropout_rate": 0.0, "vocab_size": VOCABULARY, "pad_token_id": 0,
+                "eos_token_id": 2, "decoder_start_token_id": 0, "bos_token_id": 1}  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel",
+                                  "MT5ForConditionalGeneration", "BartModel"])  # fmt: skip
+def test_encoder_and_decoder_of_any_lengths_give_what_they_give_without_graphs(name, rng):
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**TEXT_TO_TEXT, max_position_embeddings=64)).train()
+    other = patched(model)
+    styles = rng.choice([["none"], ["right"], ["none", "right", "left"]])
+    for _ in range(30):
+        batch = drawn(rng, "t5", rng.randrange(6, 49), rng.choice(styles), labels=0)
+        target = drawn(rng, "t5", rng.randrange(4, 33), "right", labels=1.0)
+        batch |= {"use_cache": False}
+        batch |= {"decoder_input_ids": target["input_ids"]} if name.endswith("tModel") else {"labels": target["labels"]}
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            output = each(**batch)
+            outputs = output.last_hidden_state if name.endswith("tModel") else output.logits
+            encoded = output.encoder_last_hidden_state
+            loss = outputs.sin().mean() + encoded.sin().mean() + (output.loss if "labels" in batch else 0)
+            loss.backward()
+            grads = {name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None}
+            found.append((loss.detach(), outputs.detach(), grads))
+        assert found[0][1].shape == found[1][1].shape
+        assert_same(*found[::-1], rtol=1e-3, atol=1e-5)
+    assert other.report.graphs["replayed"] >= 5
+    assert not [note for note in other.report.notes if "padded" in note]
+
+
+def test_transcripts_of_any_length_give_what_they_give_without_graphs(rng):
+    model = make("whisper")
+    other = patched(model)
+    features = torch.randn(2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    for _ in range(20):
+        labels = drawn(rng, "whisper", rng.randrange(4, 25), "right", labels=1.0)["labels"]
+        batch = {"input_features": features, "labels": labels}
+        assert_same(outcome(other, batch), outcome(model, batch), rtol=1e-3, atol=1e-5)
+    assert other.report.graphs["replayed"] >= 5
+
+
 @pytest.mark.parametrize(
-    ("least", "most", "rows"), [(100, 500, 1), (100, 500, 8), (1, 128, 1), (20, 2000, 1), (400, 420, 1), (1, 30, 4)]
+    ("least", "most", "rows", "pairs"),
+    [
+        (100, 500, 1, 1),
+        (100, 500, 8, 1),
+        (1, 128, 1, 1),
+        (20, 2000, 1, 1),
+        (400, 420, 1, 1),
+        (1, 30, 4, 1),
+        (100, 500, 8, 2),
+    ],
 )
-def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, rows, rng):
+def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, rows, pairs, rng):
     added = tokens = 0
     for _ in range(20):
-        lengths, captured, captures = buckets.Lengths(None), [], 0
+        lengths, captured, captures = buckets.Lengths((None,) * pairs), [], 0
         for call in range(60):
-            length = max(rng.randint(least, most) for _ in range(rows))
+            length = tuple(max(rng.randint(least, most) for _ in range(rows)) for _ in range(pairs))
             lengths.see(length)
             if call < BEFORE:
                 continue
             chosen = lengths.choose(length, captured)
-            assert chosen >= length
+            assert buckets.covers(chosen, length)
             if chosen not in captured:
-                captured = [chosen, *(captured if captured and chosen < max(captured) else ())]
+                captured = [chosen, *(captured if any(buckets.covers(each, chosen) for each in captured) else ())]
                 captures += 1
-            added, tokens = added + chosen - length, tokens + length
+            added, tokens = added + sum(chosen) - sum(length), tokens + sum(length)
         assert len(captured) <= buckets._MOST_BUCKETS
         assert captures <= 40
     assert added <= 0.12 * tokens
@@ -122,7 +178,7 @@ def test_one_length_has_graphs_of_its_own_and_a_last_batch_runs_as_it_is():
     assert outcomes["captured"] == 1
     assert outcomes["replayed"] == sum(outcomes[key] for key in outcomes if key != "captured") - BEFORE - 1
     ((_, length),) = other.__dict__["_accelerant_patch"].graphs._captured
-    assert length == 13
+    assert length == (13,)
 
 
 def test_the_largest_bucket_is_captured_first_and_all_share_its_memory():
@@ -138,7 +194,7 @@ def test_the_largest_bucket_is_captured_first_and_all_share_its_memory():
     for batch in steps("llama", [40, 12, 40, 12]):
         outcome(other, batch)
     (line,) = graphs_of._lines.values()
-    assert next(iter(line.graphs)) >= 40
+    assert next(iter(line.graphs)) >= (40,)
     assert len({id(each.pool) for each in line.graphs.values()}) == 1
 
 
@@ -186,12 +242,12 @@ def test_with_dropout_lengths_are_tried_in_evaluation_which_is_over_afterwards(f
     (batch,) = steps(family, [9])
     call = buckets.Buckets(model).call((tuple(batch), None, None), list(batch.values()))
     state = torch.get_rng_state()
-    padding = buckets.tried(model, call, 12, model, draws=True)
-    assert padding.dims == (None, 1)
+    padding = buckets.tried(model, call, (12,), model, draws=True)
+    assert padding.dims == (None, (1, 0))
     assert [module.training for module in model.modules()] == was
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(buckets.Untrue, match="depend on"):
-        buckets.tried(model, call, 12, model, draws=False)
+        buckets.tried(model, call, (12,), model, draws=False)
 
 
 @pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
@@ -240,7 +296,9 @@ def rope(kind, **more):
 @pytest.mark.parametrize(
     ("make_model", "reason"),
     [
-        (lambda: make("mixtral"), "experts count the tokens"), (lambda: make("t5"), "a T5ForConditionalGeneration may"),
+        (lambda: make("mixtral"), "experts count the tokens"),
+        (lambda: transformers.LEDModel(transformers.LEDConfig(vocab_size=9, d_model=8, encoder_layers=1,
+            encoder_attention_heads=1, decoder_layers=1, decoder_attention_heads=1)), "has an attention of its own"),
         (lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=99, hidden_size=32,
             num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)), "QuestionAnswering may count"),
         (lambda: transformers.LlamaForCausalLM(config(transformers.LlamaConfig, rope_parameters=rope("dynamic"))),

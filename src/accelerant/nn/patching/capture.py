@@ -98,48 +98,52 @@ POSITIONS = "positions"  # pads positions: a sequence of its own, from 0 on
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules that pad shorter calls to a graph's length: on the right, along dimension 1 of arguments.
+    """Rules that pad shorter calls to a graph's lengths: on the right, along dimension 1 of arguments.
 
     Attributes:
-        length: that of the graph.
-        fills: the value that pads each tensor among the arguments; None for one without the dimension.
-        dims: the dimension of each output that has the length; None for one without.
+        lengths: those of the graph: that of all tokens, or an encoder's and a decoder's.
+        fills: which of the lengths each tensor among the arguments has, and the value that pads it; None for none.
+        dims: the dimension of each output that has a length, and which of them; None for an output without.
     """
 
-    length: int
-    fills: tuple[Any, ...]
-    dims: tuple[int | None, ...]
+    lengths: tuple[int, ...]
+    fills: tuple[tuple[int, Any] | None, ...]
+    dims: tuple[tuple[int, int] | None, ...]
 
     def write(self, to: Tensor, value: Tensor, place: int) -> None:
-        """Write an argument, by its place among the tensors, padded to the length."""
-        fill, length = self.fills[place], value.shape[1] if value.dim() > 1 else 0
-        if fill is None or self.length == length:
+        """Write an argument, by its place among the tensors, padded to its length."""
+        which, fill = self.fills[place] or (0, None)
+        if fill is None or self.lengths[which] == value.shape[1]:
             to.copy_(value, non_blocking=True)
             return
+        length, longer = value.shape[1], self.lengths[which]
         to[:, :length].copy_(value, non_blocking=True)
         if fill is POSITIONS:
-            to[:, length:] = torch.arange(self.length - length, device=to.device)
+            to[:, length:] = torch.arange(longer - length, device=to.device)
         else:
             to[:, length:] = fill
 
     def padded(self, values: Sequence[Any]) -> list[Any]:
-        """Return arguments padded to the length."""
+        """Return arguments padded to the lengths."""
         found, place = list(values), 0
         for i, value in enumerate(values):
             if not isinstance(value, Tensor):
                 continue
-            if self.fills[place] is not None and value.shape[1] < self.length:
-                longer = value.new_empty(value.shape[0], self.length, *value.shape[2:])
+            fill = self.fills[place]
+            if fill is not None and value.shape[1] < self.lengths[fill[0]]:
+                longer = value.new_empty(value.shape[0], self.lengths[fill[0]], *value.shape[2:])
                 with torch.no_grad():
                     self.write(longer, value, place)
                 found[i] = longer.requires_grad_(value.requires_grad)
             place += 1
         return found
 
-    def cut(self, out: Tensor, place: int, length: int) -> Tensor:
-        """Return an output, or its gradient, without what a call of this length does not have."""
-        dim = self.dims[place]
-        return out if dim is None else out.narrow(dim, 0, length)
+    def cut(self, out: Tensor, place: int, lengths: tuple[int, ...]) -> Tensor:
+        """Return an output, or its gradient, without what a call of these lengths does not have."""
+        if (found := self.dims[place]) is None:
+            return out
+        dim, which = found
+        return out.narrow(dim, 0, lengths[which])
 
 
 # --- one captured call -----------------------------------------------------------------------------------------------
@@ -150,9 +154,9 @@ _Again = tuple[Sequence[Tensor], list[int], Tensor | None, list[Tensor]]
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: Captured, length: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, captured: Captured, lengths: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.captured, ctx.length, ctx.done, ctx.spent = captured, length, False, set[int]()
+        ctx.captured, ctx.lengths, ctx.done, ctx.spent = captured, lengths, False, set[int]()
         captured.pool.pending = weakref.ref(ctx)
         given = tensors[: len(captured.inputs)]
         drawn = torch.cuda.get_rng_state() if captured.draws else None
@@ -160,7 +164,7 @@ class _Replay(torch.autograd.Function):
         ctx.save_for_backward(*tensors[len(given) :])
         ctx.params = (tensors[len(given) :], versions(tensors[len(given) :])) if captured.parted else None
         captured.forward_graph.replay()
-        outputs = tuple([out.clone() for out in captured.outputs_of(length)])
+        outputs = tuple([out.clone() for out in captured.outputs_of(lengths)])
         ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
         return outputs
 
@@ -180,7 +184,7 @@ class _Replay(torch.autograd.Function):
         done, ctx.done = ctx.done, True
         if torch.is_grad_enabled() or done or [param.data_ptr() for param in params] != captured.addresses:
             return None, None, *captured.run_again(again, grads)
-        return None, None, *captured.backward(grads, ctx.length)
+        return None, None, *captured.backward(grads, ctx.lengths)
 
 
 class Captured:
@@ -281,8 +285,8 @@ class Captured:
             for x, to, grad in zip(self._needed, self._shared, found, strict=True)
         ]  # fmt: skip
 
-    def __call__(self, values: Sequence[Any], length: int = 0) -> Any:
-        """Replay the forward pass of new arguments of the same key, `length` long if they are to be padded."""
+    def __call__(self, values: Sequence[Any], lengths: tuple[int, ...] = ()) -> Any:
+        """Replay the forward pass of new arguments of the same key, of these lengths if they are to be padded."""
         given = [x for x in values if isinstance(x, Tensor)]
         self._work.draw()
         with torch.no_grad():
@@ -293,15 +297,15 @@ class Captured:
                     self.padding.write(static, value, place)
         if not self._graded:
             self.forward_graph.replay()
-            return self._rebuild([out.clone() for out in self.outputs_of(length)])
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, length, *given, *self.params)  # type: ignore[no-untyped-call]
+            return self._rebuild([out.clone() for out in self.outputs_of(lengths)])
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, lengths, *given, *self.params)  # type: ignore[no-untyped-call]
         return self._rebuild(outputs)
 
-    def outputs_of(self, length: int) -> list[Tensor]:
-        """Return the outputs of a call of this length, in the graph's memory."""
+    def outputs_of(self, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Return the outputs of a call of these lengths, in the graph's memory."""
         if self.padding is None:
             return self.outputs
-        return [self.padding.cut(out, place, length) for place, out in enumerate(self.outputs)]
+        return [self.padding.cut(out, place, lengths) for place, out in enumerate(self.outputs)]
 
     def run_again(self, again: _Again, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call by running it eagerly: those may be differentiated, and computed repeatedly.
@@ -335,11 +339,11 @@ class Captured:
         by_input = dict(zip(map(id, wanted), found, strict=True))
         return [by_input.get(id(x)) for x in inputs]
 
-    def backward(self, grads: Sequence[Tensor | None], length: int) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], lengths: tuple[int, ...]) -> list[Tensor | None]:
         """Replay the backward pass for gradients of the outputs; return those of inputs and parameters."""
         for place, (static, grad) in enumerate(zip(self.out_grads, grads, strict=True)):
             if grad is not None and static is not None:
-                part = static if self.padding is None else self.padding.cut(static, place, length)
+                part = static if self.padding is None else self.padding.cut(static, place, lengths)
                 if part.shape != static.shape:
                     static.zero_()
                 part.copy_(grad)
@@ -353,8 +357,8 @@ class Captured:
         if self.padding is not None:
             for place, (fill, x) in enumerate(zip(self.padding.fills, self.inputs, strict=True)):
                 grad = found[place]
-                if grad is not None and fill is not None and x.shape[1] != length:
-                    found[place] = grad[:, :length]
+                if grad is not None and fill is not None and x.shape[1] != lengths[fill[0]]:
+                    found[place] = grad[:, : lengths[fill[0]]]
         # A hook may start work on another stream, and drop the gradient before that is done.
         hooked = any(param._post_accumulate_grad_hooks or param._backward_hooks for param in self.params)
         owners = [None] * len(self.inputs) + self.params

@@ -127,7 +127,7 @@ class _Room:
         if self.captured is None:
             return self._run_eagerly(model, kwargs)
         if self.state.has_memory():  # else what the graph reads may be gone
-            output = self.captured([*kwargs.values()], length + 1)
+            output = self.captured([*kwargs.values()], (length + 1,))
             if self.state.has_modules() and self.state.obstacle() is None:  # looked at while the device works
                 self._report.graphs["replayed"] += 1
                 return output
@@ -137,12 +137,12 @@ class _Room:
 
     def _run_eagerly(self, model: nn.Module, kwargs: dict[str, Any]) -> Any:
         """Run a call that has no graph yet, or capture it."""
-        fills = [0 if name == "attention_mask" else None for name, x in kwargs.items() if isinstance(x, Tensor)]
-        padded = Padding(self.capacity, tuple(fills), ()).padded([*kwargs.values()])
+        fills = [(0, 0) if name == "attention_mask" else None for name, x in kwargs.items() if isinstance(x, Tensor)]
+        padded = Padding((self.capacity,), tuple(fills), ()).padded([*kwargs.values()])
         output = self.graphs._run(model, (), dict(zip(kwargs, padded, strict=True)))
         self._eager += background.is_ready()  # while kernels are compiled nothing is captured
         for captured in self.graphs._captured.values():
-            captured.padding = Padding(self.capacity, tuple(fills), (None,) * len(captured.outputs))
+            captured.padding = Padding((self.capacity,), tuple(fills), (None,) * len(captured.outputs))
             self.captured, self.state, self._eager = captured, self.graphs._state, 0
         return output
 

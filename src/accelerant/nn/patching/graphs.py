@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
-from accelerant.nn.patching.buckets import ALIGNED, Buckets, Call, Lengths, NotYet, Untrue, rehearse, tried
+from accelerant.nn.patching.buckets import ALIGNED, Buckets, Call, Lengths, NotYet, Untrue, covers, rehearse, tried
 from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Padding, Reason, State, versions
 from accelerant.nn.patching.host import HostWork
 from accelerant.nn.patching.record import Forward, PatchReport
@@ -108,7 +108,7 @@ class _Trial:
     """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass."""
 
     def __init__(self, work: HostWork) -> None:
-        self.work, self.length = work, 0
+        self.work, self.tokens = work, 0
 
     def __enter__(self) -> _Trial:
         self.kept_bytes = -_allocated_bytes()
@@ -166,12 +166,12 @@ def may_capture() -> bool:
 
 
 class _Line:
-    """Calls of one key, or that differ in their length alone: their graphs by length, 0 of those with one key."""
+    """Calls of one key, or that differ in their lengths alone: their graphs by these, () of those with one key."""
 
-    def __init__(self, limit: int | None) -> None:
-        self.graphs: dict[int, Captured] = {}
+    def __init__(self, limits: tuple[int | None, ...]) -> None:
+        self.graphs: dict[tuple[int, ...], Captured] = {}
         self.trials: list[_Trial] = []
-        self.lengths, self.pool = Lengths(limit), capture.Pool()
+        self.lengths, self.pool = Lengths(limits), capture.Pool()
         self.padding: Padding | None = None  # known since it was tried
         self.rehearsed = False  # whether a call of an aligned length ran as in a capture: others load the same kernels
         self.met = False  # whether a call ran that was not watched
@@ -241,7 +241,7 @@ class Graphs:
             values = [*args, *kwargs.values()]
             call = self._call(key_of(values, tuple(kwargs)), values)
             if call is not None and call.family in self._lines:
-                self._lines[call.family].lengths.see(call.length)
+                self._lines[call.family].lengths.see(call.lengths)
 
     @property
     def _captured(self) -> dict[Any, Captured]:
@@ -301,7 +301,7 @@ class Graphs:
             self._refuse(model, str(reason))
             return self._run_eagerly(model, args, kwargs)
         if captured is None:
-            line, waiting = self._line(request.kind), sum(not each.graphs for each in self._lines.values())
+            line, waiting = self._line(request), sum(not each.graphs for each in self._lines.values())
             if request.call is None and not line.trials and not line.met and waiting > _SOME_KEYS:
                 line.met = True  # where sizes keep changing, one is watched once it comes again
                 self._report.graphs["eager: before the capture"] += 1
@@ -312,7 +312,7 @@ class Graphs:
         captured.last = self._count
         if captured.padding is None or request.call is None:
             return captured(values)
-        return captured(request.call.values, request.call.length)
+        return captured(request.call.values, request.call.lengths)
 
     def _call(self, key: Any, values: list[Any]) -> Call | None:
         """Return the call as one that may be padded; None if it keeps its length."""
@@ -363,25 +363,25 @@ class Graphs:
 
     def _ready(self, model: nn.Module, request: _Request) -> Captured | None:
         """Return the graphs of a call, captured now if it is time; None before that."""
-        kind, call = request.kind, request.call
-        line = self._line(kind)
-        captured, length, ready = line.graphs.get(0), 0, len(line.trials) >= EAGER_CALLS
+        kind, call, line = request.kind, request.call, self._line(request)
+        lengths: tuple[int, ...] = () if call is None else call.lengths
+        captured, ready = line.graphs.get(lengths), len(line.trials) >= EAGER_CALLS
         if call is not None:
-            same = line.lengths.see(call.length)
-            captured, length, ready = line.graphs.get(call.length), call.length, ready and same > EAGER_CALLS
+            ready = line.lengths.see(lengths) > EAGER_CALLS and ready
             if line.lengths.vary() and (captured is None or captured.padding is not None):
                 ready = len(line.trials) >= EAGER_CALLS
                 if ready:
                     padded = [at for at, each in line.graphs.items() if each.padding is not None]
-                    length = line.lengths.choose(call.length, padded)
-                    captured = line.graphs.get(length) if length in padded else None
+                    lengths = line.lengths.choose(lengths, padded)
+                    captured = line.graphs.get(lengths) if lengths in padded else None
         if captured is not None or ready:
-            self._examine(request, line, captured, length)
+            self._examine(request, line, captured, lengths)
         elif kind in self._refused:
             raise Reason(self._refused[kind])
-        return self._capture(model, request, line, length) if captured is None and ready else captured
+        return self._capture(model, request, line, lengths) if captured is None and ready else captured
 
-    def _line(self, kind: Any) -> _Line:
+    def _line(self, request: _Request) -> _Line:
+        kind, call = request.kind, request.call
         line = self._lines.get(kind)
         if line is None:
             waiting = [name for name, each in self._lines.items() if not each.graphs]
@@ -391,15 +391,17 @@ class Graphs:
             assert self._buckets is not None  # for the type checker: made with the state
             if self._lines and self._buckets.reason is not None:
                 self._note(self._buckets.reason)
-            line = self._lines[kind] = _Line(self._buckets.limit)
+            line = self._lines[kind] = _Line(() if call is None else call.limits)
         return line
 
-    def _examine(self, request: _Request, line: _Line, captured: Captured | None, length: int) -> None:
+    def _examine(
+        self, request: _Request, line: _Line, captured: Captured | None, lengths: tuple[int, ...]
+    ) -> None:  # fmt: skip
         """Raise Reason if a call cannot run from its graphs, or those of its line, at present."""
         kind = request.kind
         reason = self._refused.get(kind)
         if captured is not None and captured.retired:
-            del line.graphs[length]
+            del line.graphs[lengths]
             reason = self._refused[kind] = "a backward pass ran twice, was differentiated, or came after a change"
         if line.pool.is_busy():
             reason = "the backward pass of an earlier call is still to come"
@@ -428,13 +430,13 @@ class Graphs:
     ) -> Any:  # fmt: skip
         """Run a call eagerly; note what a replay would not do."""
         self._report.graphs["eager: before the capture"] += 1
-        trials, kind = self._line(request.kind).trials, request.kind
+        trials, kind = self._line(request).trials, request.kind
         work = trials[0].work if trials else HostWork(capture.DEVICE)
         state, (others, host, device), then = State(model), _random_states(), versions(request.values)
         buffers = [] if trials else [(x, x.clone()) for x in model.buffers() if x.layout is torch.strided]
         with ahead_of_capture(), _Trial(work) as trial, nullcontext() if trials else work.noted():
             result = self._run_eagerly(model, args, kwargs)
-        trial.length = 0 if request.call is None else request.call.length
+        trial.tokens = 0 if request.call is None else sum(request.call.lengths)
         trials.append(trial)
         others_after, host_after, device_after = _random_states()
         self._draws |= device_after != device
@@ -454,15 +456,15 @@ class Graphs:
             self._state = State(model)
         return result
 
-    def _capture(self, model: nn.Module, request: _Request, line: _Line, length: int) -> Captured:
-        """Capture a call: as it is, or padded to a length if those of its line vary."""
+    def _capture(self, model: nn.Module, request: _Request, line: _Line, lengths: tuple[int, ...]) -> Captured:
+        """Capture a call: as it is, or padded to lengths if those of its line vary."""
         if self._running:
             raise Reason("another thread runs the model")
         kind, call, key, values = request.kind, request.call, request.key, request.values
-        needed = self._needed_bytes(model, line, length, kind)
+        needed = self._needed_bytes(model, line, sum(lengths), kind)
         self._make_room()
-        if line.graphs and length > max(line.graphs):  # the largest comes first: smaller ones find room in its memory
-            line.graphs.clear()
+        if line.graphs and not any(covers(each, lengths) for each in line.graphs):
+            line.graphs.clear()  # the largest comes first: smaller ones find room in its memory
             line.pool = capture.Pool()
         if not line.graphs:
             self._credit -= 4
@@ -470,19 +472,19 @@ class Graphs:
             torch.cuda.empty_cache()  # a pool of graphs does not take what eager calls have left
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         run, work = partial(self._forward, model), line.trials[0].work
-        padding, rehearsed = None, True
+        padding, rehearsed, aligned = None, True, not any(each % ALIGNED for each in lengths)
         try:
             with ahead_of_capture():
                 if call is not None and line.lengths.vary():
                     if line.padding is None:
-                        line.padding = tried(run, call, length, model, self._draws)
-                    padding = replace(line.padding, length=length)
+                        line.padding = tried(run, call, lengths, model, self._draws)
+                    padding = replace(line.padding, lengths=lengths)
                     values, key = padding.padded(call.values), (call.names, None, key[2])
-                    work, rehearsed = HostWork(capture.DEVICE), not line.rehearsed or length % ALIGNED > 0
+                    work, rehearsed = HostWork(capture.DEVICE), not line.rehearsed or not aligned
                     if rehearsed:
                         rehearse(run, model, key[0], values, work)
                         self._await_kernels()
-                        line.rehearsed = length % ALIGNED == 0 and not work.is_noted()
+                        line.rehearsed = aligned and not work.is_noted()
                 captured = Captured(
                     run, values, key, self._state, self._draws, [*self._written], work, line.pool, padding
                 )
@@ -492,7 +494,7 @@ class Graphs:
             again = not rehearsed and not isinstance(raised, torch.OutOfMemoryError)
             self._fail(model, request, NotYet("its next length is rehearsed") if again else raised)
         captured.held_bytes = needed
-        line.graphs[length] = captured
+        line.graphs[lengths] = captured
         self._report.graphs["captured"] += 1
         return captured
 
@@ -501,10 +503,10 @@ class Graphs:
         if self._misses != background.misses():
             raise NotYet("kernels for its length are compiled")
 
-    def _needed_bytes(self, model: nn.Module, line: _Line, length: int, kind: Any) -> int:
-        """Return the memory that graphs of a length need; raise Reason if they are not worth it by default."""
+    def _needed_bytes(self, model: nn.Module, line: _Line, tokens: int, kind: Any) -> int:
+        """Return the memory that graphs of so many tokens need; raise Reason if they are not worth it by default."""
         last = line.trials[-1]
-        kept = last.kept_bytes * length // last.length if last.length else last.kept_bytes
+        kept = last.kept_bytes * tokens // last.tokens if last.tokens else last.kept_bytes
         grads = (x.numel() * x.element_size() for x in model.parameters() if x.requires_grad and self._training)
         needed = kept + sum(grads)
         held = sum(each.held_bytes() for each in self._lines.values())
