@@ -23,7 +23,7 @@ from accelerant.bench.record import OURS, Row, failure_note
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError
 from accelerant.nn import Llama, LlamaConfig
-from accelerant.nn.serving import Engine, Finished, Sampling, Token
+from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, Token
 
 CPU_SHAPE = LlamaConfig(
     vocab_size=8000, context=512, layers=6, heads=8, kv_heads=4, width=512, hidden=1408, rope_scaling=None, tied=True
@@ -54,12 +54,12 @@ class _Clock:
     times: list[float] = field(default_factory=list)
     error: str | None = None
 
-    def put(self, event: Token | Finished) -> None:
+    def put(self, event: PromptLogprobs | Token | Finished) -> None:
         """Note a token, or why there are no more."""
         if isinstance(event, Token):
             self.tokens.append(event.id)
             self.times.append(time.perf_counter())
-        else:
+        elif isinstance(event, Finished):
             self.error = event.error
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from accelerant.nn import Llama, LlamaConfig
-from accelerant.nn.serving import Finished, Sampling
+from accelerant.nn.serving import Finished, PromptLogprobs, Sampling
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 101
@@ -35,9 +35,16 @@ def generated(model, ids, count):
 
 
 def read(answer, n=1):
-    """Return tokens, log-probabilities (hexadecimal: bit by bit) and the end of each of n answers."""
+    """Return tokens, log-probabilities (hexadecimal: bit by bit) and the end of each of n answers.
+
+    Those of the prompt stand before the first answer's.
+    """
     results = [([], [], []) for _ in range(n)]
     for event in answer:
+        if isinstance(event, PromptLogprobs):
+            assert event.begin == len(results[0][1]) + 1
+            results[0][1].extend(map(float.hex, event.logprobs))
+            continue
         ids, logprobs, end = results[event.index]
         if isinstance(event, Finished):
             end.append(event)

@@ -13,7 +13,7 @@ from serving_models import GREEDY, drain, generated, llama, prompt, read
 
 from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
-from accelerant.nn.serving import Engine, Sampling
+from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
 from accelerant.nn.serving.text import StoppingText
 
 
@@ -53,7 +53,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(model):
                 engine.submit(wrong)
         with pytest.raises(ShapeError, match="at least one token"):
             engine.submit([])
-        for wrong in ({"max_tokens": 0}, {"n": 0}, {"logprobs": 21}, {"logprobs": -1}):
+        for wrong in ({"max_tokens": -1}, {"n": 0}, {"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": 21}):
             with pytest.raises(ConfigError, match=next(iter(wrong))):
                 engine.submit([1], **wrong)
         with pytest.raises(UnsupportedCase, match="tokenizer"):
@@ -215,6 +215,37 @@ def test_log_probabilities_are_those_of_the_model(model):
         best = row.topk(4)
         assert [token for token, _ in event.top] == best.indices.tolist()
         assert [value for _, value in event.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize(("length", "budget"), [(1, 16), (2, 16), (16, 5), (100, 7), (100, 400), (200, 16)])
+def test_log_probabilities_of_the_prompt_are_those_of_the_model(model, monkeypatch, length, budget, tokens):
+    """Whatever is in the cache, in any parts, once for several answers; the answer itself is the one without them."""
+    monkeypatch.setattr("accelerant.nn.serving.scheduler._MOST_SCORED", 9)
+    ids = prompt(length)
+    expected = torch.log_softmax(model(torch.tensor([ids]))[0, :-1].detach().double(), -1)
+    with Engine(model, 60, budget, speculate=2) as engine:
+        plain = [read(engine.submit(ids, GREEDY, max_tokens=tokens))[0] for _ in range(2)]  # fills the cache
+        events = list(engine.submit(ids, GREEDY, max_tokens=tokens, prompt_logprobs=3, n=2))
+        assert engine.metrics()["blocks_used"] == 0
+    found = [event for event in events if isinstance(event, PromptLogprobs)]
+    assert [event.begin for event in found] == [1, *(event.begin + len(event.top) for event in found)][: len(found)]
+    assert events[: len(found)] == found
+    assert [each for event in found for each in event.logprobs] == pytest.approx(
+        expected[range(length - 1), ids[1:]].tolist(), abs=1e-5
+    )
+    for row, best in zip(
+        [each for event in found for each in event.top], expected.topk(3).values.tolist(), strict=True
+    ):
+        assert [value for _, value in row] == pytest.approx(best, abs=1e-5)
+    answers, reasons = [[], []], []
+    for event in events[len(found) :]:
+        if isinstance(event, Finished):
+            reasons.append(event.reason)
+        else:
+            answers[event.index].append(event.id)
+    assert answers == plain
+    assert reasons == ["length"] * 2
 
 
 def test_several_answers_share_the_prompt(model):

@@ -35,7 +35,8 @@ def draw_requests(rng):
     for _ in range(rng.randrange(2, 14)):
         ids = rng.choice([[], *stems]) + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 50))]
         ids += ids[-8:] * rng.randrange(3)  # something to propose
-        options = {"max_tokens": rng.randrange(1, 30), "seed": rng.randrange(-(1 << 40), 1 << 70), "logprobs": 2}
+        options = {"max_tokens": rng.randrange(30), "seed": rng.randrange(-(1 << 40), 1 << 70), "logprobs": 2}
+        options["prompt_logprobs"] = rng.choice([None, None, 0, 3])
         requests.append((ids, draw_sampling(rng), options))
     return requests
 

@@ -30,7 +30,7 @@ from accelerant.nn.models.language_model import LanguageModel, Sampling
 from accelerant.nn.serving import scheduler
 from accelerant.nn.serving.cache import BlockPool, PagedCache
 from accelerant.nn.serving.inputs import StepShape
-from accelerant.nn.serving.sampling import Drawn, draw_tokens, uniform
+from accelerant.nn.serving.sampling import Drawn, draw_tokens, score_tokens, uniform
 from accelerant.nn.serving.scheduler import Row, Scheduler
 from accelerant.nn.serving.text import StoppingText
 from accelerant.runtime.files import clipped
@@ -40,6 +40,8 @@ from accelerant.runtime.streams.graphs import Graph
 
 _MAX_TOP = 20
 """Alternatives that a request may ask for at each token."""
+
+_NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,21 @@ class Token:
     text_delta: str | None = None
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some of a prompt's tokens, each after those before it; they come before the first Token.
+
+    Attributes:
+        begin: where the first of these tokens stands in the prompt; the prompt's first one, 0, has none.
+        logprobs: of each token, as Token's.
+        top: for each token the most likely ones in its place with theirs, the most likely first.
+    """
+
+    begin: int
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +107,7 @@ class Finished:
     ledger: dict[str, Any] | None = None
 
 
-Event = Token | Finished
+Event = PromptLogprobs | Token | Finished
 Calls = Counter[tuple[str, str, str] | FallbackRecord]
 
 
@@ -107,6 +124,7 @@ class Request:
 
     stop_ids: frozenset[int]
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int
     prefix_cache: bool
     salt: bytes
@@ -218,18 +236,20 @@ class Engine:
 
     def submit(
         self, ids: Sequence[int], sampling: Sampling | None = None, *, max_tokens: int = 16, seed: int | None = None,
-        stop: str | int | Sequence[str | int] = (), logprobs: int | None = None, n: int = 1, prefix_cache: bool = True,
-        salt: str = "", ignore_eos: bool = False, account: bool = False, events: Sink | None = None,
+        stop: str | int | Sequence[str | int] = (), logprobs: int | None = None, prompt_logprobs: int | None = None,
+        n: int = 1, prefix_cache: bool = True, salt: str = "", ignore_eos: bool = False, account: bool = False,
+        events: Sink | None = None,
     ) -> Answer:  # fmt: skip
         """Queue a prompt; return the iterator of its events.
 
         Args:
             ids: tokens of the prompt, at least one.
             sampling: how tokens are drawn; None: Sampling().
-            max_tokens: most tokens of an answer.
+            max_tokens: most tokens of an answer; 0 reads the prompt alone.
             seed: any 64-bit number; with it the answer is the same each time. None draws one.
             stop: strings, which are not part of the text, and tokens that end an answer; besides the tokenizer's.
             logprobs: alternatives listed with each token, 0 for its own log-probability alone; None for neither.
+            prompt_logprobs: the same for the tokens of the prompt, all of which are then computed: as PromptLogprobs.
             n: answers to the same prompt, each drawn by itself.
             prefix_cache: whether to use blocks that others computed, and let others use these.
             salt: requests share blocks only with those of the same salt.
@@ -243,7 +263,7 @@ class Engine:
         """
         stops = (stop,) if isinstance(stop, (str, int)) else tuple(stop)
         sampling = sampling or Sampling()
-        prompt = self._checked(ids, max_tokens, n, logprobs, stops)
+        prompt = self._checked(ids, max_tokens, n, (logprobs, prompt_logprobs), stops)
         strings = [each for each in stops if isinstance(each, str)]
         ends = {each for each in stops if isinstance(each, int)}
         ends |= set() if self.tokenizer is None or ignore_eos else set(self.tokenizer.eos_ids)
@@ -251,12 +271,14 @@ class Engine:
         taker = queue.SimpleQueue() if events is None else events
         before = self._calls() if account and self.weights_sha256 else None
         key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest()
-        request = Request(frozenset(ends), logprobs, seed, prefix_cache, key, taker, before=before)
+        request = Request(frozenset(ends), logprobs, prompt_logprobs, seed, prefix_cache, key, taker, before=before)
         for index in range(n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
             tokens[: len(prompt)] = prompt
             text = None if self.tokenizer is None else StoppingText(self.tokenizer.stream(), strings)
-            sequence = scheduler.Sequence(request, index, tokens, len(prompt), sampling, len(prompt), text=text)
+            size = len(prompt)
+            scored = size if index or prompt_logprobs is None else 1
+            sequence = scheduler.Sequence(request, index, tokens, size, sampling, size, scored, text=text)
             sequence.most_drafts = self._scheduler.speculate
             request.sequences.append(sequence)
         with self._wake:
@@ -267,8 +289,9 @@ class Engine:
         return Answer(self, request)
 
     def _checked(
-        self, ids: Sequence[int], max_tokens: int, n: int, logprobs: int | None, stops: Sequence[str | int]
-    ) -> np.ndarray:
+        self, ids: Sequence[int], max_tokens: int, n: int, logprobs: tuple[int | None, int | None],
+        stops: Sequence[str | int],
+    ) -> np.ndarray:  # fmt: skip
         """Return the prompt's tokens after all checks of a submission."""
         prompt = np.asarray(ids)
         config, pool = self.model.config, self._scheduler.pool
@@ -280,11 +303,12 @@ class Engine:
             wrong = int(prompt[(prompt < 0) | (prompt >= config.vocab_size)][0])
             raise ConfigError(f"tokens must be from 0 to {config.vocab_size - 1}, got {wrong}")
         prompt = prompt.astype(np.int64)
-        for name, value in (("max_tokens", max_tokens), ("n", n)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if logprobs is not None and not 0 <= logprobs <= _MAX_TOP:
-            raise ConfigError(f"logprobs must be from 0 to {_MAX_TOP}, got {logprobs}")
+        for name, value, least in (("max_tokens", max_tokens, 0), ("n", n, 1)):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        for name, top in zip(("logprobs", "prompt_logprobs"), logprobs, strict=True):
+            if top is not None and not 0 <= top <= _MAX_TOP:
+                raise ConfigError(f"{name} must be from 0 to {_MAX_TOP}, got {top}")
         if self.tokenizer is None and any(isinstance(each, str) for each in stops):
             raise UnsupportedCase("stop strings need an engine with a tokenizer; without one, stop takes tokens")
         if "" in stops:
@@ -422,6 +446,8 @@ class Engine:
             logits = self._replayed(shape, host)
         else:
             logits = self._logits(shape, host.to(self._device, non_blocking=True))
+        if any(row.known for row in rows):
+            logits = self._score_prompts(rows, logits)
         samples = [
             (row.sequence, row.sequence.computed + row.count - row.samples + at + 1)
             for row in rows for at in range(row.samples)
@@ -439,6 +465,21 @@ class Engine:
             [(sequence.tokens[:position], sequence.prompt) for sequence, position in samples],
             max(wanted, default=None),
         )  # fmt: skip
+
+    @staticmethod
+    def _score_prompts(rows: list[Row], logits: Tensor) -> Tensor:
+        """Give the rows the scores of their known tokens; return the logits of the samples."""
+        samples: list[int] = []
+        at = 0
+        for row in rows:
+            last, sequence = at + row.known, row.sequence
+            if row.known:
+                begin = max(sequence.scored, sequence.computed + 1)
+                tokens, top = sequence.tokens[begin : begin + row.known], sequence.request.prompt_logprobs
+                row.scores = score_tokens(logits[at:last], tokens, top)
+            at = last + row.samples
+            samples += range(last, at)
+        return logits[samples]
 
     def _logits(self, shape: StepShape, buffer: Tensor) -> Tensor:
         """Return the logits of the scored tokens of a step whose inputs are on the device."""
@@ -479,6 +520,8 @@ class Engine:
     def _accept(self, row: Row, drawn: Drawn, at: int) -> None:
         """Add the tokens that a row's samples gave to its sequence, as far as its drafts were right."""
         sequence = row.sequence
+        if row.known and not self._deliver_known(row):
+            return
         if not row.samples:
             self._scheduler.computed(sequence, sequence.computed + row.count)
             return
@@ -487,7 +530,11 @@ class Engine:
         for k in range(row.samples):
             token = drawn.ids[at + k]
             if token < 0:
-                self._end(sequence, "error", "the model's logits are not finite", forget=True)
+                self._end(sequence, "error", _NOT_FINITE, forget=True)
+                return
+            if sequence.length == len(sequence.tokens):  # the prompt alone was to be read
+                self._scheduler.computed(sequence, sequence.length)
+                self._end(sequence, "length")
                 return
             right = k < drafts and int(sequence.tokens[sequence.length]) == token
             sequence.tokens[sequence.length] = token
@@ -503,6 +550,17 @@ class Engine:
             self._counts["drafts_accepted"] += accepted
             most = self._scheduler.speculate
             sequence.most_drafts = min(most, 2 * drafts) if accepted == drafts else max(1, accepted)
+
+    def _deliver_known(self, row: Row) -> bool:
+        """Hand out the scores of prompt tokens; return False, and end the answer, if they are not finite."""
+        sequence = row.sequence
+        if row.scores is None:
+            self._end(sequence, "error", _NOT_FINITE, forget=True)
+            return False
+        begin = max(sequence.scored, sequence.computed + 1)
+        self._events.append((sequence.request, PromptLogprobs(begin, *row.scores)))
+        sequence.scored = begin + row.known
+        return True
 
     def _deliver(self, sequence: scheduler.Sequence, token: int, drawn: Drawn, at: int) -> bool:
         """Hand out a token; return whether it ends the answer, which is ended then."""

@@ -31,7 +31,7 @@ class StepShape:
     def of(cls, rows: Sequence[Row], *, padded: bool) -> StepShape:
         """Return the sizes of rows. padded: few different ones for steps of single tokens, so that they come again."""
         tokens, columns = sum(row.count for row in rows), max(len(row.sequence.blocks) for row in rows)
-        scored = sum(row.samples for row in rows)
+        scored = sum(row.known + row.samples for row in rows)
         single = len(rows) == tokens == scored
         if single and padded:
             step = 1 << max(0, (len(rows) - 1).bit_length() - 2)  # at most a quarter more
@@ -76,8 +76,9 @@ class StepShape:
                 slots[at : at + row.count] = table[r, where // block_size].astype(np.int64) * block_size
                 slots[at : at + row.count] += where % block_size
             at += row.count
-            scored[last : last + row.samples] = np.arange(at - row.samples, at)
-            last += row.samples
+            count = row.known + row.samples
+            scored[last : last + count] = np.arange(at - count, at)
+            last += count
 
     def views(self, buffer: Tensor, *, invariant: bool) -> tuple[Tensor, Tensor, PagedBatch, Tensor]:
         """Return tokens, positions, batch and the indices of the scored tokens in a buffer of int32 on the device."""

@@ -21,6 +21,8 @@ from accelerant.nn.models.language_model import Sampling, argmax, draw
 _WIDTHS = (64, 1024)
 """Candidates that rows with top_k look at; those with more, and those with top_p or min_p alone, look at all."""
 
+Tops = list[list[tuple[int, float]]]
+
 _CUDA_ROWS = 64
 """Rows that are summed up at once on a GPU, where the order of a cumulative sum depends on their number."""
 
@@ -37,7 +39,7 @@ class Drawn:
 
     ids: list[int]
     logprobs: list[float] | None
-    top: list[list[tuple[int, float]]] | None
+    top: Tops | None
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -58,9 +60,7 @@ def draw_tokens(
         texts: each row's tokens before the one to draw, and how many of them are the prompt; for the penalties.
         top: alternatives whose log-probabilities are wanted; None: none, not even the tokens' own.
     """
-    if logits.is_cuda and logits.shape[-1] % 4:  # else the order of a row's sums depends on where the row begins
-        logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 4), value=-torch.inf)
-    raw = logits
+    raw = logits = _aligned(logits)
     penalized = [row for row, rules in enumerate(samplings) if rules.penalizes]
     if penalized:
         rows = _index(penalized, logits)
@@ -82,14 +82,35 @@ def draw_tokens(
     ids = torch.where(finite, ids, -1)
     if top is None:
         return Drawn(ids.tolist(), None, None)
-    scores = torch.log_softmax(raw, -1)
-    own = scores.gather(-1, ids.clamp(min=0)[:, None])[:, 0].tolist()
+    return Drawn(ids.tolist(), *_scores(raw, ids.clamp(min=0), top))
+
+
+def score_tokens(logits: Tensor, tokens: np.ndarray, top: int) -> tuple[list[float], Tops] | None:
+    """Return the log-probability of a token of each row of logits (S, V), and those of the `top` most likely ones.
+
+    None if a row is not finite.
+    """
+    logits = _aligned(logits)
+    if not torch.isfinite(logits.amax(-1)).all():
+        return None
+    return _scores(logits, torch.from_numpy(tokens).to(logits.device), top)
+
+
+def _scores(logits: Tensor, ids: Tensor, top: int) -> tuple[list[float], Tops]:
+    scores = torch.log_softmax(logits, -1)
+    own = scores.gather(-1, ids[:, None])[:, 0].tolist()
     if not top:
-        return Drawn(ids.tolist(), own, [[] for _ in samplings])
-    most = _ordered(raw, min(top, raw.shape[-1]))
+        return own, [[] for _ in own]
+    most = _ordered(logits, min(top, logits.shape[-1]))
     values = scores.gather(-1, most).tolist()
-    pairs = [list(zip(*each, strict=True)) for each in zip(most.tolist(), values, strict=True)]
-    return Drawn(ids.tolist(), own, pairs)
+    return own, [list(zip(*each, strict=True)) for each in zip(most.tolist(), values, strict=True)]
+
+
+def _aligned(logits: Tensor) -> Tensor:
+    """Return logits whose rows begin at multiples of 16 bytes: a GPU's order of a row's sums depends on it."""
+    if logits.is_cuda and logits.shape[-1] % 4:
+        return torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 4), value=-torch.inf)
+    return logits
 
 
 def _index(rows: list[int], like: Tensor) -> Tensor:

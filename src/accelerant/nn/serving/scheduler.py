@@ -19,6 +19,9 @@ from accelerant.nn.serving.cache import BlockPool, chain
 _NGRAM = 3
 """Tokens that must have occurred before for what followed them to be proposed."""
 
+_MOST_SCORED = 256
+"""Tokens of prompts that a step scores: each has a row of logits."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -28,6 +31,7 @@ class Sequence:
         tokens: of which the first `length` are known, int64.
         computed: tokens whose keys and values are in the blocks.
         names: of the full blocks so far.
+        scored: the prompt's tokens before it have their log-probabilities, or need none.
         drafts: proposed tokens that stand after the known ones.
     """
 
@@ -37,6 +41,7 @@ class Sequence:
     prompt: int
     sampling: Sampling
     length: int
+    scored: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
@@ -64,11 +69,19 @@ class Sequence:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence's part of a step: `count` tokens from its `computed` on, the last `samples` of which are scored."""
+    """A sequence's part of a step: `count` tokens from its `computed` on.
+
+    Attributes:
+        samples: of the last tokens, after each of which one is drawn.
+        known: of the tokens before these, whose successors in the prompt are scored.
+        scores: log-probabilities of these, and of the most likely tokens; None if they are not finite.
+    """
 
     sequence: Sequence
     count: int
     samples: int
+    known: int
+    scores: tuple[list[float], list[list[tuple[int, float]]]] | None = None
 
 
 class Scheduler:
@@ -93,7 +106,7 @@ class Scheduler:
     def plan(self) -> list[Row]:
         """Return the rows of the next step and hold the blocks that it writes; none if nothing can be done."""
         rows: list[Row] = []
-        left = self.budget
+        left, unscored = self.budget, _MOST_SCORED
         share = left // max(1, len(self.running))  # drafts must not take the turn of others
         for sequence in list(self.running):
             if left < 1:
@@ -101,18 +114,19 @@ class Scheduler:
             if sequence.state != "running":  # preempted for one that came before it
                 continue
             missing = sequence.length - sequence.computed
-            count = min(missing, left)
-            if not self._grow(sequence, sequence.computed + count):
+            count = min(missing, left if sequence.scored == sequence.prompt else min(left, unscored))
+            if not count or not self._grow(sequence, sequence.computed + count):
                 continue
             if self.speculate and missing == 1:
                 sequence.drafts = self._drafts(sequence, min(share, left) - 1)
             rows.append(self._row(sequence, count + sequence.drafts))
-            left -= rows[-1].count
-        while left > 0 and self.waiting and self._admit(self.waiting[0]):
+            left, unscored = left - rows[-1].count, unscored - rows[-1].known
+        while left > 0 and unscored > 0 and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            rows.append(self._row(sequence, min(sequence.length - sequence.computed, left)))
-            left -= rows[-1].count
+            most = left if sequence.scored == sequence.prompt else min(left, unscored)
+            rows.append(self._row(sequence, min(sequence.length - sequence.computed, most)))
+            left, unscored = left - rows[-1].count, unscored - rows[-1].known
         return rows
 
     def _drafts(self, sequence: Sequence, most: int) -> int:
@@ -127,8 +141,10 @@ class Scheduler:
         return drafts
 
     def _row(self, sequence: Sequence, count: int) -> Row:
-        whole = sequence.computed + count == sequence.length + sequence.drafts
-        return Row(sequence, count, 1 + sequence.drafts if whole else 0)
+        end = sequence.computed + count
+        samples = 1 + sequence.drafts if end == sequence.length + sequence.drafts else 0
+        known = max(0, min(end + 1, sequence.prompt) - max(sequence.scored, sequence.computed + 1))
+        return Row(sequence, count, samples, known)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Hold blocks for so many tokens; others that came later are preempted, or the sequence itself."""
@@ -156,11 +172,13 @@ class Scheduler:
         """Hold the blocks of a waiting sequence's whole text, those that exist already included; False if too few."""
         size = self.block_size
         first = sequence.request.sequences[0]
-        if first is not sequence and first.state == "running" and first.computed < (first.prompt - 1) // size * size:
+        read = first.scored == first.prompt and first.computed >= (first.prompt - 1) // size * size
+        if first is not sequence and first.state == "running" and not read:
             return False  # soon it can share the blocks of the prompt
         while len(sequence.names) < (sequence.length - 1) // size:  # at least one token is computed, for its logits
             self._name_next(sequence)
-        known = self.pool.find(sequence.names[: (sequence.length - 1) // size]) if sequence.request.prefix_cache else []
+        shares = sequence.request.prefix_cache and sequence.scored == sequence.prompt
+        known = self.pool.find(sequence.names[: (sequence.length - 1) // size]) if shares else []
         taken = self.pool.take(self.blocks_of(sequence.length) - len(known))
         if taken is None:
             self.pool.release(known)
