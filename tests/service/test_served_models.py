@@ -190,6 +190,82 @@ def test_logprobs_are_those_of_the_model(client, reference):
     assert [entry for chunk in streamed for entry in chunk.choices[0].logprobs.content] == chat
 
 
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_prompts_have_their_log_probabilities_with_echo(client, reference, most):
+    """As harnesses of evaluation read them: the sum of a continuation's, and whether it is the likeliest."""
+    import torch
+
+    model, tokenizer = reference
+    texts = ["hello world, how are you", "a", "the quick brown fox" * 30]
+    found = client.completions.create(
+        model="tiny", prompt=texts, max_tokens=most, echo=True, logprobs=2, n=2, seed=4, temperature=1
+    )
+    for index, choice in enumerate(found.choices):
+        ids, got = tokenizer.encode(texts[index // 2]), choice.logprobs
+        with torch.no_grad():
+            expected = torch.log_softmax(model(torch.tensor([ids]))[0, :-1].float(), -1)
+        assert got.tokens[: len(ids)] == [tokenizer.token_text(token) for token in ids]
+        assert (got.token_logprobs[0], got.top_logprobs[0], got.text_offset[0]) == (None, None, 0)
+        assert got.token_logprobs[1 : len(ids)] == pytest.approx(
+            expected[range(len(ids) - 1), ids[1:]].tolist(), abs=1e-4
+        )
+        best = [max(each.values()) for each in got.top_logprobs[1 : len(ids)]]
+        assert best == pytest.approx(expected.amax(-1).tolist(), abs=1e-4)
+        assert [a == b for a, b in zip(best, got.token_logprobs[1:], strict=False)] == [
+            a == b for a, b in zip(expected.argmax(-1).tolist(), ids[1:], strict=True)
+        ]
+        assert len(got.tokens) == len(got.top_logprobs) == len(got.text_offset) == len(ids) + most
+        assert "".join(got.tokens[: len(ids)]) == texts[index // 2]
+        assert choice.text.startswith(texts[index // 2])
+        assert choice.finish_reason == "length"
+    chunks = client.completions.create(
+        model="tiny", prompt=texts, max_tokens=most, echo=True, logprobs=2, n=2, seed=4, temperature=1, stream=True
+    )
+    pieces = [("", [], []) for _ in found.choices]
+    for choice in (chunk.choices[0] for chunk in chunks):
+        text, tokens, logprobs = pieces[choice.index]
+        pieces[choice.index] = (
+            text + choice.text, tokens + choice.logprobs.tokens, logprobs + choice.logprobs.token_logprobs
+        )  # fmt: skip
+    assert pieces == [(one.text, one.logprobs.tokens, one.logprobs.token_logprobs) for one in found.choices]
+
+
+def test_a_token_that_ends_an_answer_is_listed_with_echo(client, reference):
+    """Harnesses ask for one token and drop the last entry, whatever it is."""
+    import torch
+
+    model, tokenizer = reference
+    pairs = torch.cartesian_prod(torch.arange(2, 40), torch.arange(2, 300))
+    with torch.no_grad():
+        prompt = pairs[model(pairs)[:, -1].argmax(-1) == 1][0].tolist()
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=1)
+    assert found.choices[0].logprobs.tokens == [tokenizer.token_text(token) for token in [*prompt, 1]]
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_can_carry_its_ledger(client, reference):
+    """The kernels that ran and the hash of the weights, which is that of the folder's model here."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(reference[0].state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes())
+    ask = {"extra_body": {"ledger": True}, "max_tokens": 3}
+    assert not hasattr(client.completions.create(**HELLO, max_tokens=3), "ledger")
+    whole = client.completions.create(**HELLO, **ask).ledger
+    assert (whole["weights_sha256"], whole["invariant"], whole["fallbacks"]) == (digest.hexdigest(), True, [])
+    for row in whole["ops"]:
+        assert set(row) == {"op", "implementation", "device", "calls"}
+    calls = {row["op"]: row["calls"] for row in whole["ops"]}
+    assert calls["attention_paged_fwd"] == 2 * 3  # layers and steps
+    assert client.chat.completions.create(**CHAT, **ask).ledger["ops"] == whole["ops"]
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        for create, body in ((client.completions.create, HELLO), (client.chat.completions.create, CHAT)):
+            *others, last = create(**body, **ask, stream=True, **options)
+            assert (last.choices, last.ledger, last.usage is None) == ([], whole, not options)
+            assert not any(hasattr(chunk, "ledger") for chunk in others)
+
+
 def test_embeddings_are_the_encoders(client, folders):
     texts = ["a b c", "d", "a b c d e f g h i j"]
     expected = Encoder(folders / "encoder").encode(texts).numpy()
@@ -225,10 +301,10 @@ WRONG = [
     ("completions", {"prompt": "hello", "best_of": 3}, "best_of", "not supported"),
     ("completions", {"prompt": "hello", "suffix": "x"}, "suffix", "not supported"),
     ("completions", {"prompt": "hello", "logit_bias": {"5": 1.0}}, "logit_bias", "not supported"),
-    ("completions", {"prompt": "hello", "echo": True, "logprobs": 1}, "echo", "not supported"),
     ("completions", {"prompt": "hello", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ("completions", {"prompt": "hello", "temperature": "hot"}, "temperature", "number"),
-    ("completions", {"prompt": "hello", "max_tokens": 0}, "max_tokens", "greater"),
+    ("completions", {"prompt": "hello", "max_tokens": 0}, "max_tokens", "belongs to 'echo'"),
+    ("chat/completions", {"messages": CHAT["messages"], "max_tokens": 0}, "max_tokens", "greater"),
     ("completions", {"prompt": "hello", "n": 1000}, "n", "128"),
     ("completions", {"prompt": ["hello"] * 100, "n": 2}, "n", "128"),
     ("completions", {"prompt": "hello", "seed": 2**64}, "seed", "less"),
@@ -412,7 +488,16 @@ def test_the_page_streams_an_answer_and_shows_what_is_wrong(served, client, tmp_
         page.wait("document.getElementById('figures').textContent")
         expected = client.chat.completions.create(**CHAT, max_tokens=40).choices[0].message.content
         assert page.evaluate("document.getElementById('answer').textContent").split() == expected.split()
-        assert page.evaluate("document.getElementById('figures').textContent").startswith("40 tokens after ")
+        figures = page.evaluate("document.getElementById('figures').textContent")
+        count, seconds, rate, first = map(
+            float,
+            re.fullmatch(
+                r"(\d+) tokens after \d+ in ([\d.]+) s, ([\d.]+) tokens per second; the first in (\d+) ms", figures
+            ).groups(),
+        )
+        assert count == 40
+        assert abs(count / rate - seconds) < 0.006
+        assert first / 1000 < seconds + 0.006
         for width, scheme in ((1100, "light"), (390, "dark")):
             page.look(width, 900, scheme)
             assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -52,6 +52,7 @@ class _Generation(_Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None
     ignore_eos: bool = False
+    ledger: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -70,7 +71,7 @@ class _Generation(_Body):
         )
         return {
             "sampling": {name: value for name in names if (value := getattr(self, name)) is not None},
-            "n": self.n or 1, "seed": self.seed, "ignore_eos": self.ignore_eos,
+            "n": self.n or 1, "seed": self.seed, "ignore_eos": self.ignore_eos, "account": self.ledger,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
         }  # fmt: skip
 
@@ -90,6 +91,7 @@ class Completion(_Generation):
             list[Annotated[str, Field(min_length=1)]] | list[Ids], Field(min_length=1, max_length=_CHOICES_MOST)
         ]
     )
+    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -213,8 +215,8 @@ def _require_consistent(body: _Body) -> None:
     if isinstance(body, Completion):
         if body.best_of not in (None, body.n or 1):
             refuse("best_of", "'best_of' other than n is not supported: ask for n answers, with logprobs, and choose")
-        if body.echo and body.logprobs is not None:
-            refuse("echo", "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here")
+        if body.max_tokens == 0 and not body.echo:
+            refuse("max_tokens", "'max_tokens': 0 belongs to 'echo': true")
         if len(body.prompts()) * (body.n or 1) > _CHOICES_MOST:
             refuse("n", f"prompts times n must be at most {_CHOICES_MOST}")
     if isinstance(body, Chat):

@@ -187,7 +187,7 @@ class ModelProcess(Child):
                 stream.queue.put_nowait({"reason": "stop", "vectors": np.array(vectors), "tokens": head["tokens"]})
 
     def _observe(self, stream: Stream, event: Mapping[str, Any]) -> None:
-        if (metrics := self.observed) is None or "echo" in event:
+        if (metrics := self.observed) is None or "prompt" in event or "echo" in event:
             return
         now, index = time.monotonic(), event["index"]
         if "reason" in event:

@@ -82,8 +82,8 @@ async def completions(request: Request) -> Response:
     body = await _read(request, Completion)
     prompts = body.prompts()
     sent = {"prompts": prompts, "param": "prompt"}
-    options = body.options() | {"max_tokens": body.max_tokens or 16, "logprobs": body.logprobs}
-    options["echo"] = bool(body.echo)
+    most = 16 if body.max_tokens is None else body.max_tokens
+    options = body.options() | {"max_tokens": most, "logprobs": body.logprobs, "echo": bool(body.echo)}
     answer = _Answer("cmpl-", "text_completion", "text_completion", body.model, is_chat=False, n=body.n or 1)
     answer.with_logprobs = body.logprobs is not None
     return await _generate(request, body, answer, len(prompts), sent, options)
@@ -149,6 +149,7 @@ class _Answer:
     offsets: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)  # usage by prompt
     generated: int = 0
+    ledger: dict[str, Any] = field(default_factory=dict)  # of the answer that ended last, if it is asked for
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)
@@ -164,6 +165,7 @@ class _Answer:
             index = event["index"]
             one = found.setdefault(index, {"text": "", "tokens": [], "reason": None})
             one["text"] += event.get("echo", "") + event.get("text", "")
+            one["tokens"] += event.get("prompt", ())
             if "token" in event:
                 one["tokens"].append(event)
             if "reason" in event:
@@ -179,6 +181,7 @@ class _Answer:
         prompt, generated, cached = event["usage"]
         self.prompts.setdefault(event["index"] // self.n, [prompt, cached])
         self.generated += generated
+        self.ledger = {"ledger": event["ledger"]} if "ledger" in event else {}
         return reason
 
     def usage(self) -> dict[str, Any]:
@@ -205,7 +208,8 @@ class _Answer:
             self.offsets[index] = offsets[-1] + len(one["token"])
         return {
             "tokens": [one["token"] for one in tokens], "token_logprobs": [one["logprob"] for one in tokens],
-            "top_logprobs": [dict(one["top"]) for one in tokens], "text_offset": offsets,
+            "top_logprobs": [None if one["top"] is None else dict(one["top"]) for one in tokens],
+            "text_offset": offsets,
         }  # fmt: skip
 
     def chunk(self, index: int, one: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
@@ -229,7 +233,7 @@ class _Answer:
             else:
                 choice["text"] = one["text"]
             choices.append(choice)
-        return self.head(self.whole_kind) | {"choices": choices, "usage": self.usage()}
+        return self.head(self.whole_kind) | {"choices": choices, "usage": self.usage()} | self.ledger
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
@@ -311,8 +315,9 @@ async def _chunks(
         async for events in later:
             if text := written(events):
                 yield text
-        if with_usage:
-            last = answer.head(answer.chunk_kind) | {"choices": [], "usage": answer.usage()}
+        if with_usage or answer.ledger:
+            last = {"usage": answer.usage()} if with_usage else {}
+            last = answer.head(answer.chunk_kind) | {"choices": []} | last | answer.ledger
             yield f"data: {json.dumps(last)}\n\n"
         yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 - it is sent, and logged if it was not foreseen

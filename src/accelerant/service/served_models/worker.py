@@ -25,7 +25,8 @@ from accelerant.errors import AccelerantError
 from accelerant.nn.encoder import LAYOUTS, Encoder
 from accelerant.nn.models.hugging_face import read_object
 from accelerant.nn.models.loading import load_model
-from accelerant.nn.serving import Engine, Finished, Sampling, Token
+from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, Token
+from accelerant.nn.serving.engine import Event
 from accelerant.runtime.host import fork_safe, host_memory
 from accelerant.runtime.ledger import ledger
 from accelerant.service.child import ChildEnd, child_arguments
@@ -41,6 +42,8 @@ _RETRY_S = (1.0, 60.0)
 """Bounds of what a refused client is told to wait."""
 _CONTEXTS = 64
 """Sequences of full length that the cache has room for at most, unless the settings say how many tokens it has."""
+_OF_ENGINE = ("seed", "stop", "n", "logprobs", "ignore_eos", "salt", "account")
+"""Options of a request that are the engine's."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,9 +75,12 @@ class _Events:
     def __init__(self, worker: ModelWorker, request: Waiting, first: int) -> None:
         self._worker, self._request, self._first = worker, request, first
 
-    def put(self, event: Token | Finished) -> None:
+    def put(self, event: Event) -> None:
         """Take an event, on the engine's thread."""
-        self._worker.note(self._request, self._first + event.index, event)
+        if isinstance(event, PromptLogprobs):
+            self._worker.note_prompt(self._request, self._first, event)
+        else:
+            self._worker.note(self._request, self._first + event.index, event)
 
 
 class ChildOfModel(ChildEnd):
@@ -87,6 +93,7 @@ class ChildOfModel(ChildEnd):
         self._coming: dict[int, bool] = {}  # those that are prepared, and whether they were cancelled meanwhile
         self._open: dict[int, Waiting] = {}
         self._preparing = ThreadPoolExecutor(2, "prepare")
+        self._accounting = ThreadPoolExecutor(1, "account")  # of requests the first of which hashes the weights
         self._loops: tuple[Callable[[], NoReturn], ...] = ()
         self._pace_s = 1.0  # between two requests that ended
         self.folder = ""  # whose path is not for clients
@@ -103,7 +110,8 @@ class ChildOfModel(ChildEnd):
                 self._cancel(head["id"])
             else:
                 self._coming[head["id"]] = False
-                self._preparing.submit(self._guarded, head)
+                accounts = head.get("options", {}).get("account")
+                (self._accounting if accounts else self._preparing).submit(self._guarded, head)
 
     def _guarded(self, head: dict[str, Any]) -> None:
         try:
@@ -215,6 +223,8 @@ class ModelWorker(ChildOfModel):
                     param if room < 1 else "max_tokens",
                 )  # fmt: skip
             count += options["n"] * -(-(len(ids) + 1) // self.engine.block_size)
+        if options["account"]:
+            _ = self.engine.weights_sha256  # found once
         request = Waiting(head["id"], head["key"], prompts, options, count, echoes)
         request.unfinished = len(prompts) * options["n"]
         return request
@@ -245,14 +255,19 @@ class ModelWorker(ChildOfModel):
         options = request.options
         try:
             sampling = Sampling(**options["sampling"])
+            scored = options["logprobs"] if options["echo"] else None
             for index in range(len(request.echoes) * options["n"]):
-                self._tell({"id": request.id, "index": index, "echo": request.echoes[index // options["n"]]})
+                told = {"id": request.id, "index": index, "echo": request.echoes[index // options["n"]]}
+                if scored is not None:
+                    first = request.prompts[index // options["n"]][0]
+                    told["prompt"] = [{"token": self._text(first), "logprob": None, "top": None}]
+                self._tell(told)
             for number, ids in enumerate(request.prompts):
-                most = options["max_tokens"] or self.context - len(ids)
+                most = self.context - len(ids) if options["max_tokens"] is None else options["max_tokens"]
                 events = _Events(self, request, number * options["n"])
                 request.answers.append(self.engine.submit(
-                    ids, sampling, max_tokens=most, seed=options["seed"], stop=options["stop"], n=options["n"],
-                    logprobs=options["logprobs"], ignore_eos=options["ignore_eos"], salt=options["salt"], events=events,
+                    ids, sampling, max_tokens=most, prompt_logprobs=scored, events=events,
+                    **{name: options[name] for name in _OF_ENGINE},
                 ))  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the thread goes on with the next request
             request.cancelled = True
@@ -269,21 +284,33 @@ class ModelWorker(ChildOfModel):
         request.began = True
         told: dict[str, Any] = {"id": request.id, "index": choice}
         if isinstance(event, Token):
-            ends = event.id in self.tokenizer.eos_ids and not request.options["ignore_eos"]
+            hidden = not (request.options["ignore_eos"] or request.options["echo"])
             told["text"] = event.text_delta or ""
-            if event.logprob is not None and not ends:
-                told |= {"token": self._text(event.id), "logprob": _finite(event.logprob)}
-                told["top"] = [[self._text(token), _finite(value)] for token, value in event.top]
+            if event.logprob is not None and not (hidden and event.id in self.tokenizer.eos_ids):
+                told |= self._entry(event.id, event.logprob, event.top)
         else:
             usage = event.usage
             told |= {"reason": event.reason, "error": event.error}
             told["usage"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+            told |= {} if event.ledger is None else {"ledger": event.ledger}
             request.unfinished -= 1
             if not request.unfinished:
                 self._open.pop(request.id, None)
                 self._paced()
         if not request.cancelled:
             self._tell(told)
+
+    def note_prompt(self, request: Waiting, first: int, event: PromptLogprobs) -> None:
+        """Queue the scores of a prompt's tokens for each of its choices, which are numbered from `first` on."""
+        request.began = True
+        ids = request.prompts[first // request.options["n"]][event.begin : event.begin + len(event.logprobs)]
+        entries = list(map(self._entry, ids, event.logprobs, event.top))
+        for index in range(first, first + request.options["n"]):
+            self._tell({"id": request.id, "index": index, "prompt": entries})
+
+    def _entry(self, token: int, logprob: float, top: list[tuple[int, float]]) -> dict[str, Any]:
+        most = [[self._text(each), _finite(value)] for each, value in top]
+        return {"token": self._text(token), "logprob": _finite(logprob), "top": most}
 
     def _tell(self, event: dict[str, Any]) -> None:
         with self._sendable:
