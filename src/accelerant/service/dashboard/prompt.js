@@ -46,9 +46,10 @@ async function send() {
     if (choice) byId("answer").append(chat ? choice.delta.content : choice.text);
     first ||= now;
     if (!event.usage) continue;
-    const { prompt_tokens: before, completion_tokens: count } = event.usage;
-    const rate = count > 1 && now > first ? `, ${((1000 * (count - 1)) / (now - first)).toFixed(1)} tokens per second` : "";
-    show(byId("figures"), `${count} tokens after ${before}, the first in ${Math.round(first - began)} ms${rate}`);
+    // Over the whole time: a browser may read several tokens at once, so that the time since the first is too short.
+    const { prompt_tokens: before, completion_tokens: count } = event.usage, seconds = (now - began) / 1000;
+    const rate = `${seconds.toFixed(2)} s, ${(count / seconds).toFixed(1)} tokens per second`;
+    show(byId("figures"), `${count} tokens after ${before} in ${rate}; the first in ${Math.round(first - began)} ms`);
   }
 }
 
