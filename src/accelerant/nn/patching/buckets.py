@@ -22,7 +22,10 @@ from accelerant.nn.patching.capture import POSITIONS, Padding, Reason, flattened
 from accelerant.nn.patching.host import HostWork
 
 _PARTS = 7  # buckets between 0 and the longest call, of one width in its upper half: about 12% more tokens
-_MOST_PADDING = 0.12  # of tokens, in the mean, above which a length gets graphs of its own
+_MOST_PADDING = (
+    0.12,
+    0.2,
+)  # of tokens of one length and of two, in the mean, above which a length gets graphs of its own
 _MOST_BUCKETS = 16
 _MULTIPLE, ALIGNED = 4, 16  # of which lengths of buckets are, long ones of the second: they have the same kernels
 _MOST_PLANS = 1024  # keys of calls that are remembered
@@ -84,9 +87,10 @@ class Lengths:
         chosen = min((each for each in captured if covers(each, lengths)), key=sum, default=self.longest)
         added = sum(chosen) - sum(lengths) + sum(each for each, _ in self._padded)
         tokens = sum(lengths) + sum(each for _, each in self._padded)
-        if added > _MOST_PADDING * tokens and 0 < len(captured) < _MOST_BUCKETS:
+        most = _MOST_PADDING[len(lengths) - 1]
+        if added > most * tokens and 0 < len(captured) < _MOST_BUCKETS:
             bucket = tuple(map(min, chosen, map(self._bucket, range(len(lengths)), lengths)))
-            if (sum(chosen) - sum(bucket)) * (1 + len(self._padded)) > _MOST_PADDING * tokens:  # else others save more
+            if (sum(chosen) - sum(bucket)) * (1 + len(self._padded)) > most * tokens:  # else others save more
                 chosen = bucket
         self._padded.append((sum(chosen) - sum(lengths), sum(lengths)))
         return chosen
