@@ -239,6 +239,7 @@ USES = {
     "added": lambda h, places, B, T: h + places(torch.arange(T)),
     "added-first": lambda h, places, B, T: places(torch.arange(T)) + h,
     "with-a-dimension": lambda h, places, B, T: h + places(torch.arange(T))[None],
+    "of-one-row": lambda h, places, B, T: h + places(torch.arange(T)[None]),
     "repeated": lambda h, places, B, T: h * places(torch.arange(T)).unsqueeze(0).repeat(B, 1, 1),
     "concatenated": lambda h, places, B, T: torch.cat((h, places(torch.arange(T)).expand(B, -1, -1)), 1),
     "normalised": lambda h, places, B, T: h + F.layer_norm(places(torch.arange(T)), (4,)),

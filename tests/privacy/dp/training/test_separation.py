@@ -10,7 +10,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt
+from loops import classify, mlp, parameters, points, private
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -473,21 +473,6 @@ def test_a_model_whose_gradients_do_not_change_is_named_as_unchecked():
     model[0].weight.requires_grad_(False)
     with pytest.warns(UserWarning, match="no row of the input changes any gradient"):
         loop(model, points())
-
-
-def test_a_gpt_called_as_a_module_is_a_loop_of_microbatches_of_one():
-    model, plain = tiny_gpt(), tiny_gpt()
-    tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(3))
-    data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-    def loss(model, x, y):
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-    loop(model, data, loss, rows=6)
-    for p, total in zip(plain.parameters(), clipped_sums(plain, loss, data, 0.5), strict=True):
-        p.data -= (total / 6).float()
-    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_a_model_with_a_generator_of_its_own_is_named_as_unchecked():
