@@ -6,7 +6,6 @@ The base is 0x2000000000000000 for scalars and 0x3000000000000000 for the inputs
 """
 
 import numpy as np
-from msm_reference import xyzz_add_mixed, xyzz_batch_to_affine, xyzz_from_affine
 
 POINTS_BASE = 0x1000000000000000
 SCALARS_BASE = 0x2000000000000000
@@ -31,8 +30,6 @@ MSM_ANSWERS = {
     ),
 }
 """(curve, k) -> the affine sum of s_i P_i for i below 2^k: (sum s_i m_i mod r) G, if P_i is m_i G."""
-
-_WINDOW = 8
 
 
 def splitmix64(x):
@@ -64,24 +61,3 @@ def msm_scalars(curve, n):
 def msm_multipliers(n):
     """What the generator is multiplied by, as integers below 2^64."""
     return [int(z) for z in splitmix64(np.uint64(POINTS_BASE) + np.arange(n, dtype=np.uint64))]
-
-
-def msm_points(curve, n):
-    """The n points of a sum over a curve, affine: from a table of the generator's multiples by each digit."""
-    base = xyzz_from_affine(curve, curve.generator)
-    tables = []
-    for _ in range(-(-64 // _WINDOW)):
-        multiple, row = xyzz_from_affine(curve, None), []
-        (step,) = xyzz_batch_to_affine(curve, [base])
-        for _ in range(1 << _WINDOW):
-            row.append(multiple)
-            multiple = xyzz_add_mixed(curve, multiple, step)
-        base = multiple
-        tables.append(xyzz_batch_to_affine(curve, row))
-    points = []
-    for multiplier in msm_multipliers(n):
-        total = xyzz_from_affine(curve, None)
-        for j, row in enumerate(tables):
-            total = xyzz_add_mixed(curve, total, row[multiplier >> _WINDOW * j & (1 << _WINDOW) - 1])
-        points.append(total)
-    return xyzz_batch_to_affine(curve, points)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from msm_reference import msm_sum
@@ -152,15 +151,6 @@ def pairing(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
         q: of G2.
     """
     return final_exponentiation(family, miller_loop(family, p, q))
-
-
-def product_is_one(family: Family, pairs: Iterable[tuple[Affine[int], Affine[Pair]]]) -> bool:
-    """Whether the product of e(P_i, Q_i) is one, with one final power for all. True for no pairs."""
-    tower = tower_of(family)
-    product = tower.one
-    for p, q in pairs:
-        product = tower.mul(product, miller_loop(family, p, q))
-    return final_exponentiation(family, product) == tower.one
 
 
 def miller_loop(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:

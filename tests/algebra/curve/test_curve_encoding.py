@@ -3,9 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pairing_reference import product_is_one
 
-from accelerant.algebra.curve import CURVES, curve_of, family_of
+from accelerant.algebra.curve import CURVES, curve_of
 from accelerant.algebra.curve.encoding import (
     decode_points,
     encode_points,
@@ -264,20 +263,6 @@ def test_multiply(name, row):
     assert (
         points_to_bytes(curve, [multiply(curve, int.from_bytes(data[-32:], "big"), p)], "evm").hex() == row["Expected"]
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [*cases("eip197", "pairing", "bn254"), *cases("eip2537", "pairing", "bls12_381")]
-)
-def test_pairing(name, row):
-    family, data = family_of(name), bytes.fromhex(row["Input"])
-    first, second = (point_bytes(curve, "evm") for curve in (family.g1, family.g2))
-    pairs = []
-    for start in range(0, len(data), first + second):
-        (p,) = points_from_bytes(family.g1, data[start : start + first], "evm")
-        (q,) = points_from_bytes(family.g2, data[start + first : start + first + second], "evm")
-        pairs.append((p, q))
-    assert product_is_one(family, pairs) == (int(row["Expected"], 16) == 1)
 
 
 @pytest.mark.parametrize(

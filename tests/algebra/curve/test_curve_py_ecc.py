@@ -61,12 +61,11 @@ def test_parameters_and_group_law(name, group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("bn254", marks=pytest.mark.slow), "bls12_381"])
+@pytest.mark.parametrize("name", NAMES)
 def test_pairing(name):
     """py_ecc writes Fq12 as Fq[w], w^6 = xi = a + u: c0 + c1 u is (c0 - a c1) + c1 w^6.
 
-    It takes |x| for BLS12-381's negative x, so there its pairing is the inverse of ours. bn254 is marked slow, since
-    test_curve_pairing.py compares a value of its pairing with snarkjs's.
+    It takes |x| for BLS12-381's negative x, so there its pairing is the inverse of ours.
     """
     family, module = family_of(name), optimised_module_of(name)
     p, q = multiply(family.g1, 12345, family.g1.generator), multiply(family.g2, 67890, family.g2.generator)

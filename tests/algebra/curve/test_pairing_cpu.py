@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pairing_reference import groth16_pairs, pairing, read_groth16, tower_of
+from pairing_reference import g1_point, g2_point, groth16_pairs, pairing, read_groth16, tower_of
 from small_orders import of_cofactor, of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
 from accelerant.algebra.curve import FAMILIES, family_of, tape
@@ -142,6 +142,19 @@ def test_groth16_proofs_of_snarkjs(circuit):
     for part, other in (("pi_a", "pi_c"), ("pi_c", "pi_a")):
         mixed = {**proof, part: proof[other]}
         assert not product_is_one(family, *encoded(family, groth16_pairs(key, public, mixed)))
+
+
+def test_a_value_is_that_of_snarkjs():
+    """vk_alphabeta_12 is a power of e(alpha, beta), in snarkjs's tower, which is ours.
+
+    Its last factor of the exponent is 2 x (6 x^2 + 3 x + 1) times (q^4 - q^2 + 1) / r, which is cheaper to raise to.
+    Source: Fuentes-Castaneda, Knapp and Rodriguez-Henriquez, SAC 2011.
+    """
+    family = family_of("bn254")
+    x, (key, _, _) = family.parameter, read_groth16("poseidon")
+    theirs = tuple(tuple(tuple(map(int, pair)) for pair in half) for half in key["vk_alphabeta_12"])
+    value = product(family, *encoded(family, [(g1_point(key["vk_alpha_1"]), g2_point(key["vk_beta_2"]))]))
+    assert tower_of(family).power(value, 2 * x * (6 * x**2 + 3 * x + 1)) == theirs
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

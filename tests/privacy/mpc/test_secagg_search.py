@@ -131,62 +131,6 @@ def test_dropouts_and_a_hostile_network_give_the_exact_sum_or_an_abort(rng, reco
         record_property(name, count)
 
 
-@pytest.mark.slow
-@pytest.mark.search(1)
-def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
-    """It tells some clients that others have left, and passes on or exchanges what they state of their masks.
-
-    Where a seed is revealed, its owner has a mask in common with every survivor that it drew.
-    """
-    n, revealed = 24, 0
-    for attempt in range(3):
-        setup, (signing, keys) = mpc.SecureAggregation(n, 16, 2, max_abs=1.0, neighbours="auto"), make_identities(n)
-        clients = [setup.client(i, key, keys) for i, key in enumerate(signing)]
-        context, server, answers = setup.context(0, keys), setup.server(0, keys), dict.fromkeys(range(n), b"")
-        for step in ("advertise", "share_keys"):
-            for i, answer in answers.items():
-                server.receive(getattr(clients[i], step)(0 if step == "advertise" else answer))
-            answers = server.advance()
-        cheated = set(rng.sample(range(n), attempt))
-        part, forging = rng.choice((0.1, 1.0)), rng.choice((0, 0.1))
-        stated = {}
-        for i, answer in answers.items():
-            body = AggregationReader(answer[42:], n)
-            drawn, sealed = body.ids(), body.pieces()
-            left = {j for j in range(n) if i in cheated and rng.random() < part}
-            told = messages.pack_ids(set(drawn) - left)
-            told += messages.pack_pieces({j: each for j, each in sealed.items() if j not in left})
-            message = clients[i].masked_input(messages.pack_message(2, context, i, told), torch.zeros(2))
-            stated[i] = message[42 : -64 - 8]
-        states = [client._round for client in clients]
-        survivors = sorted(rng.sample(range(n), rng.choice((n, n - 1, n - 3))))
-        signatures = {}
-        for i in survivors:
-            told = {j: stated[j] for j in survivors if i in server._sealed[j]}
-            for j in cheated & set(told):
-                if rng.random() < forging:
-                    told[j] = rng.choice((stated[rng.randrange(n)], messages.pack_ids([]) + stated[j][-64:]))
-            body = messages.pack_ids(survivors) + messages.pack_pieces(told)
-            try:
-                signatures[i] = clients[i].consistency(messages.pack_message(3, context, i, body))[-64:]
-            except REFUSED:
-                assert clients[i]._round is None
-        shown = dict.fromkeys(range(n), 0)
-        for i in signatures:
-            try:
-                message = clients[i].unmask(messages.pack_message(4, context, i, messages.pack_pieces(signatures)))
-            except ProtocolError:
-                continue
-            for owner in AggregationReader(message[42:-64], n).pieces():
-                shown[owner] += 1
-        for owner, count in shown.items():
-            if count >= setup.shares_needed(setup.degree(n)):
-                revealed += 1
-                assert set(states[owner].drawn) & set(survivors) <= states[owner].masked
-    assert revealed  # of the first round, without lies
-    record_property("revealed", revealed)
-
-
 @pytest.mark.search(1)
 def test_bytes_of_strangers_are_refused(rng, record_property):
     """The parsers: any bytes end in FormatError or ProtocolError."""

@@ -599,12 +599,6 @@ def test_fewer_shares_than_the_threshold_look_uniform(field, fixed_shares):
             assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 133.6  # scipy.stats.chi2.isf(1e-6, 63)
 
 
-def test_two_splits_of_one_secret_differ():
-    first, second = (shamir.split(7, threshold=2, count=2) for _ in range(2))
-    assert first[0].sharing.split_id != second[0].sharing.split_id
-    assert first[0].words.tolist() != second[0].words.tolist()
-
-
 @pytest.mark.slow  # drivers compile kernels
 @pytest.mark.sample(5)  # the arithmetic of each field and device is tested in algebra/field
 @pytest.mark.parametrize("field", shamir.FIELDS)
