@@ -98,7 +98,7 @@ class Lengths:
     def _most(self, which: int) -> int:
         """Return the longest bucket of one of the lengths, and set the width of those below it."""
         seen, limit = [each[which] for each in self._seen], self._limits[which]
-        longest, shortest = max(seen), min(seen)
+        longest, shortest = max(*seen, self.longest[which]), min(seen)
         multiple = self._multiple(longest)
         width = self._widths[which] = max(multiple, multiple * round(longest / multiple / _PARTS))
         if longest == shortest and len(self._limits) > 1:
