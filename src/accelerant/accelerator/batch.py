@@ -202,10 +202,7 @@ class Batch(Operations):
     def _grouped(
         self, call: PendingCall, arrays: tuple[Any, ...], signature: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], _Member, bool]:
-        """Return the key of the calls that become one with this one, the call with its tensors, and if all these join.
-
-        Raises UnsupportedCase for an argument that requires a gradient.
-        """
+        """Return the key of calls that become one with this one, its call on tensors, and whether all these join."""
         known = self._known.get(signature)
         if known is None:
             tensors, origin = to_tensors(call.name, arrays, None)

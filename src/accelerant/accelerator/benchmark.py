@@ -93,10 +93,7 @@ class _Recorder(Operations):
 def named_call(
     op: object, arrays: Sequence[Any], options: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return name, arrays and options of a call of an operation, by its name or as a function of `accelerant.ops`.
-
-    ConfigError for an unknown operation, TypeError for arguments that it does not take.
-    """
+    """Return name, arrays and options of a call; ConfigError for an unknown operation, TypeError for arguments."""
     name = op if isinstance(op, str) else getattr(op, "__name__", "")
     if name not in METHODS:
         raise ConfigError(f"benchmark: no operation {clipped(op)}; there are {', '.join(METHODS)}")
@@ -134,11 +131,7 @@ def time_implementations(
     name: str, run: Callable[[], object], whole: Callable[[], object], wait: Callable[[], object], iterations: int,
     backend: str,
 ) -> tuple[OpTiming, ...]:  # fmt: skip
-    """Time a call by the chosen implementation, then by each other one, then with the copies of its arrays.
-
-    `run` computes on tensors that are on the device; `whole` starts from the user's arrays; `wait` waits for the
-    device. An implementation that refuses the arrays has its reason and no time.
-    """
+    """Time a call by the chosen implementation, by each other one that takes it, and with its arrays' copies."""
     with torch.no_grad():
         explained = explain_quietly(run)
         decision = next((one for one in explained.decisions if one.op.startswith(name)), None)

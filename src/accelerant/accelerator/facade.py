@@ -655,10 +655,7 @@ class Accelerator(Operations):
             yield from tensors_of(METHODS[name].run(*tensors[i * width : (i + 1) * width], **options))
 
     def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
-        """Return the bytes of a call's inputs, and of its result and scratch, or 0 without a limit.
-
-        Raises OutOfMemory if they pass the limit, and parts of the call do, too; nothing was allocated.
-        """
+        """Return the bytes of inputs, and of result and scratch, 0 without a limit; OutOfMemory if parts pass it."""
         if self.config.memory_limit_bytes is None:
             return 0, 0
         inputs, result = sizes_of(name, arrays, options)
@@ -675,10 +672,7 @@ class Accelerator(Operations):
     def _rows_that_fit(
         self, name: str, metas: Tensors, options: dict[str, Any], inputs: int, result: int
     ) -> int | None:
-        """Return the most rows, images, heads, transforms or points whose scratch keeps the limit; None for all.
-
-        Raises OutOfMemory if there are none.
-        """
+        """Return the most rows, images or heads that keep the limit, None for all; OutOfMemory for none."""
         limit = self.config.memory_limit_bytes or 0
         scratch = scratch_of(name, metas, options, self.device) if metas else 0
         if inputs + result + scratch <= limit:

@@ -53,10 +53,7 @@ _INTERFACES = ("__cuda_array_interface__", "__dlpack__")
 
 @dataclass(frozen=True, slots=True)
 class ArrayOrigin:
-    """The library ("numpy", "torch", "cupy" or "jax") and device of an array, to which results are converted back.
-
-    `context` is the library's own device object, if it has one.
-    """
+    """The library ("numpy", "torch", "cupy", "jax") and device of an array, to which results are converted back."""
 
     kind: str
     device: torch.device

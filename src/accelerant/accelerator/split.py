@@ -44,13 +44,7 @@ _PART_S = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A call that may be processed in parts; made by split_along_rows.
-
-    Attributes:
-        tensors: the arguments, whose first `count` are split along their first dimension.
-        shape: of the first dimension before others were merged into it: attention's batch and heads.
-        curve: of a sum of multiples, which is split along its points instead; the parts' sums are added.
-    """
+    """A call divided along the first dimension of its first `count` tensors, or the points of a sum on a `curve`."""
 
     tensors: Tensors
     count: int
@@ -87,10 +81,7 @@ class Split:
 
 
 def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *, heads: bool = True) -> Split | None:
-    """Return a call as one that can be divided into parts; None for one that cannot.
-
-    `heads`: attention is divided along its heads, too, if queries and keys have as many.
-    """
+    """Return a call as one that divides into parts, with `heads` attention's, too; None for one that cannot."""
     method, first = METHODS[name], tensors[0]
     if name == "msm" and first.ndim in (2, 3) and first.shape[-2:-1] == tensors[1].shape[:1]:
         return Split(tensors, 2, (first.shape[-2],), options.get("curve", DEFAULT_CURVE))

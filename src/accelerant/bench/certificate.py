@@ -174,17 +174,7 @@ def certify(
     devices: Sequence[ComputeDevice], *, ops: Iterable[str] = (), quick: bool = False,
     progress: Callable[[str], object] = lambda text: None,
 ) -> Certificate:  # fmt: skip
-    """Run every op's cases on devices and compare with the reference.
-
-    Args:
-        devices: from registry.devices() or registry.find_device(); absent ones are left out.
-        ops: names of ops, all by default.
-        quick: a case of each op, in float32, and one field and curve of a shape.
-        progress: called with what is being checked.
-
-    Raises:
-        ConfigError: no op has such a name, or no device is there.
-    """
+    """Run every op's cases on the devices present and compare with the reference; ConfigError if there are none."""
     present = [device for device in devices if device.available]
     if not present:
         raise ConfigError("certify: there is no device to certify")
@@ -410,10 +400,7 @@ EXACT = Tolerance(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A result and what the reference gives: tensors, or lists of integers and the like, which are equal or not.
-
-    `part` names the result in messages.
-    """
+    """A result and what the reference gives: tensors, or lists that are equal or not; `part` names it in messages."""
 
     actual: Any
     expected: Any
@@ -426,12 +413,7 @@ Case = Callable[[ComputeDevice], Iterable[Found]]
 
 @dataclass(frozen=True, slots=True)
 class CertificateCheck:
-    """A row of the certificate: an op in one dtype, or over one field or curve.
-
-    Attributes:
-        cases: by name; `left_out` more are not run in a quick certificate.
-        tolerance, library_tolerance: of our kernels, and of a library's functions.
-    """
+    """A row of the certificate: an op in one dtype, or over one field or curve, its cases and tolerances."""
 
     op: str
     dtype: str

@@ -150,14 +150,7 @@ _FIELDS = {"times", "peer", "ms"}
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A floor of the rows whose op and case have the words of `key`.
-
-    Attributes:
-        device: the device's name, or a part of it.
-        times: the least speed, as a multiple of the peer's; None for a floor in milliseconds.
-        peer: runner to compare with.
-        ms: the most milliseconds.
-    """
+    """A floor of the rows with the words of `key`: the least multiple of a peer's speed, or the most milliseconds."""
 
     device: str
     key: str

@@ -139,10 +139,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _commit(package: Path = _PACKAGE) -> str:
-    """Return the commit of the package's checkout, with a "+" where the package was changed since.
-
-    "" for an installed package, also in a folder of another repository, such as its environment.
-    """
+    """Return the commit of the package's checkout, with "+" where it was changed since; "" for an installed package."""
     if "ACCELERANT_COMMIT" in os.environ:  # set for a copy without its history
         return os.environ["ACCELERANT_COMMIT"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook's name another
@@ -561,18 +558,7 @@ SAME = ("device", "accelerant", "commit", "packages", "driver")
 
 
 class Journal:
-    """The journal of a run.
-
-    Args:
-        path: the file.
-        record: gets the rows, notes, environment and ceilings of the run that is continued.
-        resume: continue the run in the file.
-        options: options and values that the rows of one run must share.
-
-    Raises:
-        ConfigError: the file exists and `resume` is false.
-        FormatError: it is not a journal, or one of another device, commit, version or other options.
-    """
+    """The journal of a run, which `resume` continues; ConfigError where it exists, FormatError for another's."""
 
     def __init__(
         self, path: Path, record: BenchmarkRecord, *, resume: bool, options: Mapping[str, str] | None = None

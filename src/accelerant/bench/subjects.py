@@ -359,11 +359,7 @@ def numpy_call(op: str, inputs: Sequence[Tensor | None], options: Mapping[str, A
 
 
 def naive(op: str, inputs: Sequence[Tensor | None], options: Mapping[str, Any]) -> Callable[[], list[Any]]:
-    """Return the call of an op in plain Python: a loop over the rows of the first argument, each a list of numbers.
-
-    Raises:
-        UnsupportedCase: the first argument is no matrix, or the weights are too large for lists.
-    """
+    """Return an op's call in plain Python, on lists of rows; UnsupportedCase for no matrix, or weights too large."""
     given = _present(inputs)
     rows, width = given[0].shape if given[0].ndim == 2 else (0, 0)
     if not rows or not width:

@@ -54,11 +54,7 @@ def option(
     default: Any, help: str, *, metavar: str | None = None, min: float | None = None, max: float | None = None,
     same: bool = False,
 ) -> Any:  # fmt: skip
-    """Declare an option of a suite, as the default of its dataclass field; that of a tuple may be repeated.
-
-    Args:
-        same: a resumed run must have the value of the run that it continues.
-    """
+    """Declare an option of a suite as the default of its field; `same`: a resumed run must have its value."""
     return field(
         default=default, metadata={"option": {"help": help, "metavar": metavar, "min": min, "max": max, "same": same}}
     )
@@ -372,10 +368,7 @@ def _terminable() -> Iterator[None]:
 
 
 def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = lambda _: None) -> Collected:
-    """Measure suites into one record and conclude it; a failure, Ctrl-C or SIGTERM keeps the rows measured so far.
-
-    `begin` is called with "[1/2] NAME" before each suite.
-    """
+    """Measure suites into one record and conclude it; a failure, Ctrl-C or SIGTERM keeps the rows measured so far."""
     record, found = run.record, Collected()
     for i, suite in enumerate(suites):
         begin(f"[{i + 1}/{len(suites)}] {suite.name}")

@@ -173,10 +173,7 @@ def back_to_back_ms(
 def back_to_back_times_ms(
     fns: Sequence[Callable[[], object]], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
 ) -> list[Timing]:
-    """Return back_to_back_ms of functions that take turns after each sample, so that what slows the host slows all.
-
-    The budget is that of each function.
-    """
+    """Return back_to_back_ms of functions in turns, each with the budget, so that what slows the host slows all."""
     for fn in fns:
         fn()
     rounds = _repeats(max(first_ms(fn, device) for fn in fns) / 1e3, budget_s / 3, _SLOW_REPEATS)

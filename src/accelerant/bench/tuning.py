@@ -56,14 +56,7 @@ def tune_ops(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32), launches: bool = True, workers: int = 1,
     until: float | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[TuneResult]:  # fmt: skip
-    """Race and tune, call by call; each result is on disk before the next call begins.
-
-    Args:
-        names: ops of the neural suite, all by default; ConfigError for others.
-        launches: also tune launch parameters, which compiles every candidate: minutes an op.
-        workers: processes that compile the implementations first; with 1 they are compiled at their first call.
-        until: value of time.monotonic() after which no further call is made.
-    """
+    """Race and tune ops call by call, none begun after `until`; each result is on disk before the next."""
     check_names("names", "op", names, tuple(OPS))
     where = torch.device(device.torch_device)
     if workers > 1:

@@ -185,10 +185,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def examples(text: str, **options: Any) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command, a function or a dataclass with a method `run`, its examples.
-
-    `options` are typer's of the command.
-    """
+    """Return a decorator that gives a command, a function or dataclass with `run`, examples and typer's options."""
 
     def decorate(command: _Command) -> _Command:
         command.options = {"epilog": text, **options}  # type: ignore[attr-defined]
@@ -198,10 +195,7 @@ def examples(text: str, **options: Any) -> Callable[[_Command], _Command]:
 
 
 class Group:
-    """A group of commands: its help, and each function with its examples, of which the first begins with its word.
-
-    A group among the functions has its word alone.
-    """
+    """A group of commands: each has examples, of which the first begins with its word; a group has its word alone."""
 
     def __init__(self, title: str, commands: Mapping[Any, str], **options: Any) -> None:
         self.title, self.commands, self.options = title, commands, options

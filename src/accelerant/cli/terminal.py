@@ -85,13 +85,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 class ProgressLine:
-    """Progress on stderr: one line that is overwritten on a terminal, else a line now and then.
-
-    An empty text clears the line.
-
-    Args:
-        every_s: least seconds between two lines, and before the first, where stderr is no terminal.
-    """
+    """Progress on stderr: an overwritten line on a terminal, else one every `every_s` seconds; "" clears it."""
 
     def __init__(self, every_s: float = 15.0) -> None:
         self.live = is_live(sys.stderr)
@@ -136,12 +130,7 @@ def table_lines(
     right: Collection[str] = (),
     prose: bool = False,
 ) -> list[Text]:
-    """Return the lines of a table: one a row if they fit the width, else a few, which begin with the first cell.
-
-    Args:
-        right: titles of the columns that are aligned at the right.
-        prose: whether the last cell is a sentence, which may be wrapped beside the others.
-    """
+    """Return a table's lines: one a row if they fit, else a few; with `prose` the last cell wraps beside others."""
     from rich.text import Text
 
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]

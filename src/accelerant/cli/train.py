@@ -547,17 +547,8 @@ def spawn(
 ) -> NoReturn:  # fmt: skip
     """Run the command line `accelerant ARGUMENTS` in this number of processes, and exit with their status.
 
-    All are started again if one of them was ended by a signal or has lost its device; `attempt` counts that. An error
-    that a process reports itself is final: it would come again.
-
-    Args:
-        backend: cpu for processes without a GPU; otherwise each has one of this machine's.
-        restarts: how often they are started again at most.
-        kept: returns where processes that are started again go on; empty if they must not be.
-        advice: returns what to do after an end that is final; empty if nothing helps.
-
-    Raises:
-        ConfigError: there are fewer GPUs.
+    All are started again, at most `restarts` times and from what `kept` names, if one of them was ended by a signal or
+    has lost its device; an error that a process reports itself is final. `advice` returns what to do after a final end.
     """
     import torch
 
@@ -636,11 +627,7 @@ def own_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[None]:
-    """Join the other processes for the block, over gloo on the CPU and NCCL between GPUs; alone, do nothing.
-
-    Raises:
-        ConfigError: a variable of torchrun's is missing; the processes do not meet, or their port is in use.
-    """
+    """Join the other processes for the block, over gloo or NCCL; alone, do nothing. ConfigError if they do not meet."""
     if world_size() == 1:
         yield
         return

@@ -144,10 +144,7 @@ _PRIVATE: dict[str, Any] = {
 
 
 def _require_summary(summary: dict[str, Any]) -> None:
-    """Raise FormatError unless the summary of a folder, which may be another user's, has the fields that are shown.
-
-    Optional fields that it lacks become None.
-    """
+    """Raise FormatError unless a summary has the fields that are shown; optional ones that it lacks become None."""
     try:
         for name, kind in _FIELDS.items():
             summary[name] = typed(kind, summary.get(name), name)

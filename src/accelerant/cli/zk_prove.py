@@ -103,10 +103,7 @@ def prove_files(
 
 
 def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
-    """Return the files to write, with symlinks resolved.
-
-    ConfigError if a target's folder does not exist, or it is not a regular file, or a source or another target.
-    """
+    """Return the files to write, with symlinks resolved; ConfigError for one without a folder, or named twice."""
     from accelerant.zk.formats.container import writable_target
 
     used = {os.path.realpath(source): "is also to be read" for source in sources}
@@ -127,10 +124,7 @@ def read_json(path: Path) -> bytes:
 
 
 def read_texts(*files: tuple[Path, str]) -> list[bytes]:
-    """Return the contents of JSON files, given with their kind: a verification key, public inputs or a proof.
-
-    ConfigError as read_json, and where a file is evidently of another kind; it says which order the command takes.
-    """
+    """Return the contents of JSON files, given with their kind; ConfigError for one of another kind names the order."""
     texts = [read_json(path) for path, _ in files]
     for (path, wanted), text in zip(files, texts, strict=True):
         is_of = {

@@ -61,10 +61,7 @@ class Fractions:
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """One call of an op: a name for the test, its tensor arguments in order, and options by keyword.
-
-    An argument is a shape, for one of normal numbers, or Fractions, Indices, Stated, or None for an absent one.
-    """
+    """One call of an op: a name, tensor arguments (a shape, Fractions, Indices, Stated; None: absent), and options."""
 
     name: str
     arguments: tuple[tuple[int, ...] | Fractions | Indices | Stated | None, ...]

@@ -633,10 +633,7 @@ class DifferentiableOp:
         return type(title, (torch.autograd.Function,), steps)
 
     def bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
-        """Return what gives the results of a call, or the first, for tensors that differ in their memory alone.
-
-        Only plain calls come to it; the gradients that they get may have other strides.
-        """
+        """Return what gives a plain call's results for tensors that differ in memory alone."""
         apply = self._apply
         return (lambda *args: apply(*args)[0]) if first else apply
 

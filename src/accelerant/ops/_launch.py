@@ -292,11 +292,7 @@ def launch_map(
     kernel: StreamKernel, x: Tensor, constants: Mapping[str, object], plan: Elementwise | None = None,
     dy: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run kernel([dy_ptr,] x_ptr, y_ptr, n, ..., BLOCK, EVICTION); return the result in the layout of x.
-
-    `constants` precede BLOCK. For a gradient, x is what was saved and dy the upstream gradient. `plan` None: the tuned
-    one.
-    """
+    """Run kernel([dy_ptr,] x_ptr, y_ptr, n, *constants, BLOCK, EVICTION); return the result in the layout of x."""
     y, n = torch.empty_like(x), x.numel()
     if not n:
         return y
@@ -330,10 +326,7 @@ def triton_operation(
     name: str, kernel: Callable[..., Any], torch_function: Callable[..., Any], *, cost: Callable[[Case], Cost],
     refuses: Callable[[Case], str | None] = refuses_triton_kernel, mutates: bool = False, differentiable: bool = False,
 ) -> Operation:  # fmt: skip
-    """Return an Operation of a Triton kernel and torch's function, which take its arguments after the Case.
-
-    `mutates`: both change their arguments; `differentiable`: torch_function is, see Implementation.
-    """
+    """Return an Operation of a Triton kernel and torch's function, which take its arguments after the Case."""
     own = Implementation("triton", kernel, refuses=refuses, own=True, mutates=mutates)
     library = Implementation("torch", torch_function, mutates=mutates, differentiable=differentiable)
     return Operation(name, (own, library), cost=cost)

@@ -146,10 +146,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Return tensors as torch's autocast casts them on the first one's device: floating dtypes other than float64.
-
-    What is no tensor is returned as it is.
-    """
+    """Return tensors as torch's autocast casts them on the first one's device; float64 and what is no tensor stay."""
     if not autocasts():
         return tensors
     kind = tensors[0].device.type
@@ -297,12 +294,7 @@ def torch_keywords(op: str) -> frozenset[str]:
 
 
 def own_keywords(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a call by the op's own names.
-
-    Raises:
-        TypeError: an argument by both names, or one that only torch's function has, with another value than the op's.
-        ShapeError: normalized_shape is not the last dimension of x.
-    """
+    """Return a call's keywords by the op's own names; TypeError for both, ShapeError for another row length."""
     names, fixed = TORCH_NAMES.get(op, {}), TORCH_ONLY.get(op, {})
     own: dict[str, Any] = {}
     for name, value in options.items():

@@ -79,10 +79,7 @@ class PerExampleSink(Protocol):
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
     ) -> None:
-        """Take the factors of a norm's scale and shift.
-
-        dy and x are (examples T, N), statistics (examples T, 1 or 2): [mean,] 1 / std.
-        """
+        """Take the factors of a norm: dy and x (examples T, N), statistics (examples T, 1 or 2), [mean,] 1 / std."""
 
     def columns(self, bias: Tensor | None, dy: Tensor, examples: int) -> None:
         """Take the factor of y = x + bias: dy (examples T, N)."""
@@ -90,22 +87,14 @@ class PerExampleSink(Protocol):
     def gradients(
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        """Take the per-example gradients themselves: (examples, *shape of the parameter); they may be overwritten.
-
-        `squares` are their squared norms, (examples,), if known. Gradients and norms are yet to be multiplied by the
-        scalar `factor`.
-        """
+        """Take per-example gradients (examples, *shape), yet to be multiplied by `factor`, and their squared norms."""
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Form each g_i^T a_i, of a (B, T, K) and g (B, T, N), into out (B, N, K): their squared norms, (B,)."""
 
 
 class Forming:
-    """Forms the gradients of a matrix for a few examples at a time, and keeps their squared norms.
-
-    Attributes:
-        squares: (examples,) float32, or float64 of that; None before the first call.
-    """
+    """Forms the gradients of a matrix for a few examples at a time, and keeps their squared norms, (examples,)."""
 
     def __init__(self, sink: PerExampleSink, examples: int) -> None:
         self.examples = examples
@@ -157,13 +146,7 @@ def is_traced(module: object) -> bool:
 
 
 def announce(sink: PerExampleSink, x: Tensor, *parameters: Tensor | None) -> int:
-    """Announce parameters in a forward pass over x (examples, ...), and return the number of examples.
-
-    The backward pass needs that number: until then another forward pass may begin, with other examples.
-
-    Raises:
-        ShapeError: the first dimension of x is not that of the model's input.
-    """
+    """Announce parameters in a forward pass over x (examples, ...); return the number of examples."""
     batch = sink.batch
     if batch is not None and x.shape[0] != batch:
         raise ShapeError(

@@ -33,10 +33,7 @@ _CHILD = "from accelerant.runtime.bounded_template import serve; serve()"
 
 
 class BoundedTemplate:
-    """A Jinja template with the functions and filters that chat templates of Hugging Face use.
-
-    Safe to call from several threads, one of which renders at a time.
-    """
+    """A Jinja template with what Hugging Face's chat templates use; threads may share it, one renders at a time."""
 
     def __init__(self, source: str, origin: str) -> None:
         self._source, self._origin = source, origin
@@ -45,13 +42,7 @@ class BoundedTemplate:
         self._owner = 0
 
     def render(self, **variables: Any) -> str:
-        """Return the text of the template for JSON values.
-
-        Raises:
-            ConfigError: the template refuses the values by its raise_exception, or they are not of JSON.
-            FormatError: the template is not valid, needs what the sandbox does not have, or too much memory.
-            TimeLimitExceeded: it does not end within a second.
-        """
+        """Return the text for JSON values; ConfigError, FormatError or TimeLimitExceeded (1 s) where there is none."""
         try:
             request = json.dumps([self._source, variables])
         except (TypeError, ValueError) as error:

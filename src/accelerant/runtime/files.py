@@ -53,11 +53,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file and return its descriptor; raise OSError for any other: a pipe may hang, a device not end.
-
-    Opened to write, a symlink is refused, too. `flags` must not have O_TRUNC, which would empty the file before the
-    check.
-    """
+    """Open a regular file; OSError for others, which may hang, and symlinks to write. `flags` lacks O_TRUNC."""
     writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if writes and os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symlink, which is not written through", str(path))
@@ -217,10 +213,7 @@ def write_atomic(path: Path, content: Content) -> None:
 
 
 def write_together(contents: Mapping[Path, Content], remove: Iterable[Path] = ()) -> None:
-    """Write several files as write_atomic does; replace old ones, in order, when all the new ones are on the disk.
-
-    `remove` has files that are deleted before the first is replaced: an index, so that none lists old and new files.
-    """
+    """Write files as write_atomic does, replacing old ones when all are written; `remove` is deleted before."""
     with contextlib.ExitStack() as stack:  # which commits the last first
         for path, content in reversed(list(contents.items())):
             atomic = AtomicFile(path)
@@ -380,10 +373,7 @@ def clipped(value: object, length: int = 80, *, hexadecimal: bool = False) -> st
 
 
 def plain(value: float | None, digits: int = 4, *, up: bool = False) -> str:
-    """Return a number in some significant digits without an exponent: 12,350, 0.25, 0.0000123; "-" for None.
-
-    With `up` the last digit is rounded up, as that of an upper bound must be.
-    """
+    """Return a number in some digits without an exponent: 12,350, 0.0000123; "-" for None. `up` rounds up."""
     if value is None:
         return "-"
     if up:

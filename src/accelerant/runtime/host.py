@@ -224,10 +224,7 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe(lock: LockT) -> LockT:
-    """Return a lock of threading, which from now on is free in a forked child, whoever held it.
-
-    What another thread was changing under the lock is in the child as that thread left it.
-    """
+    """Return a lock that is free in a forked child, whoever held it; what it guards is there as that thread left it."""
     _locks.add(lock)
     return lock
 

@@ -254,10 +254,7 @@ def short_number(value: float) -> str:
 def line_chart(
     lines: Sequence[Line], *, x_label: str, y_label: str, references: Sequence[Reference] = (), zero: bool = False
 ) -> str:
-    """Return lines over one pair of axes as an `<svg>` element without scripts or outside resources.
-
-    Points that are not finite are left out. References are levels to draw. With `zero` the y axis starts at 0.
-    """
+    """Return lines over one pair of axes as an `<svg>` element; points that are not finite are left out."""
     drawn = [(line, _drawable(line.points)) for line in lines]
     shown = [Line(line.label, _thinned(points), line.style, line.dots) for line, points in drawn if points]
     if not shown:

@@ -78,22 +78,11 @@ def run_jobs(
     whole_host: bool = False,
     threads: int = 1,
 ) -> Generator[JobResult, None, None]:
-    """Yield the outcome of each item, as it ends.
+    """Yield the outcome of each item, as it ends, from worker processes of this host or of a Ray cluster.
 
-    Args:
-        prepare: returns the function of an item; called once by each worker. It is pickled, as are items and results:
-            by cloudpickle where pickle cannot and it is installed.
-        address: of a Ray cluster; by default the one of RAY_ADDRESS, or the one on this host, or a new one of it.
-        backend: a worker's, as ACCELERANT_BACKEND in it; "auto" on Ray are the GPUs of the cluster if it has any.
-        devices: the backend's devices on this host.
-        workers: their number. By default one a GPU; on the CPU one a core, each with its share of the cores.
-        whole_host: by default one worker a host on the CPU, with all cores, for functions that use them all.
-        threads: items that a worker on a GPU works on at once.
-
-    Raises:
-        ConfigError: `prepare` or an item cannot be pickled; there is no cluster at the address, or no GPU in it.
-        AccelerantError: workers die before they are ready.
-        Exception: of `prepare` in a worker.
+    `prepare`, called once by each worker, returns the function of an item; a worker on a GPU has `threads` items at
+    once. With `whole_host` there is one worker a host on the CPU, with all cores. ConfigError: something cannot be
+    pickled, or there is no cluster or GPU; AccelerantError: workers die before they are ready.
     """
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")

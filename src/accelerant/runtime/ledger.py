@@ -521,14 +521,7 @@ _FIRST_NOTE = "ms: median; total ms: mean times calls; * the first call, which m
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The ops of a phase, or of the whole process, the costliest first.
-
-    Attributes:
-        title: name of the phase; empty where nothing ran in a phase.
-        seconds: wall time; None for ops outside of phases.
-        rows: those of `Ledger.to_dict()`, with the calls, the `ms_total` and the `share` of the section.
-        rest: share of the wall time that no op has; 0 without a wall time.
-    """
+    """The ops of a phase or of the process, the costliest first; `rest` is the share of its time that no op has."""
 
     title: str
     seconds: float | None
@@ -651,10 +644,7 @@ def sole_record(
 
 
 class RecordedLaunch:
-    """Context manager that counts its block as one call, times a sample of the calls, and notifies `explain`.
-
-    An error after which the device is unusable becomes DeviceLost, and exhausted memory of the host OutOfMemory.
-    """
+    """Counts a block as one call, times a sample, and notifies `explain`; an unusable device becomes DeviceLost."""
 
     __slots__ = ("_index", "_provider", "_record", "_start")
 

@@ -107,12 +107,9 @@ class Processes:
 
     @contextlib.contextmanager
     def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Run a block in every process, then compare the settings that it leaves; one collective.
+        """Run a block in every process, then compare the settings it leaves; ConfigError in all where one differs.
 
-        Settings, which the block may fill, have the names that errors show; `hidden` has messages for those whose
-        values are secret. A setting that differs is a ConfigError in every process; an error of the block is raised in
-        all, with its rank. Errors that all processes raise have the attribute `shared`, so that one can show them for
-        all.
+        An error of the block is raised in all, with its rank and the attribute `shared`; values of `hidden` are secret.
         """
         failed: Exception | None = None
         try:
@@ -343,15 +340,9 @@ _ALIGNED = 16  # bytes: boundaries of the parts
 
 
 class PeerMemory:
-    """An array of zeros in each process of a group, which the others can reach; all create it alike.
+    """An array of zeros, `own`, in each process of a group, which the others map at `addresses`; all create it alike.
 
-    Attributes:
-        own: this process's array, of one dimension.
-        rank, size: of this process in the group, and number of processes.
-        addresses: of each process's array, as mapped here.
-
-    Raises:
-        UnsupportedCase: in every process: no GPUs of one host, or the driver maps no memory of other processes.
+    UnsupportedCase, in every process: no GPUs of one host, or the driver maps no memory of other processes.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, group: Any = None) -> None:
@@ -416,10 +407,7 @@ def _boot() -> str:
 
 
 class PeerSums:
-    """Sums of parts of a PeerMemory over its processes, in place, which all processes start in the same order.
-
-    `longest` is the number of elements of the longest part.
-    """
+    """Sums, in place, of parts of a PeerMemory of at most `longest` elements; all processes start them in one order."""
 
     def __init__(self, memory: PeerMemory, longest: int) -> None:
         self.memory = memory

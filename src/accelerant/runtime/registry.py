@@ -165,10 +165,7 @@ def _probed(name: str) -> str:
 
 
 def backend_named(name: object) -> str:
-    """Return the backend, or "auto", that a name in any case means; raise ConfigError for an unknown one.
-
-    Makers, interfaces and torch's types are names, too: "nvidia", "vulkan", "mps"; "gpu" is the GPU that is present.
-    """
+    """Return the backend, or "auto", of a name in any case, also a maker's ("nvidia"); else ConfigError."""
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
     found = _ALIASES.get(text, text)
     if found == "gpu":
@@ -417,10 +414,7 @@ def find_devices(devices: DeviceLike | Iterable[DeviceLike]) -> list[ComputeDevi
 
 
 def provider_of(device: torch.device) -> ComputeProvider:
-    """Return the provider of the tensors on a torch device, or raise BackendUnavailable.
-
-    An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels.
-    """
+    """Return the provider of a torch device's tensors, without kernels if no backend serves it, or raise."""
     name = _server(device.type)
     if name:
         return create(name)

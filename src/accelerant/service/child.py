@@ -32,14 +32,7 @@ _BACKOFF_S = (0.05, 10.0)
 
 
 class Child:
-    """A process that runs a module, restarted when it ends.
-
-    Attributes:
-        name: of the process, in messages.
-        ready: set while it takes work.
-        restarts: starts after the first one.
-        failure: why the last process ended before it was ready.
-    """
+    """A process that runs a module, restarted when it ends; `failure` is why the last one ended before it was ready."""
 
     start_s: ClassVar[float] = 120.0
     """Longest time in which a process must be ready; the import of torch and a driver's start are in it."""

@@ -29,10 +29,7 @@ class ServiceError(library.AccelerantError):
 
 
 class Refused(ServiceError):
-    """A request that no operation sees, for a reason of the protocol.
-
-    `kind` names the error to clients, `param` the parameter of a request of OpenAI's routes.
-    """
+    """A request that the protocol refuses; `kind` names the error, `param` a parameter of OpenAI's routes."""
 
     def __init__(
         self, status: int, kind: str, message: str, retry_after_s: float | None = None, *, param: str | None = None

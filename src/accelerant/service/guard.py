@@ -94,11 +94,7 @@ def body_of(refused: Refused, scope: Mapping[str, Any], request_id: str) -> byte
 
 
 class Guard:
-    """ASGI middleware. The key and the record of a request are `scope["state"]["key"]` and `["record"]`.
-
-    Attributes:
-        observers: called with the record of each answered request.
-    """
+    """ASGI middleware; key and record of a request are in `scope["state"]`, `observers` get answered records."""
 
     def __init__(
         self, app: Any, *, settings: ServiceSettings, keys: KeyStore, observers: list[Any], inference: Any = None
@@ -316,10 +312,7 @@ async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], bod
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings, hold: Callable[[int], None]) -> bytes:
-    """Return a request's body, whose parts are counted by `hold`.
-
-    Raises Refused if it is too large, compressed, slow, or ends early.
-    """
+    """Return a request's body, counted by `hold`; Refused if it is too large, compressed, slow, or ends early."""
     state = scope["state"]
     fields, record = state["fields"], state["record"]
     if fields.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):

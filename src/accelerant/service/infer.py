@@ -67,16 +67,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _InferenceCall:
-    """A request that has been read and checked.
-
-    Attributes:
-        id: KServe's id, which the answer repeats.
-        binary: which outputs are bytes in a KServe answer.
-        format: of the answer.
-        is_job: whether it becomes a job.
-        result_bytes: size of the outputs.
-        outputs: the outputs that the answer has; None for all.
-    """
+    """A request that has been read and checked; of the `outputs` that it asks for, `binary` ones are bytes."""
 
     operation: OpSpec
     parameters: Parameters
@@ -111,13 +102,7 @@ class _KnownHead:
 
 
 class Inference:
-    """The calls of a server.
-
-    Small calls of one kind have equal heads, whose JSON and parameters are read once.
-
-    Attributes:
-        held_bytes: size of the bodies and results of the requests that have not been answered.
-    """
+    """The calls of a server, equal heads read once; `held_bytes` is the size of bodies and results not yet answered."""
 
     def __init__(self, settings: ServiceSettings, operations: Mapping[str, OpSpec], jobs: JobService) -> None:
         self.settings, self.operations, self.jobs = settings, operations, jobs
@@ -232,10 +217,7 @@ class Inference:
         return call, request, values
 
     def hold(self, record: RequestRecord, size: int) -> None:
-        """Count bytes of a request's body or result until it is answered; Refused if all requests hold too many.
-
-        A request alone is served: its own limits bound it.
-        """
+        """Count bytes of a body or result until it is answered; Refused if all hold too many, unless it is alone."""
         self.held_bytes += size
         record.held_bytes += size
         if self.held_bytes > self.settings.bodies_bytes and self.held_bytes > record.held_bytes:

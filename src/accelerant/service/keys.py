@@ -40,10 +40,7 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key without its secret; its id owns jobs and stands in logs, its name is for people.
-
-    Requests are limited to `rate` a second on average, and `burst` at once. The last of `secrets` is the newest.
-    """
+    """A key without its secrets, the newest last: its id owns jobs; `rate` requests a second, `burst` at once."""
 
     id: str
     name: str = ""

@@ -47,10 +47,7 @@ SCOPES = ("field", "zk", "neural", "generate", "search", "privacy", "train", "mo
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An input or output: KServe's names of its dtypes, and its shape, with -1 for any size and one -1 for any shape.
-
-    BYTES, a text or a file, is one array of uint8 in a process.
-    """
+    """An input or output: KServe's dtypes, and a shape with -1 for any size or shape; BYTES is uint8 here."""
 
     name: str
     datatypes: tuple[str, ...]

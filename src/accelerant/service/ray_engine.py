@@ -67,13 +67,7 @@ def _application(settings: ServiceSettings, volume: str) -> FastAPI:
 
 
 def run(settings: ServiceSettings, address: str | None = None, replicas: int | None = None) -> None:
-    """Serve on a Ray cluster until a signal ends it.
-
-    Args:
-        settings: state_url is of PostgreSQL, directory one that all nodes share; devices are a replica's.
-        address: the cluster; by default the one of RAY_ADDRESS, or the one on this host, or a new one of it.
-        replicas: their number; by default one a GPU, or one a node if the cluster has no GPU.
-    """
+    """Serve on a Ray cluster, by default RAY_ADDRESS's, this host's or a new one, until a signal ends it."""
     require_keys(settings)
     if not settings.state_url.startswith("postgresql"):
         raise ConfigError("--engine ray needs state_url=postgresql://USER:PASSWORD@HOST/NAME, which all replicas share")

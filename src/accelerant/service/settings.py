@@ -173,10 +173,7 @@ _TYPES = typing.get_type_hints(ServiceSettings)
 
 
 def load(path: str | Path | None = None, environ: Mapping[str, str] | None = None, **arguments: Any) -> ServiceSettings:
-    """Return the settings of a file, the environment (the process's by default) and arguments that are not None.
-
-    Raises ConfigError for an unknown name or a value of another type; names where it came from.
-    """
+    """Return the settings of file, environment and arguments that are not None; ConfigError names the origin."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     if path is not None:

@@ -44,14 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request that has been answered.
-
-    Attributes:
-        held_bytes: what it takes in memory now of the bytes that `Inference` bounds.
-        route: the path's template; "" if no route matched.
-        operation: name of the operation, "" for other routes.
-        backend: backend that ran it; "" where none did.
-    """
+    """A request that has been answered; `held_bytes` is what it still takes of the bytes that Inference bounds."""
 
     request_id: str
     method: str
@@ -86,10 +79,7 @@ _LEDGER_EVERY = 3
 
 
 class Telemetry:
-    """Counts of requests, samples of devices and the state of the queue of one service.
-
-    A context manager: the devices are read within it. Its methods are called from the service's event loop.
-    """
+    """Counts of requests, samples of devices, read within its context, and the queue's state; of one event loop."""
 
     stream_s: ClassVar[float] = math.inf
     """Seconds after which a stream of events ends; its client connects again."""
@@ -181,10 +171,7 @@ class Telemetry:
     # --- the dashboard -----------------------------------------------------------------------------------------------
 
     async def events(self, key_id: str | None = None) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield names and data: "start" once, then "state" once a second, "job" and "ledger" when they have changed.
-
-        Jobs are those of the key; None for all.
-        """
+        """Yield names and data: "start" once, "state" each second, "job" (of the key) and "ledger" when they change."""
         jobs = await self._jobs.list(key_id, limit=50)
         history = {name: [item.to_dict() for item in items] for name, items in list(self._history.items())}
         known = {"version": __version__, "started": self._started, "buckets_s": BUCKETS_S, "history": history}

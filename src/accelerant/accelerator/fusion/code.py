@@ -40,12 +40,7 @@ _TRITON_TYPES = {
 
 
 class _Printer(ABC):
-    """Writes a program; subclasses have the words of a language.
-
-    Attributes:
-        reductions: operation and whether it is of floats -> lines before the loop, in it, and after it. `{i}` is the
-            node, `{v}` the value of a column, `{T}` the type and `{least}` its least number.
-    """
+    """Writes a program in a subclass's words; `reductions` have lines before, in and after the loop over columns."""
 
     reductions: ClassVar[Mapping[tuple[str, bool], tuple[Sequence[str], Sequence[str], Sequence[str]]]]
 
@@ -77,10 +72,7 @@ class _Printer(ABC):
     def assign(self, name: str, text: str, node: Node) -> None: ...
 
     def loops(self, stores: Sequence[tuple[int, bool, Callable[[str], None]]] | None = None) -> None:
-        """Write a loop over the columns for each level of reductions, and one for what is stored.
-
-        `stores` are the values that are stored, whether for each column, and how; by default the results.
-        """
+        """Write a loop over the columns for each level of reductions, and one for `stores`, by default the results."""
         nodes = self.program.nodes
         if stores is None:
             stores = [
@@ -428,13 +420,7 @@ def _constant(node: Node) -> str:
 
 
 class Stage(NamedTuple):
-    """A pass of the CPU's kernel over the elements.
-
-    Attributes:
-        sums: reductions over the rows, whose parts it computes; or, where it is `joining`, puts together.
-        stores: results that it writes.
-        joining: it is one part, after those of the stages before.
-    """
+    """A pass of the CPU's kernel over the elements: row sums that it computes or joins, and results that it stores."""
 
     sums: tuple[int, ...]
     stores: tuple[int, ...]
@@ -457,12 +443,7 @@ def stages_of(program: FusedProgram) -> list[Stage]:
 
 
 class _HostPrinter(_CPrinter):
-    """Writes the CPU's C: a part of the rows and columns, read with any strides; see host.py for the table `t`.
-
-    Args:
-        steps: of each input that is read, how its address moves by a column: "0", "1", or "s" by a stride of the table.
-        outer: number of dimensions of the rows.
-    """
+    """Writes the CPU's C for a part of the rows and columns; `steps` are the inputs' moves: "0", "1", "s"."""
 
     columns = ("left", "right")
 

@@ -265,14 +265,7 @@ def _run(name: str, program: FusedProgram, shape: Shape, tensors: Sequence[Tenso
 
 
 class _Trace(NamedTuple):
-    """One run of the function, see Recording; for `shape` alone where that is not None.
-
-    Attributes:
-        single: the function returns one array, not a tuple.
-        captured: arrays of no dimension from outside of the function, which are read at each call.
-        reads: what the function read besides its arrays; None where the next run may differ.
-        views: of the arguments, that are the inputs, and their shapes; None where these are the arguments themselves.
-    """
+    """One run of the function, see Recording; `reads` is what it read besides its arrays, None if unknown."""
 
     program: FusedProgram
     returned: tuple[Returned, ...]
@@ -284,13 +277,7 @@ class _Trace(NamedTuple):
 
 
 class _Specialization(NamedTuple):
-    """A trace for arrays of certain shapes and dtypes.
-
-    Attributes:
-        shape: what the inputs broadcast to.
-        wide: shape of each input, of as many dimensions: with sizes of 1 where it does not differ.
-        results: their shapes.
-    """
+    """A trace for arrays that broadcast to `shape`; `wide` are their shapes in as many dimensions."""
 
     trace: _Trace
     shape: Shape

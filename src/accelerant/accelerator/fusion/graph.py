@@ -392,11 +392,7 @@ def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FusedProgram:
-    """A graph with its inputs and results; equal if the same kernel computes them.
-
-    Attributes:
-        compute: float64 if an input is float64, else float32.
-    """
+    """A graph with its inputs and results, computed in float32 or float64; equal if the same kernel computes them."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Input, ...]
@@ -507,10 +503,7 @@ class FusedProgram:
         )
 
     def run_torch(self, shape: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute by torch's functions, which autograd can record, on tensors that broadcast to a shape.
-
-        The results have the dimensions of the shape, with size 1 where they do not differ.
-        """
+        """Compute by torch's functions on tensors that broadcast to a shape; results have size 1 where they may."""
         values: list[Any] = []
         for node in self.nodes:
             values.append(self._torch_value(node, values, tensors, shape))

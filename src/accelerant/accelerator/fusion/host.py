@@ -39,15 +39,7 @@ _TILE = 64
 
 
 class HostLaunch(NamedTuple):
-    """The launch of a kernel on arrays of some shape and strides.
-
-    Attributes:
-        table: of the kernel, without addresses.
-        order: of the result's dimensions in memory, None for that of the shape.
-        shapes: of the results.
-        stages: whether each is one part.
-        scratch: numbers of eight bytes.
-    """
+    """A kernel's launch on arrays of some shape and strides: its table without addresses, scratch in 8 bytes."""
 
     kernel: Kernel
     table: np.ndarray[Any, Any]

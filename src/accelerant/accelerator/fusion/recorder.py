@@ -350,15 +350,7 @@ def view_of(x: Any, steps: Sequence[tuple[str, Any]]) -> Any:
 
 
 class Recording:
-    """One run of the function on traced values.
-
-    Attributes:
-        reads_shape: the program serves this shape alone: the function asked for it, or takes views.
-        views: of the arguments, the inputs before the captured ones.
-        captured: arrays of no dimension from outside of the function, which are inputs after its own.
-        of_torch: methods of arrays have torch's signatures, not NumPy's.
-        as_numpy: dtypes of results are NumPy's, not torch's.
-    """
+    """One run of the function on traced values; `captured` arrays become inputs after its own."""
 
     def __init__(
         self, domain: Domain, inputs: Sequence[tuple[Input, tuple[int, ...]]], *, of_torch: bool, as_numpy: bool,

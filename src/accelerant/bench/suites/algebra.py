@@ -126,11 +126,7 @@ def _numpy_add(x: Any, y: Any) -> Any:
 
 
 def first_wrong(x: Any, y: Any, got: Any) -> str:
-    """Compare all sums with the host's 64-bit arithmetic, and the first ones with Python's integers.
-
-    All are elements of Goldilocks; `got` may be a tensor. Returns how many sums are wrong, with the first one; "" if
-    all are right.
-    """
+    """Compare sums in Goldilocks with the host's arithmetic; return how many are wrong, with the first one, or ""."""
     host = (got.cpu().numpy() if isinstance(got, Tensor) else got).view(np.uint64)
     room = np.uint64(_P) - y  # x + y reaches the modulus where x >= room
     expected = np.where(x >= room, x - room, x + y)

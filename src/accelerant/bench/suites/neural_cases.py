@@ -47,12 +47,7 @@ def odd_benchmarks_of(name: str, dtype: torch.dtype) -> list[Benchmark]:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """A benchmark of an op with its tensors: positional arguments `inputs`, keyword arguments `options`.
-
-    Attributes:
-        label: sizes, dtype and options, as rows have them.
-        aims: whether the benchmark's targets hold on this device in this dtype.
-    """
+    """A benchmark of an op with its tensors; `aims`: whether its targets hold on this device in this dtype."""
 
     name: str
     label: str
@@ -229,11 +224,7 @@ _ROWS = 64
 
 
 class Oracle:
-    """The reference results of a case, computed when first needed.
-
-    `whole` is False if only the first rows are compared. `flops` are the operations of the case's forward pass, 0 where
-    bandwidth bounds it.
-    """
+    """The reference results of a case, computed when first needed; of its first rows alone unless it is `whole`."""
 
     def __init__(self, case: OpCase, flops: int = 0) -> None:
         self.case = case
@@ -243,10 +234,7 @@ class Oracle:
         self._torch: dict[str, float] = {}
 
     def wrong(self, fn: Callable[..., Any], direction: str) -> tuple[float | None, str]:
-        """Return the error of a function's results, and a text that starts with "wrong: " if it is not allowed.
-
-        The error is None for an op whose results differ from call to call.
-        """
+        """Return the error of results (None for a random op), and a text that begins with "wrong: " or is empty."""
         if OPS[self.case.name].random:
             return None, ""
         error = self._error(fn, direction)

@@ -286,11 +286,7 @@ _MOST_SIZES = 256
 
 
 def parse_sizes(texts: Sequence[str], flag: str = "--size") -> list[tuple[int, ...]]:
-    """Return the sizes of texts like "4096x4096", "2^20" or "128..8192x1024", a range by doubling, each size once.
-
-    Raises:
-        ConfigError: a text is not of this form, has a number below 1, or the sizes are more than 256.
-    """
+    """Return the sizes of "4096x4096", "2^20" or "128..8192x1024" (by doubling), each once, at most 256."""
     found: dict[tuple[int, ...], None] = {}
     for text in texts:
         ranges: list[list[int]] = []

@@ -83,14 +83,7 @@ def compile_first(
     groups: Callable[[set[str]], Sequence[Sequence[Task]]], cases: Sequence[SuiteCase], run: SuiteRun, workers: int, *,
     limit_s: float, share: float | None = None,
 ) -> None:  # fmt: skip
-    """Compile what the cases that are left need, with a note in the record if `limit_s` seconds are too few.
-
-    The libraries' disk caches are enabled in this process and its children, before the libraries are loaded.
-
-    Args:
-        groups: returns the tasks of the cases with the given keys, see precompile.
-        limit_s: at most half of what is left of the run's own limit.
-    """
+    """Compile what the cases left need, in at most half of the run's time, or note that `limit_s` was too short."""
     left = {case.key for case in run.left(cases)}
     if not left:
         return

@@ -79,10 +79,7 @@ def _text(path: Path) -> str:
 def hopper_program(
     path: Path, element: str, mmas: Sequence[Mma], constants: Mapping[str, int | str], headers: Sequence[str] = ()
 ) -> str:
-    """Return the text for NVRTC of the kernel in a file, with wrappers of the matrix products that it calls.
-
-    `element` is of ELEMENTS, `constants` are macros; `headers` are files of this folder besides the primitives.
-    """
+    """Return NVRTC's text of a kernel's file, with wrappers of its matrix products; `constants` are macros."""
     macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
     shared = [_text(_FOLDER / "primitives.h"), *(mma.text() for mma in mmas)]
     shared += [_text(_FOLDER / name) for name in headers]
@@ -91,13 +88,7 @@ def hopper_program(
 
 @dataclass(frozen=True, slots=True)
 class HopperProgram:
-    """A kernel's text and launch parameters; a Builder of runtime/compilation/kernel.py.
-
-    Attributes:
-        text: from hopper_program.
-        threads, shared_bytes: of a block; the memory is dynamic.
-        overlaps: see LoadedKernel.
-    """
+    """A kernel's text, from hopper_program, and its launch parameters; a Builder of runtime/compilation/kernel.py."""
 
     name: str
     text: str

@@ -77,10 +77,7 @@ def to_channels_last(x: Tensor) -> Tensor:
 
 
 def to_channels_first(x: Tensor) -> Tensor:
-    """Copy channels-last x (B, C, H, W) to contiguous memory; other layouts are copied by torch.
-
-    A library's result need not have the layout of its arguments: without cuDNN, torch's convolutions do not keep it.
-    """
+    """Copy channels-last x (B, C, H, W) to contiguous memory; torch copies other layouts, as libraries return."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         return x.contiguous()
     B, C, H, W = x.shape

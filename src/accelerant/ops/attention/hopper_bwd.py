@@ -101,11 +101,7 @@ def _blocks(Skv: int, causal: bool) -> int:
 
 
 class Shares(NamedTuple):
-    """Division of the work: `grid` blocks compute products, `helpers` further ones row statistics.
-
-    `first` indexes, over all batches' query heads, the first whose statistics the helpers compute; the rows kernel
-    computes those before it.
-    """
+    """Division of the work: `grid` blocks compute products, `helpers` the statistics of query heads from `first` on."""
 
     grid: int
     helpers: int

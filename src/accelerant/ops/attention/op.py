@@ -168,10 +168,7 @@ def _bind_hopper_backward(
 
 
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
-    """Return the cost of `products` matrix products that read or write each of q and k `tensors` times.
-
-    Counts visible pairs of query and key, ignoring that a window is shorter at the ends.
-    """
+    """Return the cost of `products` that read or write each of q and k `tensors` times; windows count as full."""
     B, Hq, Hkv, S, Skv, D = case.shape
     causal = "causal" in case.options
     window = next((int(each.removeprefix("window ")) for each in case.options if each.startswith("window")), None)

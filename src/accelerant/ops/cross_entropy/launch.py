@@ -166,10 +166,7 @@ def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype, y: Tensor 
 
 
 def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Multiply dx by the scalar dy, divided by the sum of counts, in place; a factor of 1 costs only the launch.
-
-    dx is contiguous, or (M, N) with padding between its rows that is overwritten too.
-    """
+    """Multiply dx, and the padding of its rows, by the scalar dy over the sum of counts, in place."""
     if not dx.is_contiguous():
         M, N = dx.shape
         scale_(dx.as_strided(((M - 1) * dx.stride(0) + N,), (1,)), dy, counts)
@@ -463,11 +460,7 @@ def refuses_shared_rows(case: Case) -> str | None:
 
 @functools.cache
 def shared_row_program(plan: SharedRowConfig, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
-    """Return the shared_row_program text of a variant for rows of N columns, which determine the shared memory.
-
-    `mean`: the gradient is of the mean over the counted rows; `alike`: all rows have one offset from a 16-byte
-    boundary.
-    """
+    """Return a variant's text for rows of N columns; `alike`: all rows have one offset from a 16-byte boundary."""
     constants = {
         "THREADS": plan.threads, "BLOCKS": plan.blocks, "CLUSTER": plan.cluster, "ALIKE": int(alike),
         "MEAN": int(mean), "SMOOTH": int(smooth), "COUNTS": COUNTS,

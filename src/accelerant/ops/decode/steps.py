@@ -275,29 +275,14 @@ def linear(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 1e-6,
     residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Apply a linear layer to few rows, with an optional norm before and gate or residual after it.
+    """Apply a linear layer to few rows, with an optional norm before and gate or residual after it; without a gradient.
 
     y = f(z) + residual,  z = scale (h W^T),  h = rms_norm(x, norm) or x,  f(z) = z, or silu(z[:N]) z[N:] if gated
 
-    One row runs in one kernel, which reads the weight once, or for a large int8 weight in two, the first of which
-    converts x to integers. More rows use rms_norm, matmul or linear_int8, swiglu and a sum.
-
-    Args:
-        x: (M, K), float16, bfloat16, float32 or float64, contiguous.
-        weight: (N, K), or (2 N, K) if gated; dtype of x, or int8; contiguous.
-        scale: of the weight's rows, float32, for int8.
-        norm: (K,), gain of an RMS norm of x, dtype of x or float32; None for no norm.
-        eps: of the norm.
-        residual: (M, N), dtype of x, added last; or None.
-        gated: whether the first half of the weight's rows are gates of the second (SwiGLU).
-
-    Returns:
-        (M, N), dtype of x, without a gradient. One row is rounded once, at the end. Integers represent x with an error
-        of at most 1 / 16710000 of its largest magnitude.
-
-    Raises:
-        ShapeError: incompatible shapes.
-        UnsupportedDtype: dtypes not listed above.
+    x is (M, K) in a floating dtype; weight (N, K), or (2 N, K) if gated, in that dtype, or int8 with `scale`, float32,
+    of its rows; norm (K,); residual and y (M, N). One row runs in one kernel, or for a large int8 weight in two, the
+    first of which converts x to integers (within 1 / 16710000 of its largest magnitude), and is rounded once, at the
+    end.
     """
     _check(x, weight, scale, norm, residual, gated)
     if x.shape[0] == 1:
@@ -315,20 +300,11 @@ def append(
     qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the new token's key and value to the caches, with queries and keys rotated by its position's angle.
+    """Write a new token's key and value to the caches, and return the queries (B, heads, 1, D), both rotated.
 
-    Args:
-        qkv: (B, (heads + 2 kv_heads) D): all queries, then all keys, then all values; contiguous.
-        positions: (B,) int32 or int64, the token's index in each sequence's cache; stays on the device and is not
-            checked: T or more writes nothing.
-        k_cache, v_cache: (B, kv_heads, T, D), dtype of qkv, contiguous; changed.
-        cos, sin: (at least T, D / 2), from accelerant.ops.rope.op.rope_tables, contiguous; None: no rotation.
-
-    Returns:
-        the rotated queries (B, heads, 1, D).
-
-    Raises:
-        ShapeError: incompatible shapes.
+    qkv is (B, (heads + 2 kv_heads) D): queries, keys, values. The caches (B, kv_heads, T, D) change at `positions`
+    (B,), which stay on the device, unchecked: T or more writes nothing. cos and sin are (at least T, D / 2), None: no
+    rotation.
     """
     B, kv_heads, T, D = k_cache.shape
     heads = qkv.shape[-1] // D - 2 * kv_heads

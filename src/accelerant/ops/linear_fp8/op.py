@@ -148,10 +148,7 @@ def launch_gelu(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def launch_dgelu(da: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dz, gelu(z), q and s of dz times factor, and partial column sums of dz in float32.
-
-    da is (M, N), z (M, N) contiguous, factor (N,) float32.
-    """
+    """Return dz, gelu(z), q and s of dz times factor (N,), and partial column sums of dz; da and z are (M, N)."""
     M, N = z.shape
     dz, a = torch.empty_like(z), torch.empty_like(z)
     q, scale = _empty_rounded(z)

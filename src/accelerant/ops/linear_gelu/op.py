@@ -107,10 +107,7 @@ def launch_hopper(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
     plan: GeluHopperTile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel on the current stream: y (M, N), and the pre-activation z (M, N) if kept, else an empty tensor.
-
-    x is (M, K), weight (N, K), bias (N,) or None.
-    """
+    """Launch the kernel on x (M, K), weight (N, K), bias (N,): y (M, N), and z (M, N) if kept, else an empty one."""
     x, weight = hopper.readable(x), hopper.readable(weight)
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):
         bias = bias.clone(memory_format=torch.contiguous_format)

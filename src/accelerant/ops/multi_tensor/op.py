@@ -345,11 +345,7 @@ def launch_update(name: str, update: Update) -> None:
 
 
 def _launch_buckets(name: str, table: Table, constants: Sequence[Mapping[str, object]], last: Tensor) -> None:
-    """Launch a kernel that changes tensors, once per bucket.
-
-    CompileError, LaunchError: before anything was changed, so that another implementation can start over;
-    AccelerantError: after.
-    """
+    """Launch a kernel for each bucket of tensors; CompileError and LaunchError only before a change."""
     plan = PLANS[name]
     maps = [table.chunks(i, plan.chunk) for i in range(len(table.buckets))]  # all allocations before the first launch
     for i, (bucket, chunks) in enumerate(zip(table.buckets, maps, strict=True)):

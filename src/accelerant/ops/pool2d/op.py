@@ -117,10 +117,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolTile:
-    """The work of one program: `block_p` rows (pixels with the channels last) by `block_q` columns (channels).
-
-    `rows`: windows of a column per thread of the forward pass, which reads their rows of x once.
-    """
+    """The work of a program: `block_p` pixels or rows by `block_q` channels or columns; `rows` windows a thread."""
 
     block_p: int
     block_q: int
@@ -159,11 +156,7 @@ def launch_forward(
     x: Tensor, size: Sequence[int], window: Window, divisor: int | None = None,
     positions: torch.dtype | None = None, plan: PoolTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y and the positions of the maxima, both (B, C, *size) in torch's memory format.
-
-    `divisor` of sums: None for their number of elements. `positions`: uint8 or int64, see triton_kernels.py; None:
-    none.
-    """
+    """Return y and the positions of the maxima (uint8, int64; None: none), (B, C, *size) in torch's memory format."""
     layout = layout_of(x)
     last = layout == torch.channels_last
     x = x.contiguous(memory_format=layout)

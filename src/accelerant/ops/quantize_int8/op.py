@@ -23,10 +23,7 @@ from accelerant.runtime.dispatch import Case, Cost
 
 
 def quantize_int8_reference(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return each row divided by its scale and rounded, and the scales, in the dtype of x; the tests' oracle.
-
-    Computed in float32, which is part of the definition.
-    """
+    """Return each row divided by its scale and rounded, and the scales: by definition computed in float32."""
     if x.dim() == 0:
         q, scale = quantize_int8_reference(x.reshape(1), dim=0)
         return q.reshape(()), scale

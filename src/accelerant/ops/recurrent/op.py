@@ -39,16 +39,7 @@ def layer_reference(
     cell: str, x: Tensor, h: Tensor, c: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
     b_hh: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run one direction of one layer step by step in plain PyTorch.
-
-    Args:
-        cell: "lstm", "gru", "tanh" or "relu".
-        x: (B, T, K), T at least 1.
-        h, c: (B, H), the initial state; c of LSTM alone.
-
-    Returns:
-        y (B, T, H), and h, of LSTM also c, after the last step.
-    """
+    """Run a direction of a layer over x (B, T, K) from h, c (B, H) in plain PyTorch; return y and the states."""
     gates, ys = GATES[cell], []
     for a in F.linear(x, w_ih, b_ih).unbind(1):
         s = F.linear(h, w_hh, b_hh)
@@ -131,10 +122,7 @@ def run_layers(
     run: Callable[[Tensor, int, int], Sequence[Tensor]], x: Tensor, layers: int, dropout: float, training: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run all layers and directions; return y and the final states, (layers directions, B, H) each.
-
-    `run` takes the input of a layer, its number and the direction; it returns the output and the final states.
-    """
+    """Run all layers and directions by `run` (input, number, direction); return y and the states."""
     ends: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
@@ -336,15 +324,7 @@ def recurrent(
     cell: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], *, bias: bool, layers: int,
     dropout: float, training: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run recurrent layers over x (B, T, inputs); arguments as in torch.nn.LSTM, already checked.
-
-    Args:
-        cell: "lstm", "gru", "tanh" or "relu".
-        states: h, of LSTM also c, (layers directions, B, hidden) each.
-
-    Returns:
-        y (B, T, outputs), and the states after the last step, like `states`.
-    """
+    """Run "lstm", "gru", "tanh" or "relu" layers over checked x (B, T, inputs); return y and the last states."""
     hidden = states[0].shape[-1]
     others = (*states, *weights)
     traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or not is_plain(x)

@@ -107,10 +107,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return x with each pair of features, as a complex number, rotated by the angle of its position.
-
-    In the dtype of its inputs; the tests' oracle in float64.
-    """
+    """Return x with each pair of features, as a complex number, rotated by its position's angle; in its own dtype."""
     shape = (*x.shape[:-1], x.shape[-1] // 2, 2) if interleaved else (*x.shape[:-1], 2, x.shape[-1] // 2)
     real, imaginary = x.reshape(shape).unbind(-1 if interleaved else -2)
     if cos.dim() == 3:  # tables per sequence, shared by its heads

@@ -121,10 +121,7 @@ def pass_over() -> None:
 
 
 def start() -> None:
-    """Let operations run libraries' functions from now on while their kernels are compiled by child processes.
-
-    Does nothing on Windows, and where there is no Python to start.
-    """
+    """Let library functions serve while child processes compile kernels; not on Windows, nor without a Python."""
     global _compilers
     if _compilers is None and os.name == "posix" and sys.executable:
         _compilers = _Compilers()
@@ -151,10 +148,7 @@ def misses() -> int:
 
 
 def binary_of(key: str, source: KernelSource, target: str) -> Binary:
-    """Return the code of a kernel that is not in the disk cache: from a child, or compiled here and now.
-
-    In an attempt it is only asked for, and NotCompiledError is raised. Raises CompileError as compile_cuda does.
-    """
+    """Return the code of a kernel that the disk cache lacks; in an attempt, ask for it and raise NotCompiledError."""
     compilers, thread = _compilers, get_ident()
     if compilers is None:
         return compile_cuda(source, target)

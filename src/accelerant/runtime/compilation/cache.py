@@ -60,11 +60,7 @@ def kernel_key(**parts: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry(JsonRecord):
-    """One compiled kernel source on disk, under its key, with the most registers that an entry point uses a thread.
-
-    A damaged entry has no name but a reason, and is compiled again. One that is not `trusted`, since another user could
-    have written it, is not used.
-    """
+    """A compiled source on disk; a damaged one, or one that another user could write (not `trusted`), is not used."""
 
     key: str
     name: str
@@ -303,10 +299,7 @@ def _checksum(key: str, report: dict[str, Any], code: bytes) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | Path, within: int | None = None) -> Iterator[int]:
-    """Open a file or folder, by its name within an open folder if there is one.
-
-    Raises PermissionError if another user can change it, or if it is a symlink, which may lead anywhere.
-    """
+    """Open a file or folder; PermissionError for a symlink, or where another user can change it."""
     if stat.S_ISLNK(os.stat(path, dir_fd=within, follow_symlinks=False).st_mode):
         raise PermissionError(errno.EPERM, "is a symlink", str(path))
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=within)

@@ -118,10 +118,7 @@ def _load_nvrtc_12() -> None:
 def run_nvrtc(
     text: str, target: str, name: str, options: Sequence[str], *, portable: bool = False, names: Sequence[str] = ()
 ) -> NvrtcResult:
-    """Compile CUDA C++, or C in the portable dialect, for one architecture, with NVRTC's options in addition to _FIXED.
-
-    `names` are entry points as C++ has them ("scale<float, 4>"), which are instantiated, and whose symbols are wanted.
-    """
+    """Compile CUDA C++ or portable C for an architecture; `names` are entry points to make: "scale<float, 4>"."""
     nvrtc = load_nvrtc()
     folders = [*toolkit_headers(text)]
     arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v"]
@@ -159,10 +156,7 @@ def run_nvrtc(
 
 
 def toolkit_headers(text: str) -> dict[str, int]:
-    """Return the folders of CUDA's headers for a text that includes any, with the time of their last change (ns).
-
-    They are those of a toolkit, of NVIDIA's wheels, or of Triton.
-    """
+    """Return the folders of CUDA's headers, if the text includes any, and the time of their last change (ns)."""
     if not re.search(r"^[ \t]*#[ \t]*include\b", text, re.MULTILINE):
         return {}
     return {str(folder): folder.stat().st_mtime_ns for folder in _toolkit_folders()}

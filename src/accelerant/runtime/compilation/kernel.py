@@ -40,11 +40,7 @@ CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 @dataclass(frozen=True, slots=True)
 class Resources(JsonRecord):
-    """Resources of a compiled kernel; None where the compiler does not report them.
-
-    Registers of 32 bits, spilled bytes and the stack frame are a thread's; shared memory, static and dynamic, is a
-    block's.
-    """
+    """Registers, spilled bytes and stack of a thread, shared memory of a block; None where it is not reported."""
 
     registers: int | None = None
     spill_bytes: int | None = None
@@ -54,10 +50,7 @@ class Resources(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """Machine code for one target (a cubin, an object file, ...), as the disk cache keeps it, with the compiler's log.
-
-    `symbols` are the names in the code by entry; `metadata`, JSON values only, is what the launcher needs besides.
-    """
+    """Machine code for a target as the disk cache keeps it; `metadata`, JSON values, is for the launcher."""
 
     code: bytes
     symbols: Mapping[str, str]
@@ -172,11 +165,7 @@ class KernelSource:
 
 @dataclass(slots=True)
 class Kernel:
-    """A compiled, loaded entry point; only the provider that made it can launch it.
-
-    `arguments` are types, as in KernelSource.entries; `compile_ms` is the time of compiling, or of reading the disk
-    cache.
-    """
+    """A compiled, loaded entry point, which its provider launches; `arguments` are types as in KernelSource.entries."""
 
     name: str
     backend: str
@@ -206,19 +195,13 @@ _BUILDER = ("runtime/compilation/llvm.py", "runtime/compilation/llvm.py")
 
 
 def builder_key(builder: object, *sources: str) -> str:
-    """Return the key of a Builder of LLVM IR: its fields, and a hash of the code that writes the text.
-
-    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
-    """
+    """Return a Builder's fields and the hash of its code: a key without writing the text, which takes up to 60 ms."""
     return f"{builder!r} {sources_hash(*_BUILDER, *sources)}"
 
 
 @dataclass(frozen=True, slots=True)
 class LlvmProgram:
-    """A Builder of LLVM IR that a function writes, the same for each target.
-
-    `parameters` and `sources` are those of builder_key, `written_out` and `least_share` those of providers/cpu.py.
-    """
+    """A Builder of LLVM IR that a function writes, for any target; fields as in builder_key and providers/cpu.py."""
 
     parameters: object
     sources: tuple[str, ...]
@@ -238,10 +221,7 @@ class LlvmProgram:
 
 @functools.cache
 def sources_hash(*paths: str, endings: tuple[str, ...] = (".py",)) -> str:
-    """Return the SHA-256, in hexadecimal, of this version and of these files, and of the files below these folders.
-
-    Paths are relative to the package. Of a folder's files those with the endings count.
-    """
+    """Return the SHA-256 of this version, and of files and folders' files with the endings; paths are the package's."""
     digest, start = hashlib.sha256(__version__.encode()), len(str(_PACKAGE)) + 1
     for relative in paths:
         path = str(_PACKAGE / relative)

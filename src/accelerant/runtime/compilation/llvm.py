@@ -58,10 +58,7 @@ def vector(element: str, lanes: int) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def constant(type: str, value: float) -> Value:
-    """Return a number of a scalar type, or a vector of a type with the number in every lane.
-
-    Floating-point numbers must be exact in the type: LLVM reads them as the bits of a double.
-    """
+    """Return a number, exact in its type (LLVM reads the bits of a double), as a scalar or in every lane."""
     lanes, element = _split(type)
     if lanes > 1 and not value:
         return Value("zeroinitializer", type)
@@ -111,10 +108,7 @@ class Variable:
 
 
 class FunctionBuilder:
-    """A function's instructions; arguments have type and attributes: "i64 %n", "ptr noalias %x".
-
-    The linkage may have a calling convention ("internal fastcc"), and is "" for an entry point.
-    """
+    """A function's instructions; arguments are like "i64 %n", the linkage "" for an entry point."""
 
     def __init__(
         self, name: str, arguments: Sequence[str] = (), result: str = "void", *, linkage: str = "internal",

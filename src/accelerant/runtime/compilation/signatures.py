@@ -44,11 +44,7 @@ _VECTOR = re.compile(r"(u?char|u?short|u?int|u?long|u?longlong|float|double|half
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """An argument of a kernel; without a name it is "argument 2".
-
-    The kind is as in KernelSource.entries, with "*f32x4" for a pointer to float4 and "*void" for any; `constant` says
-    that the kernel only reads the memory.
-    """
+    """An argument of a kernel; kinds as in KernelSource.entries, "*f32x4" for float4*, and "*void" for any pointer."""
 
     name: str
     kind: str
@@ -57,10 +53,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class KernelSignature:
-    """A kernel's definition in a text: its name with its namespaces, the text of each parameter, and where it is.
-
-    Template parameters are (kind, name, default); the body is from start to end in the text, the line from 1.
-    """
+    """A kernel's definition in a text, its body from start to end; template parameters are (kind, name, default)."""
 
     name: str
     parameters: tuple[str, ...]
@@ -137,12 +130,7 @@ def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
 def entry_of(
     text: str, dialect: str, name: str | None, macros: Mapping[str, str] | None = None
 ) -> tuple[str, tuple[Parameter, ...]]:
-    """Return the name of an entry point as the compiler takes it, and its parameters.
-
-    The name may have template arguments ("scale<float, 4>") and a namespace; None is the only kernel of the text.
-    Macros are those defined besides the text's. CompileError if no kernel or several have the name, or an argument does
-    not fit.
-    """
+    """Return an entry point as the compiler takes it, and its parameters; CompileError unless one kernel fits."""
     kernels = find_kernels(text, dialect)
     listed = ", ".join(map(str, kernels)) or "none"
     if name is None:

@@ -76,11 +76,7 @@ def refuses_triton(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
-
-    `kinds` has Triton's type of each argument in order ("*bf16", "constexpr"); constants are by name or position;
-    `multiples` has positions of arguments that are multiples of 16, 8, 4 or 2, with that number.
-    """
+    """A Builder of one Triton function: Triton's types of the arguments, constants, and multiples of 16, 8, 4 or 2."""
 
     module: str
     name: str

@@ -65,10 +65,7 @@ def words(name: str) -> str:
 
 
 def windowed(text: str, counts: Sequence[int], log_words: int) -> str | None:
-    """Return the module with each array bound in its count of windows of 2^log_words words, one after another.
-
-    None if an array of several windows has no functions of `words`.
-    """
+    """Return the module with arrays bound as windows of 2^log_words words; None if one of several lacks `words`."""
     names = [match[2] for match in _BINDING.finditer(text) if match[1].startswith("storage")]
     windows = dict(zip(names, counts, strict=True))
     number = itertools.count()

@@ -46,13 +46,7 @@ _log = logging.getLogger("accelerant.choices")
 
 @dataclass(frozen=True, slots=True)
 class CandidateTimes:
-    """Times of the candidates for one bucket.
-
-    Attributes:
-        ms, failed: name -> milliseconds per call, or why it has no time.
-        sources: digest of the op's sources; "" where they do not matter.
-        table: name of the shipped table that it is from; "" for a local one.
-    """
+    """Milliseconds of the candidates for a bucket, or why they `failed`; `table` is the shipped one, or ""."""
 
     ms: Mapping[str, float]
     case: str = ""
@@ -124,10 +118,7 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
 class Sources:
-    """The digest of an op's sources: the modules of its functions, what they import, and kernels; computed once.
-
-    Comments, docstrings and layout do not change it.
-    """
+    """The digest of an op's modules, their imports and kernels, computed once; comments and layout do not count."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self._functions = functions
@@ -346,10 +337,7 @@ class Choices:
             _log.warning("choices cannot be kept in %s: %s", path, error)
 
     def _read_tables(self, model: str | None = None) -> dict[str, CandidateTimes]:
-        """Return the measurements of the shipped tables that serve a model, by default of all tables.
-
-        Those of the device with the most similar name go before others. A slice of a device is another device.
-        """
+        """Return the shipped measurements that serve a model, by default all, of the most similar device name first."""
         found = []
         for path in sorted(self._tables.glob("*.json")):
             try:

@@ -337,11 +337,7 @@ torch_wants_determinism: Callable[[], bool] = getattr(
 
 
 class Rules(NamedTuple):
-    """The settings that a choice depends on besides its case.
-
-    `race` is None for "auto": where no shipped table serves the device. `forced` has pairs of an op and its
-    implementation.
-    """
+    """The settings that a choice depends on besides its case; `race` None is "auto", `forced` has pairs."""
 
     race: bool | None
     tune: bool

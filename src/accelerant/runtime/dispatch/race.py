@@ -237,14 +237,7 @@ P = TypeVar("P", bound=Hashable)
 
 
 class Tuned(Generic[P]):
-    """The launch plans of a kernel by device, dtype and sizes.
-
-    Args:
-        name: of the kernel; unique.
-        default: the rule: sizes -> plan.
-        candidates: sizes -> the plans to time. Their repr tells them apart, from run to run.
-        bucket: the sizes that one measurement stands for; by default each rounded up to a power of two.
-    """
+    """The launch plans of a kernel by device, dtype and sizes: a rule, and candidates to time for each bucket."""
 
     def __init__(
         self, name: str, *, default: Callable[..., P], candidates: Callable[..., Sequence[P]],
@@ -261,10 +254,7 @@ class Tuned(Generic[P]):
     def __call__(
         self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], run: Callable[[P], object] | None = None
     ) -> P:
-        """Return the plan to launch with; a look-up after the first call for the sizes.
-
-        `run` launches with a plan, without side effects; None: nothing is measured in this call.
-        """
+        """Return the plan, a look-up after the first call for the sizes; `run` launches one, None: measure nothing."""
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get((device, dtype, sizes))
         return self._choose(device, dtype, sizes, run, plans) if plan is None else plan

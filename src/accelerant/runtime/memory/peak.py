@@ -206,11 +206,7 @@ def _faked(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor
 
 
 class _Workspace:
-    """An estimate of the memory that CUDA kernels allocate inside one op.
-
-    It consists of cuBLAS's workspace, which each thread that multiplies keeps (autograd's is not the caller's), and of
-    the largest temporary of convolutions and attention.
-    """
+    """An estimate of the memory that CUDA kernels take inside one op: cuBLAS's workspaces, and a temporary."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._threads = threads
@@ -308,11 +304,7 @@ def measure_step(
     step: ModelStep, inputs: tuple[Any, ...], device: torch.device, optimizer: OptimizerLike | None = None, *,
     limit_bytes: int | None = None, placeholder: tuple[int, int] = (0, 0),
 ) -> int:  # fmt: skip
-    """Measure the peak of a real run, with its parameters and inputs; the model is unchanged afterwards.
-
-    In place of an optimizer, `placeholder` has the bytes allocated throughout, and after the backward pass. On the CPU,
-    a run with more than limit_bytes alive stops.
-    """
+    """Measure the peak of a real run that leaves the model unchanged; a CPU's stops where limit_bytes are alive."""
     with restored_state(step, device):
         state = shadow_parameters(step)
         forward = bind_forward(step, state, inputs)
@@ -395,10 +387,7 @@ def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any
 def run_step(
     forward: Callable[[], Any], backward: bool, between: Callable[[], object] = lambda: None
 ) -> tuple[Any, dict[int, Tensor]]:
-    """Run forward, call `between` and, if asked, run backward from all results that require a gradient.
-
-    Returns the result, and the gradients by the id of their leaf tensor. A result gets a gradient of ones.
-    """
+    """Run forward, `between` and, if asked, backward; return the result and the gradients by the id of their leaf."""
     with torch.set_grad_enabled(backward):
         result = forward()
     between()
@@ -456,10 +445,7 @@ def device_of(step: ModelStep, inputs: Any) -> torch.device:
 
 
 def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> Any:
-    """Return the sample with so many rows, by repeating its own; tensors without dimensions are unchanged.
-
-    Raises ShapeError if its tensors differ in their first dimension, or have no rows.
-    """
+    """Return the sample with so many rows, its own repeated; ShapeError unless its tensors share a first dimension."""
     tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1 or 0 in sizes:

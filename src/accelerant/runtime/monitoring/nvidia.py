@@ -38,11 +38,7 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def driver_problem(driver_cuda: int, torch_cuda: str, bindings: str) -> str:
-    """Return why a driver is too old for what is installed, and what to do; empty if it is not.
-
-    `driver_cuda` is the newest CUDA of the driver, as it says it (12040 is 12.4); the others are versions of torch's
-    CUDA and of cuda-bindings, whose major is that of NVRTC.
-    """
+    """Return why a driver of CUDA `driver_cuda` (12040 is 12.4) is too old, and what to do; empty if it is not."""
     supported = f"the NVIDIA driver supports CUDA up to {driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
     for what, version, remedy in (
         ("torch is built for CUDA", torch_cuda, "a torch built for CUDA 12 with 'accelerant[cuda12]'"),

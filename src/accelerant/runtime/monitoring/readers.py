@@ -56,10 +56,7 @@ class Reader(Protocol):
 
 
 class TableReader:
-    """A reader made of one function a figure, which returns it or raises Absent.
-
-    `otherwise` is the reason for every other figure. The text of `errors` of the driver's calls becomes the reason.
-    """
+    """A reader made of a function for each figure, which may raise Absent; `otherwise` is the reason for others."""
 
     def __init__(
         self, figures: Mapping[str, Callable[[], Any]], otherwise: str, errors: tuple[type[Exception], ...] = ()
@@ -265,10 +262,7 @@ _LOADS = ("utilisation_percent", "core_percents")
 
 
 class CpuReader:
-    """Reads the CPU's figures.
-
-    `total_bytes` is the memory, for systems without /proc; `root` the folder of /proc and /sys, for tests.
-    """
+    """Reads the CPU's figures; `total_bytes` is for systems without /proc, `root` for tests."""
 
     def __init__(self, total_bytes: int = 0, root: Path = Path("/")) -> None:
         self._proc = root / "proc"

@@ -85,10 +85,7 @@ class _HostTime(Event):
 
 
 class CpuProvider(ComputeProvider):
-    """The CPU as one device, whose `cores` share each launch.
-
-    `wait_for`, if set, is called with a kernel's cache key and returns when no other process is compiling the kernel.
-    """
+    """The CPU as one device, whose `cores` share each launch; `wait_for` waits for other processes' compiler."""
 
     name: ClassVar[str] = "cpu"
     dialects: ClassVar[tuple[str, ...]] = ("llvm", "portable")

@@ -306,10 +306,7 @@ def _specification(index: int) -> dict[str, Any]:
 
 
 class OfflineCudaProvider(CudaProvider):
-    """The CUDA provider without a device: `compile` fills the disk cache for an architecture and loads nothing.
-
-    The keys are those of CudaProvider, so a device of that architecture ("sm_90") finds the entries.
-    """
+    """The CUDA provider without a device: `compile` fills the disk cache for an architecture, "sm_90"."""
 
     def __init__(self, target: str) -> None:
         self.target = target

@@ -153,10 +153,7 @@ class LoadedKernel:
     def pack(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, together: bool = False
     ) -> PackedLaunch:
-        """Return a complete launch of `threads` threads a block; arguments may be structs, as bytes.
-
-        `together`: all blocks must be resident at once since they wait for each other (cooperative launch).
-        """
+        """Return a complete launch of `threads` a block; structs are bytes. `together`: a cooperative launch."""
         shape = self._shape(grid, (self.threads,))
         return PackedLaunch(self, shape, self._in_memory(args), device, "cooperative" * together)
 

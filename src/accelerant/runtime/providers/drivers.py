@@ -13,13 +13,7 @@ from accelerant.runtime.provider import ComputeDevice, ComputeProvider, MemoryIn
 
 
 class DriverProvider(ComputeProvider):
-    """Devices of every driver that a library finds; the automatic choice takes GPUs.
-
-    Attributes:
-        library: the module that speaks to drivers; an extra of the backend's name installs it.
-        probing: the program that opens each device in a child process, since a broken driver takes down its process.
-        driver, standard: names in messages of what does not answer, and of what was started before a fork.
-    """
+    """Devices of every driver of a library; `probing` opens each in a child, since a broken driver ends its process."""
 
     automatic: ClassVar[bool] = True
     automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)

@@ -235,11 +235,7 @@ _waits_lock = fork_safe(threading.Lock())
 
 @contextlib.contextmanager
 def _waiting_for(stream: Stream) -> Iterator[None]:
-    """Enclose a wait for work of a CPU stream.
-
-    Raises AccelerantError where that work would never end: it is queued behind the work that waits, or its stream's
-    thread waits in turn for this one.
-    """
+    """Enclose a wait for work of a CPU stream; AccelerantError where that would wait, in the end, for itself."""
     own = _stream_of_thread()
     if own is None:
         yield

@@ -87,10 +87,7 @@ class Job:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """The state of a worker process: its name, its device's label, and whether it takes work.
-
-    `restarts` counts the processes that ended, `calls` the short calls that it has; `job` is the id of the one it runs.
-    """
+    """The state of a worker process; `restarts` counts those that ended, `calls` its short calls, `job` is an id."""
 
     device: str
     label: str
@@ -103,11 +100,7 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Numbers of requests in this server's memory (short calls) and of jobs in the store.
-
-    `queued`, `running` and `bytes` count both. `jobs` counts by state; it is as old as the last look at the store, at
-    most some seconds.
-    """
+    """Numbers of short calls in memory and of jobs in the store; `jobs`, by state, are some seconds old at most."""
 
     queued: int
     running: int

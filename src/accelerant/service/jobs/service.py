@@ -84,11 +84,7 @@ _MOST_EXCUSED = 5
 
 
 class JobService:
-    """The queue and the workers of one server process. Its methods belong to one event loop.
-
-    `operations` is "module:attribute" of the table of operations, which the workers import as well; the setting `ops`
-    adds others.
-    """
+    """The queue and workers of a server process, for one event loop; `operations` is their "module:attribute"."""
 
     def __init__(
         self, settings: ServiceSettings, *, operations: str = "accelerant.service.operations:OPERATIONS"
@@ -126,10 +122,7 @@ class JobService:
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the store, take over what was left, start the workers, and wait until one is ready.
-
-        Raises ConfigError for a directory of others or a store of a newer service, ServiceError if no worker starts.
-        """
+        """Open the store, take over what was left, start workers until one is ready; ConfigError, ServiceError."""
         volume = await self._in_thread(open_directory, self._directory)
         resumable = {name for name, operation in self.operations.items() if operation.resumable}
         self._store = JobStore(
@@ -311,10 +304,7 @@ class JobService:
         return (await self.call_on(request))[0]
 
     async def call_on(self, request: JobRequest) -> tuple[dict[str, np.ndarray], str]:
-        """Run a short call; return its result, whose arrays may be read-only, and the label of the device.
-
-        Raises QueueFull, DeadlineExceeded, WorkerLost where it lost two workers, and what the operation raises.
-        """
+        """Run a short call; return its result, with arrays that may be read-only, and the label of the device."""
         operation, loop = self._require_accepting(request.operation), asyncio.get_running_loop()
         deadline = time.monotonic() + self._limit_s(request)
         kind = request.kind or (merge_kind(request) if operation.elementwise else None)
@@ -415,10 +405,7 @@ class JobService:
         return await self._stored(self.store.jobs, key_id, state, limit, before)
 
     async def result(self, id: str, key_id: str | None) -> dict[str, np.ndarray]:
-        """Return the result of a job.
-
-        Raises JobNotFinished, JobFailed or Cancelled with the reason, or ResultGone.
-        """
+        """Return the result of a job; raises JobNotFinished, JobFailed or Cancelled with the reason, or ResultGone."""
         job = await self.get(id, key_id)
         if not job.state.final:
             raise JobNotFinished(f"job {id} is {job.state}; its result is not there yet")

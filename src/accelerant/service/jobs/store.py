@@ -164,10 +164,7 @@ class JobStore:
     # --- schema ------------------------------------------------------------------------------------------------------
 
     def upgrade(self, migrations: Path = _MIGRATIONS, known: int = REVISION) -> None:
-        """Create or upgrade the schema; one of a newer version than `known` is left as it is.
-
-        Raises ConfigError where that version excludes this one, StoreUnavailable with the reason of the database.
-        """
+        """Create or upgrade the schema, but for one newer than `known`; ConfigError if that excludes this version."""
         config = Config(attributes={"version_table": _VERSION_TABLE})
         config.set_main_option("script_location", str(migrations).replace("%", "%%"))
         ours = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}

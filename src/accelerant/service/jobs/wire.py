@@ -72,10 +72,7 @@ def frame(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Buffers:
 
 
 def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> int:
-    """Write arrays to a new file that only this user can read, wait until they are on the disk, return their bytes.
-
-    An error, as of a full disk, leaves no part of the file.
-    """
+    """Write arrays to a new private file and return their bytes, when they are on the disk; an error leaves no file."""
     buffers = frame({}, arrays)
     opened = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:

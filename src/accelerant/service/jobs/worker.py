@@ -49,10 +49,7 @@ class Suspended(Exception):  # noqa: N818 - not an error
 
 
 class Context:
-    """The surroundings of an operation that runs in a worker: its device, and time.time() of its deadline, if any.
-
-    `placed` has what the server's settings added to the parameters: see OpSpec.place.
-    """
+    """The surroundings of an operation in a worker: device, deadline by time.time(), and what the settings `placed`."""
 
     def __init__(self, device: str, directory: Path | None, deadline: float | None, worker: Worker, job: str) -> None:
         self.device, self.deadline = device, deadline
@@ -108,10 +105,7 @@ class Worker(ChildEnd):
         self._log = logging.getLogger("accelerant.service.worker")
 
     def run(self, label: str, others: Sequence[str]) -> NoReturn:
-        """Run jobs in this thread and short calls in others, until the socket ends.
-
-        `label` is the device's, and `others` name the devices that should have workers, too.
-        """
+        """Run jobs in this thread and short calls in others, until the socket ends."""
         self.send({"kind": "ready", "device": self.device, "label": label, "others": list(others)})
         for name in ("calls", "more"):
             threading.Thread(target=self._serve, name=name, daemon=True).start()

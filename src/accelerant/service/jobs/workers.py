@@ -25,16 +25,7 @@ _STUCK_S = 60.0
 
 
 class WorkerProcess(Child):
-    """The process of one device, restarted when it ends.
-
-    Args:
-        device: the device of its operations, or "auto"; `name` tells two workers of one device apart.
-        operations: "module:attribute" of the table of operations.
-        started: called with the names of other devices that should have workers when the process is ready.
-        idle: called when the worker can take calls again, with the number of the last ones and their seconds.
-        lost: called with the worker, the reason and the calls that it had when the process has ended.
-        progressed: called with each report of a job's progress.
-    """
+    """The process of one device, restarted when it ends; callbacks tell its start, idleness, loss and progress."""
 
     def __init__(
         self, device: str, name: str, operations: str, *, started: Callable[..., None], idle: Callable[..., None],
