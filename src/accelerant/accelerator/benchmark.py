@@ -17,11 +17,8 @@ from accelerant.runtime.files import JsonRecord, clipped, plain
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 
-_MOST_S, _LEAST = 2.0, 3
-"""Seconds after which a slow call is not repeated, once it has run a few times."""
-
-_LEAST_SAMPLES = {95: 20, 99: 100}
-"""Samples without which a percentile would be the slowest call, whatever its share."""
+_MOST_S, _LEAST = 2.0, 3  # seconds after which a slow call is not repeated, once it has run a few times
+_LEAST_SAMPLES = {95: 20, 99: 100}  # samples without which a percentile would be the slowest call, whatever its share
 
 
 @dataclass(frozen=True, slots=True)

@@ -589,11 +589,8 @@ def sizes_of(name: str, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> 
         return sum(inputs), max(inputs, default=0)
 
 
-_SMALL_SCRATCH_BYTES = 1 << 16
-"""Scratch up to this size does not count."""
-
-_SCRATCH_LIMIT = 4096
-"""Kinds of call whose scratch is remembered."""
+_SMALL_SCRATCH_BYTES = 1 << 16  # scratch up to this size does not count
+_SCRATCH_LIMIT = 4096  # kinds of call whose scratch is remembered
 
 _scratch: dict[tuple[Any, ...], int] = {}
 

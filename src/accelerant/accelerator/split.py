@@ -38,8 +38,7 @@ from accelerant.zk.elliptic_curve import curve as curve_named
 _PEER_BYTES_PER_S, _HOST_BYTES_PER_S = 2e11, 2.5e10
 """Speeds of a GPU's links to another one and to the host's pageable memory."""
 
-_PART_S = 2e-4
-"""Cost of a part: a thread that launches, and copies that wait for each other."""
+_PART_S = 2e-4  # cost of a part: a thread that launches, and copies that wait for each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,7 @@ Verdict = Literal["exact", "within", "wrong", "not served"]
 """Equal, within the tolerance, neither (or the call raised), or refused with a reason."""
 
 _PACKAGES = ("torch", "numpy", "triton", "llvmlite", "cuda-core", "pyopencl", "wgpu")
-_NO_DIALECT = "has no dialect of"
-"""In the CompileError of a kernel that was not written for a backend."""
+_NO_DIALECT = "has no dialect of"  # in the CompileError of a kernel that was not written for a backend
 
 _REFUSED = (UnsupportedCase, UnsupportedDtype, MissingDependency, BackendUnavailable)
 _TORCH_LACKS = re.compile(r"not (currently )?implemented for|Could not run 'aten::")
@@ -576,8 +575,7 @@ def _present(x: Tensor | None) -> Tensor:
 _ONE_OF_EACH = {"babybear", "goldilocks", "bn254_fr", "bn254_g1"}
 """Fields and curves of a quick certificate: elements of 32 bits, of 64, and of several words."""
 
-_MODULUS = (1 << 1024) - 105
-"""An odd modulus of 1,024 bits."""
+_MODULUS = (1 << 1024) - 105  # an odd modulus of 1,024 bits
 
 
 def _integer_checks(quick: bool) -> Iterator[CertificateCheck]:

@@ -30,8 +30,7 @@ from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular
 from accelerant.runtime.html_page import text_table
 
-_LEAST = 0.05
-"""Change of a median from run to run by clocks and memory layouts, however steady each run is."""
+_LEAST = 0.05  # change of a median from run to run by clocks and memory layouts, however steady each run is
 
 _TIMES_NOISE = 2.0
 

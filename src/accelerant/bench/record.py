@@ -502,8 +502,7 @@ class BenchmarkRecord:
         return text + (f", slower in {slower}" if slower else "")
 
 
-_WIDE = 1 << 20
-"""Width of text tables, whose rows are lines."""
+_WIDE = 1 << 20  # width of text tables, whose rows are lines
 
 _HEAD = (
     "op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "wall ms", "reached",

@@ -239,8 +239,7 @@ class CaseFailedError(AccelerantError):
     """A case failed and its rows say why; no further row is added."""
 
 
-_FAILED = "failed"
-"""`Row.case` of the row that records a case's exception."""
+_FAILED = "failed"  # `Row.case` of the row that records a case's exception
 
 
 def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu: bool = False) -> None:
@@ -309,8 +308,7 @@ def _add_cpu_column(on_cpu: Callable[[SuiteRun], CpuColumn], key: str, run: Suit
             run.record.rows[i] = replace(row, cpu_ms=taken, cpu_note=note)
 
 
-_NAMED = 12
-"""Cases that a note about an incomplete run names."""
+_NAMED = 12  # cases that a note about an incomplete run names
 
 
 def _note_missing(record: BenchmarkRecord, reason: str, missing: Sequence[SuiteCase], total: int) -> None:

@@ -74,8 +74,7 @@ def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float =
     return Timing.of(_device_samples(fn, budget_s, reads)).beside(plain)
 
 
-_TURN_S = 2e-4
-"""Shorter calls are timed several at a time, so that reading the clock does not count."""
+_TURN_S = 2e-4  # shorter calls are timed several at a time, so that reading the clock does not count
 
 
 def time_in_turns(
@@ -100,8 +99,7 @@ def time_in_turns(
     return [Timing.of(times, wall=True) for times in samples]
 
 
-_ROTATED_CALLS = 64
-"""Least calls between two events: they share the cost of starting the first and ending the last."""
+_ROTATED_CALLS = 64  # least calls between two events: they share the cost of starting the first and ending the last
 
 
 def rotated_ms(
@@ -156,8 +154,7 @@ def wall_ms(
     return Timing.of([first_ms(fn, device) for _ in range(repeats)], wall=True)
 
 
-_IN_A_ROW = 20
-"""Calls back to back: too few to fill the launch queue."""
+_IN_A_ROW = 20  # calls back to back: too few to fill the launch queue
 
 
 def back_to_back_ms(
@@ -282,8 +279,7 @@ def _event_samples(
     return [start.elapsed_time(stop) for start, stop in marks]
 
 
-_MOST_FLUSHES = 8
-"""Limit for calls that wait for the device themselves, whose host time no number of flushes hides."""
+_MOST_FLUSHES = 8  # limit for calls that wait for the device themselves, whose host time no number of flushes hides
 
 
 def covers(host_s: float, flush_s: float) -> int:
@@ -331,8 +327,7 @@ def measure_link(device: torch.device, *, size: int | None = None, budget_s: flo
 
 _ENOUGH_S, _TOO_LONG_S = 0.2, 2.0
 _SHARES = (1, 32, 256, 1024)
-_CALLS = 12
-"""Calls behind a figure at least: warm-up and ten timed ones."""
+_CALLS = 12  # calls behind a figure at least: warm-up and ten timed ones
 
 
 def threads_text() -> str:

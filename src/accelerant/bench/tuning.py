@@ -25,8 +25,7 @@ from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.race import tune
 from accelerant.runtime.provider import ComputeDevice
 
-_COMPILE_S, _COMPILE_SHARE = 60.0, 0.3
-"""Seconds that compiling first may take, and its share of the time limit."""
+_COMPILE_S, _COMPILE_SHARE = 60.0, 0.3  # seconds that compiling first may take, and its share of the time limit
 
 SHRINKS = (1, 8, 64)
 """Each case is measured with its rows (or batches) divided by these."""

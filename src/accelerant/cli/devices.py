@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
 
 _BAR = 10
-_SORTS = {"m": "memory", "p": "pid", "n": "name"}
-"""Key -> order of the processes."""
+_SORTS = {"m": "memory", "p": "pid", "n": "name"}  # key -> order of the processes
 
 
 @examples("accelerant devices\naccelerant devices --json")

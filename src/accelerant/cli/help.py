@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_COLUMNS = 100
-_NAME_COLUMNS = 30
-"""Longer names have their text below them."""
-
-_NARROW = 64
-"""Columns below which panels have no borders, and all texts are below the names."""
+_NAME_COLUMNS = 30  # longer names have their text below them
+_NARROW = 64  # columns below which panels have no borders, and all texts are below the names
 
 _KINDS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
@@ -72,8 +69,7 @@ COMMANDS_ELSEWHERE = {
 }
 """Command of other programs -> what to write here."""
 
-_UsageError: Any = typer.BadParameter.__base__
-"""click's class, or that of typer's copy of click."""
+_UsageError: Any = typer.BadParameter.__base__  # click's class, or that of typer's copy of click
 
 
 class _Page:

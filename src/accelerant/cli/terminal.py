@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 COMPILING = "compiling kernels (once)"
 """Shown instead of a stage while a kernel is compiled, which the disk cache has from then on."""
 
-_UNLIMITED = 1 << 16
-"""Columns where nothing is wrapped."""
-
-_LEAST_PROSE = 24
-"""Columns below which the last cell of a row, a sentence, is not wrapped beside the other cells."""
+_UNLIMITED = 1 << 16  # columns where nothing is wrapped
+_LEAST_PROSE = 24  # columns below which the last cell of a row, a sentence, is not wrapped beside the other cells
 
 _SIMILAR = dict(zip("█·°…→•━╸╺─│╭╮╰╯\u00d7\u2013\u2014", "#. ~>*---" + "-|++++x--", strict=True))
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from accelerant.zk.inference import IntegerNetwork, ModelCommitment
 
-_MOST_BYTES = 1 << 30
-"""Largest file that is read."""
+_MOST_BYTES = 1 << 30  # largest file that is read
 
 
 def _file(metavar: str, text: str) -> Any:

@@ -31,11 +31,8 @@ from accelerant.runtime.files import AtomicFile, escaped, read_regular
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import VerificationKey
 
-_MAX_JSON_BYTES = 64 << 20
-"""Largest JSON file that is read: a verification key of 300,000 public inputs has that size."""
-
-_HEAD_BYTES = 1024
-"""Bytes in which the first character of a JSON text is looked for."""
+_MAX_JSON_BYTES = 64 << 20  # largest JSON file that is read: a verification key of 300,000 public inputs has that size
+_HEAD_BYTES = 1024  # bytes in which the first character of a JSON text is looked for
 
 _FLAGS = {
     "--verify": ("verify", True),

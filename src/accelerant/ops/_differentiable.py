@@ -60,8 +60,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 CaseOf = TypeVar("CaseOf", bound=Callable[..., Case | None])
 
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-"""Types whose CPU tensors are passed on to torch's functions."""
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})  # types whose CPU tensors are passed on to torch's functions
 
 recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = []
 """The last of these is passed each call of a public function: a recorder of torch's functions sees no kernels."""
@@ -69,11 +68,8 @@ recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
 
 _CALLS_LIMIT = 4096
-_KINDS_LIMIT = 8
-"""Shapes of the first tensor that a fast path remembers, and kinds of call of each."""
-
-_SIZES = (int, tuple, list)
-"""Types of the second argument that may be torch's normalized_shape."""
+_KINDS_LIMIT = 8  # shapes of the first tensor that a fast path remembers, and kinds of call of each
+_SIZES = (int, tuple, list)  # types of the second argument that may be torch's normalized_shape
 
 _VALUES = frozenset({int, float, bool, str, tuple, type(None)})
 """Types of options that are identified by their value and type. (Torch's functions refuse 2.0 in place of 2.)"""

@@ -200,8 +200,7 @@ def as_rows(x: Tensor, N: int) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
-_SPLIT = 4
-"""Approximate number of programs per multiprocessor that few long rows are split among."""
+_SPLIT = 4  # approximate number of programs per multiprocessor that few long rows are split among
 
 
 def split_rows(M: int, N: int, block_n: int, device: torch.device) -> tuple[int, int]:

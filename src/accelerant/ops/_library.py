@@ -98,8 +98,7 @@ composed: set[type] = set()
 composite_of: dict[str, Callable[..., Any]] = {}
 """Name of an op -> its composite."""
 
-_composites: dict[str, Callable[..., Any]] = {}
-"""Names and composites of ops that have no rule for DTensors yet."""
+_composites: dict[str, Callable[..., Any]] = {}  # names and composites of ops that have no rule for DTensors yet
 
 
 def is_distributed(x: object) -> bool:

@@ -51,10 +51,8 @@ _IN_MEMORY = {
 }  # fmt: skip
 """Kind -> type and bytes of what lies in memory."""
 
-_BLOCK_BYTES = 2**20
-"""Bytes of x that are multiplied with the whole weight at a time: a typical L2 cache."""
-_SHARE_PRODUCTS = 2**19
-"""Products that a further thread repays."""
+_BLOCK_BYTES = 2**20  # bytes of x that are multiplied with the whole weight at a time: a typical L2 cache
+_SHARE_PRODUCTS = 2**19  # products that a further thread repays
 
 
 @dataclass(frozen=True, slots=True)

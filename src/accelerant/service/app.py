@@ -297,8 +297,7 @@ def _describe_errors(app: FastAPI) -> None:
 
 
 _LOG = logging.getLogger("accelerant.service")
-_FILES = 512
-"""Files beside connections: of jobs, the store and the workers."""
+_FILES = 512  # files beside connections: of jobs, the store and the workers
 _FETCH_S = 3.0
 """Time after the last job of a drain in which its client, which looks every two seconds, finds that it has ended."""
 

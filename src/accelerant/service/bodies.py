@@ -38,8 +38,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 _NO_BF16 = ": NumPy, in whose arrays the service keeps tensors, has no bfloat16; send float32"
 _DIMENSIONS_MOST, _TENSORS_MOST = 8, 64
-_EMPTY_MOST = 1 << 24
-"""Largest product of the other dimensions of a tensor without elements."""
+_EMPTY_MOST = 1 << 24  # largest product of the other dimensions of a tensor without elements
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 """Strings for these numbers, as in the JSON form of Protocol Buffers: JSON itself has none."""

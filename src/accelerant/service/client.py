@@ -64,8 +64,7 @@ Steps = Generator[httpx.Request | float, Any, _T]
 """A call: yields requests, whose responses are sent back, and seconds to wait; returns the result."""
 
 _LENGTH = "inference-header-content-length"
-_POLL_S = (0.05, 2.0)
-"""Wait before the first look at a job, and the longest between two; it grows by half."""
+_POLL_S = (0.05, 2.0)  # wait before the first look at a job, and the longest between two; it grows by half
 _AWAY_S = (1.0, 60.0)
 """Time for which a read is repeated while the service is out of reach: of one that never answered, and of others."""
 

@@ -45,14 +45,12 @@ _PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json"
 _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 """Paths that are served under overload: a supervisor would end a server that does not answer them."""
 _FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
-_PIPELINED_MOST = 16
-"""Requests that may wait on a connection behind the one in progress."""
+_PIPELINED_MOST = 16  # requests that may wait on a connection behind the one in progress
 _TARGET_BYTES = 8192
 """Longest path and query: parameters of a query are short, and other servers and proxies take no more."""
 _SETTLED_S, _UNREAD_S = 1.0, 0.2
 """Age from which a stranger's connection may give way to a new one; the same of a silent one where no room is left."""
-_LOOKED_AT = 32
-"""Connections, and addresses, among which the one that gives way is looked for."""
+_LOOKED_AT = 32  # connections, and addresses, among which the one that gives way is looked for
 _LINGER_S, _LINGER_BYTES = 1.0, 1 << 20
 """How long, and of how much, a connection is read after its last answer, which a reset would overtake."""
 _PART_BYTES = 1 << 20

@@ -26,8 +26,7 @@ from accelerant.service.operations import SCOPES
 
 _LOG = logging.getLogger("accelerant.service")
 _TOKEN = re.compile(r"acl_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_RATE_MOST = 1e9
-"""Largest rate and burst: the file holds integers of 63 bits."""
+_RATE_MOST = 1e9  # largest rate and burst: the file holds integers of 63 bits
 
 
 @dataclass(frozen=True, slots=True)

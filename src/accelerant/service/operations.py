@@ -251,8 +251,7 @@ def ntt(inputs: Arrays, parameters: TransformParameters, context: Context) -> Re
     return {"y": _integers(context.device, "ntt", inputs["x"], **parameters.model_dump())}
 
 
-_MOST_SUMS = 4096
-"""Most sums of a call of zk.msm, each of which takes time and a result however few its terms are."""
+_MOST_SUMS = 4096  # most sums of a call of zk.msm, each of which takes time and a result however few its terms are
 
 
 def _sums_of(inputs: Arrays) -> int:
@@ -654,8 +653,7 @@ class _Stopper:
         pass
 
 
-_CHECKPOINT_S = 20.0
-"""Seconds between checkpoints: the work of a training that is lost with its worker."""
+_CHECKPOINT_S = 20.0  # seconds between checkpoints: the work of a training that is lost with its worker
 
 
 def _place_data(parameters: TrainParameters, settings: ServiceSettings) -> dict[str, Any]:

@@ -51,8 +51,7 @@ class _Replica:
 _STREAM_S = 5.0
 """Longest stream of events. Ray Serve drains a replica when its requests have ended, and says nothing before."""
 
-_LOST_AFTER = 10
-"""Starts of a worker process after which a replica without one is replaced."""
+_LOST_AFTER = 10  # starts of a worker process after which a replica without one is replaced
 
 
 def _application(settings: ServiceSettings, volume: str) -> FastAPI:

@@ -63,19 +63,15 @@ class RequestRecord:
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper ends of the buckets of latencies, in seconds; the last bucket is open."""
 
-_HISTORY = 120
-"""Samples of a device that a new page of the dashboard is given: two minutes."""
-
-_RETRY_S = 10.0
-"""Time after which devices that could not be read are tried again."""
+_HISTORY = 120  # samples of a device that a new page of the dashboard is given: two minutes
+_RETRY_S = 10.0  # time after which devices that could not be read are tried again
 
 _LEDGER_ROWS = 200
 _LEDGER_COLUMNS = (
     "op", "implementation", "own", "device", "case", "calls", "failures", "ms_p50", "ms_first", "ms_total", "share",
     "reason",
 )  # fmt: skip
-_LEDGER_EVERY = 3
-"""Seconds between two readings of the workers' ledgers for a page."""
+_LEDGER_EVERY = 3  # seconds between two readings of the workers' ledgers for a page
 
 
 class Telemetry:

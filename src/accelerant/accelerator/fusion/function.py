@@ -46,11 +46,8 @@ from accelerant.tensors.tensor import expanded, to
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALLS_LIMIT = 4096
-_QUICK_KINDS = 4
-"""Kinds of calls of one function that are quick."""
-
-_WHOLE_ROW = 16384
-"""Columns up to which a row is held in registers."""
+_QUICK_KINDS = 4  # kinds of calls of one function that are quick
+_WHOLE_ROW = 16384  # columns up to which a row is held in registers
 
 _BLOCK = 1024
 _PER_MULTIPROCESSOR = 8
@@ -138,8 +135,7 @@ _SCALAR_FLOAT64 = {"exp", "tanh", "sigmoid", "erf", "power"}
 """Functions that the C compiler makes no vectors of; and those of float64."""
 
 _LEAST = 65536
-_LEAST_SCALAR = 4096
-"""Elements from which such a function takes longer than torch's call."""
+_LEAST_SCALAR = 4096  # elements from which such a function takes longer than torch's call
 
 
 def _refused_by_c(program: FusedProgram, known: Collection[torch.dtype]) -> str | None:

@@ -28,14 +28,9 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.ledger import SAMPLE_EVERY, OpRecord, ledger
 
-_PART = 16384
-"""Elements of a part."""
-
-_LEAST = 65536
-"""Elements that are shared among cores, at least."""
-
-_TILE = 64
-"""Rows and columns of a part of arrays whose rows are not next to each other in memory."""
+_PART = 16384  # elements of a part
+_LEAST = 65536  # elements that are shared among cores, at least
+_TILE = 64  # rows and columns of a part of arrays whose rows are not next to each other in memory
 
 
 class HostLaunch(NamedTuple):
@@ -145,8 +140,7 @@ def _kernel(program: FusedProgram, steps: str, outer: int) -> Kernel:
 
 _ledger = ledger()
 _HEAD = object.__basicsize__
-_FIELDS = 6
-"""Words of a PyArrayObject: data, dimensions, sizes, strides, base, dtype."""
+_FIELDS = 6  # words of a PyArrayObject: data, dimensions, sizes, strides, base, dtype
 
 
 def _words(x: object) -> list[int]:

@@ -28,8 +28,7 @@ _PURE = (abs, len, min, max, sum, range, zip, enumerate, isinstance, tuple, list
 _WRITES = ("IMPORT_", "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_", "LOAD_CLASS", "LOAD_BUILD")
 """Instructions of code whose next run may differ, or that is not followed."""
 
-_MOST = 256
-"""Values that are compared at a call, at most."""
+_MOST = 256  # values that are compared at a call, at most
 
 
 class _UnknownError(Exception):

@@ -307,8 +307,7 @@ def _view_of_part(x: Traced, kind: str, value: Any, part: Any) -> Any:
 
 # --- the recording ----------------------------------------------------------------------------------------------------
 
-_OUTSIDE = 1 << 20
-"""The first number of a captured array, until the number of the other inputs is known."""
+_OUTSIDE = 1 << 20  # the first number of a captured array, until the number of the other inputs is known
 
 
 class Domain:

@@ -24,8 +24,7 @@ _P = prime_field("goldilocks").modulus
 _SIGN = -(2**63)
 _EPSILON = 2**32 - 1
 _GPU_SIZES, _CPU_SIZES = (2**20, 2**25), (2**14, 2**20)
-_CHECKED = 2**16
-"""Sums that are also compared with Python's integers."""
+_CHECKED = 2**16  # sums that are also compared with Python's integers
 
 
 @dataclass(frozen=True)

@@ -93,18 +93,12 @@ PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers that come with torch; the first alone by default on a CPU, where torch.compile takes 10 s a case."""
 
 
-_COMPILE_S = 90.0
-"""Seconds that precompiling may take; the rest is compiled as it is measured."""
-
-_HOST_S = 20.0
-"""Seconds that the calls of a baseline on the host may take."""
-
-_COPIES = 4
-"""Least copies of the arguments that a case holds at a time: themselves, gradients, and those of a check."""
+_COMPILE_S = 90.0  # seconds that precompiling may take; the rest is compiled as it is measured
+_HOST_S = 20.0  # seconds that the calls of a baseline on the host may take
+_COPIES = 4  # least copies of the arguments that a case holds at a time: themselves, gradients, and those of a check
 
 _ROTATED_BYTES = 2**29
-_ROTATED_LEAST, _ROTATED_MOST = 8, 64
-"""Copies of a rotated case's arguments: together several times the L2 of any GPU."""
+_ROTATED_LEAST, _ROTATED_MOST = 8, 64  # copies of a rotated case's arguments: together several times the L2 of any GPU
 
 
 @dataclass(frozen=True)

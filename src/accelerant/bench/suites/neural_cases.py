@@ -23,11 +23,8 @@ from accelerant.ops.registry import public_op
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 
-_TARGETS_OF = "H200"
-"""The device model for which the benchmarks name targets."""
-
-_CPU_SHRINK, _CPU_MANY = 32, 4096
-"""On a CPU, cases of more than _CPU_MANY rows have _CPU_SHRINK times fewer."""
+_TARGETS_OF = "H200"  # the device model for which the benchmarks name targets
+_CPU_SHRINK, _CPU_MANY = 32, 4096  # on a CPU, cases of more than _CPU_MANY rows have _CPU_SHRINK times fewer
 
 _WHOLE = frozenset({"attention_varlen", "attention_decode", "attention_paged"})
 """Ops with arguments that hold positions of rows, so that rows cannot be left out."""
@@ -198,29 +195,25 @@ def work_of(case: OpCase) -> list[CaseWork]:
 ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Allowed error by dtype; float32 products may be TF32's."""
 
-_MOST_ERROR = 0.5
-"""A larger error is wrong, even if torch's is as large."""
+_MOST_ERROR = 0.5  # a larger error is wrong, even if torch's is as large
 
 _MOST_ELEMENTS = 2**28
 """Float64 elements of a reference; a larger case is compared on its first rows. A GPU with much memory holds more."""
 
-_ELEMENT_BYTES = 64
-"""Peak memory of an element of a reference: it, its gradient, and intermediates, in float64."""
+_ELEMENT_BYTES = 64  # peak memory of an element of a reference: it, its gradient, and intermediates, in float64
 
 _MOST_FLOPS = 2 * 10**11
 _MOST_FLOPS_OF_TENSOR_CORES = 10**13
 """Operations of a reference: float64 products are slow on most devices, but A100, H100 and H200 have tensor cores."""
 
-_MOST_SCORES = 2**27
-"""Elements of attention's scores that its reference holds at a time."""
+_MOST_SCORES = 2**27  # elements of attention's scores that its reference holds at a time
 
 _UPSTREAM_SEED = 10_000
 """First seed of upstream gradients, far from the arguments' seeds: with dy = x a sum over rows would be one of squares,
 beyond float16's range, and the gradient of a norm next to nothing.
 """
 
-_ROWS = 64
-"""A cut keeps a multiple of so many rows, if it has them: torch's products ask that of their sizes."""
+_ROWS = 64  # a cut keeps a multiple of so many rows, if it has them: torch's products ask that of their sizes
 
 
 class Oracle:

@@ -48,8 +48,7 @@ _NOT_AGAIN = ("compile",)
 """Peers left out in a further dtype: torch.compile is as fast in float16 as in bfloat16, and compiles for seconds."""
 
 _FIGURE_S = 0.035
-_COMPILED_S = 0.35
-"""Seconds besides the timed calls: of a figure; of loading one torch.compile result from its cache."""
+_COMPILED_S = 0.35  # seconds besides the timed calls: of a figure; of loading one torch.compile result from its cache
 
 _COMPILE_S = {"compile": 5.0, "liger": 2.0, "quack": 10.0, "flash_attn_4": 25.0}
 """Seconds of one core that compiling a peer takes."""
@@ -213,14 +212,12 @@ def has_target(benchmark: Benchmark) -> bool:
 
 
 _CPU_ELEMENTS = 2**20
-_CPU_FLOPS = 3 * 10**8
-"""Limits of a case on a CPU, as far as it has rows to spare: some milliseconds on two cores."""
+_CPU_FLOPS = 3 * 10**8  # limits of a case on a CPU, as far as it has rows to spare: some milliseconds on two cores
 
 _CPU_MOST = 40 * 10**6
 """Limit of all elements of a case, weights and tables included; beyond it a smaller, tested size is taken."""
 
-_CPU_HEADS, _CPU_LENGTH = 4, 256
-"""Limits of attention."""
+_CPU_HEADS, _CPU_LENGTH = 4, 256  # limits of attention
 
 
 def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:

@@ -228,8 +228,7 @@ class _StreamedWork:
 
 _BATCH_CALLS, _BATCH_SIZE = 256, 1024
 
-_BATCH_X = 2.0
-"""Target of a batch on a GPU: so many times torch's speed, one by one."""
+_BATCH_X = 2.0  # target of a batch on a GPU: so many times torch's speed, one by one
 
 
 def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
@@ -268,11 +267,8 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_PERIOD = 251
-"""Period of the bytes that are sent; a prime, so that misplaced bytes show."""
-
-_BUFFERS = 6
-"""Buffers of one size that exist at the same time, at most."""
+_PERIOD = 251  # period of the bytes that are sent; a prime, so that misplaced bytes show
+_BUFFERS = 6  # buffers of one size that exist at the same time, at most
 
 _INTO, _BACK, _COPY = "host to device", "device to host", "device copy"
 

@@ -251,8 +251,7 @@ def _encode() -> Any:
 # --- kernels built on product.h: x W^T, or x^T W of a batch, each with its own epilogue -------------------------------
 
 _PRODUCT_HEADER = "product.h"
-_PRODUCT_THREADS = 384
-"""Threads of a block: one producer warpgroup and two that multiply."""
+_PRODUCT_THREADS = 384  # threads of a block: one producer warpgroup and two that multiply
 
 
 def refuses_product(case: Case) -> str | None:

@@ -28,11 +28,8 @@ PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
 """Entry points, by the value of the macro PART."""
 
 _TILE_K = 128
-_WHOLE_KEYS = 384
-"""Up to this many keys one block per head pays, if there are heads for all multiprocessors."""
-
-_SHARED_BLOCKS = 16
-"""Up to this many blocks per head, "shared" sums pay: they save the zero fill and the third kernel."""
+_WHOLE_KEYS = 384  # up to this many keys one block per head pays, if there are heads for all multiprocessors
+_SHARED_BLOCKS = 16  # up to this many blocks per head, "shared" sums pay: they save the zero fill and the third kernel
 
 _HELP_ROWS = 700
 """Rows whose statistics a helper block is assumed to compute in the time of one tile of products, 2.9 us."""

@@ -65,8 +65,7 @@ PLANS = {
 }
 """By head width. Four warpgroups leave 112 registers per thread: enough for width 64 only."""
 
-_LONG = 2048
-"""From this many queries on, tiles of 192 (three warpgroups) waste little at the end of a sequence."""
+_LONG = 2048  # from this many queries on, tiles of 192 (three warpgroups) waste little at the end of a sequence
 
 
 def plan_for(queries: int, width: int) -> HopperFwdConfig:

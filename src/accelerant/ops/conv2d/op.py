@@ -27,11 +27,8 @@ from accelerant.runtime.files import clipped
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_MIN_ELEMENTS = 2**20
-"""Elements of x or y per case; below, the launches of the extra kernels cost more than they save."""
-
-_MIN_WIDTH = 8
-"""Columns of a patch; below, the copy reads less than 16 contiguous bytes."""
+_MIN_ELEMENTS = 2**20  # elements of x or y per case; below, the launches of the extra kernels cost more than they save
+_MIN_WIDTH = 8  # columns of a patch; below, the copy reads less than 16 contiguous bytes
 
 
 def _refuses_copies(case: Case) -> str | None:

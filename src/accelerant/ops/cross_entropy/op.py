@@ -149,11 +149,8 @@ def torch_backward(
 
 
 REDUCTIONS = ("mean", "sum", "none")
-_EAGER = (torch.bfloat16, torch.float32)
-"""Dtypes whose gradient may be computed together with the loss; see _ahead."""
-
-_MANY = 2**18
-"""Number of logits from which on that saves more on a CPU than an autograd function in Python costs."""
+_EAGER = (torch.bfloat16, torch.float32)  # dtypes whose gradient may be computed together with the loss; see _ahead
+_MANY = 2**18  # number of logits from which on that saves more on a CPU than an autograd function in Python costs
 
 
 def cross_entropy_reference(

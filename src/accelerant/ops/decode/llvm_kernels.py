@@ -33,8 +33,7 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-_UNROLLED = 4
-"""Vectors of a head that are used at a time."""
+_UNROLLED = 4  # vectors of a head that are used at a time
 
 _MEMORY = {"double": ("double", 8), "float": ("float", 4), "bfloat": ("i16", 2), "half": ("half", 2)}
 _POINTERS = ("q", "k", "v", "table", "tiles", "sums", "o")

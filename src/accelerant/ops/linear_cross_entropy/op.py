@@ -208,8 +208,7 @@ def run_chunks(
     return _run(hidden, weight, needs, to_gradient, narrow and not own, forming)
 
 
-_WHOLE = 2**20
-"""Up to this many logits, torch's functions are faster on a CPU than chunks: 4 MiB of float32."""
+_WHOLE = 2**20  # up to this many logits, torch's functions are faster on a CPU than chunks: 4 MiB of float32
 
 
 def linear_cross_entropy_reference(

@@ -152,8 +152,7 @@ def _scale(update: Update) -> Tensor | None:
     return clip if scale is None else clip * scale
 
 
-_SCALED_AT_ONCE = 2**18
-"""Elements of the gradients that are scaled at a time on a CPU: they stay in its cache."""
+_SCALED_AT_ONCE = 2**18  # elements of the gradients that are scaled at a time on a CPU: they stay in its cache
 
 
 def _scaled(lists: Tensors, scale: Tensor) -> Iterator[Tensors]:

@@ -72,8 +72,7 @@ def avg_pool2d_reference(
 
 KERNELS = {name: TritonKernel("accelerant.ops.pool2d.triton_kernels", f"pool2d_{name}") for name in ("fwd", "bwd")}
 
-_SMALL_WINDOW = 16
-"""Up to this many elements of a window, a thread computes several windows of a column."""
+_SMALL_WINDOW = 16  # up to this many elements of a window, a thread computes several windows of a column
 
 
 class Window(NamedTuple):
@@ -206,11 +205,9 @@ def launch_backward(
 
 _aten = torch.ops.aten
 
-_MAX_UNROLLED = 64
-"""Elements of a window, and of a stride, up to which the kernels are unrolled."""
+_MAX_UNROLLED = 64  # elements of a window, and of a stride, up to which the kernels are unrolled
 _MAX_ELEMENTS = 2**30
-_MAX_COLUMNS = 2**21
-"""Columns, or channels: the grid's second dimension has at most 65535 programs of at most 64."""
+_MAX_COLUMNS = 2**21  # columns, or channels: the grid's second dimension has at most 65535 programs of at most 64
 
 
 def _torch_max_pool2d(

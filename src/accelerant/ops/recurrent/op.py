@@ -229,8 +229,7 @@ KERNELS = {
     for name, last in (("fwd", 9), ("bwd", 13))
 }
 _BLOCK_B = 16
-_EXCHANGE_BYTES = 12 << 10
-"""Shared memory of a program besides its weights."""
+_EXCHANGE_BYTES = 12 << 10  # shared memory of a program besides its weights
 
 
 def constants(cell: str, hidden: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, Any]:

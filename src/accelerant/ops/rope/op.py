@@ -97,8 +97,7 @@ def rope_tables(
     return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
 
 
-_CHUNK = 2**18
-"""Elements per chunk on a CPU: 1 MiB of float32."""
+_CHUNK = 2**18  # elements per chunk on a CPU: 1 MiB of float32
 _FEW, _FEW_INTERLEAVED = 2**15, 2**11
 """Up to this many elements on a CPU, torch's functions with torch's autograd are faster than fewer passes over memory
 with an autograd function in Python."""

@@ -138,8 +138,7 @@ def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowT
 # --- implementations and public functions ----------------------------------------------------------------------------
 
 # Cases in which torch is faster, measured on an H200 in bfloat16.
-_SHORT = 8
-"""Rows of at most so many elements are left to torch, by 3 to 4 times: ours uses 16 lanes a row."""
+_SHORT = 8  # rows of at most so many elements are left to torch, by 3 to 4 times: ours uses 16 lanes a row
 
 _FEW_WIDE = 2
 """Wide rows, of which a program takes one where a multiprocessor has one or more, are torch's up to so many a

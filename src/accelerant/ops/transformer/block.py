@@ -150,8 +150,7 @@ def placed(weight: Tensor, rows: int, columns: int) -> Tensor | None:
 
 Gradients = tuple[Tensor | None, ...]
 _Params = Sequence[Tensor | None]
-_Weight = Tensor | Float8Weight
-"""A linear layer's weight in the form that its products take."""
+_Weight = Tensor | Float8Weight  # a linear layer's weight in the form that its products take
 
 
 class ColumnSums:

@@ -233,8 +233,7 @@ def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> 
     return _dgelu(case, dy, z, approximate, sums)
 
 
-_PARTIAL_ROWS = 32
-"""Rows of dz in each partial column sum of the Hopper kernel."""
+_PARTIAL_ROWS = 32  # rows of dz in each partial column sum of the Hopper kernel
 
 
 def _launch_turn(x: Tensor) -> Tensor:

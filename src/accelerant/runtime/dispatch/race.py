@@ -53,8 +53,7 @@ _NOTICEABLE_MS = 0.2
 _L2_TIMES = 4
 _LEAST_FLUSH_BYTES = 2**26
 _HEAD_START = 4  # writes before the first cold call of a turn: about 0.2 ms, in which the host queues it
-_COLD_LEAST, _COLD_MOST = 2, 6
-"""Bounds on the cold calls in a turn."""
+_COLD_LEAST, _COLD_MOST = 2, 6  # bounds on the cold calls in a turn
 
 _turn = fork_safe(threading.RLock())
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)

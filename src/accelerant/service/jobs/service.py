@@ -67,20 +67,11 @@ _STORE_ERRORS = (DBAPIError, OSError)
 
 _STORE = "the job store"
 
-_PRUNE_S = 30.0
-"""Time between two removals of old jobs."""
-
-_LATE_S = 0.02
-"""Time between two looks at the deadlines of the calls."""
-
-_ORPHAN_S = 3600.0
-"""Age of a folder from which it is of no job that is being added."""
-
-_END_S = 600.0
-"""Time for which a server tries to write how a job ended, while the store is away."""
-
-_MOST_EXCUSED = 5
-"""Attempts of a job of which a loss is not counted that had another cause."""
+_PRUNE_S = 30.0  # time between two removals of old jobs
+_LATE_S = 0.02  # time between two looks at the deadlines of the calls
+_ORPHAN_S = 3600.0  # age of a folder from which it is of no job that is being added
+_END_S = 600.0  # time for which a server tries to write how a job ended, while the store is away
+_MOST_EXCUSED = 5  # attempts of a job of which a loss is not counted that had another cause
 
 
 class JobService:

@@ -96,8 +96,7 @@ _TIME_LIMITS = {"pg8000": {"timeout": 10.0}, "psycopg": {"connect_timeout": 10, 
 _SLICE = 10_000
 """Most jobs that one statement names or one transaction removes; SQLite takes 32,766 parameters, PostgreSQL 65,535."""
 
-_MOST_ENDED = 100_000
-"""Most jobs that are kept after their end, whatever the retention."""
+_MOST_ENDED = 100_000  # most jobs that are kept after their end, whatever the retention
 
 _VERSION_TABLE = "accelerant_version"
 _MIGRATIONS = Path(__file__).parent / "migrations"

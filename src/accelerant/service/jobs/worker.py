@@ -37,11 +37,8 @@ from accelerant.service.jobs import wire
 if TYPE_CHECKING:
     from accelerant.service.operations import OpSpec
 
-_REPORT_S = 0.25
-"""Least time between two reports of a job's progress."""
-
-_LEDGER_S = 1.0
-"""Time between two reports of the process's ledger."""
+_REPORT_S = 0.25  # least time between two reports of a job's progress
+_LEDGER_S = 1.0  # time between two reports of the process's ledger
 
 
 class Suspended(Exception):  # noqa: N818 - not an error

@@ -17,8 +17,7 @@ from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import WorkerStats
 from accelerant.service.jobs.queue import Call, Launch, launches_of
 
-_GRACE_S = 5.0
-"""Seconds that an operation may take past its deadline until its worker is ended."""
+_GRACE_S = 5.0  # seconds that an operation may take past its deadline until its worker is ended
 
 _STUCK_S = 60.0
 """Least time until the same happens for short calls, whose first in a process compiles and loads what it needs."""
