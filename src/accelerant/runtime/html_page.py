@@ -13,61 +13,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
-  --one: #3b6fe0; --one-soft: #b9cdf8; --two: #d9631e; --three: #0f9d76; --four: #8a5bd6; --peer: #b3bdcc; }
-@media (prefers-color-scheme: dark) { :root { --page: #10141b; --card: #181e28; --text: #e6eaf1; --soft: #94a1b5;
-  --edge: #2a3342; --one: #7aa5ff; --one-soft: #33496f; --two: #ff9a57; --three: #3fd2a4; --four: #b794f6;
-  --peer: #4b586c; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 32px 24px 48px; }
-h1 { font-size: 25px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 16px; margin: 0 0 12px; }
-.lead, .soft, footer { color: var(--soft); } .lead { margin: 4px 0 24px; }
-.row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
-.facts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); margin-bottom: 16px; }
-.card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 18px 20px;
-  margin-bottom: 16px; min-width: 0; }
-.fact { margin: 0; padding: 14px 18px; } .fact dt { color: var(--soft); font-size: 13px; }
-.fact dd { margin: 0; font-size: 23px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.fact small { display: block; color: var(--soft); font-size: 12.5px; font-weight: 400; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.grid { stroke: var(--edge); } .axis { stroke: var(--soft); }
-.line.s0 { stroke: var(--one); } .line.s1 { stroke: var(--two); } .line.s2 { stroke: var(--three); }
-.line.s3 { stroke: var(--four); } .line.s4 { stroke: var(--peer); } .line.s5 { stroke: var(--soft); }
-.dot.s0, i.s0 { fill: var(--one); background: var(--one); } .dot.s1, i.s1 { fill: var(--two); background: var(--two); }
-.dot.s2, i.s2 { fill: var(--three); background: var(--three); }
-.dot.s3, i.s3 { fill: var(--four); background: var(--four); }
-.dot.s4, i.s4 { fill: var(--peer); background: var(--peer); }
-.dot.s5, i.s5 { fill: var(--soft); background: var(--soft); }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { stroke: var(--card); stroke-width: 1.5; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; padding: 0;
-  color: var(--soft); font-size: 13px; }
-.legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
-th, td { border-bottom: 1px solid var(--edge); vertical-align: top; } tr:last-child td { border-bottom: 0; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
-pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; }
-.bad { color: var(--two); font-weight: 600; } .good { color: var(--three); font-weight: 600; }
-footer { font-size: 13px; }
-.bars { display: grid; gap: 3px 12px; grid-template-columns: minmax(0, 270px) 1fr; margin: 0 0 16px;
-  font-size: 13px; align-items: center; }
-.bars b { grid-column: 1 / -1; font-weight: 600; margin-top: 4px; overflow-wrap: anywhere; }
-.bars b small { font-weight: 400; color: var(--soft); margin-left: 8px; }
-.bars .who { color: var(--soft); overflow-wrap: anywhere; }
-.track { position: relative; display: flex; align-items: center; gap: 8px; min-width: 0; }
-.room { position: relative; flex: 1; height: 15px; }
-.bar { position: absolute; inset: 0 auto 0 0; border-radius: 0 3px 3px 0; background: var(--peer); min-width: 2px; }
-.bar.ours { background: var(--one); } .bar.lost { background: var(--two); }
-.spread { position: absolute; top: 50%; height: 0; border-top: 1.5px solid var(--text); opacity: .55; }
-.limit { position: absolute; top: -3px; bottom: -3px; border-left: 1.5px dashed var(--soft); }
-.value { flex: 0 0 auto; width: 12.5em; font-variant-numeric: tabular-nums; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis; }
-.keys { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--soft); font-size: 13px; margin: 0 0 12px; }
-.keys i { display: inline-block; width: 14px; height: 10px; border-radius: 2px; margin-right: 7px; }
-"""
+_STYLE = Path(__file__).with_suffix(".css")
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
@@ -75,7 +23,7 @@ def document(title: str, style: str, body: Sequence[str]) -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     page = (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
-        f"<style>{_STYLE}{style}</style></head>\n<body><main>\n"
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}{style}</style></head>\n<body><main>\n"
         + "\n".join(filter(None, body))
         + "\n</main></body></html>\n"
     )

@@ -20,7 +20,8 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -350,8 +351,8 @@ class _CPrinter(_Printer):
     def heads(self) -> str:
         """Return the definitions that the operations need."""
         used = {node.op for node in self.program.nodes if node.dtype.is_floating_point}
-        wanted = [("tanh", {"tanh"}), ("power", {"power"}), ("mod", {"mod", "floordiv"})]
-        return _C_HEAD + "".join(_C_HEADS[name] for name, ops in wanted if ops & used)
+        wanted = [("TANH", {"tanh"}), ("POWER", {"power"}), ("MOD", {"mod", "floordiv"})]
+        return "".join(f"#define FUSED_HAS_{name}\n" for name, ops in wanted if ops & used) + _c_text("fused.h")
 
     def text_of(self, node: Node, args: list[str]) -> str:
         kind = self.program.nodes[node.args[0]].dtype if node.args else node.dtype
@@ -490,7 +491,7 @@ class _HostPrinter(_CPrinter):
             self.depth -= 1
             self.line("}")
         text = "\n".join(self.lines)
-        return f"{self.heads()}ACL_KERNEL void fused(ACL_GLOBAL i64 *t) {{\n{text}\n}}\n{_C_CALL}"
+        return f"{self.heads()}ACL_KERNEL void fused(ACL_GLOBAL i64 *t) {{\n{text}\n}}\n{_c_text('fused_call.c')}"
 
     def _kept(self, index: int) -> str:
         """Return the type in which a reduction over the rows is kept; all have eight bytes or less."""
@@ -570,122 +571,9 @@ class _HostPrinter(_CPrinter):
         self.line(f"y{number}[{where}] = {value};")
 
 
-_C_HEAD = """\
-#if defined(__OPENCL_VERSION__)
-#define ACL_MATH(name) name
-#define ACL_INFINITY INFINITY
-#define ACL_NAN NAN
-#define FUSED_SUM(sum) float sum = 0.0f, sum##_rest = 0.0f;
-#define FUSED_ADD(sum, v) { \\
-    const float term = (v) - sum##_rest, next = sum + term; \\
-    sum##_rest = (next - sum) - term; \\
-    sum##_rest = sum##_rest == sum##_rest ? sum##_rest : 0.0f; /* where a sum is not finite */ \\
-    sum = next; \\
-}
-#define FUSED_TOTAL(sum) sum
-#else
-#define FUSED_SUM(sum) double sum = 0.0;
-#define FUSED_ADD(sum, v) sum += (v);
-#define FUSED_TOTAL(sum) sum
-#define ACL_MATH(name) __builtin_##name##f
-#define ACL_INFINITY __builtin_inff()
-#define ACL_NAN __builtin_nanf("")
-#endif
-"""
-_C_HEADS = {
-    "power": """\
-#if defined(__OPENCL_VERSION__)
-#define fused_power(x, n) pown(x, n)
-#else
-static inline float fused_power(float x, int n) {
-    double factor = x, y = 1.0;
-    for (int left = n < 0 ? -n : n; left; left >>= 1, factor *= factor) {
-        y = left & 1 ? y * factor : y;
-    }
-    return (float)(n < 0 ? 1.0 / y : y);
-}
-#endif
-""",
-    # On the CPU x P(x^2) / Q(x^2), fitted for the least largest relative error, in float64: 1.2e-12 before rounding.
-    "tanh": """\
-#if defined(__OPENCL_VERSION__)
-ACL_DEVICE float fused_tanh(float x) {
-    float size = x < 0.0f ? -x : x, z = x * x, p = -0.005893945302802656f;
-    p = acl_fma_f32(p, z, 0.020794617709806007f);
-    p = acl_fma_f32(p, z, -0.053783293000263965f);
-    p = acl_fma_f32(p, z, 0.13331915298814714f);
-    p = acl_fma_f32(p, z, -0.3333329751012878f);
-    float large = 1.0f - 2.0f / (acl_exp_f32(size * 2.0f) + 1.0f);
-    return z < 0.36f ? (x == 0.0f ? x : acl_fma_f32(x * z, p, x)) : (x < 0.0f ? -large : large);
-}
-#else
-static inline float fused_tanh(float x) {
-    double a = x > 9.011f ? 9.011f : x;
-    a = a < -9.011f ? -9.011f : a;
-    double z = a * a, p = 0x1.538178f6e2829p-33, q = 0x1.d4b90b683b712p-40;
-    p = __builtin_fma(p, z, 0x1.92673fd1d9e82p-23);
-    p = __builtin_fma(p, z, 0x1.b5b2fb5a579c5p-15);
-    p = __builtin_fma(p, z, 0x1.38a135434bb09p-8);
-    p = __builtin_fma(p, z, 0x1.25e2ab0a36707p-3);
-    p = __builtin_fma(p, z, 0x1.fffffffffd511p-1);
-    q = __builtin_fma(q, z, 0x1.d22d3a3ec1fc9p-28);
-    q = __builtin_fma(q, z, 0x1.e79d9dbfbaff2p-19);
-    q = __builtin_fma(q, z, 0x1.2ac216a5e4a01p-11);
-    q = __builtin_fma(q, z, 0x1.f1c35406bd87cp-6);
-    q = __builtin_fma(q, z, 0x1.e846aada2fed4p-2);
-    q = __builtin_fma(q, z, 1.0);
-    return (float)(a * p / q);
-}
-#endif
-""",
-    # As CPython's, NumPy's and torch's: the remainder is exact, and the quotient is corrected where it was rounded up.
-    "mod": """\
-#define FUSED_REMAINDERS(T, mod, floordiv, MATH) \\
-ACL_DEVICE T mod(T a, T b) { \\
-    T rest = MATH(fmod)(a, b); \\
-    return rest != 0 && (b < 0) != (rest < 0) ? rest + b : rest; \\
-} \\
-ACL_DEVICE T floordiv(T a, T b) { \\
-    T rest = MATH(fmod)(a, b), quotient = (a - rest) / b; \\
-    quotient = rest != 0 && (b < 0) != (rest < 0) ? quotient - 1 : quotient; \\
-    T down = MATH(floor)(quotient); \\
-    down = quotient - down > (T)0.5 ? down + 1 : down; \\
-    return b == 0 ? a / b : quotient != 0 ? down : MATH(copysign)(0, a / b); \\
-}
-FUSED_REMAINDERS(float, fused_mod, fused_mod_floor, ACL_MATH)
-#if !defined(__OPENCL_VERSION__)
-#define FUSED_WIDE(name) __builtin_##name
-FUSED_REMAINDERS(double, fused_mod_d, fused_mod_d_floor, FUSED_WIDE)
-#endif
-""",
-}
-
-# Compares NumPy's arrays of a call with those of a plan, and computes. `p` is the plan (host.py): a tuple's head and
-# length, the table, ... PyArrayObject is part of NumPy's public interface: data, nd, dimensions, strides, base, descr.
-_C_CALL = """\
-__attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i64, i32, i32, i32, void *);
-__attribute__((visibility("default"))) int fused_call(const i64 *p, const char *args, const char *out) {
-    const i64 head = p[0], arrays = p[4], constants = p[5], pointers = p[6], results = p[7];
-    i64 *t = (i64 *)p[3], data[16];
-    const i64 *items = (const i64 *)(args + p[1]), *made = (const i64 *)(out + p[1]);
-    if (*(const i64 *)(args + head) != p[2]) return 1;
-    p += 8;
-    for (i64 i = 0; i < arrays; i++) {
-        const i64 *x = (const i64 *)(items[p[0]] + head), count = p[4];
-        if (x[-1] != p[1] || x[5] != p[2] || (int)x[1] != count || x[0] & p[3]) return 1;
-        const i64 *sizes = (const i64 *)x[2], *strides = (const i64 *)x[3];
-        data[i] = x[0];
-        p += 5;
-        for (i64 k = 0; k < count; k++, p += 2)
-            if (sizes[k] != p[0] || strides[k] != p[1]) return 1;
-    }
-    for (i64 i = 0; i < constants; i++, p += 2)
-        if (items[p[0]] != p[1]) return 1;
-    for (i64 i = 0; i < pointers; i++, p += 2) t[i] = data[p[0]] + p[1];
-    for (i64 i = 0; i < results; i++) t[pointers + i] = *(const i64 *)(made[i] + head);
-    return acl_run_fused(0, 1, 1, 1, 1, 1, 1, t);
-}
-"""
+@cache
+def _c_text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=1024)
