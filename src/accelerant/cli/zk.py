@@ -11,7 +11,7 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Group
 from accelerant.cli.terminal import console
-from accelerant.cli.zk_infer import infer
+from accelerant.cli.zk_infer import file_arg, infer
 from accelerant.cli.zk_prove import (
     StageDisplay,
     prove_files,
@@ -19,29 +19,24 @@ from accelerant.cli.zk_prove import (
     read_texts,
     resolve_targets,
     warn_forgeable,
-    write_all,
 )
 from accelerant.errors import ConfigError
-from accelerant.runtime.files import escaped
+from accelerant.runtime.files import escaped, write_together
 
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof
 
 
-def _file(metavar: str, text: str) -> Any:
-    return typer.Argument(metavar=metavar, help=text)
-
-
-_Zkey = Annotated[Path, _file("CIRCUIT.ZKEY", "Proving key, a Groth16 .zkey file.")]
-_Witness = Annotated[Path, _file("WITNESS.WTNS", "Witness, a .wtns file.")]
-_ProofOut = Annotated[Path, _file("PROOF.JSON", "Proof to write.")]
-_PublicOut = Annotated[Path, _file("PUBLIC.JSON", "Public inputs to write.")]
-_Key = Annotated[Path, _file("VERIFICATION_KEY.JSON", "Verification key of the circuit.")]
-_Public = Annotated[Path, _file("PUBLIC.JSON", "Public inputs.")]
-_Proof = Annotated[Path, _file("PROOF.JSON", "Proof.")]
-_KeyOut = Annotated[Path, _file("VERIFICATION_KEY.JSON", "Verification key to write.")]
-_R1cs = Annotated[Path, _file("CIRCUIT.R1CS", "Constraints, as written by circom.")]
-_ZkeyOut = Annotated[Path, _file("CIRCUIT.ZKEY", "Proving key to write.")]
+_Zkey = Annotated[Path, file_arg("CIRCUIT.ZKEY", "Proving key, a Groth16 .zkey file.")]
+_Witness = Annotated[Path, file_arg("WITNESS.WTNS", "Witness, a .wtns file.")]
+_ProofOut = Annotated[Path, file_arg("PROOF.JSON", "Proof to write.")]
+_PublicOut = Annotated[Path, file_arg("PUBLIC.JSON", "Public inputs to write.")]
+_Key = Annotated[Path, file_arg("VERIFICATION_KEY.JSON", "Verification key of the circuit.")]
+_Public = Annotated[Path, file_arg("PUBLIC.JSON", "Public inputs.")]
+_Proof = Annotated[Path, file_arg("PROOF.JSON", "Proof.")]
+_KeyOut = Annotated[Path, file_arg("VERIFICATION_KEY.JSON", "Verification key to write.")]
+_R1cs = Annotated[Path, file_arg("CIRCUIT.R1CS", "Constraints, as written by circom.")]
+_ZkeyOut = Annotated[Path, file_arg("CIRCUIT.ZKEY", "Proving key to write.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 
 
@@ -69,7 +64,7 @@ def prove(
 
 def prove_many(
     zkey: _Zkey,
-    witnesses: Annotated[list[Path], _file("WITNESS.WTNS...", "Witnesses, .wtns files with different names.")],
+    witnesses: Annotated[list[Path], file_arg("WITNESS.WTNS...", "Witnesses, .wtns files with different names.")],
     out: Annotated[
         Path, typer.Option(help="Folder for NAME.proof.json and NAME.public.json; made if absent.")
     ] = Path(),
@@ -122,7 +117,7 @@ def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_ou
     from accelerant.zk.groth16 import VerificationKey
 
     trusted = VerificationKey.from_zkey(zkey)
-    write_all({target: trusted.to_json()})
+    write_together({target: trusted.to_json().encode()})
     if json_output:
         sizes = {"curve": trusted.family, "public_inputs": trusted.n_public}
         write(json.dumps({"key": str(key), **sizes, "forgeable": trusted.forgeable}))
@@ -154,7 +149,7 @@ def verifier(
 
     (text,) = read_texts((key, "a verification key"))
     trusted = VerificationKey.from_json(text, name=str(key))
-    write_all({target: trusted.to_solidity(name)})
+    write_together({target: trusted.to_solidity(name).encode()})
     if json_output:
         facts = {"contract": str(out), "name": name, "curve": trusted.family, "public_inputs": trusted.n_public}
         write(json.dumps(facts | {"forgeable": trusted.forgeable}))
@@ -194,7 +189,7 @@ def setup(
 
 
 def inspect(
-    file: Annotated[Path, _file("FILE", "A .zkey, .wtns, .r1cs or .ptau file.")],
+    file: Annotated[Path, file_arg("FILE", "A .zkey, .wtns, .r1cs or .ptau file.")],
     check: Annotated[
         bool,
         typer.Option(

@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 30  # largest file that is read
 
 
-def _file(metavar: str, text: str) -> Any:
+def file_arg(metavar: str, text: str) -> Any:
+    """Return the declaration of an argument that is a file."""
     return typer.Argument(metavar=metavar, help=text)
 
 
-_Network = Annotated[Path, _file("NETWORK", "Network with its weights, a file of IntegerNetwork.save.")]
-_Commitment = Annotated[Path, _file("COMMITMENT", "Commitment to the network, which has no weights.")]
+_Network = Annotated[Path, file_arg("NETWORK", "Network with its weights, a file of IntegerNetwork.save.")]
+_Commitment = Annotated[Path, file_arg("COMMITMENT", "Commitment to the network, which has no weights.")]
 _Input = Annotated[
-    Path, _file("INPUT.NPY", "Input, an int8 array (batch, inputs), or of images (batch, channels, height, width).")
+    Path,
+    file_arg("INPUT.NPY", "Input, an int8 array (batch, inputs), or of images (batch, channels, height, width)."),
 ]
-_Output = Annotated[Path, _file("OUTPUT.NPY", "Output, an int8 array (batch, outputs), or of images as the input.")]
-_Proof = Annotated[Path, _file("PROOF", "Proof.")]
+_Output = Annotated[Path, file_arg("OUTPUT.NPY", "Output, an int8 array (batch, outputs), or of images as the input.")]
+_Proof = Annotated[Path, file_arg("PROOF", "Proof.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 
 

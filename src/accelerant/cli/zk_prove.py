@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.terminal import COMPILING, ProgressLine
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, ConfigError, FormatError, MissingFile
-from accelerant.runtime.files import AtomicFile, escaped, read_regular
+from accelerant.runtime.files import escaped, read_regular, write_together
 
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import VerificationKey
@@ -71,7 +71,8 @@ def prove_files(
             where: Any = {"devices": device} if len(device) > 1 else {"device": device[0]}
             prover = Prover(opened, **where, progress=progress)
         result = prover.prove(witness, verify=verify)
-    write_all(dict(zip(targets, (result.to_json(), result.public_json()), strict=True)))
+    texts = result.to_json(), result.public_json()
+    write_together({target: text.encode() for target, text in zip(targets, texts, strict=True)})
     facts: dict[str, Any] = {
         "proof": str(proof),
         "public": str(public),
@@ -141,19 +142,6 @@ def warn_forgeable(path: Path, reason: str | None) -> None:
     """Warn on stderr that anyone can forge proofs for a key, if a reason is given."""
     if reason is not None:
         print(f"accelerant: warning: {escaped(path)}: {reason}", file=sys.stderr)
-
-
-def write_all(texts: Mapping[Path, str]) -> None:
-    """Write files atomically: all are on the disk under temporary names before the first is renamed.
-
-    If a rename fails, the files before it have been replaced, and OSError is raised.
-    """
-    with contextlib.ExitStack() as files:
-        for path, text in texts.items():
-            file = files.enter_context(AtomicFile(path))
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class StageDisplay:
@@ -230,7 +218,8 @@ def prove_many_files(
         for outcome in jobs:
             i = todo[outcome.index]
             if outcome.error is None:
-                write_all(dict(zip(pairs[i][::-1], outcome.value[::-1], strict=True)))  # renames the proof last
+                proof, public = (text.encode() for text in outcome.value)
+                write_together({pairs[i][1]: public, pairs[i][0]: proof})  # renames the proof last
                 proved.append(i)
             else:
                 failed[i] = str(outcome.error) or type(outcome.error).__name__
