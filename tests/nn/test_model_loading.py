@@ -1,6 +1,7 @@
 """Models of Llama's kin against transformers', from sharded folders, in floating point and in integers."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -242,6 +243,27 @@ def test_a_gpu_gets_the_weights_a_few_rows_at_a_time(quantize, tmp_path):
     steps = model(greedy[:, :-1]).float()[:, 39:]
     chosen = steps.gather(-1, greedy[:, 40:, None])[..., 0]
     assert (steps.amax(-1) - chosen).max() < 0.05 * steps.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of files")
+def test_a_full_disk_hinders_no_quantization(tmp_path):
+    """Weights are rounded in memory: not a byte is written, and what caches cannot keep is left out."""
+    folder = saved(drawn("llama", 0, tied=False), tmp_path)
+    program = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from accelerant.nn import load_model
+from accelerant.nn.serving import Engine
+for quantize in ("int8", "int4"):
+    model, _ = load_model({str(folder)!r}, quantize=quantize)
+    with Engine(model, 8) as engine:
+        print(len(list(engine.submit([1, 2, 3], max_tokens=4))))
+"""
+    environment = os.environ | {"ACCELERANT_CACHE_DIR": str(tmp_path / "cache")}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["5", "5"]), ran.stderr
 
 
 def test_another_kind_of_integers_is_refused(tmp_path):
