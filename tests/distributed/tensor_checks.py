@@ -17,7 +17,7 @@ from accelerant.distributed import vocabulary_parallel_cross_entropy
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import layers
 from accelerant.nn.optim import SGD, AdamW, clip_grad_norm_
-from accelerant.nn.serving import Engine, Finished, Sampling
+from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, Token
 from accelerant.nn.train import TrainStep
 
 LLAMA = acl.nn.LlamaConfig(
@@ -162,6 +162,50 @@ def split_integers_compute_as_one_process():
         assert answers[0] == answers[1]
         with pytest.raises(UnsupportedCase, match="in integers that is split"):
             distributed.whole_state_dict(model)
+
+
+def split_engine_is_followed():
+    """Of the processes one plans and draws, and the others compute their parts of its steps, drafts and prompts too."""
+    one, told = llama(torch.float32), []
+    model = distributed.tensor_parallel(copy.deepcopy(one), mesh_of())
+
+    def share(*step):
+        told.append(step[0])
+        dist.broadcast_object_list([step])
+
+    def steps():
+        while True:
+            dist.broadcast_object_list(received := [None])
+            if received == [None]:
+                return
+            yield received[0]
+
+    if dist.get_rank():
+        Engine(model, 12, 7, start=False, speculate=2).follow(steps())
+        return
+    idx = tokens(length=20)[0][0].tolist()
+    answers = []
+    for each, sharing in ((model, share), (one, None)):
+        with Engine(each, 12, 7, start=False, speculate=2, share=sharing) as engine:
+            requests = [engine.submit(idx[:n], Sampling(0.8), max_tokens=9, seed=n, prompt_logprobs=0) for n in (20, 5)]
+            while engine.step():
+                pass
+            events = [event for answer in requests for event in answer]
+        answers.append([event.id for event in events if isinstance(event, Token)])
+        scores = [value for event in events if isinstance(event, PromptLogprobs) for value in event.logprobs]
+        assert scores == pytest.approx(score_prompts(one, (idx, idx[:5])), abs=1e-4)
+    dist.broadcast_object_list([None])
+    assert answers[0] == answers[1]
+    assert len(told) > 9
+
+
+def score_prompts(model, prompts):
+    """The log-probabilities of all but the first token of each prompt."""
+    found = []
+    for ids in prompts:
+        scores = torch.log_softmax(model(torch.tensor([ids])).detach(), -1)[0]
+        found += scores[range(len(ids) - 1), ids[1:]].tolist()
+    return found
 
 
 def bad_input_is_refused():
@@ -339,7 +383,7 @@ def two_dimensions_of_a_mesh():
 
 CHECKS = [
     cross_entropy_of_a_split_vocabulary, split_llama_trains_as_one_process, split_llama_generates_and_saves,
-    split_kin_of_llama_compute_as_one_process, split_integers_compute_as_one_process,
+    split_kin_of_llama_compute_as_one_process, split_integers_compute_as_one_process, split_engine_is_followed,
     bad_input_is_refused, sharded_models_train_as_one_process, other_optimizers_clip_by_the_norm_of_all,
     sharded_models_compute_in_low_precision, sharded_models_generate_and_evaluate, split_sequences_of_a_sharded_model,
     fit_trains_sharded_models,

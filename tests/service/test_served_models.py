@@ -544,6 +544,38 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
     assert second.process.wait(timeout=60) == 0  # without a second signal, which would end it at once
 
 
+@pytest.mark.slow
+def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
+    """Over gloo in place of NCCL; a killed part ends the streams, and the next request is served."""
+    require_module("openai")
+    write_llama(tmp_path / "even", spare=2)
+    reference = load_model(tmp_path / "even")
+    given = ["--device", "cpu", "--gpus", "2", "--model", str(tmp_path / "even")]
+    server = Server(tmp_path, *given)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        prompts = ["hello world", "the quick brown fox" * 30, "a"]
+        ask = {"model": "even", "prompt": prompts, "temperature": 0, "max_tokens": 24}
+        expected = [greedy(reference, reference[1].encode(text), 24) for text in prompts]
+        for _ in range(2):  # computed, and found in the cache
+            assert [choice.text for choice in client.completions.create(**ask).choices] == expected
+        with pytest.raises(openai.BadRequestError, match="weights of a split model") as found:
+            client.completions.create(**ask, extra_body={"ledger": True})
+        assert found.value.param == "ledger"
+        stream = client.completions.create(**ask | {"max_tokens": 1000}, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()
+        (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
+        os.kill(int(follower), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the worker of model even ended"):
+            list(stream)
+        assert [choice.text for choice in client.completions.create(**ask).choices] == expected
+        (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()
+        (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
+        os.kill(int(leader), signal.SIGKILL)
+        eventually(lambda: not os.path.exists(f"/proc/{follower}"))
+    assert server.stop() == 0
+
+
 # --- fairness --------------------------------------------------------------------------------------------------------
 
 

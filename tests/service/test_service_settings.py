@@ -37,6 +37,8 @@ def test_file_environment_and_arguments_in_rising_order(tmp_path):
         ('tls_key = "key.pem"', "belong together"),
         ('models = "tiny"', "models must be"),
         ('devices = ["cpu", "cudaa:1"]', "unknown backend 'cudaa' .did you mean 'cuda'"),
+        ('devices = ["cuda:0", "cuda:1"]\ngpus = 4', "gpus: 4 devices are wanted, and 2 given"),
+        ('gpus = 2\nquantize = "int4"', "gpus: weights in 4-bit integers are not split"),
         ("port = ", "not TOML"),
     ],
 )

@@ -14,8 +14,8 @@ TEMPLATE = (
 )
 
 
-def write_llama(path, *, context=2048):
-    """Write the folder of a Llama; the last token's embedding is not finite."""
+def write_llama(path, *, context=2048, spare=1):
+    """Write the folder of a Llama, with `spare` tokens without a text; the last one's embedding is not finite."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -25,7 +25,7 @@ def write_llama(path, *, context=2048):
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     torch.manual_seed(0)
-    size = tokenizer.get_vocab_size() + 1
+    size = tokenizer.get_vocab_size() + spare
     config = LlamaConfig(
         vocab_size=size, context=context, layers=2, heads=4, kv_heads=2, width=64, hidden=96, rope_scaling=None
     )

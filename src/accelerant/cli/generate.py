@@ -171,16 +171,12 @@ def _loaded(folder: str, place: torch.device, quantize: str | None) -> tuple[Lla
     from accelerant.cli.train import world_size
     from accelerant.nn.models.loading import load_model
 
-    count = world_size()
     path = Path(folder).expanduser()
-    model, tokenizer = load_model(path, device=place if count == 1 else "cpu", quantize=quantize)
-    if count > 1:
-        from torch.distributed.device_mesh import init_device_mesh
+    if world_size() == 1:
+        return load_model(path, device=place, quantize=quantize)
+    from accelerant.distributed.tensor_parallel import load_split_model
 
-        from accelerant.distributed import tensor_parallel
-
-        model = tensor_parallel(model, init_device_mesh(place.type, (count,)))
-    return model, tokenizer
+    return load_split_model(path, place, quantize=quantize)
 
 
 def answer_events(

@@ -65,6 +65,10 @@ def serve(
     ] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Weights of --model in 8-bit integers.")] = False,
     int4: Annotated[bool, typer.Option("--int4", help="Weights of --model in 4-bit integers.")] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Split each language model over N GPUs; with --device cpu, processes."),
+    ] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Answers of --model may differ, in rounding, by what else is served.")
     ] = False,
@@ -87,7 +91,7 @@ def serve(
     settings = load(
         config, host=host, port=port, directory=directory, state_url=state_url, devices=device or None,
         served=_named_folders(model or []) or None, quantize="int8" if int8 else "int4" if int4 else None,
-        fast=fast or None, tls_certificate=tls_certificate, tls_key=tls_key, log=log,
+        gpus=gpus, fast=fast or None, tls_certificate=tls_certificate, tls_key=tls_key, log=log,
     )  # fmt: skip
     if engine not in ("local", "ray"):
         raise ConfigError(f"--engine must be local or ray, got {engine!r}")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from accelerant import ops
@@ -34,6 +34,8 @@ from accelerant.nn.layers import Linear, RMSNorm, rms_eps
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
+from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.tokenizer import ModelTokenizer
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.decode.steps import usual_plan
@@ -287,6 +289,18 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         block.attention.sums = block.mlp.sums = sums
     changed.__class__, changed.mesh, changed.sums = _TensorParallelLlama, mesh, sums
     return changed.to(mesh.device_type)  # type: ignore[no-any-return]
+
+
+def load_split_model(
+    path: str | os.PathLike[str], device: torch.device, *, quantize: str | None = None
+) -> tuple[Llama, ModelTokenizer]:
+    """Return this process's part of a folder's model on its device, and the tokenizer; every process calls it.
+
+    Each reads the whole model to the host first. Arguments and errors as of accelerant.nn.load_model and
+    `tensor_parallel`.
+    """
+    model, tokenizer = load_model(path, device="cpu", quantize=quantize)
+    return tensor_parallel(model, init_device_mesh(device.type, (dist.get_world_size(),))), tokenizer
 
 
 def _split(layer: Any, mesh: DeviceMesh, dim: int, sections: tuple[int, ...] = ()) -> None:

@@ -70,6 +70,8 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
     require_keys(settings)
     if not settings.state_url.startswith("postgresql"):
         raise ConfigError("--engine ray needs state_url=postgresql://USER:PASSWORD@HOST/NAME, which all replicas share")
+    if settings.gpus > 1:
+        raise ConfigError("--engine ray splits no model: leave gpus out, a replica has one GPU")
     if settings.tls_certificate:
         raise ConfigError("--engine ray has no TLS: leave tls_certificate out, and let a proxy in front of it do it")
     store = JobStore(settings.state_url, owner="", volume="")

@@ -65,6 +65,7 @@ class ServiceSettings:
         collections: folders or URLs for `search`, by name, each ending with the name of a collection.
         served: folders of language models and sentence encoders behind OpenAI's routes, by name; a process each.
         quantize: "int8" or "int4" for served language models; empty for the weights as they are.
+        gpus: devices over which a served language model is split: the first of `devices`, or of the machine's GPUs.
         fast: whether a served answer may depend, in rounding, on what else is computed beside it.
         cache_tokens: tokens that the cache of a served model holds; 0 for what memory allows.
         block_size: tokens of a block of that cache.
@@ -105,6 +106,7 @@ class ServiceSettings:
     served: Mapping[str, Path] = field(default_factory=dict)
     collections: Mapping[str, str] = field(default_factory=dict)
     quantize: str = ""
+    gpus: int = 1
     fast: bool = False
     cache_tokens: int = 0
     block_size: int = 16
@@ -146,6 +148,10 @@ class ServiceSettings:
             raise ConfigError(f"setting log must be json or text, got {self.log!r}")
         if self.quantize not in ("", "int8", "int4"):
             raise ConfigError(f"setting quantize must be int8 or int4, got {self.quantize!r}")
+        if self.gpus > 1 and self.quantize == "int4":
+            raise ConfigError("setting gpus: weights in 4-bit integers are not split: quantize them as int8")
+        if 1 < len(self.devices) < self.gpus:
+            raise ConfigError(f"setting gpus: {self.gpus} devices are wanted, and {len(self.devices)} given")
         if "" in self.served:
             raise ConfigError(f"setting served: {self.served['']} needs a name: write NAME=FOLDER")
         for device in self.devices:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from serving_models import GREEDY, drain, generated, llama, prompt, read
 
-from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
 from accelerant.nn.serving.text import StoppingText
@@ -162,6 +162,28 @@ def test_no_answer_waits_for_a_thread_that_failed(model, monkeypatch):
     with Engine(model, 40, 8) as engine:
         _, _, (end,) = read(engine.submit([1, 2]))
         assert (end.reason, end.error) == ("error", "the engine failed: ZeroDivisionError: division by zero")
+        with pytest.raises(AccelerantError, match="closed"):
+            engine.submit([1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error: an illegal address"), DeviceLost("it fell off")])
+def test_an_error_of_the_device_ends_every_answer_and_the_engine(model, monkeypatch, error):
+    """No later call would succeed: the thread ends, and with it a worker's process, which is started again."""
+
+    def fail(*_):
+        raise error
+
+    with Engine(model, 40, 8, start=False) as engine:
+        answers = [engine.submit(prompt(20, seed), max_tokens=4) for seed in range(3)]  # the last ones wait
+        engine.step()
+        monkeypatch.setattr(engine, "_logits", fail)
+        with pytest.raises(type(error)):
+            engine.run()
+        for answer in answers:
+            _, _, (end,) = read(answer)
+            assert end.reason == "error"
+            assert str(error) in end.error
         with pytest.raises(AccelerantError, match="closed"):
             engine.submit([1])
 

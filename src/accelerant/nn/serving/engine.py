@@ -15,7 +15,7 @@ import queue
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeError, UnsupportedCase
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models.language_model import LanguageModel, Sampling
 from accelerant.nn.serving import scheduler
@@ -195,6 +195,9 @@ class Engine:
             change no token, only how many steps they take.
         tokenizer: with `stream()` and `eos_ids`, for the texts and stop strings of answers; None: tokens alone.
         start: False leaves the steps to `step`, which the caller runs.
+        share: receives each step's inputs before it is computed, of a model that is split over processes
+            (accelerant.distributed.tensor_parallel): to take them to `follow` of the engines in the others, which have
+            the same arguments and start=False.
 
     Raises:
         ConfigError: a number below 1.
@@ -205,6 +208,7 @@ class Engine:
     def __init__(
         self, model: LanguageModel, blocks: int, max_batch_tokens: int = 512, *, block_size: int = 16,
         fast: bool = False, speculate: int = 0, tokenizer: Any = None, start: bool = True,
+        share: Callable[[StepShape, np.ndarray], None] | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("blocks", blocks), ("max_batch_tokens", max_batch_tokens), ("block_size", block_size)):
             if value < 1:
@@ -214,7 +218,7 @@ class Engine:
         if not hasattr(model, "forward_paged") or not model.can_cache():
             raise UnsupportedCase(f"{type(model).__name__} has no forward_paged, or has layers that it does not know")
         self.model, self.block_size, self.tokenizer, self.fast = model, block_size, tokenizer, fast
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens, self._share = max_batch_tokens, share
         self._device = next(model.parameters()).device
         self._captures = self._device.type == "cuda"
         self._graphs: dict[StepShape, tuple[Tensor, Graph, Tensor]] = {}
@@ -326,6 +330,11 @@ class Engine:
             )
         return prompt
 
+    @property
+    def is_split(self) -> bool:
+        """Whether other processes hold parts of the model."""
+        return self._share is not None
+
     def _cancel(self, request: Request) -> None:
         with self._wake:
             request.cancelled = True
@@ -408,14 +417,28 @@ class Engine:
         try:
             drawn = self._compute(rows) if rows else Drawn([], None, None)
         except Exception as error:  # noqa: BLE001  the engine goes on with the others
-            with self._lock:
-                for row in rows:
-                    self._end(row.sequence, "error", f"{type(error).__name__}: {error}", forget=True)
+            self._fail(rows, error)
         else:
             with self._lock:
                 self._accept_all(rows, drawn)
         self._hand_out()
         return bool(rows)
+
+    def _fail(self, rows: list[Row], error: Exception) -> None:
+        """End the answers that a step was to continue; raise the error if no further step can be computed."""
+        if self._share is not None or isinstance(error, (DeviceLost, torch.AcceleratorError)):
+            raise error
+        with self._lock:
+            for row in rows:
+                self._end(row.sequence, "error", f"{type(error).__name__}: {error}", forget=True)
+
+    @torch.inference_mode()
+    def follow(self, steps: Iterable[tuple[StepShape, np.ndarray]]) -> None:
+        """Compute the steps that the engine of another process shares, with this process's part of the model."""
+        with modes_kept(self.model), self._device_context():
+            self.model.eval()
+            for shape, host in steps:
+                self._run(shape, torch.from_numpy(host))
 
     def _hand_out(self) -> None:
         """Give events to their receivers, which may call the engine, on other threads too."""
@@ -442,10 +465,9 @@ class Engine:
         shape = StepShape.of(rows, padded=self._captures)
         host = torch.empty(shape.words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         shape.fill(host.numpy(), rows, self.block_size)
-        if self._captures and shape.single:
-            logits = self._replayed(shape, host)
-        else:
-            logits = self._logits(shape, host.to(self._device, non_blocking=True))
+        if self._share is not None:
+            self._share(shape, host.numpy())
+        logits = self._run(shape, host)
         if any(row.known for row in rows):
             logits = self._score_prompts(rows, logits)
         samples = [
@@ -480,6 +502,11 @@ class Engine:
             at = last + row.samples
             samples += range(last, at)
         return logits[samples]
+
+    def _run(self, shape: StepShape, host: Tensor) -> Tensor:
+        if self._captures and shape.single:
+            return self._replayed(shape, host)
+        return self._logits(shape, host.to(self._device, non_blocking=True))
 
     def _logits(self, shape: StepShape, buffer: Tensor) -> Tensor:
         """Return the logits of the scored tokens of a step whose inputs are on the device."""

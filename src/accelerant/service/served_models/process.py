@@ -215,7 +215,8 @@ class ServedModels:
         self.processes: dict[str, ModelProcess] = {}
         for number, (name, folder) in enumerate(settings.served.items()):
             given = {
-                "folder": str(folder), "device": devices[number % len(devices)], "quantize": settings.quantize,
+                "folder": str(folder), "device": devices[number % len(devices) if settings.gpus == 1 else 0],
+                "devices": devices[: settings.gpus], "gpus": settings.gpus, "quantize": settings.quantize,
                 "fast": settings.fast, "cache_tokens": settings.cache_tokens, "block_size": settings.block_size,
                 "max_batch_tokens": settings.max_batch_tokens, "speculate": settings.speculate,
                 "most_waiting": settings.queue_jobs,

@@ -21,17 +21,24 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from accelerant.errors import AccelerantError
+from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.nn.encoder import LAYOUTS, Encoder
 from accelerant.nn.models.hugging_face import read_object
 from accelerant.nn.models.loading import load_model
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, Token
 from accelerant.nn.serving.engine import Event
-from accelerant.runtime.host import fork_safe, host_memory
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
 from accelerant.service.child import ChildEnd, child_arguments
-from accelerant.service.jobs.worker import find_devices
 from accelerant.service.served_models.admission import FairQueue
+from accelerant.service.served_models.split import (
+    OF_ENGINE,
+    Followers,
+    blocks_of_cache,
+    device_of,
+    follow,
+    part_of_engine,
+)
 
 _METRICS_S = 1.0
 _SWITCH_S = 0.0005
@@ -40,10 +47,8 @@ _POLL_S = 0.005
 """Pause after which free blocks are looked for again while requests wait."""
 _RETRY_S = (1.0, 60.0)
 """Bounds of what a refused client is told to wait."""
-_CONTEXTS = 64
-"""Sequences of full length that the cache has room for at most, unless the settings say how many tokens it has."""
-_OF_ENGINE = ("seed", "stop", "n", "logprobs", "ignore_eos", "salt", "account")
-"""Options of a request that are the engine's."""
+_OF_REQUEST = ("seed", "stop", "n", "logprobs", "ignore_eos", "salt", "account")
+"""Options of a request that are those of `Engine.submit`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -224,6 +229,8 @@ class ModelWorker(ChildOfModel):
                 )  # fmt: skip
             count += options["n"] * -(-(len(ids) + 1) // self.engine.block_size)
         if options["account"]:
+            if self.engine.is_split:
+                raise _Wrong("UnsupportedParameter", "the weights of a split model are not hashed", "ledger")
             _ = self.engine.weights_sha256  # found once
         request = Waiting(head["id"], head["key"], prompts, options, count, echoes)
         request.unfinished = len(prompts) * options["n"]
@@ -267,7 +274,7 @@ class ModelWorker(ChildOfModel):
                 events = _Events(self, request, number * options["n"])
                 request.answers.append(self.engine.submit(
                     ids, sampling, max_tokens=most, prompt_logprobs=scored, events=events,
-                    **{name: options[name] for name in _OF_ENGINE},
+                    **{name: options[name] for name in _OF_REQUEST},
                 ))  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the thread goes on with the next request
             request.cancelled = True
@@ -361,10 +368,12 @@ class EncoderWorker(ChildOfModel):
                     requests.append(self._queue.pop())
             try:
                 vectors = self.encoder.encode_ids([ids for one in requests for ids in one.prompts]).cpu().numpy()
-            except Exception as error:  # noqa: BLE001 - the process goes on with the next ones
+            except Exception as error:
                 for one in requests:
                     self._open.pop(one.id, None)
                     self._refuse(one.id, 500, "InternalError", f"encoding failed: {type(error).__name__}: {error}")
+                if isinstance(error, (DeviceLost, torch.AcceleratorError)):
+                    raise
                 continue
             first = 0
             for one in requests:
@@ -379,8 +388,7 @@ class EncoderWorker(ChildOfModel):
 def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[str, Any]]:
     """Return the worker of a folder, and what it tells the server of itself."""
     folder = Path(given["folder"])
-    name, label, _ = find_devices(given["device"])
-    device = torch.device("cuda:0" if name == "cuda" else name)
+    device, label = device_of(given["device"])
     kind = read_object(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
     if kind in LAYOUTS:
         encoder = Encoder(folder, device=device)
@@ -388,31 +396,19 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
         one = EncoderWorker(connection, encoder, given["most_waiting"])
         one.folder = given["folder"]
         return one, {"label": label, **described}
-    model, tokenizer = load_model(folder, device=device, quantize=given["quantize"] or None)
-    blocks = _blocks(model, device, given["cache_tokens"], given["block_size"])
-    engine = Engine(
-        model, blocks, given["max_batch_tokens"], block_size=given["block_size"], fast=given["fast"],
-        speculate=given["speculate"], tokenizer=tokenizer,
-    )  # fmt: skip
+    if given["gpus"] > 1:
+        followers = Followers(given, device)
+        engine = part_of_engine(given, device, 0, followers.store, followers.send)
+        followers.began = True
+        tokenizer = engine.tokenizer
+    else:
+        model, tokenizer = load_model(folder, device=device, quantize=given["quantize"] or None)
+        blocks = blocks_of_cache(model, device, given["cache_tokens"], given["block_size"])
+        engine = Engine(model, blocks, tokenizer=tokenizer, **{name: given[name] for name in OF_ENGINE})
     worker = ModelWorker(connection, engine, tokenizer, given["most_waiting"])
     worker.folder = given["folder"]
     described = {"task": "generate", "context": worker.context, "chat": tokenizer.has_chat_template}
     return worker, {"label": label, **described}
-
-
-def _blocks(model: Any, device: torch.device, cache_tokens: int, block_size: int) -> int:
-    """Return the blocks of a cache: those of the settings' tokens, or what fits the free memory."""
-    if cache_tokens:
-        return max(1, cache_tokens // block_size)
-    layers, kv_heads, width = model.cache_shape()
-    size: int = 2 * layers * kv_heads * width * block_size * model.activation_dtype().itemsize
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] * 0.9
-    else:
-        memory = host_memory()
-        free = memory.get("MemAvailable", memory["MemTotal"]) * 0.25
-    most: int = _CONTEXTS * -(-model.config.context // block_size)
-    return max(1, min(int(free) // size, most))
 
 
 def _end_process(failed: threading.ExceptHookArgs) -> None:
@@ -425,9 +421,12 @@ def main() -> NoReturn:
     """Run the worker on the socket that the server passed."""
     threading.excepthook = _end_process
     sys.setswitchinterval(_SWITCH_S)
-    given, connection = child_arguments("model")
+    arguments, connection = child_arguments("model")
+    given = json.loads(arguments.model)
+    if "rank" in given:
+        follow(given, connection)
     try:
-        worker, described = _loaded(json.loads(given.model), connection)
+        worker, described = _loaded(given, connection)
     except AccelerantError as error:
         ChildEnd(connection).send({"kind": "failed", "failure": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
