@@ -41,6 +41,30 @@ def test_close_to_floating_point(activation):
     assert (ours - y).square().mean() < 0.002 * y.square().mean()  # 0.00006 to 0.00065 measured
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_channels_of_any_magnitudes(seed):
+    """Channels of 1 to 512 inputs, with small weights where they are many: as close as alone, but for half a unit."""
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(nn.Linear(512, 6)), torch.rand(256, 512)
+    with torch.no_grad():
+        counts = torch.cat([torch.tensor([1, 512]), 2 ** torch.randint(0, 10, (4,))])
+        weight = (torch.arange(512) < counts[:, None]) * (torch.rand(6, 512) + 0.1) / counts[:, None]
+        model[0].weight.copy_(weight)
+        model[0].bias.copy_(torch.randn(6) * torch.exp2(torch.randint(0, 7, (6,))) / counts)
+    network, y = exact(model, x), model(x).detach()
+    ours = network(x)
+    for channel in range(6):
+        alone = nn.Sequential(nn.Linear(512, 1))
+        with torch.no_grad():
+            alone[0].weight.copy_(model[0].weight[channel : channel + 1])
+            alone[0].bias.copy_(model[0].bias[channel : channel + 1])
+        error = (exact(alone, x)(x)[:, 0] - y[:, channel]).abs().max()
+        assert (ours[:, channel] - y[:, channel]).abs().max() <= 2 * error + 0.51 * network.output_scale
+    multipliers = integer_network(network).network.layers[0].by_channel
+    assert len(set(multipliers)) > 1
+    assert min(multipliers) >= 1
+
+
 def test_nested_models_linear_layers_in_a_row_and_no_bias():
     inner = nn.Sequential(ann.Linear(6, 5, bias=False), nn.Dropout(), nn.Linear(5, 4), nn.ReLU())
     model = nn.Sequential(nn.Identity(), inner, nn.Linear(4, 3)).eval()

@@ -1,8 +1,8 @@
 """Networks of 8-bit integers with a defined integer result on every device, which zk.inference proves.
 
 A layer maps int8 x to y = T[clamp(floor((m (W x + b) + s x' + 2^23) / 2^24), -128, 127)], with int8 W, a matrix or a
-kernel of a convolution, integer b, m and s, the output x' of an earlier layer, and a table T of 256 int8 entries. Sums
-are exact, and so is y.
+kernel of a convolution, integer b, s, and m of each output channel, the output x' of an earlier layer, and a table T of
+256 int8 entries. Sums are exact, and so is y.
 docs/proof-of-inference.md has the ranges.
 """
 
@@ -49,7 +49,7 @@ class ExactLayer(nn.Module):
         weight: (outputs, channels, kernel height, kernel width), int8; a Linear's kernel is the whole image.
         bias: (outputs,), int32, from -2^23 to 2^23 - 1.
         table: (256,), int8, the results of -128 to 127.
-        multiplier: m, from 1 to 2^17.
+        multiplier: (outputs,), int64, m of each output channel, from 1 to 2^17.
         image: height and width of the input.
         stride, padding: in both directions.
         source: how many layers before is the one whose output is the input; 1 is the one before.
@@ -59,21 +59,23 @@ class ExactLayer(nn.Module):
     weight: Tensor
     bias: Tensor
     table: Tensor
+    multiplier: Tensor
 
     def __init__(
-        self, weight: Tensor, bias: Tensor, table: Tensor, multiplier: int, image: tuple[int, int], stride: int,
-        padding: int, source: int = 1, skip: int = 0, skip_multiplier: int = 0,
+        self, weight: Tensor, bias: Tensor, table: Tensor, multiplier: Tensor | int, image: tuple[int, int],
+        stride: int, padding: int, source: int = 1, skip: int = 0, skip_multiplier: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.multiplier, self.image, self.stride, self.padding = multiplier, image, stride, padding
+        self.image, self.stride, self.padding = image, stride, padding
         self.source, self.skip, self.skip_multiplier = source, skip, skip_multiplier
-        for name, value in (("weight", weight), ("bias", bias), ("table", table)):
+        each = torch.as_tensor(multiplier, dtype=torch.int64, device=weight.device).expand(len(weight)).clone()
+        for name, value in (("weight", weight), ("bias", bias), ("table", table), ("multiplier", each)):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map int8 x (batch, channels, height, width) to int8 (batch, outputs, height, width)."""
         sums = _convolved(x.double(), self.weight.double(), self.stride, self.padding).long()  # exact: below 2^31
-        scaled = (sums + self.bias[:, None, None]) * self.multiplier + (1 << SHIFT - 1)
+        scaled = (sums + self.bias[:, None, None]) * self.multiplier[:, None, None] + (1 << SHIFT - 1)
         if added is not None:
             scaled += added.long() * self.skip_multiplier
         return self.table[(scaled >> SHIFT).clamp(-128, _LARGEST) + 128]
@@ -81,7 +83,8 @@ class ExactLayer(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print(model)`."""
         shape = "x".join(map(str, self.weight.shape[1:]))
-        more = f"stride={self.stride}, padding={self.padding}, multiplier={self.multiplier}"
+        multipliers = "-".join(str(int(each)) for each in dict.fromkeys(self.multiplier.aminmax()))
+        more = f"stride={self.stride}, padding={self.padding}, multiplier={multipliers}"
         return f"{shape}, {len(self.weight)}, {more}"
 
 
@@ -415,9 +418,14 @@ def _quantized(step: _Step, given: _Value, added: _Value | None, number: int) ->
     results = entries if activation is None else activation(entries * scale) / y_scale
     results = entries.clamp(min=0) if isinstance(activation, nn.ReLU) else results
     table = torch.round(results).clamp(-128, _LARGEST).to(torch.int8)
-    integers = torch.round(weight / weight_scale).to(torch.int8)
+    magnitudes = weight.flatten(1).abs().amax(1) / (_LARGEST * weight_scale)
+    least = torch.maximum(magnitudes, bias.abs() / (unit * (_BIAS_LIMIT - 1)))
+    multipliers = torch.ceil(multiplier * least).clamp(1, multiplier)
+    part = multipliers / multiplier  # of a channel's scale in that of all weights
+    integers = torch.round(weight / (weight_scale * part[:, None, None, None])).to(torch.int8)
     image = (int(x.shape[2]), int(x.shape[3]))
-    layer = ExactLayer(integers, units.int(), table, multiplier, image, stride, padding, *graph)
+    units = torch.round(bias / (unit * part)).int()
+    layer = ExactLayer(integers, units, table, multipliers, image, stride, padding, *graph)
     return [layer], after, y_scale
 
 

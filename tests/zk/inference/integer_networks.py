@@ -23,6 +23,16 @@ def random_network(generator, widths, *, tables=(RELU, IDENTITY), multipliers=No
     return IntegerNetwork(Network(tuple(layers)), weights, offsets)
 
 
+def by_channel(generator, network):
+    """Return the network with other multipliers for the channels of about two layers of three."""
+    layers = [
+        layer._replace(multiplier=tuple(map(int, generator.integers(1, 1 + layer.multiplier, layer.outputs))))
+        if generator.random() < 2 / 3 else layer
+        for layer in network.network.layers
+    ]  # fmt: skip
+    return IntegerNetwork(network.network._replace(layers=tuple(layers)), network.weights, network.biases)
+
+
 def random_convolutions(generator, count):
     """Return convolutions of random geometries; some have an earlier source, and some add an output."""
     shapes, layers, weights, offsets = (
@@ -71,7 +81,7 @@ def evaluated(network, x):
                 at = row * layer.stride + i - layer.padding, column * layer.stride + j - layer.padding
                 if 0 <= at[0] < layer.image[0] and 0 <= at[1] < layer.image[1]:
                     total += int(weight[o, c, i, j]) * int(image[b, c, *at])
-            scaled = layer.multiplier * total + 2**23
+            scaled = (layer.by_channel[o] if layer.by_channel else layer.multiplier) * total + 2**23
             if layer.skip:
                 scaled += layer.skip_multiplier * int(arrays[len(arrays) - layer.skip][b, o, row, column])
             entry = layer.table[min(max(scaled // 2**24, -128), 127) + 128]

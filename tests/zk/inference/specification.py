@@ -13,8 +13,8 @@ import struct
 from types import SimpleNamespace
 
 P = 2**64 - 2**32 + 1
-COMMITMENT = b"accelerant model commitment 1, not zero-knowledge\n"
-PROOF = b"accelerant proof of inference 1, not zero-knowledge\n"
+COMMITMENT = b"accelerant model commitment 2, not zero-knowledge\n"
+PROOF = b"accelerant proof of inference 2, not zero-knowledge\n"
 IDENTITY = bytes(i ^ 128 for i in range(256))
 
 
@@ -155,15 +155,15 @@ def read_layer(v, before):
     """A layer; `before` has the shapes of the network's input and of the outputs so far, and is empty at first."""
     inputs, outputs, m, *sides, stride, padding, source, skip, s = struct.unpack("<12I", v.read(48))
     table, image, kernel = v.read(256), sides[:2], sides[2:]
+    each = struct.unpack(f"<{outputs}I", v.read(4 * outputs)) if m == 0 else [m]  # multipliers of the channels
     need(min(inputs, outputs, stride, *sides) >= 1, "a size is 0")
     need(inputs * math.prod(kernel) <= 1 << 16, "sums could pass int32")
-    need(1 <= m <= 1 << 17 and s <= 1 << 25 and padding < min(kernel), "a parameter is out of range")
+    need(all(1 <= k <= 1 << 17 for k in each) and s <= 1 << 25 and padding < min(kernel), "a parameter is out of range")
     space = [size + 2 * padding - k for size, k in zip(image, kernel, strict=True)]
     need(min(space) >= 0, "a kernel is larger than its image")
     need(1 <= source <= max(1, len(before)) and skip < max(1, len(before)), "a source is out of range")
     came, shape = (inputs, *image), (outputs, *(n // stride + 1 for n in space))
-    need(not before or before[-source] == came, "an input of another shape")
-    need(not skip or before[-skip] == shape, "an added output of another shape")
+    need(not before or (before[-source] == came and (not skip or before[-skip] == shape)), "an input of another shape")
     return SimpleNamespace(**{name: value for name, value in locals().items() if name not in ("v", "before")})
 
 
@@ -179,8 +179,9 @@ def read_network(v):
     offsets, log_weights = placed(logs)
     need(log_weights <= 26, "too many weights")
     entries = (weights := sum(1 << k for k in logs)) + (24 << placed(list(map(log_size, shapes[1:])))[1])
-    hashes = {h: 3 * (h - 4) + sum(max(0, n - 7) + 4 for n in range(h, 4, -3)) for h in range(18, 5, -1)}
-    h = min(hashes, key=lambda h: 32 * hashes[h] + 8 * (3 + (entries >> h)))  # that of about the smallest openings
+    heights = range(18, max(5, log(weights) - 10), -1)
+    hashes = {h: 3 * (h - 4) + sum(max(0, n - 7) + 4 for n in range(h, 4, -3)) for h in heights}
+    h = min(heights, key=lambda h: 148 * (32 * hashes[h] + 8 * (3 + (entries >> h))) + (8 << h))
     public = start[: len(start) - len(v.left)]
     return SimpleNamespace(layers=layers, at=offsets, log=log_weights, weights=weights, h=h, bytes=public)
 
@@ -228,8 +229,7 @@ def fingerprint(beta, a, b, tag):
 def tree(v, root, depth, width):
     """Read the level of a Merkle tree of 2^depth leaves; return a function that reads and verifies a leaf."""
     up = max(0, depth - 6)
-    cap = v.read(32 << depth - up)
-    need(sha(b"cap", cap) == root, "a level of a tree is not that of its root")
+    need(sha(b"cap", cap := v.read(32 << depth - up)) == root, "a level of a tree is not that of its root")
 
     def leaf(i):
         data = v.read(8 * width)
@@ -248,7 +248,7 @@ def check_openings(v, h, tables, roots, claims):
     have = [columns(parts, h) for parts in tables]
     logs = [log(each[-1] + 1) for each in have]
     (start, log_columns), (lam,), full, total, power = placed(logs), v.draw(1), [], 0, K(1)
-    need(log_columns <= 11, "too many columns")
+    need(log_columns <= 12, "too many columns")
     for k, offset, point, value in claims:
         z = point + [offset >> i & 1 for i in range(len(point), h + logs[k])]
         full.append((power, z[h:] + [start[k] >> i & 1 for i in range(logs[k], log_columns)] + z[:h]))
@@ -282,7 +282,7 @@ def check_openings(v, h, tables, roots, claims):
 @functools.cache
 def check_commitment(data):
     """The range proof: all committed weights are bytes. Returns the network and the root."""
-    need(data.startswith(COMMITMENT), "no commitment of version 1")
+    need(data.startswith(COMMITMENT), "no commitment of version 2")
     v = Verifier(data[len(COMMITMENT) :])
     net, root = read_network(v), v.read(32)
     v = Verifier(v.left, COMMITMENT, net.bytes, root)
@@ -308,8 +308,12 @@ def pixels(a, axis, z, j, q):
 def check_layer(v, net, i, witness, x_at):
     """Equation (1) of a layer; returns claims."""
     a, (column, rows, logs) = net.layers[i], witness
-    z, down, high = v.draw(logs[i]), log_size(a.shape[1:]), log_size(a.kernel)
-    outputs, images = z[down:][: log(a.outputs)], z[down + log(a.outputs) :]
+    z, down, high, k_out = v.draw(logs[i]), log_size(a.shape[1:]), log_size(a.kernel), log(a.outputs)
+    outputs, images, equal, m, left = z[down:][:k_out], z[down + k_out :], 1, K(a.m), 0
+    if not a.m:  # sum_o eq(z, o) (s_o - m_o a_o) = 0, reduced to a random o
+        point, left = v.sumcheck(0, k_out, 3)
+        equal, m = eq(outputs, point), at([K(k) for k in padded(list(a.each), [a.outputs])], point)
+        outputs, z = point, z[:down] + point + images
     sent, bias = v.elements(7), v.elements(3)
     r, d, b = (sum(e * 256**k for k, e in enumerate(digits)) for digits in (sent[:3], sent[3:6], bias))
     claims = [(1, c + rows[i], z, value) for c, value in zip(column[:7], sent, strict=True)]
@@ -319,12 +323,12 @@ def check_layer(v, net, i, witness, x_at):
         (added,) = v.elements(1)
         claims.append((1, column[7] + rows[i - a.skip], z, added))
         scaled -= added * a.s
-    claim, width = scaled * pow(a.m, -1, P) - (b - 2**23), log(a.inputs)
+    claim, width = equal * (scaled - m * (b - 2**23)) - left, log(a.inputs)
     j, final = v.sumcheck(claim, high + width, 2 + (a.inputs != 1 << width))
     (w, g), channels = v.elements(2), j[high:]
     claims.append((0, net.at[4 * i], j + outputs, w))
     mask = at([K(c < a.inputs) for c in range(1 << width)], channels)
-    need((w - 128) * g * mask == final, f"the product of layer {i} is wrong")
+    need(equal * m * (w - 128) * g * mask == final, f"the product of layer {i} is wrong")
     q, final = v.sumcheck(g, log_size(a.image), 2)
     point = q + channels + images
     (x,) = [x_at(point)] if a.source > i else v.elements(1)
@@ -341,7 +345,7 @@ def check(commitment, batch, x, y, proof):
     net, root = check_commitment(commitment)
     h, shapes = net.h, ((batch, *net.layers[0].came), (batch, *net.layers[-1].shape))
     need(batch >= 1 and [len(x), len(y)] == list(map(math.prod, shapes)), "an input or output of another size")
-    need(proof.startswith(PROOF), "no proof of version 1")
+    need(proof.startswith(PROOF), "no proof of version 2")
     v = Verifier(proof[len(PROOF) :], PROOF, net.bytes, root, struct.pack("<Q", batch), x, y)
     tables = list(dict.fromkeys([IDENTITY, *(a.table for a in net.layers)]))
     logs = [log_size((*a.shape, batch)) for a in net.layers]

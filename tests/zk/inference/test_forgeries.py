@@ -32,9 +32,11 @@ WIDTHS = [4, 4, 4, 2]
 
 @pytest.fixture(scope="module")
 def honest():
-    """A network with unsaturated outputs, its prover, an input, output and proof."""
+    """A network with unsaturated outputs, whose second layer's channels have multipliers; and a proof."""
     generator = np.random.default_rng(7)
     network = random_network(generator, WIDTHS, tables=(RELU,), biases=100)
+    common = network.network.layers[1].multiplier
+    network = changed_network(network, layer=1, multiplier=(common, common // 2, 1000, common - 1))
     x = random_input(generator, network)
     committed = Prover(network)
     return committed, x, *committed.prove(x)
@@ -110,7 +112,12 @@ def test_another_batch(honest):
 def other_networks(network):
     yield "weight", changed_network(network, weights=changed_arrays(network.weights, 1, (0, 0), 1))
     yield "bias", changed_network(network, biases=changed_arrays(network.biases, 2, 1, 1))
-    yield "multiplier", changed_network(network, layer=1, multiplier=network.network.layers[1].multiplier - 1)
+    yield "multiplier", changed_network(network, layer=2, multiplier=network.network.layers[2].multiplier - 1)
+    first, *others = network.network.layers[1].multiplier
+    yield "a channel's multiplier", changed_network(network, layer=1, multiplier=(first - 1, *others))
+    yield "multipliers permuted", changed_network(network, layer=1, multiplier=(*others, first))
+    yield "channels' multipliers", changed_network(network, layer=0, multiplier=(9000, 9001, 9000, 9000))
+    yield "one multiplier for all channels", changed_network(network, layer=1, multiplier=first)
     yield "table", changed_network(network, layer=0, table=bytes(255) + b"\x7f")
     exchanged = [[each[1], each[0], each[2]] for each in (network.network.layers, network.weights, network.biases)]
     yield "layers exchanged", IntegerNetwork(Network(tuple(exchanged[0])), *exchanged[1:])
@@ -229,7 +236,7 @@ def convolutions():
     """Three convolutions of 3x5x4 pixels, of which the last adds the output of the first; and a proof."""
     generator = np.random.default_rng(3)
     first = Layer(3, 3, 20_000, RELU, image=(5, 4), kernel=(3, 3), padding=1)
-    layers = [first, first, Layer(3, 3, 40_000, IDENTITY, image=(5, 4), skip=2, skip_multiplier=1 << 22)]
+    layers = [first, first, Layer(3, 3, (40_000, 39_999, 900), IDENTITY, image=(5, 4), skip=2, skip_multiplier=1 << 22)]
     weights = [generator.integers(-128, 128, (3, 3, *each.kernel)).astype(np.int8) for each in layers]
     network = IntegerNetwork(Network(tuple(layers)), weights, generator.integers(-9000, 9000, (3, 3)))
     committed, x = Prover(network), random_input(generator, network)
@@ -377,6 +384,27 @@ def test_a_lie_in_a_table_that_is_in_the_table(honest):
     assert_refused(committed.commitment, x, *run.run(), "the product of layer")
 
 
+def test_errors_of_channels_that_cancel(honest):
+    """Remainders of two channels that are off by 1 and -1, or by their multipliers: it is no sum that is shown."""
+    committed, x, _, _ = honest
+    multipliers = committed.network.network.layers[1].by_channel
+    for layer, (one, other) in itertools.product((1, 2), ((1, -1), (multipliers[1], -multipliers[0]), multipliers[:2])):
+
+        def lie(columns, row, one=one, other=other):
+            columns[:3, row] = of_digits(columns[:3, row], one)
+            columns[:3, row + 1] = of_digits(columns[:3, row + 1], other)
+
+        run = LyingProof(committed, x, lie, row=0)
+        run.row = run.layout.rows[layer]
+        run.table_indices = lambda columns, run=run: InferenceProof.table_indices(run, columns)
+        assert_refused(committed.commitment, x, *run.run(), f"the product of layer {layer}")
+
+
+def of_digits(digits, by):
+    """Return the digits of a remainder with an amount added, modulo 2^24."""
+    return [(int(digits @ [1, 1 << 8, 1 << 16]) + by) % (1 << 24) >> 8 * i & 255 for i in range(3)]
+
+
 @pytest.mark.search(2)
 def test_no_entry_of_the_witness_can_be_changed(convolutions, rng, record_property):
     """Random entries of random columns, in rows of activations, by random amounts."""
@@ -441,9 +469,9 @@ def test_weights_that_are_no_bytes(honest, entry, monkeypatch):
     true = Prover._byte_table
 
     def table(self):
-        values = true(self)
+        values = true(self).astype(np.int64)
         values[0] = entry if entry < 0 else 255 + entry
-        return values
+        return ext.words(values)
 
     monkeypatch.setattr(Prover, "_byte_table", table)
     monkeypatch.setattr(np, "bincount", lambda values, minlength: np.histogram(values, range(minlength + 1))[0])

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import math
 import re
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import specification
-from integer_networks import RELU, evaluated, random_convolutions, random_input, random_network
+from integer_networks import RELU, by_channel, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
 from accelerant.algebra.field.memory_space import HOST
@@ -147,6 +148,7 @@ def test_any_network_is_proven_as_defined(generator, record_property):
         multipliers = None if example % 2 else [1, 2, 3, 12_345, 1 << 16, 1 << 17]
         bound = int(generator.choice([1, 1000, 1 << 23]))
         network = random_network(generator, widths, tables=tables, multipliers=multipliers, biases=bound)
+        network = by_channel(generator, network) if example % 4 > 1 else network
         x = random_input(generator, network, int(generator.integers(1, 6)))
         prover = Prover(network)
         y, proof = prover.prove(x)
@@ -217,7 +219,7 @@ def test_any_convolutions_are_proven_as_defined(generator, record_property):
     """Images, kernels, strides, padding, sources and added outputs at random."""
     added = 0
     for example in range(examples := 8):
-        network = random_convolutions(generator, int(generator.integers(1, 5)))
+        network = by_channel(generator, random_convolutions(generator, int(generator.integers(1, 5))))
         x = random_input(generator, network, int(generator.integers(1, 4)))
         prover = Prover(network)
         y, proof = prover.prove(x)
@@ -252,18 +254,39 @@ def test_proofs_and_commitments_are_deterministic(generator):
     assert first.prove(x)[1] == second.prove(x)[1]
 
 
-def test_known_answer():
-    """The bytes of version 1: whoever changes them changes the version in the headers."""
+@pytest.mark.parametrize(
+    ("multiplier", "answer", "hashes"),
+    [
+        (
+            79482,
+            [-47, -31, -8],
+            [
+                "9d7bc4d8c90971187ceb6d412e99cd6a0d3f7e08cab75e7b24d9106644d9691d",
+                "29834c518078aaad613e7591dbfa46f153f29f692efa15519eca6da5ee454392",
+            ],
+        ),
+        (
+            (79482, 40000, 1000),
+            [-47, -16, 0],
+            [
+                "ff8540e9f7e6e3142cc62852725d678666f0e8cf64002f309f7e522c50c347a7",
+                "581b19c29c3e2094ea1a753bd372e51fa787631fcb32bb648734a4defcae71b3",
+            ],
+        ),
+    ],
+    ids=["layer", "channels"],
+)
+def test_known_answer(multiplier, answer, hashes):
+    """The bytes of version 2: whoever changes them changes the version in the headers. The network has version 1."""
     folder = Path(__file__).parents[2] / "vectors" / "inference"
-    network, x = IntegerNetwork.load(folder / "network"), np.load(folder / "input.npy")
-    prover = Prover(network)
+    loaded, x = IntegerNetwork.load(folder / "network"), np.load(folder / "input.npy")
+    first, last = loaded.network.layers
+    assert last.multiplier == 79_482
+    public = loaded.network._replace(layers=(first, last._replace(multiplier=multiplier)))
+    prover = Prover(IntegerNetwork(public, loaded.weights, loaded.biases))
     y, proof = prover.prove(x)
-    assert y.tolist() == [[-47, -31, -8]]
-    hashes = [hashlib.sha256(data).hexdigest() for data in (prover.commitment.to_bytes(), proof)]
-    assert hashes == [
-        "a1b922983187f33e99d4712544ecf692590649d1a3c55d80911c4210ffb5a647",
-        "c78392af5b31fc13f36919595c36f0f73473019ff9db4ab821ead03ab147b6e9",
-    ]
+    assert y.tolist() == [answer]
+    assert [hashlib.sha256(data).hexdigest() for data in (prover.commitment.to_bytes(), proof)] == hashes
 
 
 def test_the_numbers_of_the_soundness_table(generator):
@@ -340,6 +363,10 @@ def test_the_specification_is_short_and_shares_no_code():
     [
         ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
         ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
+        ({"multiplier": (1, 2, 3)}, ConfigError, "layer 0 has 3 multipliers for 2 outputs"),
+        ({"multiplier": ()}, ConfigError, "layer 0 has 0 multipliers for 2 outputs"),
+        ({"multiplier": (5, 0)}, ConfigError, "layer 0 has multiplier 0"),
+        ({"multiplier": (5, (1 << 17) + 1)}, ConfigError, "layer 0 has multiplier 131073"),
         ({"table": b"short"}, ConfigError, "table of 5 entries"),
         ({"inputs": 1 << 17}, ConfigError, "layer 0 has a size of 131072"),
         ({"inputs": 4}, ShapeError, r"takes \(2, 4\)"),
@@ -363,8 +390,8 @@ def test_layers_out_of_range_are_refused(changes, error, message):
 def test_what_no_proof_can_have_is_refused_before_the_commitment():
     """A file of 80 KB with 2^28 activations took a commitment gigabytes, and then had no proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
-    Network((layer,) * 8).check()
-    for layers in ((layer,) * 9, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
+    Network((layer,) * 16).check()
+    for layers in ((layer,) * 17, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
         with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
             Network(tuple(layers)).check()
 
@@ -438,3 +465,80 @@ def test_malformed_networks_are_refused(generator, cut):
         IntegerNetwork.from_bytes(data[:cut])
     with pytest.raises(FormatError, match="1 bytes follow"):
         IntegerNetwork.from_bytes(data + b"x")
+
+
+# --- docs/formats.md -------------------------------------------------------------------------------------------------
+
+
+def documented():
+    """Return the tables of the section on proofs of inference in docs/formats.md: rows of cells, without the heads."""
+    text = (Path(__file__).parents[3] / "docs" / "formats.md").read_text().split("\n## Proofs of inference\n")[1]
+    tables = re.findall(r"(?m)(?:^\|.*\|\n)+", text)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in each.splitlines()[2:]] for each in tables]
+
+
+def read_by(rows, data):
+    """Read a network's public part by the documented fields; return the layers' fields and what follows."""
+    values = {}
+
+    def take(kind, count=1):
+        nonlocal data
+        letters = {"u32": "I", "f64": "d", "256s": "256s"}[kind] * count
+        found, data = struct.unpack_from(f"<{letters}", data), data[struct.calcsize(f"<{letters}") :]
+        return found
+
+    head, of_layers = rows[:3], rows[3:]
+    for kind, name, _ in head:
+        (values[name],) = take(kind.strip("`"))
+    layers = []
+    for _ in range(values["layers"]):
+        layers.append(layer := {})
+        for kind, name, _ in of_layers:
+            if kind != "`u32` for each output channel":
+                (layer[name],) = take(kind.strip("`"))
+            elif not layer["multiplier"]:
+                layer[name] = take("u32", layer["output channels"])
+    return values | {"of layers": layers}, data
+
+
+def test_files_are_as_documented(generator):
+    """First lines, the fields of the public part, and the sizes of all messages of a proof."""
+    network = by_channel(np.random.default_rng(1), random_network(generator, [3, 4, 6, 2]))
+    x, prover = random_input(generator, network, 3), Prover(network)
+    _, proof = prover.prove(x)
+    files, fields, messages = documented()
+    lines = {name: (int(version), line.strip("`").encode() + b"\n") for name, version, line, _ in files}
+    data = {"network": network.to_bytes(), "commitment": prover.commitment.to_bytes(), "proof": proof}
+    assert set(lines) == set(data)
+    for name, (version, line) in lines.items():
+        assert data[name].startswith(line)
+        assert f" {version}".encode() in line
+    found, rest = read_by(fields, data["commitment"][len(lines["commitment"][1]) :])
+    assert rest.startswith(prover.commitment.checked.root)
+    assert read_by(fields, data["network"][len(lines["network"][1]) :])[0] == found
+    assert len(found["of layers"]) == len(network.network.layers)
+    for layer, true in zip(found["of layers"], network.network.layers, strict=True):
+        assert (layer["input channels"], layer["output channels"], layer["table"]) == (
+            true.inputs,
+            true.outputs,
+            true.table,
+        )
+        assert layer.get("multipliers", layer["multiplier"]) == true.multiplier
+    assert {len(layer) for layer in found["of layers"]} == {13, 14}
+
+    layout, weights = WitnessLayout(network.network, 3, prover.layout), prover.layout
+    k_in, k_out = ([protocol.log2_ceil(n) for n in sizes] for sizes in ([3, 4, 6], [4, 6, 2]))
+    leaves = [*(8 * len(each) for each in layout.stack.columns), *[128] * len(range(weights.log_rows, 4, -3))]
+    logs = [weights.log_rows + 2] * 3 + [height - 1 for height in range(weights.log_rows, 4, -3)]
+    last = 1 << weights.log_rows - 3 * (len(logs) - 3)
+    opened = sum(leaf + 32 * max(0, log - 6) for leaf, log in zip(leaves, logs, strict=True))
+    expected = [
+        1 << layout.logs[-1], 32, 32, 16, 48 * (layout.log_rows + 3) + 160, 48 * layout.log_table + 48,
+        sum(48 * k for k, each in zip(k_out, network.network.layers, strict=True) if each.by_channel),
+        160 * 3, sum((32 if n in (1, 2, 4) else 48) * k + 32 for n, k in zip([3, 4, 6], k_in, strict=True)), 16 * 2,
+        32 * layout.stack.log_columns, 128 * (len(logs) - 3), 16 * last,
+        sum(32 << min(6, log) for log in logs), QUERIES * opened,
+    ]  # fmt: skip
+    assert len(messages) == len(expected)
+    assert len(proof) == len(lines["proof"][1]) + sum(expected)
+    assert [size for _, size, _ in messages[1:6]] == ["32", "32", "16", "48 n + 32 + 128", "48 n + 32 + 16"]

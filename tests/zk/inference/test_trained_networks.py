@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from integer_networks import evaluated, random_convolutions, random_input, random_network
+from integer_networks import by_channel, evaluated, random_convolutions, random_input, random_network
 from torch import nn
 
 import accelerant as acl
@@ -61,7 +61,9 @@ def torch_network(network):
         tensors = torch.from_numpy(weight), torch.from_numpy(bias).int(), table
         geometry = layer.image, layer.stride, layer.padding
         layers.append(
-            ExactLayer(*tensors, layer.multiplier, *geometry, layer.source, layer.skip, layer.skip_multiplier)
+            ExactLayer(
+                *tensors, torch.as_tensor(layer.multiplier), *geometry, layer.source, layer.skip, layer.skip_multiplier
+            )
         )
     return ExactNetwork(layers, network.network.layers[0].input_shape, 1.0, 1.0)
 
@@ -71,6 +73,7 @@ def assert_equal_everywhere(generator, device, networks, inputs):
     for i in range(networks):
         widths = [int(generator.integers(1, 200)) for _ in range(3)]
         network = random_network(generator, widths) if i % 4 == 0 else random_convolutions(generator, 4)
+        network = by_channel(generator, network)
         x = random_input(generator, network, inputs)
         y = network(x)
         theirs = torch_network(network).to(device)(torch.from_numpy(x).to(device)).cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,15 @@ from accelerant.algebra.field import launch
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.launch import transform
+from accelerant.zk.inference import protocol
 from accelerant.zk.inference.protocol import LOG_RATE, Element, P, root_of_unity
 
 Words = npt.NDArray[np.uint64]
 FIELD = field_of("goldilocks")
 _PART = 1 << 20
 """Products of a dot that are copied and summed at a time."""
+_LOG_SMALL = 5
+"""Coordinates of tables of eq that Python computes sooner than kernels are launched."""
 
 
 def base(op: str, x: Words, y: Words | np.uint64) -> Words:
@@ -103,12 +107,26 @@ def words(x: npt.NDArray[Any]) -> Words:
 
 
 def eq_table(point: Sequence[Element]) -> Words:
-    """Return eq(point, i) for each i, bit j of i with coordinate j."""
-    table = constant((1, 0), 1)
-    for z in reversed(point):
-        ones = mul(table, constant(z, 1))
-        table = np.stack((sub(table, ones), ones), axis=-1).reshape(2, -1)
-    return table
+    """Return eq(point, i) for each i, bit j of i with coordinate j: products of tables of a few coordinates."""
+    first = np.array(protocol.eq_table(point[:_LOG_SMALL]), np.uint64).T
+    if len(point) <= _LOG_SMALL:
+        return first
+    return mul(eq_table(point[_LOG_SMALL:])[:, :, None], first[:, None, :]).reshape(2, -1)
+
+
+def byte_products(weights: Words, values: Any) -> Words:
+    """Return the product of a matrix over K (2, k, m) and one of bytes (m, n), of NumPy or of torch on a device.
+
+    By products of float64, which are exact: limbs of 22 bits, bytes, and m up to 2^23.
+    """
+    limbs = np.stack([weights >> np.uint64(22 * i) & np.uint64((1 << 22) - 1) for i in range(3)]).astype(np.float64)
+    left = limbs.reshape(-1, weights.shape[-1])
+    if isinstance(values, np.ndarray):
+        sums = left @ values.astype(np.float64)
+    else:
+        sums = (values.new_tensor(left, dtype=sys.modules["torch"].float64) @ values.double()).cpu().numpy()
+    scaled = base("mul", sums.astype(np.uint64).reshape(3, -1), np.array([[1], [1 << 22], [1 << 44]], np.uint64))
+    return base("add", base("add", scaled[0], scaled[1]), scaled[2]).reshape(*weights.shape[:2], -1)
 
 
 def elements(x: Words) -> list[Element]:

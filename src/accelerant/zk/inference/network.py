@@ -23,17 +23,19 @@ from accelerant.zk.inference.protocol import (
     read_network,
 )
 
-NETWORK_HEADER = b"accelerant integer network 1\n"
+NETWORK_HEADER = b"accelerant integer network 2\n"
+_OLDER_HEADER = b"accelerant integer network 1\n"  # without multipliers of channels
 Int8 = npt.NDArray[np.int8]
 Trace = dict[str, npt.NDArray[np.int64]]
-"""The columns of a layer's activations by name, each (batch, outputs), padded to powers of two."""
+"""The columns of a layer's activations, and its sums W x + b, each (batch, outputs), padded to powers of two."""
 
 
 class IntegerNetwork:
     """Layers of int8 weights with a defined integer semantics: y = T[clamp((m (W x + b) + 2^23) >> 24, -128, 127)].
 
     Attributes:
-        network: widths, multipliers m, tables T and scales, which commitments publish.
+        network: widths, multipliers m, of layers or of their output channels, tables T and scales, which commitments
+            publish.
         weights: (outputs, inputs), int8, of each layer; private.
         biases: (outputs,), from -2^23 to 2^23 - 1, of each layer; private.
     """
@@ -66,7 +68,7 @@ class IntegerNetwork:
 
     def __call__(self, x: Int8) -> Int8:
         """Return the output of int8 inputs, exactly: (batch, outputs), or (batch, outputs, height, width)."""
-        *_, (_, _, y) = self._run(checked_input(self.network, x))
+        *_, (_, _, _, y) = self._run(checked_input(self.network, x))
         return self.outward(y)
 
     def outward(self, y: npt.NDArray[Any]) -> Int8:
@@ -78,27 +80,29 @@ class IntegerNetwork:
     def trace(self, x: Int8) -> list[Trace]:
         """Return the witness of each layer for checked inputs, each axis but the batch's padded to a power of two."""
         traces: list[Trace] = []
-        for scaled, u, y in self._run(x):
+        for sums, scaled, u, y in self._run(x):
             r, excess = scaled & (1 << SHIFT) - 1, (scaled >> SHIFT) - (u - 128)
             columns = {f"r{k}": r >> 8 * k & 255 for k in range(3)}
             columns |= {f"d{k}": np.sign(excess) * (np.abs(excess) >> 8 * k & 255) for k in range(3)}
-            traces.append(columns | {"u": u, "y": y.astype(np.int64)})
+            traces.append(columns | {"u": u, "y": y.astype(np.int64), "sums": sums})
         return traces
 
-    def _run(self, x: Int8) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Int8]]:
-        """Yield m a + s x' + 2^23, u and y of each layer."""
+    def _run(
+        self, x: Int8
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], Int8]]:
+        """Yield a, m a + s x' + 2^23, u and y of each layer."""
         outputs: list[Int8] = []
         for i, (layer, weight, bias) in enumerate(zip(self.network.layers, self.weights, self.biases, strict=True)):
             source = x if layer.source > i else unpadded(outputs[i - layer.source], layer.input_shape)
-            scaled = padded(_products(source, weight, layer), *layer.output_shape)
-            scaled += padded(bias, layer.outputs)[:, None, None]
-            scaled *= layer.multiplier
-            scaled += 1 << SHIFT - 1
+            sums = padded(_products(source, weight, layer), *layer.output_shape)
+            sums += padded(bias, layer.outputs)[:, None, None]
+            multipliers = np.array(layer.by_channel or [layer.common] * layer.outputs)
+            scaled = sums * padded(multipliers, layer.outputs)[:, None, None] + (1 << SHIFT - 1)
             if layer.skip:
                 scaled += outputs[i - layer.skip].astype(np.int64) * layer.skip_multiplier
             u = np.clip(scaled >> SHIFT, -128, 127) + 128
             outputs.append(np.frombuffer(layer.table, np.int8)[u])
-            yield scaled, u, outputs[-1]
+            yield sums, scaled, u, outputs[-1]
 
     def to_bytes(self) -> bytes:
         """Return the network as a file, which has the private weights."""
@@ -119,7 +123,7 @@ class IntegerNetwork:
     def from_bytes(cls, data: bytes) -> IntegerNetwork:
         """Read such a file; FormatError says what is wrong."""
         data = checked_bytes("integer network", data)
-        if not data.startswith(NETWORK_HEADER):
+        if not data.startswith((NETWORK_HEADER, _OLDER_HEADER)):
             raise FormatError(f"an integer network begins with {NETWORK_HEADER!r}, got {data[: len(NETWORK_HEADER)]!r}")
         try:
             reader = Channel(data[len(NETWORK_HEADER) :])
@@ -135,10 +139,10 @@ class IntegerNetwork:
         return cls(network, weights, biases)
 
 
-def padded(x: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
-    """Return an array whose last axes, of this shape, are padded by zeros to powers of two."""
+def padded(x: npt.NDArray[Any], *shape: int, value: int = 0) -> npt.NDArray[Any]:
+    """Return an array whose last axes, of this shape, are padded to powers of two, by zeros or another value."""
     width = [(0, 0)] * (x.ndim - len(shape)) + [(0, (1 << log2_ceil(size)) - size) for size in shape]
-    return np.pad(x, width)
+    return np.pad(x, width, constant_values=value)
 
 
 def unpadded(x: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:

@@ -128,20 +128,18 @@ class Prover:
         helpers = self.layout.helpers
         asked = values[: len(helpers.queries) << helpers.log_height]
         counts = np.bincount(asked, minlength=256).astype(np.uint64)
-        self._weights = CommittedTable(
-            ext.words(values), self.layout.log_rows, [(0, self.layout.end)], self.space, keep=True
-        )
+        self._weights = CommittedTable(values, self.layout.log_rows, [(0, self.layout.end)], self.space, keep=True)
         del values, asked
         self.commitment = ModelCommitment(self._commitment(public, counts))
 
     def __repr__(self) -> str:
         return f"Prover({self.network.network.widths}, {self.commitment.digest.hex()[:16]})"
 
-    def _byte_table(self) -> npt.NDArray[np.int64]:
+    def _byte_table(self) -> npt.NDArray[np.uint8]:
         """Return the table of weights that WeightLayout describes."""
-        values = np.zeros(1 << self.layout.log_size, np.int64)
+        values = np.zeros(1 << self.layout.log_size, np.uint8)
         for i, (weight, bias) in enumerate(zip(self.network.weights, self.network.biases, strict=True)):
-            block = padded(weight.astype(np.int64), *weight.shape).reshape(-1) + 128
+            block = padded(weight.view(np.uint8) ^ 128, *weight.shape, value=128).reshape(-1)
             values[self.layout.weights[i] :][: len(block)] = block
             block = padded(bias, len(bias)) + BIAS_LIMIT
             for byte, at in enumerate(self.layout.biases[i]):
@@ -159,10 +157,13 @@ class Prover:
         values = self._weights.values.reshape(-1)[: 1 << layout.log_size]
 
         def denominators(part: slice) -> Words:
-            return ext.sub(ext.constant(alpha, 1), ext.lifted(values[part]))
+            return ext.sub(ext.constant(alpha, 1), ext.lifted(values[part].astype(np.uint64)))
 
         lookups = Lookups(speaker, alpha, (0, 0), denominators, counts, ([], 8), layout.helpers)
-        value = values_at(values[None], lookups.show_queries())
+        point = lookups.show_queries()
+        over_rows = self._weights.over_rows(ext.eq_table(point[: layout.log_rows])[:, None], 0)[:, 0]
+        columns = ext.eq_table(point[layout.log_rows :])[:, self._weights.columns]
+        value = ext.total(ext.mul(over_rows, columns))[:, None]
         speaker.send_elements(value)
         claims = [Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
         send_openings(
@@ -373,9 +374,13 @@ class InferenceProof:
         z, at, k_out = speaker.challenges(layout.logs[index]), layout.rows[index], log2_ceil(layer.outputs)
         pixels = shape_bits(layer.output_shape[1:])
         outputs, images = z[pixels : pixels + k_out], z[pixels + k_out :]
+        factor = ext.constant((layer.common, 0), 1)
+        if layer.by_channel:
+            outputs, factor = self.show_channels(index, z)
+            z = z[:pixels] + outputs + images
         columns = speaker.send_elements(values_at(self.values[:7, at : at + (1 << layout.logs[index])], z))
         table = self.prover._weights.values.reshape(-1)
-        biases = np.stack([table[b : b + (1 << k_out)] for b in weights.biases[index]])
+        biases = np.stack([table[b : b + (1 << k_out)] for b in weights.biases[index]]).astype(np.uint64)
         bias = speaker.send_elements(values_at(biases, outputs))
         claims = [Claim(1, c + at, z, value) for c, value in zip(layout.columns[:7], columns, strict=True)]
         claims += [Claim(0, b, outputs, value) for b, value in zip(weights.biases[index], bias, strict=True)]
@@ -385,13 +390,18 @@ class InferenceProof:
             (added,) = speaker.send_elements(values_at(values, z))
             claims.append(Claim(1, layout.columns[7] + layout.rows[before], z, added))
 
-        kernel = padded(self.network.weights[index], layer.outputs, layer.inputs, *layer.kernel).astype(np.int64)
-        x = self.inputs_at(index, images)
-        tables = [values_at(ext.words(kernel.reshape(1 << k_out, -1).T), outputs), self.seen(layer, x, z)]
+        x, size = self.inputs_at(index, images), 1 << shape_bits((layer.inputs, *layer.kernel))
+        kernel = self.prover._weights.resident.reshape(-1)[weights.weights[index] :][: size << k_out]
+        products = ext.byte_products(ext.eq_table(outputs)[:, None, :], kernel.reshape(1 << k_out, -1))[:, 0]
+        tables = [ext.sub(products, ext.constant((128, 0), 1)), self.seen(layer, x, z)]
         if layer.inputs & (layer.inputs - 1):
             mask = np.arange(tables[0].shape[1]) >> shape_bits(layer.kernel) < layer.inputs
             tables.append(ext.lifted(mask.astype(np.uint64)))
-        j, last = sumcheck(speaker, np.stack(tables, axis=1), len(tables), multiplied)
+
+        def terms(tables: Words) -> Words:
+            return ext.mul(multiplied(tables), factor[:, :, None])
+
+        j, last = sumcheck(speaker, np.stack(tables, axis=1), len(tables), terms)
         last[:, 0] = ext.add(last[:, 0], np.array([128, 0], np.uint64))
         weight, _ = speaker.send_elements(last[:, :2])
         claims.append(Claim(0, weights.weights[index], j + outputs, weight))
@@ -407,6 +417,24 @@ class InferenceProof:
             row = layout.rows[index - layer.source]
             claims.append(Claim(1, layout.columns[7] + row, pixel + channels + images, value))
         return claims
+
+    def show_channels(self, index: int, z: list[Element]) -> tuple[list[Element], Words]:
+        """Reduce the equations of channels with their own multipliers to one; return its point, and eq m there."""
+        layer, sums = self.layers[index], self.traces[index]["sums"]
+        pixels, k_out = shape_bits(layer.output_shape[1:]), log2_ceil(layer.outputs)
+        of_images, of_pixels = ext.eq_table(z[pixels + k_out :]), ext.eq_table(z[:pixels])
+        values = ext.dot(of_pixels[:, None, None], ext.words(sums.reshape(1, len(sums), 1 << k_out, -1)))
+        values = ext.total(np.moveaxis(ext.mul(values, of_images[:, :, None]), 1, -1))
+        multipliers = ext.lifted(padded(np.array(layer.by_channel, np.uint64), layer.outputs))
+        equal = ext.eq_table(z[pixels : pixels + k_out])
+        tables = np.stack([equal, multipliers, values, ext.mul(multipliers, values)], axis=1)
+
+        def terms(tables: Words) -> Words:
+            equal, multiplier, value, scaled = (tables[:, i] for i in range(4))
+            return ext.mul(equal, ext.sub(scaled, ext.mul(multiplier, value)))
+
+        point, last = sumcheck(self.speaker, tables, 3, terms)
+        return point, ext.mul(last[:, 0:1], last[:, 1:2])
 
     def inputs_at(self, index: int, images: list[Element]) -> Words:
         """Return sum_b eq(images, b) x_b of a layer's inputs, padded to powers of two: (2, channels, height, width)."""
@@ -442,7 +470,9 @@ def integer_network(model: Any) -> IntegerNetwork:
     layers, weights, biases = [], [], []
     for layer in model.exact_layers():
         weight, bias, table = (array.cpu().numpy() for array in (layer.weight, layer.bias, layer.table))
-        sizes = weight.shape[1], len(weight), layer.multiplier, table.tobytes()
+        multipliers = tuple(layer.multiplier.tolist())
+        multiplier = multipliers if len(set(multipliers)) > 1 else multipliers[0]
+        sizes = weight.shape[1], len(weight), multiplier, table.tobytes()
         geometry = layer.image, weight.shape[2:], layer.stride, layer.padding
         layers.append(Layer(*sizes, *geometry, layer.source, layer.skip, layer.skip_multiplier))
         weights.append(weight)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from accelerant.errors import AccelerantError
 
 P = 2**64 - 2**32 + 1
-COMMITMENT_HEADER = b"accelerant model commitment 1, not zero-knowledge\n"
-PROOF_HEADER = b"accelerant proof of inference 1, not zero-knowledge\n"
+COMMITMENT_HEADER = b"accelerant model commitment 2, not zero-knowledge\n"
+PROOF_HEADER = b"accelerant proof of inference 2, not zero-knowledge\n"
 QUERIES = 148
 LOG_RATE = 2  # a code of rate 1/4
 LOG_ARITY = 3  # variables folded between two codewords
@@ -25,7 +25,7 @@ LOG_CAP = 6  # the level of a Merkle tree that a proof contains whole
 SHIFT = 24  # of requantization
 BIAS_LIMIT = 1 << 23
 MAX_MULTIPLIER = 1 << 17
-MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 11
+MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 12
 MAX_LOG_IMAGE, MAX_LOG_SIDES, MAX_LOG_READ = 20, 19, 22
 COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
 IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
@@ -150,7 +150,7 @@ class Layer(NamedTuple):
 
     Attributes:
         inputs, outputs: channels.
-        multiplier: m of the requantization.
+        multiplier: m of the requantization, or a tuple that has one for each output channel.
         table: of the activation, 256 int8 entries as bytes.
         image: height and width of the input.
         kernel: height and width of the kernel; a whole image flattens it.
@@ -161,7 +161,7 @@ class Layer(NamedTuple):
 
     inputs: int
     outputs: int
-    multiplier: int
+    multiplier: int | Sequence[int]
     table: bytes
     image: tuple[int, int] = (1, 1)
     kernel: tuple[int, int] = (1, 1)
@@ -183,10 +183,21 @@ class Layer(NamedTuple):
         height, width = ((size + 2 * self.padding - k) // self.stride + 1 for size, k in sizes)
         return self.outputs, height, width
 
+    @property
+    def common(self) -> int:
+        """The multiplier of all output channels; 0 if they have their own."""
+        return 0 if isinstance(self.multiplier, Sequence) else self.multiplier
+
+    @property
+    def by_channel(self) -> Sequence[int]:
+        """The multipliers of output channels; none if they have a common one."""
+        return self.multiplier if isinstance(self.multiplier, Sequence) else ()
+
     def encode(self) -> bytes:
-        """Return the bytes of the layer."""
+        """Return the bytes of the layer; multipliers of channels follow, and have a 0 in place of that of the layer."""
         numbers = (*self.image, *self.kernel, self.stride, self.padding, self.source, self.skip, self.skip_multiplier)
-        return struct.pack("<12I", self.inputs, self.outputs, self.multiplier, *numbers) + self.table
+        head = struct.pack("<12I", self.inputs, self.outputs, self.common, *numbers)
+        return head + self.table + struct.pack(f"<{len(self.by_channel)}I", *self.by_channel)
 
 
 class Network(NamedTuple):
@@ -237,7 +248,10 @@ class Network(NamedTuple):
             require(1 <= size <= MAX_WIDTH, f"layer {i} has a size of {size}, not 1 to {MAX_WIDTH}")
         products = layer.inputs * math.prod(layer.kernel)
         require(products <= MAX_WIDTH, f"layer {i} has sums of {products} products, which could pass int32")
-        require(1 <= layer.multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {layer.multiplier}")
+        each = layer.multiplier if isinstance(layer.multiplier, Sequence) else [layer.multiplier] * layer.outputs
+        require(len(each) == layer.outputs, f"layer {i} has {len(each)} multipliers for {layer.outputs} outputs")
+        for multiplier in each:
+            require(1 <= multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {multiplier}")
         require(0 <= layer.skip_multiplier <= 2 << SHIFT, f"layer {i} has skip multiplier {layer.skip_multiplier}")
         require(len(layer.table) == 256, f"layer {i} has a table of {len(layer.table)} entries, not 256")
         require(0 <= layer.padding < min(layer.kernel), f"layer {i} has padding {layer.padding}, not below its kernel")
@@ -347,11 +361,14 @@ def occupied(parts: Sequence[Part], log_rows: int) -> list[int]:
 
 
 def column_height(weights: int, log_rows: int) -> int:
-    """Return log2 of the height of the columns of all tables, with which proofs of a batch of 1 are about smallest."""
+    """Return log2 of the height of the columns of all tables, with which proofs of a batch of 1 are about smallest.
+
+    A row of the tables, which costs the prover about 24 hashes, counts as 8 bytes.
+    """
     entries, sizes = weights + (24 << log_rows), {}
-    for height in range(6, 19):
+    for height in range(max(6, log2_ceil(weights) + 3 - MAX_LOG_COLUMNS), 19):
         hashes = 3 * (height - 4) + sum(max(0, left - 7) + 4 for left in range(height, LOG_FINAL, -LOG_ARITY))
-        sizes[32 * hashes + 8 * (3 + (entries >> height))] = height
+        sizes[QUERIES * (32 * hashes + 8 * (3 + (entries >> height))) + (8 << height)] = height
     return sizes[min(sizes)]
 
 
@@ -552,4 +569,5 @@ def _read_layer(reader: Channel) -> Layer:
     inputs, outputs, multiplier, *sizes, stride, padding, source, skip, skip_multiplier = numbers
     image, kernel = (sizes[0], sizes[1]), (sizes[2], sizes[3])
     table = reader.take(256)
+    multiplier = multiplier or struct.unpack(f"<{outputs}I", reader.take(4 * outputs))
     return Layer(inputs, outputs, multiplier, table, image, kernel, stride, padding, source, skip, skip_multiplier)

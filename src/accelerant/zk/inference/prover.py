@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any
@@ -27,6 +28,8 @@ from accelerant.zk.inference.protocol import (
     Part,
     Stack,
     Transcript,
+    bits,
+    eq,
     occupied,
     sha256,
 )
@@ -139,16 +142,20 @@ class FoldedCode:
 class CommittedTable:
     """A table over F, in columns of 2^log_rows rows, with the Merkle tree of the code of those that have parts.
 
-    The code is made, and without `keep` made again for openings, a coset at a time, that is a quarter of it.
+    Values that are uint8 stay so; a device with tensors has them, too. The code is made, and without `keep` made again
+    for openings, a coset at a time, that is a quarter of it.
     """
 
     def __init__(
-        self, values: Words, log_rows: int, parts: Sequence[Part], space: MemorySpace, *, keep: bool = False
+        self, values: npt.NDArray[Any], log_rows: int, parts: Sequence[Part], space: MemorySpace, *, keep: bool = False
     ) -> None:
         rows = 1 << log_rows
         self.columns = np.array(occupied(parts, log_rows))
         missing = max(-(-len(values) // rows), self.columns[-1] + 1) * rows - len(values)
         self.values = (np.pad(values, (0, missing)) if missing else values).reshape(-1, rows)
+        self.resident = self.values
+        if values.dtype == np.uint8 and space.backend == "cuda":
+            self.resident = sys.modules["torch"].from_numpy(self.values).to(space.label)
         level = np.empty((1 << log_rows + LOG_RATE, 32), np.uint8)
         self._kept = []
         for coset in range(1 << LOG_RATE):
@@ -158,19 +165,39 @@ class CommittedTable:
                 self._kept.append(leaves)
         self.tree = MerkleTree(level, space)
 
-    def groups(self) -> Iterator[tuple[npt.NDArray[np.int64], Words]]:
-        """Yield the numbers of a few columns and their values, so that copies are small and their memory is reused."""
+    def groups(self) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
+        """Yield slices and numbers of a few columns, so that copies are small and their memory is reused."""
         step = max(1, _GROUP // self.values.shape[1])
         for at in range(0, len(self.columns), step):
-            numbers = self.columns[at : at + step]
-            yield numbers, self.values[numbers]
+            yield slice(at, at + step), self.columns[at : at + step]
+
+    def over_rows(self, weights: Words, at: int) -> Words:
+        """Return sums over the rows from `at` on with weights (2, k, n), for each column that has parts, (2, k, c)."""
+        sums = np.empty((*weights.shape[:2], len(self.columns)), np.uint64)
+        for group, numbers in self.groups():
+            values = self.resident[numbers, at : at + weights.shape[2]]
+            if self.values.dtype == np.uint8:
+                sums[..., group] = ext.byte_products(weights, values.T)
+            else:
+                sums[..., group] = ext.dot(weights[:, :, None, :], values[None, None])
+        return sums
+
+    def over_columns(self, weights: Words) -> Words:
+        """Return sums over the columns that have parts with weights (2, c), for each row, (2, rows)."""
+        sums = np.zeros((2, self.values.shape[1]), np.uint64)
+        for group, numbers in self.groups():
+            part, values = weights[:, None, group], self.resident[numbers]
+            if self.values.dtype == np.uint8:
+                sums = ext.add(sums, ext.byte_products(part, values)[:, 0])
+            else:
+                sums = ext.add(sums, ext.dot(part, values.T[None]))
+        return sums
 
     def _leaves(self, coset: int) -> Words:
         """Return a row for each position of a coset."""
-        leaves, at = np.empty((self.values.shape[1], len(self.columns)), np.uint64), 0
-        for _, values in self.groups():
-            leaves[:, at : at + len(values)] = ext.encode_coset(values, coset).T
-            at += len(values)
+        leaves = np.empty((self.values.shape[1], len(self.columns)), np.uint64)
+        for group, numbers in self.groups():
+            leaves[:, group] = ext.encode_coset(self.values[numbers].astype(np.uint64, copy=False), coset).T
         return leaves
 
     def openings(self, positions: Sequence[int]) -> list[bytes]:
@@ -277,42 +304,49 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
     """Send the sumcheck's rounds for columns; return the tables f and e of rows that are left, (2, 2, rows).
 
     The sum over rows is made first: the tables of a claim have an entry for each column, and no table over K is larger
-    than a column.
+    than a column. A claim's sums over rows of another committed table are needed only once that is bound to one column,
+    since its own is aligned to its size.
     """
     lam, power = ext.constant(speaker.challenge(), 1), ext.constant((1, 0), 1)
     rows, columns, count = 1 << stack.log_rows, 1 << stack.log_columns, len(claims)
     tables = np.zeros((2, 2 * count, columns), np.uint64)
-    of_rows: list[tuple[int, Words]] = []
+    groups: dict[tuple[int, int, tuple[Element, ...]], list[int]] = {}
     for i, claim in enumerate(claims):
-        at, first = claim.offset % rows, stack.offsets[claim.source] + (claim.offset >> stack.log_rows)
-        again = i > 0 and claim.point == claims[i - 1].point
-        equal = of_rows[-1][1] if again else ext.eq_table(claim.point[: stack.log_rows])
+        first = stack.offsets[claim.source] + (claim.offset >> stack.log_rows)
         ends = ext.eq_table(claim.point[stack.log_rows :])
         tables[:, i, first : first + ends.shape[1]] = ext.mul(ends, power)
-        if again and of_rows[-1][0] == at:
-            tables[:, count + i] = tables[:, count + i - 1]
-        else:
-            for table, begin in zip(committed, stack.offsets, strict=True):
-                for numbers, values in table.groups():
-                    part = values[None, :, at : at + equal.shape[1]]
-                    tables[:, count + i, begin + numbers] = ext.dot(equal[:, None, :], part)
-        of_rows.append((at, equal))
+        key = claim.source, claim.offset % rows, tuple(claim.point[: stack.log_rows])
+        groups.setdefault(key, []).append(i)
         power = ext.mul(power, lam)
+    equals = {of_rows: ext.eq_table(of_rows) for _, _, of_rows in groups}
+    for (source, at, of_rows), which in groups.items():
+        table, begin = committed[source], stack.offsets[source]
+        sums = table.over_rows(equals[of_rows][:, None, :], at)
+        tables[:, count + np.array(which)[:, None], begin + table.columns] = sums
 
     def combine(tables: Words) -> Words:
         return ext.total(np.moveaxis(ext.mul(tables[:, :count], tables[:, count:]), 1, -1))
 
-    point = []
-    for _ in range(stack.log_columns):
-        z, tables = sumcheck_round(speaker, tables, 2, combine)
-        point.append(z)
-    weights, left = ext.eq_table(point), np.zeros((2, 2, rows), np.uint64)
-    for table, begin in zip(committed, stack.offsets, strict=True):
-        for numbers, values in table.groups():
-            left[:, 0] = ext.add(left[:, 0], ext.dot(weights[:, None, begin + numbers], values.T[None]))
-    for i, (at, equal) in enumerate(of_rows):
-        part = left[:, 1, at : at + equal.shape[1]]
-        part[...] = ext.add(part, ext.mul(equal, tables[:, i]))
+    left, point = np.zeros((2, 2, rows), np.uint64), list[Element]()
+    bound: dict[int, Words] = {}
+    for level in range(stack.log_columns + 1):
+        for source in (each for each in range(len(committed)) if stack.logs[each] == level):
+            bound[source] = committed[source].over_columns(ext.eq_table(point)[:, committed[source].columns])
+            for (other, at, of_rows), which in groups.items():
+                if other != source:
+                    equal = equals[of_rows]
+                    value = ext.total(ext.mul(equal, bound[source][:, at : at + equal.shape[1]]))
+                    tables[:, count + np.array(which), stack.offsets[source] >> level] = value[:, None]
+        if level < stack.log_columns:
+            z, tables = sumcheck_round(speaker, tables, 2, combine)
+            point.append(z)
+    for source, values in bound.items():
+        begin, log = stack.offsets[source], stack.logs[source]
+        weight = ext.constant(eq(point[log:], bits(begin >> log, stack.log_columns - log)), 1)
+        left[:, 0] = ext.add(left[:, 0], ext.mul(values, weight))
+    for (_, at, of_rows), which in groups.items():
+        part = left[:, 1, at : at + equals[of_rows].shape[1]]
+        part[...] = ext.add(part, ext.mul(equals[of_rows], ext.total(tables[:, which, 0])[:, None]))
     return left
 
 

@@ -177,7 +177,7 @@ class Commitment(NamedTuple):
 
 def check_commitment(data: bytes) -> Commitment:
     """Verify the range proof in a commitment: all entries of the committed table are from 0 to 255."""
-    require(data.startswith(COMMITMENT_HEADER), "this is no model commitment of version 1")
+    require(data.startswith(COMMITMENT_HEADER), "this is no model commitment of version 2")
     reader = Channel(data[len(COMMITMENT_HEADER) :])
     network = read_network(reader)
     root, layout = reader.take(32), WeightLayout(network)
@@ -204,12 +204,19 @@ def check_layer(
     """Reduce equation (1) of a layer at a random z to claims on the weights (source 0) and the witness (source 1).
 
     The product is sum_j w~(j, z) g(j), j an input channel and an offset in the kernel, with g(j) = sum_q x~(q, j) c(q),
-    q a pixel and c the weights of pixels for z and j.
+    q a pixel and c the weights of pixels for z and j. Where channels have multipliers, the equations of all of them are
+    reduced to that at a random point, by sum_o eq(z, o) (s_o - m_o a_o) = 0, before.
     """
     layer, weights, z = network.layers[index], WeightLayout(network), channel.challenges(witness.logs[index])
     pixel_bits, k_out = shape_bits(layer.output_shape[1:]), log2_ceil(layer.outputs)
     outputs, images = z[pixel_bits : pixel_bits + k_out], z[pixel_bits + k_out :]
     digits, y, rows = (1, 1 << 8, 1 << 16), witness.columns[7], witness.rows
+    factor, left, equal = (layer.common, 0), ZERO, ONE
+    if layer.by_channel:
+        channel_point, left = sumcheck(channel, ZERO, k_out, 3)
+        equal = eq(outputs, channel_point)
+        factor = mul(equal, combine(eq_table(channel_point)[: layer.outputs], layer.by_channel))
+        outputs, z = channel_point, z[:pixel_bits] + channel_point + images
     columns, bias = channel.elements(7), channel.elements(3)
     q = sub(add(columns[6], combine(columns[3:6], digits)), (128, 0))
     scaled = sub(add(scale(q, 1 << SHIFT), combine(columns[:3], digits)), (1 << (SHIFT - 1), 0))
@@ -219,13 +226,14 @@ def check_layer(
         (added,) = channel.elements(1)
         claims.append(Claim(1, y + rows[index - layer.skip], z, added))
         scaled = sub(scaled, scale(added, layer.skip_multiplier))
-    products = sub(scale(scaled, pow(layer.multiplier, -1, P)), sub(combine(bias, digits), (BIAS_LIMIT, 0)))
+    biases = sub(combine(bias, digits), (BIAS_LIMIT, 0))
+    products = sub(sub(mul(equal, scaled), left), mul(factor, biases))
 
     kernel_bits, masked = shape_bits(layer.kernel), layer.inputs & (layer.inputs - 1) != 0
     j, final = sumcheck(channel, products, kernel_bits + log2_ceil(layer.inputs), 2 + masked)
     weight, g = channel.elements(2)
     claims.append(Claim(0, weights.weights[index], j + outputs, weight))
-    value, channels = mul(sub(weight, (128, 0)), g), j[kernel_bits:]
+    value, channels = mul(factor, mul(sub(weight, (128, 0)), g)), j[kernel_bits:]
     value = mul(value, eq_below(channels, layer.inputs)) if masked else value
     require(value == final, f"the product of layer {index} is wrong")
 
@@ -250,7 +258,7 @@ def check_inference(commitment: Commitment, batch: int, x: bytes, y: bytes, proo
     shapes = (batch, *layers[0].input_shape), (batch, *last.output_shape)
     for name, data, shape in zip(("input", "output"), (x, y), shapes, strict=True):
         require(len(data) == math.prod(shape), f"the {name} has {len(data)} bytes, not {math.prod(shape)}")
-    require(proof.startswith(PROOF_HEADER), "this is no proof of inference of version 1")
+    require(proof.startswith(PROOF_HEADER), "this is no proof of inference of version 2")
     statement = (PROOF_HEADER, network.encode(), root, batch.to_bytes(8, "little"), x, y)
     channel, layout = (
         Channel(proof[len(PROOF_HEADER) :], *statement),
