@@ -56,8 +56,7 @@ COMPILED, STEP, EAGER = "accelerant, compiled", "accelerant, TrainStep", "accele
 its notes tell whether it captured any.
 """
 
-OUT_OF_MEMORY = "out of memory: "
-"""Prefix of the note of a row without a time because the device lacked memory."""
+OUT_OF_MEMORY = "out of memory: "  # prefix of the note of a row without a time because the device lacked memory
 
 NAIVE, NUMPY, UNFUSED = _BASELINES = "python (naive)", "numpy (baseline)", "unfused (baseline)"
 """Runners that are no peers, left out where our speed is compared with the fastest library's: plain Python numbers,

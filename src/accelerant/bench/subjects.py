@@ -221,8 +221,7 @@ def subject_of(name: str) -> Subject:
     return declared or _OWN.get(name) or Subject(_torch_function(name))
 
 
-OPS: dict[str, Subject] = {}
-"""The subjects of the public ops."""
+OPS: dict[str, Subject] = {}  # the subjects of the public ops
 
 watch(lambda op: OPS.update({op.name: subject_of(op.name)}))
 
@@ -308,8 +307,7 @@ COMPOSITIONS: dict[str, Composition] = {
     "rope": _rope,
 }
 
-NOT_BY_ROWS = ("attention", "rope")
-"""Compositions that plain Python cannot compute row by row."""
+NOT_BY_ROWS = ("attention", "rope")  # compositions that plain Python cannot compute row by row
 
 _NAIVE_ELEMENTS = 1 << 22
 """Most numbers of a naive call's shared arguments: as Python objects they take some 30 bytes each."""

@@ -27,8 +27,7 @@ from accelerant.runtime.provider import ComputeDevice
 
 _COMPILE_S, _COMPILE_SHARE = 60.0, 0.3  # seconds that compiling first may take, and its share of the time limit
 
-SHRINKS = (1, 8, 64)
-"""Each case is measured with its rows (or batches) divided by these."""
+SHRINKS = (1, 8, 64)  # each case is measured with its rows (or batches) divided by these
 
 
 @dataclass(frozen=True, slots=True)

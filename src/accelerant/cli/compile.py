@@ -27,8 +27,7 @@ _Failed: TypeAlias = "dict[str, tuple[str, list[CompilerMessage]]]"
 
 _MOST_BYTES = 1 << 26  # of a source file
 
-TEMPLATES = ("matmul", "relu", "attention")
-"""Example kernels in the folder templates."""
+TEMPLATES = ("matmul", "relu", "attention")  # example kernels in the folder templates
 
 _EXAMPLES = """\
 accelerant compile --template matmul --out mine.cu

@@ -26,8 +26,7 @@ from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.files import clipped
 
-library = torch.library.Library("accelerant", "DEF")
-"""Registrations live as long as this object."""
+library = torch.library.Library("accelerant", "DEF")  # registrations live as long as this object
 
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 """Context in which a call of an op bypasses its autograd formula."""
@@ -92,11 +91,8 @@ def is_plain(x: Tensor) -> bool:
     return not watched and (ordinary_keys.get(keys_of(x).raw_repr()) or is_ordinary(x))
 
 
-composed: set[type] = set()
-"""Subclasses of Tensor for which every op is its composite: their operations are torch's."""
-
-composite_of: dict[str, Callable[..., Any]] = {}
-"""Name of an op -> its composite."""
+composed: set[type] = set()  # subclasses of Tensor for which every op is its composite: their operations are torch's
+composite_of: dict[str, Callable[..., Any]] = {}  # name of an op -> its composite
 
 _composites: dict[str, Callable[..., Any]] = {}  # names and composites of ops that have no rule for DTensors yet
 

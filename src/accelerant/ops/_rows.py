@@ -36,8 +36,7 @@ from accelerant.runtime.compilation.llvm import (
 )
 from accelerant.runtime.provider import ComputeProvider
 
-GROUP = 128
-"""Columns of an int4 weight that share a scale and a zero."""
+GROUP = 128  # columns of an int4 weight that share a scale and a zero
 
 KINDS = {
     torch.float64: "double", torch.float32: "float", torch.bfloat16: "bfloat", torch.float16: "half",

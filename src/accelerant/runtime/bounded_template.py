@@ -23,8 +23,7 @@ from accelerant.errors import ConfigError, FormatError, TimeLimitExceeded
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe, python_child
 
-LIMIT_S = 1.0
-"""Seconds in which a template has to end."""
+LIMIT_S = 1.0  # seconds in which a template has to end
 
 _START_S = 60.0
 _MEMORY_BYTES = 1 << 30

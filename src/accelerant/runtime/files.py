@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_DEPTH = 100
-"""Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
+MAX_DEPTH = 100  # levels of arrays and objects that `decode_json` reads; real files have fewer than ten
 
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string matches to the end, once
 

@@ -30,14 +30,12 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeProvider, Event, Pointer, lacks_host_memory
 
-OpKey = tuple[str, str, str, str]
-"""Op, implementation, device and case of a record."""
+OpKey = tuple[str, str, str, str]  # op, implementation, device and case of a record
 
 _KEY = ("op", "implementation", "device", "case")
 _COUNTS = ("calls", "failures", "bytes", "flops")
 
-SAMPLE_EVERY = 64
-"""One call in 64 is timed, and each of the first four, so that short runs have figures too."""
+SAMPLE_EVERY = 64  # one call in 64 is timed, and each of the first four, so that short runs have figures too
 
 _SAMPLES_KEPT = 512
 _PENDING_LIMIT = 128

@@ -604,5 +604,4 @@ FUNCTIONS |= {
     "unsqueeze": _unsqueeze,
 }  # fmt: skip
 
-NAMES = frozenset((*FUNCTIONS, *ALIASES, *REDUCERS.values()))
-"""Names of functions of torch and NumPy that are recorded."""
+NAMES = frozenset((*FUNCTIONS, *ALIASES, *REDUCERS.values()))  # names of functions of torch and NumPy that are recorded

@@ -29,14 +29,12 @@ from accelerant.ops.registry import public_op
 Maker = Callable[[], Callable[..., Any]]
 """Returns a peer's function; raises UnsupportedCase where its library is absent."""
 
-Libraries = Mapping[str, Mapping[str, Maker]]
-"""Op -> peer's name -> its maker, for peers besides those that torch has."""
+Libraries = Mapping[str, Mapping[str, Maker]]  # op -> peer's name -> its maker, for peers besides those that torch has
 
 BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
 """Baselines by the names that --against takes; by default where sizes are requested."""
 
-RUNNERS = {"compile": "torch.compile", **BASELINES}
-"""Runner of a peer, where it differs from the peer's name."""
+RUNNERS = {"compile": "torch.compile", **BASELINES}  # runner of a peer, where it differs from the peer's name
 
 _OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
 """Shares of the budget of each figure: in a further dtype; at odd sizes and in the sweep."""

@@ -31,8 +31,7 @@ from accelerant.ops.registry import public_op
 from accelerant.runtime.dispatch import Decision, explain_quietly, force, operations
 from accelerant.runtime.provider import ComputeDevice
 
-Task = Callable[[ComputeDevice], None]
-"""Compiles something for a device; it can be pickled."""
+Task = Callable[[ComputeDevice], None]  # compiles something for a device; it can be pickled
 
 _MEMORY_SHARE, _MEMORY_ALL = 0.2, 0.9
 """Limits of the device's memory for one process and for all; a case that needs more is compiled in the run."""

@@ -25,8 +25,7 @@ from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
 
 # --- program text ----------------------------------------------------------------------------------------------------
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Value of the macro ELEMENT by dtype."""
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # value of the macro ELEMENT by dtype
 
 _FOLDER = Path(__file__).parent
 

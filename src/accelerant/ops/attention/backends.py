@@ -97,8 +97,7 @@ def without_table(mask: Tensor | None, queries: int) -> Tensor | None:
     return (mask[:, 0, :queries, None] == mask[:, 0, None, queries:])[:, None]
 
 
-HIDDEN = -1e30
-"""Numbers of a mask up to this hide a key as -inf does, such as the smallest of float32 and of bfloat16."""
+HIDDEN = -1e30  # numbers of a mask up to this hide a key as -inf does, such as the smallest of float32 and of bfloat16
 
 
 def _mask(S: int, Skv: int, causal: bool, window: int, device: torch.device) -> Tensor | None:

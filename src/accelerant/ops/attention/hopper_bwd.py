@@ -24,8 +24,7 @@ from accelerant.runtime.providers.cuda_launch import PackedLaunch
 KINDS = ("struct",)
 """Kinds of each kernel's arguments: one struct by value."""
 
-PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
-"""Entry points, by the value of the macro PART."""
+PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")  # entry points, by the value of the macro PART
 
 _TILE_K = 128
 _WHOLE_KEYS = 384  # up to this many keys one block per head pays, if there are heads for all multiprocessors

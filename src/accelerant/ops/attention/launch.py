@@ -17,8 +17,7 @@ KERNELS = {
     name: TritonKernel("accelerant.ops.attention.triton_kernels", f"attention_{name}") for name in (*_NAMES, "segments")
 }
 
-MAX_WIDTH = 256
-"""Widest head that the kernels support."""
+MAX_WIDTH = 256  # widest head that the kernels support
 
 
 class AttentionTile(NamedTuple):

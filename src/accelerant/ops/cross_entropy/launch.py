@@ -46,11 +46,8 @@ KERNELS = {
     for name, widths in _WIDTHS.items()
 }
 
-COUNTS = 64
-"""Programs that count the rows; each row's program adds up their counts."""
-
-WIDE_FROM = 8192
-"""Longer rows are processed in blocks of columns."""
+COUNTS = 64  # programs that count the rows; each row's program adds up their counts
+WIDE_FROM = 8192  # longer rows are processed in blocks of columns
 
 _BLOCK = 4096  # elements of the one-dimensional kernels
 
@@ -59,8 +56,7 @@ FEW = 2**16
 rows at a time there would be three launches, and three results that a second backward pass alone reads.
 """
 
-FEW_ROWS, FEW_WARPS = 2**14, 16
-"""Elements at a time, and warps, of that program."""
+FEW_ROWS, FEW_WARPS = 2**14, 16  # elements at a time, and warps, of that program
 
 _FEW_PRODUCTS = 2**18
 """Elements below which torch's product costs the host half as much as our kernel, which leaves out a factor of 1."""
@@ -398,8 +394,7 @@ _FILE = Path(__file__).with_name("hopper.cu")
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _RESERVED_BYTES = 1 << 10  # reserved by the system per block
 
-MIN_SHARED_COLUMNS = 8192
-"""Shorter rows stay in registers, in the Triton kernel."""
+MIN_SHARED_COLUMNS = 8192  # shorter rows stay in registers, in the Triton kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from accelerant.runtime.files import clipped
 
 # --- by torch's functions --------------------------------------------------------------------------------------------
 
-CHUNK = 2**19
-"""Logits per chunk on a CPU: 2 MiB of float32; chunks of half that size take a sixth longer."""
+CHUNK = 2**19  # logits per chunk on a CPU: 2 MiB of float32; chunks of half that size take a sixth longer
 
 _TINY = 1e-30  # smaller probabilities have lost digits in float32: their logarithm comes from the logits
 

@@ -75,8 +75,7 @@ WORDS_PLANS = tuple(DecodeTile(*sizes) for sizes in (
 ))  # fmt: skip
 """Candidates of decode_words; the first is the fastest measured on an H200 for Llama 3.1 8B."""
 
-WORDS_MIN_BYTES = 2**26
-"""Bytes of a weight from which on decode_words pays for converting x first, measured on an H200."""
+WORDS_MIN_BYTES = 2**26  # bytes of a weight from which on decode_words pays for converting x first, measured on an H200
 
 
 @functools.cache

@@ -7,8 +7,7 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, SampleInput, size_name, tolerances
 from accelerant.ops.dropout.op import GROUP, NUM_WARPS, kernel
 
-ON_CPU = "llvm"
-"""The implementation that runs on a CPU, if not torch."""
+ON_CPU = "llvm"  # the implementation that runs on a CPU, if not torch
 
 
 def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> SampleInput:

@@ -38,11 +38,8 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-COUNTERS = 8
-"""Counters of an index of DropoutKernel, which lie in the lanes of a vector."""
-
-LANES = 32
-"""Elements of an index of MaskKernel."""
+COUNTERS = 8  # counters of an index of DropoutKernel, which lie in the lanes of a vector
+LANES = 32  # elements of an index of MaskKernel
 
 _RUN = 512
 _LOW = 0xFFFFFFFF

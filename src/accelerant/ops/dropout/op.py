@@ -80,8 +80,7 @@ A reentrant checkpoint runs once without and once with one, and must draw the sa
 
 kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
 
-GROUP = 512
-"""Part of the mask's definition: elements are numbered in groups of four runs of this length."""
+GROUP = 512  # part of the mask's definition: elements are numbered in groups of four runs of this length
 
 NUM_WARPS = 2  # 8 elements of each run per thread, one 16-byte load of bfloat16
 _LOW = 0xFFFFFFFF

@@ -42,17 +42,13 @@ KERNELS = {
     for name, widths in _WIDTHS.items()
 }
 
-CHUNK = 32
-"""Tokens per program of the sorted backward pass."""
+CHUNK = 32  # tokens per program of the sorted backward pass
 
 AT_ONCE = 8
 """Partial sums of an index that the sorted backward pass adds per step: 64 registers per thread for 256 columns."""
 
-FEW = 32
-"""Up to this many tokens are not sorted; each compares itself with all."""
-
-CHUNKS = (16, 32, 64, 128)
-"""Candidates for CHUNK."""
+FEW = 32  # up to this many tokens are not sorted; each compares itself with all
+CHUNKS = (16, 32, 64, 128)  # candidates for CHUNK
 
 
 @dataclass(frozen=True, slots=True)

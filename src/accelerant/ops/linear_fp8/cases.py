@@ -12,8 +12,7 @@ KIND = "mutating"  # no public function
 MATRICES = ((0, 16), (1, 1), (3, 7), (16, 128), (129, 130), (5, 768), (40, 48), (2, 3072))
 """Rows and columns of activations."""
 
-WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
-"""Rows and columns of weights: multiples of 16."""
+WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))  # rows and columns of weights: multiples of 16
 
 
 def _rows(kind: str, N: int, *, factor: bool) -> Compilation:

@@ -87,8 +87,7 @@ def product_reference(
 
 E4M3 = torch.float8_e4m3fn
 
-TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
-"""Architectures with e4m3 conversions and products."""
+TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")  # architectures with e4m3 conversions and products
 
 KERNELS = {
     name: TritonKernel("accelerant.ops.linear_fp8.triton_kernels", f"linear_fp8_{name}", targets=TARGETS)
@@ -165,8 +164,7 @@ def launch_dgelu(da: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor,
     return dz, a, q.view(E4M3), scale, partial
 
 
-MULTIPLE = 16
-"""Both sizes of a weight must be multiples of this: rows of 16 bytes."""
+MULTIPLE = 16  # both sizes of a weight must be multiples of this: rows of 16 bytes
 
 _MIN_CAPABILITY = (8, 9)
 
@@ -312,8 +310,7 @@ _product: Callable[..., Tensor] = Operation(
 
 # --- the layer -------------------------------------------------------------------------------------------------------
 
-Rounded = tuple[Tensor, Tensor]
-"""Rows in e4m3, and their scales."""
+Rounded = tuple[Tensor, Tensor]  # rows in e4m3, and their scales
 
 
 def _rounded(x: Tensor, factor: Tensor | None) -> Rounded:

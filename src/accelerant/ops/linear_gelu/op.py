@@ -171,8 +171,7 @@ class GeluTile:
         }  # fmt: skip
 
 
-SMALL_PLAN = GeluTile(128, 128, 32, 8, 3)
-"""For devices with less shared memory than Hopper: 48 KiB in 16-bit dtypes."""
+SMALL_PLAN = GeluTile(128, 128, 32, 8, 3)  # for devices with less shared memory than Hopper: 48 KiB in 16-bit dtypes
 
 HOPPER_PLANS = (
     GeluTile(128, 256, 64, 8, 4, parts=2),
@@ -194,8 +193,7 @@ _MAX_PARTS = 256
 _MIN_PROGRAMS = 512
 """Programs of the backward kernel below which parts have fewer rows, at least 32, for which an H100 then takes less."""
 
-BIAS = (32, 64)
-"""Rows and columns of a step of the kernel that adds the partial sums of the bias gradient."""
+BIAS = (32, 64)  # rows and columns of a step of the kernel that adds the partial sums of the bias gradient
 
 JOINS = ((64, 16), (256, 16))
 """The same for other partial sums, for few rows and for more; narrow strips fill the device."""

@@ -40,11 +40,8 @@ KERNELS = {
     for name, widths in _WIDTHS.items()
 }
 
-WIDE_FORWARD = 16384
-"""Maximum columns of a row in registers, forward: 64 float32 values per thread of 8 warps."""
-
-WIDE_BACKWARD = 8192
-"""The same, backward, where x, dy, the weight and two running sums share the registers."""
+WIDE_FORWARD = 16384  # maximum columns of a row in registers, forward: 64 float32 values per thread of 8 warps
+WIDE_BACKWARD = 8192  # the same, backward, where x, dy, the weight and two running sums share the registers
 
 WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
 COLUMNS = RowTile(rows=16, block_n=128, num_warps=4, programs=4)

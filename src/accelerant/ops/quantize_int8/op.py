@@ -42,8 +42,7 @@ KERNELS = {
     for name, widths in {"fwd": (4, 5), "wide": (3, 4), "part": (2, 3), "join": (4, 5)}.items()
 }
 
-WIDE_FROM = 16384
-"""Longer rows do not stay in registers."""
+WIDE_FROM = 16384  # longer rows do not stay in registers
 
 WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
 

@@ -35,8 +35,7 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
-"""Cells, and the number of their gates."""
+GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}  # cells, and the number of their gates
 
 _VECTOR_BYTES = 32
 _ROWS = 3

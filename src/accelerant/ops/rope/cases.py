@@ -17,8 +17,7 @@ def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: b
     return SampleInput(name, ((B, H, S, D), table, table), {"interleaved": interleaved})
 
 
-SMALLEST = 2
-"""Elements of the smallest non-empty input: a pair."""
+SMALLEST = 2  # elements of the smallest non-empty input: a pair
 
 SAMPLES = (
     _sample(2, 3, 5, 4), _sample(1, 2, 3, 6, interleaved=True), _sample(2, 2, 2, 4, own=True), _sample(1, 1, 1, 2),

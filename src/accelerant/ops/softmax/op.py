@@ -56,14 +56,12 @@ KERNELS = {
     for name, widths in _WIDTHS.items()
 }
 
-WIDE_FROM = 16384
-"""Maximum columns of a row in registers."""
+WIDE_FROM = 16384  # maximum columns of a row in registers
 
 WIDE = RowTile(rows=1, block_n=4096, num_warps=8)
 INNER_COLUMNS = 64  # 128 bytes of bfloat16, a whole line
 
-NARROW = 8
-"""With at most this many columns, a long dimension is moved to the end: copies cost less than idle lanes."""
+NARROW = 8  # with at most this many columns, a long dimension is moved to the end: copies cost less than idle lanes
 
 
 @functools.cache

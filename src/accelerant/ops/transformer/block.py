@@ -139,8 +139,7 @@ class TableSums(Protocol):
         """Note a gradient in which both parts have met."""
 
 
-table_sums: list[TableSums] = []
-"""That of the step which is under way, if its processes sum gradients; none or one."""
+table_sums: list[TableSums] = []  # that of the step which is under way, if its processes sum gradients; none or one
 
 
 def placed(weight: Tensor, rows: int, columns: int) -> Tensor | None:

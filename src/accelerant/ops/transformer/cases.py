@@ -9,8 +9,7 @@ from accelerant.ops.transformer.op import KERNELS as _KERNELS
 
 KIND = "mutating"  # no public function
 
-MATRICES = ((0, 5), (4, 0), (1, 1), (3, 7), (16, 128), (129, 130), (300, 48))
-"""Rows and columns of test matrices."""
+MATRICES = ((0, 5), (4, 0), (1, 1), (3, 7), (16, 128), (129, 130), (300, 48))  # rows and columns of test matrices
 
 # Relative to the largest element of a sum of 300 numbers, each rounded once.
 TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))

@@ -45,8 +45,7 @@ KERNELS = {
 COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
 """Step and pipeline stages of the column sums, which read one tensor: 32 KiB of bfloat16 in flight per program."""
 
-SQUARE = 64
-"""Rows and columns of a transposed tile."""
+SQUARE = 64  # rows and columns of a transposed tile
 
 _WARPS = 4
 _MIN_SPAN = 128

@@ -45,8 +45,7 @@ from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import watched
 
 MOST_CHILDREN = 4
-PATIENCE_S = 300.0
-"""Longest time without a result after which the children are taken for hung, and killed."""
+PATIENCE_S = 300.0  # longest time without a result after which the children are taken for hung, and killed
 
 _IDLE_S = 60.0  # after which a child without work ends
 _WATCH_S = 0.25  # between two looks of a child at whether its parent lives

@@ -26,8 +26,7 @@ from accelerant.runtime.compilation.kernel import (
 )
 from accelerant.runtime.compilation.signatures import host_code
 
-DIALECTS = ("cuda", "portable", "triton")
-"""Dialects that are compiled, the preferred first."""
+DIALECTS = ("cuda", "portable", "triton")  # dialects that are compiled, the preferred first
 
 _FIXED: dict[str, Any] = {"std": "c++17"}
 """NVRTC's options that are the same for each kernel and change its code; part of the cache's key."""

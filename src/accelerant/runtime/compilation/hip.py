@@ -21,8 +21,7 @@ from accelerant.runtime.compilation.cache import kernel_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource, first_line, header_hashes, portable_header
 from accelerant.runtime.host import run_python
 
-HIP_DIALECTS = ("portable",)
-"""Dialects that are compiled."""
+HIP_DIALECTS = ("portable",)  # dialects that are compiled
 
 _FIXED = ("-Wno-unused-command-line-argument",)
 """hiprtc 5.2 ignores for_hip's option of division, which is always correctly rounded there."""

@@ -47,8 +47,7 @@ class Value(str):
         return value
 
 
-Operand = str | int | float
-"""A Value, the name of an argument, or a number."""
+Operand = str | int | float  # a Value, the name of an argument, or a number
 
 
 def vector(element: str, lanes: int) -> str:
@@ -426,8 +425,7 @@ def exponential(code: FunctionBuilder, x: Value) -> tuple[Value, Value]:
 
 
 ROUNDS = 10
-WEYL = (0x9E3779B9, 0xBB67AE85)
-"""Added to the two words of the key after each round, modulo 2^32."""
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round, modulo 2^32
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _LOW = 0xFFFFFFFF

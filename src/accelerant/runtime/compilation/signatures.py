@@ -330,8 +330,7 @@ def _kind(words: list[str], dialect: str) -> str | None:
 # y[i] = x[i + 1];    becomes    y[acl_checked(i, bytes of y / sizeof(*y), 1, line, report)] = x[acl_checked(...)];
 # An index out of bounds is replaced by 0, and the first one is written to the report.
 
-REPORT_BYTES = 256
-"""Bytes of the report, and of the memory of an array without elements."""
+REPORT_BYTES = 256  # bytes of the report, and of the memory of an array without elements
 
 _CHECK = (
     "{head} acl_wide acl_checked(acl_wide index, acl_wide length, int argument, int line, {report} *report) {{ "

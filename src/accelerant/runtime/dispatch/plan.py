@@ -371,8 +371,7 @@ def rules() -> Rules:
 V = TypeVar("V")
 
 _RULES_LIMIT = 64  # maximum number of rules that plans are kept for
-PLANS_LIMIT = 4096
-"""Maximum number of plans under one set of rules."""
+PLANS_LIMIT = 4096  # maximum number of plans under one set of rules
 
 
 class PlanCache(Generic[V]):

@@ -41,8 +41,7 @@ from accelerant.runtime.streams.stream import capturing
 MARGIN = 0.03
 """Candidates within 3% of the fastest count as ties, so that noise does not decide against the preferred one."""
 
-RACED_DEVICES = frozenset({"cuda", "cpu"})
-"""Types of torch device whose calls a race can time."""
+RACED_DEVICES = frozenset({"cuda", "cpu"})  # types of torch device whose calls a race can time
 
 _TURNS = 9
 _MOST_CALLS = 200

@@ -494,8 +494,7 @@ def _referrer(candidate: Any, own: set[int]) -> str:
     return ""
 
 
-CUDA_GRANULARITY = 512
-"""torch's CUDA allocator rounds each request up to a multiple of this."""
+CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each request up to a multiple of this
 
 predictions: list[FakeTensorMode] = []
 """The fake-tensor modes of predictions under way, in any thread. While it is empty, launches need not look further."""

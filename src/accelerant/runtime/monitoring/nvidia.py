@@ -55,8 +55,7 @@ def driver_problem(driver_cuda: int, torch_cuda: str, bindings: str) -> str:
 # --- compute capabilities --------------------------------------------------------------------------------------------
 
 
-OLDEST_CAPABILITY = (7, 5)
-"""The first compute capability for which NVRTC 13 and Triton compile."""
+OLDEST_CAPABILITY = (7, 5)  # the first compute capability for which NVRTC 13 and Triton compile
 
 
 def capability_problem(major: int, minor: int) -> str:

@@ -84,8 +84,7 @@ _FINAL = [state.value for state in JobState if state.final]
 _ENDED = {"parameters": "{}", "lease": None}
 """Values of every job that has ended; its parameters may be a client's secrets."""
 
-REVISION = 1
-"""The revision of the schema that this version of the service was written for."""
+REVISION = 1  # the revision of the schema that this version of the service was written for
 
 _LOCK = 0x61636C6A
 """Number of the PostgreSQL advisory lock under which jobs are counted and added, and the schema is upgraded."""
