@@ -85,17 +85,11 @@ class CertifiedDevice:
 
 @dataclass(frozen=True, slots=True)
 class CertificateRow:
-    """One op in one dtype, or over one field or curve, on one device.
+    """One op in one dtype, or over one field or curve, on one device, by the `implementation` that the ledger names.
 
-    Attributes:
-        implementation: what ran, by the ledger: "triton (own)"; several are joined by commas.
-        cases, left_out: cases that were compared, and those that a quick certificate leaves out.
-        exact: whether results must be equal.
-        error: the worst, relative to the result's largest element if that is above 1; None where nothing was compared.
-        tolerance: relative and absolute bound; both 0 where results must be equal.
-        of_tolerance: largest share of the tolerance that an element takes; above 1 is wrong.
-        fallbacks: to another implementation or to the host, during the cases.
-        note: for a wrong row the case and what was found, for one that is not served the reason.
+    `error` is relative to the result's largest element if that is above 1; `tolerance` is relative and absolute, both 0
+    where results must be equal; `of_tolerance`, the largest share of it, is above 1 where a row is wrong. `left_out`
+    are cases that a quick certificate leaves out; `note` has what was found, or the reason why a row is not served.
     """
 
     op: str

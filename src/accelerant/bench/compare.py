@@ -39,13 +39,10 @@ Verdict = Literal["slower", "missing", "unclear", "same", "faster"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A row of the baseline and of this run.
+    """A row of the baseline and of this run; `now` is None where this run does not have it.
 
-    Attributes:
-        now: None where this run does not have the row.
-        worse: cost now over cost before; above 1 is worse, also for figures where more is better.
-        noise: the two spreads as a share of the baseline's median.
-        verdict: "slower" and "missing" are regressions; "unclear" is worse within the noise.
+    `worse` is cost now over cost before, `noise` the two spreads as a share of the baseline's median; "slower" and
+    "missing" are regressions, "unclear" is worse within the noise.
     """
 
     before: Row

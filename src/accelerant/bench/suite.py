@@ -67,14 +67,10 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SuiteCase:
-    """One unit of a suite: rows that are measured together because they are compared.
+    """One unit of a suite: rows that are measured together because they are compared; `key` is unique within the suite.
 
-    Attributes:
-        key: identifies the case in the run's journal; unique within the suite.
-        measure: appends rows to `run.record`, each as soon as it is measured.
-        estimate_s: expected seconds on a large GPU; None where unknown.
-        on_cpu: for the CPU column: takes a run on the CPU and returns milliseconds and a note for rows of ours, by op
-            and case; None where the case has no CPU column.
+    `measure` appends rows to `run.record` as they are measured, in about `estimate_s` seconds on a large GPU. `on_cpu`,
+    if the case has a CPU column, returns milliseconds and a note for rows of ours, by op and case.
     """
 
     key: str
@@ -186,14 +182,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """A run of suites on a device.
+    """A run of suites on a device; no case is begun after `until` (time.monotonic()).
 
-    Attributes:
-        journal: keeps finished cases on disk; None for none.
-        until: time.monotonic() after which no case is begun; None for no limit.
-        progress: called with a line about what is measured next.
-        clock: where the current case's time goes.
-        accelerator: returns an Accelerator on the device, which this layer cannot import; None for none.
+    `progress` is called with a line about what is measured next, `clock` counts the current case's time, and
+    `accelerator` returns an Accelerator on the device, which this layer cannot import.
     """
 
     device: ComputeDevice

@@ -349,14 +349,10 @@ def cpu_time_ms(
 def cpu_timing(
     make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3, most_s: float = _TOO_LONG_S
 ) -> tuple[Timing | None, str]:
-    """Time a case on this machine's CPU, with fewer rows where all of them would take too long.
+    """Time a case on this CPU, by default of all rows, else of the most whose call stays below 0.2 s, scaled.
 
-    The smallest share of the rows is tried first; the largest share whose call should stay below 0.2 s is measured.
-    `make` returns the call for a number of rows; its work grows linearly with them.
-
-    Returns:
-        The times for all rows, scaled from those measured, and a note that says so, "" where all rows were measured;
-        None and the reason where even the smallest share would take more than `most_s`.
+    `make` returns the call for a number of rows, in which its work is linear. Returns the times and a note that says
+    what was scaled; None and the reason where even the smallest share would take more than `most_s`.
     """
     least = math.ceil(rows / _SHARES[-1])
     once_s = second_call_s(make(least))

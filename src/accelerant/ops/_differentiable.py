@@ -98,13 +98,8 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 class _Kind(NamedTuple):
     """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack.
 
-    Attributes:
-        length, tensors: the number of arguments, and of those that are tensors, the first ones.
-        check: whether other tensors differ from this call's in their memory alone.
-        others, names, grad: the other arguments, the names of keywords, and whether gradients are recorded.
-        small: the call is on a GPU, and torch serves it because it has few elements.
-        record: of the ledger, if torch's function serves it.
-        apply: the op's autograd function, if that does. With neither, the public function.
+    `check` compares tensors in all but their memory; `small` calls are torch's for few elements of a GPU. `record` is
+    set where torch's function serves, `apply` where the op's autograd function does; with neither the public one does.
     """
 
     length: int
@@ -165,35 +160,20 @@ class _ThreadState(threading.local):
 class CpuFastPath:
     """Leaves an op's CPU calls to torch's function and torch's own autograd, where torch alone serves them.
 
-    An autograd function in Python costs several times a small call, and saves nothing that torch's does not. So where
-    dispatch finds that torch's implementation alone serves a case, DifferentiableOp runs it with autograd recording
-    (`run`). The ledger counts the forward call, with the reason, and observes a sample of the backward passes.
+    An autograd function in Python costs several times a small call, and validation, the case and its plan another 2 to
+    15 us. So the public function, decorated with this object, remembers each kind of call (the tensors' _check_of, the
+    options, whether gradients are recorded) that dispatch left to torch; `function`, with the same parameters, makes
+    the next one. Everything else (other devices, layouts unless `any_layout`, subclasses, modes, transforms,
+    torch.compile, autocast, settings that a choice depends on, `explain`, calls to be timed, errors) is the public
+    function's. Both give the same bits in the same layout and save the same, since torch's checkpoint compares what two
+    runs save.
 
-    Validation, the case and its plan take another 2 to 15 us. So the public function, decorated with this object,
-    remembers each kind of call (the tensors' _check_of, the options, whether gradients are recorded) that took this
-    path; `function` makes the next one of the kind. The public function itself runs for any other device, tensors that
-    are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a choice depends on,
-    `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words. Both give the same
-    bits in the same layout, and save the same for the gradient, since torch's checkpoint compares what two runs save.
-
-    With `pure`, the last kind of call that reached the op's own autograd function is recognized too, and its arguments
-    are not checked again. It is learned at the 1st, 2nd, 4th, 8th, ... call that is not recognized, so that calls of
-    alternating kinds do not pay for it.
-
-    On a GPU, calls on few elements wait for the host, of which torch's functions need half as much as our launches and
-    autograd functions. With `small`, they are torch's there too, outside of captures.
-
-    Args:
-        function: torch's function, with the parameters of the public one.
-        serves: whether `function` gives what the public function gives, for these arguments; called once per kind.
-            None: always.
-        any_layout: `function` also takes tensors that are not contiguous.
-        small: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
-            as often; called once per kind. None: never.
-        any_size: that holds for any number of elements, since no kernel of ours serves the op there.
-        pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
-            differ in their tensors alone. (One that draws a seed does not.)
-        args: arguments of the Operation after the op's own, where torch's implementation runs.
+    `serves` and `small`, asked once per kind, say whether `function` gives the same for these arguments, on a CPU
+    (None: always) and, but for rounding, for few elements of a GPU outside of captures (None: never; of any number with
+    `any_size`), where torch's functions need half of our host time. With `pure`, calls that differ in their tensors
+    alone are the same to the public function, so that the last kind that reached the op's autograd function is
+    recognized, too; it is learned at the 1st, 2nd, 4th, ... call that is not. `args` follow the op's own where torch's
+    implementation runs.
     """
 
     def __init__(

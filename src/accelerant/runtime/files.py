@@ -281,11 +281,7 @@ def _fields(kind: type) -> tuple[dict[str, Any], set[str]]:
 
 
 def typed(kind: Any, value: object, name: str = "the value") -> Any:
-    """Return a JSON value as a type, every part of it checked; raise ValueError, which names the part, if it is none.
-
-    A type is a dataclass, dict[str, X], list[X], a tuple, a Literal of strings, a union, int, float, bool, str, None,
-    or Any. A whole number is a float, too; a boolean is no number.
-    """
+    """Return a JSON value as a dataclass, list, Literal, union or other type; ValueError names a part that is none."""
     if kind in _WORDS and (type(value) is kind or (kind is float and type(value) is int)) and _fits(value):
         return kind(value)  # type: ignore[call-arg]  # first, for speed
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

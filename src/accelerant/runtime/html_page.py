@@ -60,13 +60,9 @@ _GAP, _NARROWEST = 2, 8
 def text_table(
     rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None, indent: int = 0
 ) -> list[str]:
-    """Return the lines of a table, whose columns are as wide as their longest cell.
+    """Return the lines of a table whose first row has the names; a row with a single cell is a heading.
 
-    Args:
-        rows: the first one has the names of the columns. One with a single cell is a heading.
-        numbers: names of columns to align on the right.
-        width: of the lines; the cells of the widest columns wrap to fit. None for the terminal's, or no limit where
-            the standard output is none.
+    `numbers` are aligned on the right. Cells of the widest columns wrap to a `width`, by default the terminal's.
     """
     whole = [tuple(row) for row in rows]
     if not whole:

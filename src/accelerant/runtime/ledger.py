@@ -55,18 +55,12 @@ class FallbackRecord:
 
 @dataclass(slots=True)
 class OpRecord:
-    """Calls of one op by one implementation in one case.
+    """Calls of one op by one implementation, `own` or a library's, in one case.
 
-    Attributes:
-        own: whether the implementation is a kernel of Accelerant or of a library.
-        refused: implementations that were preferred but refused, with the reason.
-        bytes_per_call: least bytes moved: each input read once, each output written once.
-        reason: of the last choice of this implementation.
-        first_ms: time of the first call, which may compile the kernel; not among the samples.
-        first: event before the first call, until that time is read.
-        seen: calls that were counted for a phase, or ran outside of phases.
-        recording: calls left to torch's autograd in grad mode; `sampled` of them are observed.
-        passes, backward: backward passes through the observed calls, and the record of those through all calls.
+    `bytes_per_call` are the least: each input read, each output written once. `first_ms`, of a call that may compile,
+    is not among the samples. Of the `recording` calls left to torch's autograd, `sampled` are observed; they had
+    `passes` backward passes, and `backward` is the record of all. `seen` calls were counted for a phase, or ran outside
+    of phases.
     """
 
     op: str

@@ -110,15 +110,7 @@ def kernel(
 
 @dataclass(slots=True)
 class _Array:
-    """An array of a launch.
-
-    Attributes:
-        owner: the array of NumPy or CuPy; for other libraries the array given, and a tensor that shares its memory.
-        device: label of its device; empty on the host.
-        result: the tensor of an array that the kernel may write; for JAX a copy, which is returned.
-        buffer: the memory of a tensor of `acl.to`, which has no address.
-        strides: in elements; `packed`: contiguous, in C order.
-    """
+    """An array of a launch; `result` is the tensor to write to (for JAX a copy), `strides` are in elements."""
 
     pointer: int
     size_bytes: int

@@ -351,16 +351,11 @@ def _require_at_most(most: int, size: int) -> None:
 
 
 class Connections:
-    """The open connections of a server.
+    """The open connections of a server, at most `most`, and `most_of_one` of the strangers of one address.
 
-    A stranger is a peer that has shown no valid key on this connection. When there are too many connections, the one
-    that ends is a stranger's, of the address that has most: the one of which nothing has been heard for longest. After
-    the strangers come connections with a key on which no request is in progress. Beyond `connections`, where none can
-    end, a reserve remains, on which strangers get health alone.
-
-    Attributes:
-        most, most_of_one: bounds of all connections, and of the strangers' of one address.
-        reserve: connections beyond `most`.
+    A stranger has shown no valid key on this connection. When there are too many, the one that ends is a stranger's, of
+    the address that has most, which has been silent for longest; then one with a key and no request in progress. Where
+    none can end, a `reserve` remains, on which strangers get health alone.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -463,10 +458,7 @@ class _Secured(SSLProtocol):
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits of connections, of handshakes, and of the bytes and time of a request's headers.
 
-    Attributes:
-        tls: the context of TLS; None without it. The handshake is made here, since asyncio's server would let
-            connections that do not finish theirs pile up unseen.
-        raw: the transport of the socket.
+    The handshake of `tls` is made here, since asyncio's server would let unfinished ones pile up unseen.
     """
 
     limits: ServiceSettings

@@ -54,15 +54,10 @@ _COMPILE_S = {"compile": 5.0, "liger": 2.0, "quack": 10.0, "flash_attn_4": 25.0}
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """A case to measure.
+    """A case to measure; `part` is Row.part: "", "size", "odd" or "sweep".
 
-    Attributes:
-        part: "", "size", "odd" or "sweep", as Row.part.
-        against: the requested peers.
-        budget_s: seconds of calls behind each figure.
-        deterministic: also measure what the setting `deterministic` costs.
-        race: let dispatch race its implementations first; else it chooses as in a user's first call.
-        makers: the op's peers besides torch and torch.compile.
+    `budget_s` are seconds of calls behind each figure; `race` lets dispatch race first, else it chooses as in a user's
+    first call; `deterministic` also measures what that setting costs; `makers` are peers besides torch's.
     """
 
     part: str
@@ -150,17 +145,11 @@ def plan(
     tables: bool = True, odd: bool = False, sweep: Sequence[int] = (), sizes: Sequence[Sequence[int]] = (),
     libraries: Libraries | None = None,
 ) -> list[PlannedCase]:  # fmt: skip
-    """Return the cases in the order of measurement.
+    """Return the cases in the order of measurement; the first of `dtypes`, by default each case's own, has all peers.
 
-    Args:
-        dtypes: dtypes of the tables, the first one measured more thoroughly; by default each case's own, float32 on a
-            CPU.
-        against: the peers. Dtypes after the first omit torch.compile, a float32 among them all but torch; the sweep has
-            torch and torch.compile, odd sizes torch.
-        budget_s: seconds of calls behind each figure of the tables in the first dtype; the others have less.
-        sweep: numbers of elements of the sweep, in the first dtype.
-        sizes: requested sizes, in every dtype with all peers; see `sized`.
-        libraries: peers besides those that torch has.
+    Further dtypes omit torch.compile and have less than `budget_s` seconds of calls behind a figure; a float32 among
+    them omits all peers but torch. `sweep` (numbers of elements) has torch and torch.compile, odd sizes torch;
+    requested `sizes` are measured in every dtype with all peers, see `sized`.
     """
     ops = list(names) or list(OPS)
     first = dtypes[0] if dtypes else None
@@ -303,15 +292,10 @@ def _number(text: str) -> int:
 
 
 def sized(op: str, size: Sequence[int]) -> Benchmark:
-    """Return a benchmark of an op with another size.
+    """Return a benchmark of an op with the size of its first argument; ConfigError if others do not follow.
 
-    Dimensions that agree in all samples of the op, such as the inner ones of a product, are one number. A size has the
-    numbers of the first argument's dimensions; the others follow those that they agree with in the op's benchmark, or
-    keep its number. A size may also have all numbers, in the order of the arguments (M, K, N for a product), or a
-    single one for all if the first argument is a matrix.
-
-    Raises:
-        ConfigError: another number of numbers, or an op whose arguments state positions of rows.
+    Dimensions that agree in all samples of the op are one number, so other arguments follow. A size may also have all
+    numbers, in the order of the arguments (M, K, N for a product), or a single one for all if the first is a matrix.
     """
     candidates = [one for one in benchmarks_of(op) if not any(isinstance(x, Stated) for x in one.sample.arguments)]
     if not candidates:

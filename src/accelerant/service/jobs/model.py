@@ -30,14 +30,9 @@ class JobState(StrEnum):
 class JobRequest:
     """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
 
-    Attributes:
-        key_id: the API key that asks; queues are fair between keys.
-        priority: order among the requests of one key, the highest first; without effect on other keys.
-        deadline_s: seconds from now in which the result must be there; None: that of the settings for calls, none for
-            jobs.
-        request_id: id of the HTTP request, for logs.
-        cost_s: estimate of the seconds that it takes; batches of short calls are cut by it.
-        kind: what `merge_kind` says of an elementwise operation, where it is known already.
+    `priority` orders the requests of one key, the highest first; queues are fair between keys. `deadline_s` counts from
+    now (None: the settings' for calls, none for jobs); `cost_s` estimates the seconds it takes, by which batches of
+    short calls are cut; `kind` is `merge_kind`'s where it is known already.
     """
 
     operation: str

@@ -112,14 +112,10 @@ class Claim:
 
 
 class JobStore:
-    """The jobs of all servers that use the same URL. Its methods block; times are seconds since the epoch.
+    """The jobs of all servers that use the same URL (SQLite or PostgreSQL); methods block, times are since the epoch.
 
-    Args:
-        url: "sqlite:///PATH" or "postgresql://USER:PASSWORD@HOST/NAME", by psycopg where it is installed, else pg8000.
-        owner: random name of this server process.
-        volume: name of the directory in which the arrays of its jobs are.
-        resumable: operations that continue from their own files when they run again.
-        lease_s: time after which a job whose server has not renewed its lease is taken over.
+    `owner` is this process, `volume` the directory with the arrays of its jobs. `resumable` operations continue from
+    their files; a job whose server has not renewed its lease for `lease_s` is taken over.
     """
 
     def __init__(
