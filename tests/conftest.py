@@ -6,6 +6,7 @@ gc.disable()  # until all is collected: what is imported and collected lives on,
 
 # ruff: noqa: E402
 import atexit
+import functools
 import importlib
 import os
 import shutil
@@ -122,14 +123,9 @@ def own_registries():
 @pytest.fixture
 def command_line(capsys):
     """Runs a command line in this process; returns status, output and errors."""
-    from accelerant.cli.app import main
+    import commands
 
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+    return functools.partial(commands.run, "", capsys)
 
 
 def pytest_unconfigure():

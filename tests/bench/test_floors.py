@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import commands
 from accelerant.bench.compare import Floor, check_floors, floors_text, read_floors
 from accelerant.bench.record import BenchmarkRecord, Environment, Row
-from accelerant.cli.app import main
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -29,10 +30,7 @@ def floors_file(tmp_path, text):
     return path
 
 
-def status(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", "check", *map(str, arguments)])
-    return exit_.value.code or 0
+status = functools.partial(commands.status, "bench", "check")
 
 
 @pytest.mark.parametrize(

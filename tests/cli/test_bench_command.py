@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import commands
 from accelerant.bench import BenchmarkRecord
 from accelerant.bench.suites import algebra, runtime
 from accelerant.bench.suites.algebra import AlgebraSuite
 from accelerant.bench.suites.neural import NeuralSuite
 from accelerant.bench.suites.runtime import BandwidthSuite, RuntimeSuite
-from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
@@ -23,10 +24,7 @@ SUITES = (NeuralSuite, AlgebraSuite, RuntimeSuite, BandwidthSuite)
 QUICK = ["--device", "cpu", "--budget-seconds", "0"]
 
 
-def status(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", *arguments])
-    return exit_.value.code or 0
+status = functools.partial(commands.status, "bench")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -8,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import commands
 from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.suites.algebra import first_wrong
 from accelerant.cli import doctor_checks as doctor
-from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import kernel_key
@@ -20,10 +21,7 @@ from processes import Command
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *arguments])
-    return ended.value.code or 0, *capsys.readouterr()
+run = functools.partial(commands.run, "doctor")
 
 
 @pytest.fixture(scope="module")

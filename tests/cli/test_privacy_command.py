@@ -1,11 +1,12 @@
 """`accelerant privacy`: numbers, JSON, and exit statuses."""
 
+import functools
 import json
 import re
 
 import pytest
 
-from accelerant.cli.app import main
+import commands
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
@@ -13,10 +14,7 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
 MNIST = ("--sample-rate", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
 
 
-def status(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main(["privacy", *arguments])
-    return exit_.value.code
+status = functools.partial(commands.status, "privacy")
 
 
 @pytest.mark.slow

@@ -11,17 +11,13 @@ import time
 
 import pytest
 
+import commands
 from accelerant.cli import devices as top
-from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
 from processes import Command
 
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["top", *arguments])
-    return ended.value.code or 0, *capsys.readouterr()
+run = functools.partial(commands.run, "top")
 
 
 def shown(*samples):

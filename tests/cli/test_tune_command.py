@@ -1,12 +1,13 @@
 """`accelerant tune`: what it finds is kept, listed, and written as a table."""
 
+import functools
 import json
 import re
 
 import pytest
 
+import commands
 from accelerant.bench import tuning
-from accelerant.cli.app import main
 
 
 @pytest.fixture
@@ -17,10 +18,7 @@ def cache(tmp_path, monkeypatch):
         yield tmp_path
 
 
-def status(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main(["tune", "--device", "cpu", *arguments])
-    return exit_.value.code
+status = functools.partial(commands.status, "tune", "--device", "cpu")
 
 
 @pytest.mark.slow

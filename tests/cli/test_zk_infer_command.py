@@ -1,11 +1,12 @@
 """`accelerant zk infer`: files in, files out, one sentence, exit statuses 0, 1 and 2."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 
-from accelerant.cli.app import main
+import commands
 from accelerant.zk.inference import IntegerNetwork, Layer, Network
 from accelerant.zk.inference.protocol import IDENTITY
 
@@ -14,11 +15,7 @@ NETWORK = IntegerNetwork(
 )
 
 
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["zk", "infer", *arguments])
-    captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
+run = functools.partial(commands.run, "zk infer")
 
 
 @pytest.fixture

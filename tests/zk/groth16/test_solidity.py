@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -12,9 +13,9 @@ import oracle
 import pytest
 from circuits import write_circuit
 
+import commands
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
-from accelerant.cli.app import main
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
@@ -181,10 +182,7 @@ def test_what_has_no_contract(parts):
     assert "contract _a$1 {" in parts.key.to_solidity("_a$1")
 
 
-def command(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["zk", "verifier", *map(str, arguments)])
-    return ended.value.code or 0, *capsys.readouterr()
+command = functools.partial(commands.run, "zk verifier")
 
 
 def test_the_command(parts, circuit, tmp_path, capsys, monkeypatch):

@@ -19,12 +19,12 @@ import numpy as np
 import oracle
 import pytest
 
+import commands
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import endomorphism, family_of
 from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode
-from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk import curve as curve_named
 from accelerant.zk.formats import Witness, Zkey, describe, write_wtns, write_zkey
@@ -140,10 +140,7 @@ def zkey_with(path, family, name, point):
     return path
 
 
-def command(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["zk", *map(str, arguments)])
-    return ended.value.code or 0, *capsys.readouterr()
+command = functools.partial(commands.run, "zk")
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
