@@ -161,6 +161,62 @@ def test_proofs_of_inference_come_verified(client):
         client.prove_inference(b"weights", x)
 
 
+def images(channels, side, layers):
+    """Return the file of a network of convolutions of images, and an input of zeros."""
+    layer = acl.zk.inference.Layer(channels, channels, 1000, bytes(256), image=(side, side), kernel=(3, 3), padding=1)
+    weights = [np.ones((channels, channels, 3, 3), np.int8)] * layers
+    public = acl.zk.inference.Network((layer,) * layers)
+    network = acl.zk.inference.IntegerNetwork(public, weights, [[0] * channels] * layers)
+    return network.to_bytes(), np.zeros((1, channels, side, side), np.int8)
+
+
+@pytest.mark.slow
+def test_a_proof_of_inference_as_a_job(client):
+    """One that ends, one that is cancelled while it runs, and one that waits."""
+    data, x = images(1, 32, 2)
+    job = client.submit("prove_inference", {"network": data, "x": x})
+    found = client.result(job.id)
+    acl.zk.inference.check(acl.zk.inference.ModelCommitment(found["commitment"]), x, found["y"], found["proof"])
+    data, x = images(16, 96, 6)
+    jobs = [client.submit("prove_inference", {"network": data, "x": x}) for _ in range(2)]
+    while client.job(jobs[0].id).state == "queued":
+        time.sleep(0.02)
+    began = time.monotonic()
+    for job in jobs[::-1]:
+        client.cancel(job.id)
+        with pytest.raises(Cancelled):
+            client.result(job.id)
+        assert client.job(job.id).state == "cancelled"
+    assert time.monotonic() - began < OPERATIONS["prove_inference"].cost(
+        {"network": np.frombuffer(data, np.uint8), "x": x}, None
+    )
+    assert client.prove_inference(*images(1, 4, 1))[0].shape == (1, 1, 4, 4)
+
+
+def test_too_large_a_proof_of_inference_is_refused_before_it_is_a_job(client, monkeypatch):
+    """By the memory that is free and by the layout; the cost grows with images and batches of one network's file."""
+    operation, jobs = OPERATIONS["prove_inference"], client.jobs(limit=1)
+    data, x = images(1, 8, 1)
+    with pytest.raises(errors.ShapeError, match="x has 65536 inputs: the batch is too large for this network"):
+        client.submit("prove_inference", {"network": data, "x": np.repeat(x, 1 << 16, 0)})
+    with pytest.raises(errors.FormatError, match="the integer network is malformed"):
+        client.submit("prove_inference", {"network": data[:200], "x": x})
+    assert client.jobs(limit=1) == jobs
+    costs = [
+        operation.cost({"network": np.frombuffer(file, np.uint8), "x": np.repeat(x, batch, 0)}, None)
+        for side, batch in ((8, 1), (64, 1), (64, 4), (256, 1))
+        for file, x in [images(1, side, 1)]
+    ]
+    assert costs == sorted(costs)
+    assert costs[3] > 4 * costs[0]
+    monkeypatch.setattr(acl.zk.inference.proofs, "host_memory", lambda: {"MemAvailable": 128 << 20})
+    data, x = images(4, 256, 1)
+    with pytest.raises(
+        errors.OutOfMemory, match=r"a proof of 1 inputs takes about \d+ MiB of memory, and 128 MiB are free"
+    ):
+        operation.check({"network": np.frombuffer(data, np.uint8), "x": x}, None)
+
+
 def test_every_operation_has_a_method_with_its_defaults():
     """`call` alone has decryption, whose key leaves the machine, and training, whose outputs are files."""
     names = {"groth16_prove": "prove", "groth16_verify": "verify"}

@@ -348,10 +348,31 @@ def groth16_verify(inputs: Arrays, parameters: NoParameters, context: Context) -
     return {"valid": np.array([verify(trusted, proof.public or (), proof)])}
 
 
+def _check_inference(inputs: Arrays, parameters: NoParameters) -> None:
+    from accelerant.zk.inference.proofs import require_memory
+
+    require_memory(*_inference_sizes(inputs))
+
+
+def _inference_sizes(inputs: Arrays) -> tuple[Any, int]:
+    """Return the public part of a network and the batch size, which are checked."""
+    from accelerant.zk.inference.network import checked_input, read_public
+
+    network, _ = read_public(inputs["network"].tobytes())
+    return network, len(checked_input(network, inputs["x"]))
+
+
+def _predicted_inference(inputs: Arrays) -> tuple[float, int]:
+    from accelerant.zk.inference.proofs import prediction
+
+    return prediction(*_inference_sizes(inputs))
+
+
 @_operation(
     "zk", (*_bytes("network"), TensorSpec("x", ("INT8",))),
     (TensorSpec("y", ("INT8",)), *_bytes("proof", "commitment")),
-    lambda inputs, _: 0.5 + inputs["network"].nbytes / 7e5, result_bytes=lambda inputs, _: 1 << 21,
+    lambda inputs, _: _predicted_inference(inputs)[0], check=_check_inference,
+    result_bytes=lambda inputs, _: _predicted_inference(inputs)[1],
 )  # fmt: skip
 def prove_inference(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
     """Output of a network of 8-bit integers for x, with the proof of it and the commitment to the network."""

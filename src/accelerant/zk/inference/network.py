@@ -122,12 +122,9 @@ class IntegerNetwork:
     @classmethod
     def from_bytes(cls, data: bytes) -> IntegerNetwork:
         """Read such a file; FormatError says what is wrong."""
-        data = checked_bytes("integer network", data)
-        if not data.startswith((NETWORK_HEADER, _OLDER_HEADER)):
-            raise FormatError(f"an integer network begins with {NETWORK_HEADER!r}, got {data[: len(NETWORK_HEADER)]!r}")
+        network, reader = read_public(checked_bytes("integer network", data))
+        weights, biases = [], []
         try:
-            reader = Channel(data[len(NETWORK_HEADER) :])
-            network, weights, biases = read_network(reader), [], []
             for layer in network.layers:
                 shape = (layer.outputs, layer.inputs, *layer.kernel)
                 weights.append(np.frombuffer(reader.take(math.prod(shape)), np.int8).reshape(shape))
@@ -137,6 +134,17 @@ class IntegerNetwork:
         if reader.at != len(reader.proof):
             raise FormatError(f"{len(reader.proof) - reader.at} bytes follow the integer network")
         return cls(network, weights, biases)
+
+
+def read_public(data: bytes) -> tuple[Network, Channel]:
+    """Read the public part of an integer network's file, and return what has the rest; FormatError as from_bytes."""
+    if not data.startswith((NETWORK_HEADER, _OLDER_HEADER)):
+        raise FormatError(f"an integer network begins with {NETWORK_HEADER!r}, got {data[: len(NETWORK_HEADER)]!r}")
+    reader = Channel(data[len(NETWORK_HEADER) :])
+    try:
+        return read_network(reader), reader
+    except RejectedProofError as error:
+        raise FormatError(f"the integer network is malformed: {error}") from None
 
 
 def padded(x: npt.NDArray[Any], *shape: int, value: int = 0) -> npt.NDArray[Any]:

@@ -35,7 +35,9 @@ from accelerant.zk.inference.protocol import (
     BIAS_LIMIT,
     COLUMNS,
     COMMITMENT_HEADER,
+    LOG_ARITY,
     PROOF_HEADER,
+    QUERIES,
     Claim,
     Element,
     HelperLayout,
@@ -197,10 +199,7 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
     ShapeError: no proof has such a batch.
     """
     layout = WeightLayout(network)
-    try:
-        witness = WitnessLayout(network, batch, layout)
-    except RejectedProofError as error:
-        raise ShapeError(f"x has {batch} inputs: {error}") from None
+    witness = _witness_layout(network, batch, layout)
     kept = (8 << layout.log_size) + (32 * len(layout.helpers.queries) << layout.helpers.log_height)
     rows = 8 << witness.log_rows
     layers = 0
@@ -210,6 +209,34 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
         layers = max(layers, 48 * products * layer.outputs + (112 + 16 * batch) * seen)
     codes = code_bytes(8 * rows) + code_bytes(16 * rows)
     return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + kept + 140 * rows + codes + layers
+
+
+def prediction(network: Network, batch: int) -> tuple[float, int]:
+    """Predict the CPU seconds, within a factor of 3, of a commitment and a proof, and return their bytes together.
+
+    ShapeError: no proof has such a batch.
+    """
+    layout = WeightLayout(network)
+    witness = _witness_layout(network, batch, layout)
+    seen = [math.prod((layer.inputs, *layer.kernel, *layer.output_shape[1:])) for layer in network.layers]
+    seconds = 0.1 + 1.2e-6 * layout.end + (2e-5 * (1 << layout.log_rows)) + 1.3e-5 * witness.used + 1.5e-7 * sum(seen)
+    hashes = 3 * layout.log_rows + sum(range(layout.log_rows, 0, -LOG_ARITY))
+    leaves = sum(len(columns) for stack in (layout.stack(), witness.stack) for columns in stack.columns)
+    fixed = 3 * len(network.encode()) + (1 << 16) + (1 << witness.logs[-1])
+    return seconds, fixed + QUERIES * (8 * leaves + 2 * 32 * hashes + 128 * layout.log_rows)
+
+
+def _witness_layout(network: Network, batch: int, layout: WeightLayout) -> WitnessLayout:
+    try:
+        return WitnessLayout(network, batch, layout)
+    except RejectedProofError as error:
+        raise ShapeError(f"x has {batch} inputs: {error}") from None
+
+
+def require_memory(network: Network, batch: int) -> None:
+    """Raise OutOfMemory if a commitment or a proof of a batch is predicted to take more memory than is free."""
+    _require_memory("a commitment to this network", commitment_memory_bytes(network), None)
+    _require_memory(f"a proof of {batch} inputs", proof_memory_bytes(network, batch), None)
 
 
 def _require_memory(what: str, size: int, limit: int | None) -> None:
