@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from accelerant.nn.models.llama import Llama
     from accelerant.nn.models.tokenizer import ModelTokenizer
     from accelerant.nn.serving.engine import Event
-    from accelerant.nn.text import TextModel
 
 _Tokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 _Temperature = Annotated[float, typer.Option(help="0: always the likeliest token; 1: as the model predicts.")]
@@ -232,45 +231,36 @@ def sample(
     seed, _ = _drawing(tokens, temperature, top_k, top_p, seed)
     source = load_text_model(Path(folder).expanduser(), choose_device(device, "--device"))
     ids = source.prompt(text)
-    shown = _Stream(source, text, len(ids), quiet=json_output)
+    shown = ""
+
+    def show(tokens: Sequence[int], last: bool = False) -> str:
+        """Print what is new of the text, of whose last character some bytes may be missing, and return it whole."""
+        nonlocal shown
+        found = source.text(tokens, len(ids))
+        new = found if last else found.rstrip("\ufffd")
+        if not json_output:
+            _print(new[len(shown) :] + "\n" * last)
+        shown = max(shown, new, key=len)
+        return found
+
+    def watch(tokens: torch.Tensor) -> None:
+        if not json_output:
+            show(tokens[0].tolist())
+
+    if not json_output:
+        _print(text)
     began = time.perf_counter()
     result = source.generate(
         ids, tokens, temperature=temperature, top_k=top_k or None, top_p=top_p if top_p < 1 else None, seed=seed,
-        watch=shown,
+        watch=watch,
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    shown.end(result)
+    answer = show(result, last=True)
     if json_output:
         count = len(result) - len(ids)
         values = {
-            "prompt": text, "text": shown.text(result), "tokens": count, "seed": seed, "temperature": temperature,
+            "prompt": text, "text": answer, "tokens": count, "seed": seed, "temperature": temperature,
             "top_k": top_k, "top_p": top_p, "ended": count < tokens or result[-1] in source.stops, "model": folder,
             "device": str(source.device), "seconds": round(seconds, 3), "tokens_per_s": round(count / seconds, 1),
         }  # fmt: skip
         print(json.dumps(values))
-
-
-class _Stream:
-    """Prints the text of tokens as they come, after the prompt."""
-
-    def __init__(self, source: TextModel, prompt: str, given: int, *, quiet: bool) -> None:
-        self._source, self._given, self._quiet, self._printed = source, given, quiet, 0
-        self._print(prompt)
-
-    def __call__(self, tokens: torch.Tensor) -> None:
-        if not self._quiet:
-            text = self.text(tokens[0].tolist()).rstrip("\ufffd")  # the first bytes of a character
-            self._print(text[self._printed :])
-            self._printed = max(self._printed, len(text))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text after the prompt, without what ends it."""
-        return self._source.text(tokens, self._given)
-
-    def end(self, tokens: Sequence[int]) -> None:
-        """Print the rest and a line end."""
-        self._print(self.text(tokens)[self._printed :] + "\n")
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            _print(text)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, FormatError, RangeError, UnsupportedCase
 from accelerant.nn.layers import LayerNorm, Linear
-from accelerant.nn.models.hugging_face import Fields, Layout, Part, load, read_object
+from accelerant.nn.models.hugging_face import Fields, Layout, Part, built, described, read_object
 from accelerant.nn.models.tokenizer import read_tokenizer
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
@@ -179,13 +179,13 @@ class Encoder:
         self._mean = _pools_mean(folder)
         self.device = torch.device(device)
         self.tokenizer = read_tokenizer(folder)
-        self._model = load(_Model, folder, [LAYOUTS[kind]], dtype, self.device).eval()
+        self._model = built(_Model, described(folder, [LAYOUTS[kind]]), dtype, self.device).eval()
         config = self._model.config
         self.dim, self.max_tokens = config.width, config.positions - config.first
         if (folder / "sentence_bert_config.json").is_file():
-            described = Fields(read_object(folder / "sentence_bert_config.json"), "sentence_bert_config.json")
-            if described.get("max_seq_length") is not None:
-                self.max_tokens = min(self.max_tokens, max(2, described.read("max_seq_length", int)))
+            fields = Fields(read_object(folder / "sentence_bert_config.json"), "sentence_bert_config.json")
+            if fields.get("max_seq_length") is not None:
+                self.max_tokens = min(self.max_tokens, max(2, fields.read("max_seq_length", int)))
         self.tokenizer.enable_truncation(self.max_tokens)
 
     def __repr__(self) -> str:

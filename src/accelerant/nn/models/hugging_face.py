@@ -202,17 +202,6 @@ def _open_files(paths: Iterable[Path]) -> Tensors:
     return Tensors(found)
 
 
-def load(
-    build: Callable[[Any], M], source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout],
-    dtype: torch.dtype | None, device: torch.device | str | None, quantize: str | None = None,
-) -> M:  # fmt: skip
-    """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained.
-
-    With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
-    """
-    return built(build, described(source, layouts), dtype, device, quantize)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """The layout, config, name in messages, fields and tensors of what a model is read from."""
@@ -225,7 +214,10 @@ class ModelSource:
 
 
 def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layout]) -> ModelSource:
-    """Return what a folder, a GGUF file or a model is, whose tensors are not looked at; errors as from `load`."""
+    """Return what a folder, a GGUF file or a model is, whose tensors are not looked at.
+
+    Errors as of LanguageModel.from_pretrained.
+    """
     if isinstance(source, nn.Module):
         origin, state = type(source).__name__, source.state_dict
         given = getattr(source, "config", None)
@@ -250,9 +242,12 @@ def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layo
 
 def built(
     build: Callable[[Any], M], source: ModelSource, dtype: torch.dtype | None, device: torch.device | str | None,
-    quantize: str | None,
+    quantize: str | None = None,
 ) -> M:  # fmt: skip
-    """Return the model of a source, whose tensors are checked before one is read."""
+    """Return the model that `build` makes of a source's config, whose tensors are checked before one is read.
+
+    With `quantize` the linear layers are in integers of that kind, made of a few rows at a time.
+    """
     layout, config, origin, tensors = source.layout, source.config, source.origin, source.open()
     count = len(tensors.sources)
     if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless

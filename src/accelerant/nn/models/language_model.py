@@ -213,7 +213,7 @@ class LanguageModel(nn.Module):
                 kind = type(model).__name__
                 raise UnsupportedCase(f"{source} is a run of a {kind}: {kind}.from_pretrained opens it")
             return model if dtype is None else model.to(dtype)
-        return hugging_face.load(cls, source, cls._known_layouts(), dtype, device)
+        return hugging_face.built(cls, hugging_face.described(source, cls._known_layouts()), dtype, device)
 
     @classmethod
     def _known_layouts(cls) -> tuple[hugging_face.Layout, ...]:

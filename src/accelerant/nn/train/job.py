@@ -380,7 +380,8 @@ def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[La
         path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
         tensors = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
     elif isinstance(shape, LlamaConfig) and folder.model.is_file():
-        return hugging_face.load(Llama, folder.path, Llama._layouts, torch.float32, place).eval(), tokenizer
+        source = hugging_face.described(folder.path, Llama._layouts)
+        return hugging_face.built(Llama, source, torch.float32, place).eval(), tokenizer
     elif folder.finished or folder.model.is_file():
         path, tensors = folder.model, read_tensors(folder.model)
     else:
