@@ -90,10 +90,15 @@ def score_tokens(logits: Tensor, tokens: np.ndarray, top: int) -> tuple[list[flo
 
     None if a row is not finite.
     """
-    logits = _aligned(logits)
     if not torch.isfinite(logits.amax(-1)).all():
         return None
-    return _scores(logits, torch.from_numpy(tokens).to(logits.device), top)
+    own: list[float] = []
+    most: Tops = []
+    ids = torch.from_numpy(tokens).to(logits.device)
+    for rows in zip(logits.split(_CUDA_ROWS), ids.split(_CUDA_ROWS), strict=True):  # what this takes is not in the plan
+        part = _scores(_aligned(rows[0]), rows[1], top)
+        own, most = own + part[0], most + part[1]
+    return own, most
 
 
 def _scores(logits: Tensor, ids: Tensor, top: int) -> tuple[list[float], Tops]:
