@@ -205,6 +205,8 @@ def test_points_out_of_the_subgroup_are_no_fixed_base():
         lambda: g1.add(low, None),
     ):
         assert g1.decode(call()) == low
+    with pytest.raises(ConfigError, match=r"check must be .*, got 'group'"):
+        msm([1], [low], "bls12_381_g1", check="group")
     family = family_of("bn254")
     for check in (True, "subgroup"):
         with pytest.raises(FormatError, match="not on bn254_g1"):

@@ -446,7 +446,7 @@ def test_what_does_not_go_together(one_of_each):
 
 
 def copies(array):
-    return copy.copy(array), copy.deepcopy(array), pickle.loads(pickle.dumps(array))
+    return copy.copy(array), copy.deepcopy(array), array.copy(), pickle.loads(pickle.dumps(array))
 
 
 @pytest.mark.parametrize("where", ["cpu", "opencl", "webgpu"])

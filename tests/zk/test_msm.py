@@ -22,7 +22,7 @@ import accelerant
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import add, multiply
+from accelerant.algebra.curve.weierstrass import multiply
 from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
@@ -444,33 +444,6 @@ def test_scalars_are_looked_at_before_points_are_checked(kind):
     scalars = encode(curve_of("bn254_g1").scalars, msm_scalars(curve_of("bn254_g1"), 20))
     with pytest.raises(error, match=text):
         msm(*change(scalars, points))
-
-
-def test_a_point_out_of_the_subgroup_is_named():
-    curve = curve_of("bls12_381_g1")
-    points = generated("bls12_381_g1", 5).copy()
-    roots = ((x, curve.coordinates.sqrt(curve.right_side(x))) for x in range(1, 50))
-    points[3] = encode_points(curve, [next(point for point in roots if point[1] is not None)])[0]
-    for check in ("subgroup", True):
-        with pytest.raises(FormatError, match=r"points\[3\] .* is out of the subgroup of bls12_381_g1"):
-            msm([1] * 5, points, "bls12_381_g1", check=check)
-    group = accelerant.zk.curve("bls12_381_g1")
-    for enters in (group.precompute, lambda points: group.from_bytes(group.to_bytes(points))):
-        with pytest.raises(FormatError, match=r"points\[3\] .* is out of the subgroup of bls12_381_g1"):
-            enters(points)
-    exact = functools.reduce(functools.partial(add, curve), group.decode(points))
-    for total in (
-        msm([1] * 5, points, "bls12_381_g1"),  # a point of the curve, and the sum is right
-        msm([1] * 5, points, "bls12_381_g1", check=False),
-        group.precompute(points, check="curve").msm([1] * 5),
-    ):
-        assert group.decode(total) == exact
-    points[4, 1, 0] ^= np.uint64(1)
-    for call in (lambda: msm([1] * 5, points, "bls12_381_g1"), lambda: group.precompute(points, check="curve")):
-        with pytest.raises(FormatError, match=r"points\[4\] .* is not on bls12_381_g1"):
-            call()
-    with pytest.raises(ConfigError, match=r"check must be .*, got 'group'"):
-        msm([1] * 5, points, "bls12_381_g1", check="group")
 
 
 def test_an_unknown_curve_is_refused():

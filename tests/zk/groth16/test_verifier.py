@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, multiply, negate
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
-from accelerant.zk import curve as curve_named
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.verifier import Statement
+
+sys.path.append(str(Path(__file__).parents[2] / "algebra"))
+from small_orders import of_cofactor
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 
@@ -23,30 +26,15 @@ BN254 = family_of("bn254")
 R, Q = BN254.r, BN254.q
 
 
-def out_of_subgroup(family):
-    """A point of G2's curve that is not in the subgroup."""
-    k, curve = family.g2.coordinates, family.g2
-    for c0 in range(1, 50):
-        y = k.sqrt(curve.right_side((c0, 1)))
-        if y is not None and not in_subgroup(curve, ((c0, 1), y)):
-            return (c0, 1), y
-    raise AssertionError("no such point among fifty")
-
-
 def test_proofs_of_snarkjs_verify(parts):
     assert verify(parts.key, parts.public, parts.proof)
 
 
-@pytest.mark.parametrize("index", [0, -1])
-def test_another_public_input_does_not(parts, index):
-    public = list(parts.public)
-    public[index] = (public[index] + 1) % R
-    assert not verify(parts.key, public, parts.proof)
-
-
-@pytest.mark.parametrize("value", [0, 1, R - 1])
-def test_extreme_public_inputs_do_not(parts, value):
-    assert not verify(parts.key, [*parts.public[:-1], value], parts.proof)
+def test_other_public_inputs_do_not(parts):
+    for index, value in ((0, parts.public[0] + 1), (-1, parts.public[-1] + 1), (-1, 0), (-1, 1), (-1, R - 1)):
+        public = list(parts.public)
+        public[index] = value % R
+        assert not verify(parts.key, public, parts.proof)
 
 
 def test_changed_proofs_do_not(parts):
@@ -73,40 +61,6 @@ def test_both_negated_is_the_same_statement(parts):
     flipped = dataclasses.replace(parts.proof, a=negate(BN254.g1, parts.proof.a), b=negate(BN254.g2, parts.proof.b))
     assert flipped != parts.proof
     assert verify(parts.key, parts.public, flipped)
-
-
-def test_a_point_out_of_the_subgroup_is_no_proof(parts):
-    forged = dataclasses.replace(parts.proof, b=out_of_subgroup(BN254))
-    with pytest.raises(FormatError, match=r"^pi_b, .* is on bn254_g2 but not in its subgroup"):
-        verify(parts.key, parts.public, forged)
-    with pytest.raises(FormatError, match=r"^proofs\[1\]\.b, "):
-        verify_many(parts.key, [parts.public] * 2, [parts.proof, forged])
-    moved = dataclasses.replace(
-        parts.proof, b=add(BN254.g2, parts.proof.b, multiply(BN254.g2, R, out_of_subgroup(BN254)))
-    )
-    with pytest.raises(FormatError, match="subgroup"):
-        verify(parts.key, parts.public, moved)
-
-
-def test_a_point_off_the_curve_is_no_proof(parts):
-    x, y = parts.proof.c
-    with pytest.raises(FormatError, match=r"^pi_c, .* is not on bn254_g1"):
-        verify(parts.key, parts.public, dataclasses.replace(parts.proof, c=(x, y + 1)))
-
-
-def test_public_inputs_are_checked(parts):
-    first, *rest = parts.public
-    with pytest.raises(FormatError, match=r"public\[0\] is \d+, not from 0 to below"):
-        verify(parts.key, [first + R, *rest], parts.proof)
-    with pytest.raises(FormatError, match=r"public\[0\] is -1"):
-        verify(parts.key, [-1, *rest], parts.proof)
-    with pytest.raises(FormatError, match="the verification key is for"):
-        verify(parts.key, rest, parts.proof)
-    with pytest.raises(FormatError, match="the verification key is for"):
-        verify(parts.key, [first, first, *rest], parts.proof)
-    for wrong in (b"1", 1.0, True, None):
-        with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer"):
-            verify(parts.key, [wrong, *rest], parts.proof)
 
 
 def test_python_values_that_are_no_points(parts):
@@ -137,18 +91,6 @@ def test_python_values_that_are_no_points(parts):
     for read in (Proof.from_json, VerificationKey.from_json):
         with pytest.raises(UnsupportedDtype, match="must be JSON text or its bytes, got NoneType"):
             read(None)
-
-
-def test_call_data_is_of_scalars(parts):
-    """The contract's type is of 256 bits: a value over r would be another number there than here."""
-    for wrong, error in (([R], FormatError), ([-1], FormatError), ([1.0], UnsupportedDtype), ([2**256], FormatError)):
-        with pytest.raises(error, match=r"^public\[0\]"):
-            parts.proof.to_calldata(wrong)
-
-
-def test_two_curves(parts):
-    with pytest.raises(ConfigError, match="key is on bn254, the proof on bls12_381"):
-        verify(parts.key, parts.public, dataclasses.replace(parts.proof, family="bls12_381"))
 
 
 # --- known logarithms ------------------------------------------------------------------------------------------------
@@ -199,7 +141,7 @@ def test_the_equation_holds_as_that_of_the_logarithms(family, rng, record_proper
 def small_order(family, group):
     """Return a point that is on the curve, of an order that divides the cofactor; None if the cofactor is 1."""
     if group == "g2":
-        return multiply(family.g2, family.r, out_of_subgroup(family))
+        return of_cofactor(family.g2, 1)
     return (0, 2) if family.name == "bls12_381" else None  # of order 3
 
 
@@ -411,39 +353,12 @@ def test_texts_that_are_no_proof(text):
         (("nPublic",), None, "nPublic"),
         (("IC",), lambda old: old[:-1], "IC"),
         (("IC",), None, "IC"),
-        (("IC", 1, 0), lambda old: str(int(old) ^ 1), r"IC\[1\].*not on bn254_g1"),
-        (("IC", 0, 1), lambda old: str(int(old) + Q), r"IC\[0\]\[1\]"),
-        (("vk_gamma_2", 0, 0), lambda old: str(int(old) ^ 1), "vk_gamma_2.*not on bn254_g2"),
         (("vk_beta_2",), None, "vk_beta_2"),
-        (("vk_alpha_1",), lambda _: ["0", "1", "0"], "vk_alpha_1 is infinity"),
-        (("vk_beta_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_beta_2 is infinity"),
-        (("vk_gamma_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_gamma_2 is infinity"),
-        (("vk_delta_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_delta_2 is infinity"),
-        (("vk_alpha_1", 1), lambda old: str(int(old) ^ 1), "vk_alpha_1"),
     ],
 )
 def test_the_shape_of_a_key(parts, path, new, match):
     with pytest.raises(FormatError, match=match):
         VerificationKey.from_json(changed(parts.json["verification_key"], path, new))
-
-
-def test_another_key_does_not_verify(parts):
-    for name in ("alpha", "beta", "gamma", "delta"):
-        points = getattr(parts.key, name)
-        curve = BN254.g1 if points.ndim == 2 else BN254.g2
-        other = dataclasses.replace(parts.key, **{name: curve_named(curve.name).double(points)})
-        assert not verify(other, parts.public, parts.proof), name
-
-
-def test_public_inputs_as_json(parts):
-    for text, match in (
-        ("{}", "list of decimal"),
-        ('["1", 2]', r"public\[1\]"),
-        (f'["{R}"]', "not below the modulus"),
-        ('["01"]', "leading zeros"),
-    ):
-        with pytest.raises(FormatError, match=match):
-            Proof.from_json(parts.texts["proof"], text)
 
 
 def test_the_inputs_must_be_known(parts):
