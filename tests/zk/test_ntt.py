@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt import launch
-from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import field as field_of
@@ -47,13 +45,6 @@ def inputs(field, n):
     return field_elements(field, n, TRANSFORM_BASE)
 
 
-def horner(x, point, p):
-    total = 0
-    for value in reversed(x):
-        total = (total * point + value) % p
-    return total
-
-
 LIKE_BN254 = pytest.param("bls12_381_fr", marks=pytest.mark.slow)
 """Its programs are bn254_fr's with other constants; each takes LLVM some 0.4 s."""
 
@@ -80,37 +71,6 @@ def test_known_answers(name, log_n):
     field = field_of(name)
     y = ntt(field.encode(inputs(field.parameters, 1 << log_n)), field)
     assert field.decode(y[1]) == KNOWN[name, log_n]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "log_n"),
-    [
-        ("goldilocks", 14),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("babybear", 13), ("bn254_fr", 12))),
-    ],
-)
-def test_large_transforms_are_values_of_the_polynomial(name, log_n):
-    field, n = field_of(name), 1 << log_n
-    p, w, g = field.modulus, field.parameters.root_of_unity(n), 9
-    x = inputs(field.parameters, n)
-    y = ntt(field.encode(x), field, coset=g)
-    turned = ntt(field.encode(x), field, coset=g, order=FORTH)
-    for j in (0, 1, 2, n // 2, n // 2 + 1, n - 1, 1234):
-        value = horner(x, g * pow(w, j, p) % p, p)
-        assert field.decode(y[j]) == value
-        assert field.decode(turned[int(f"{j:0{log_n}b}"[::-1], 2)]) == value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("forth", "back"), [("natural", "natural"), (FORTH, BACK)])
-def test_round_trips(field, forth, back):
-    for log_n, coset in ((4, None), (9, 7), (11, 7)):
-        x = field.random((3, 1 << log_n))
-        y = ntt(x, field, coset=coset, order=forth)
-        assert (ntt(y, field, coset=coset, order=back, inverse=True) == x).all()
-        y = ntt(x, field, coset=coset, order=back, inverse=True)
-        assert (ntt(y, field, coset=coset, order=forth) == x).all()
 
 
 @pytest.mark.slow
@@ -465,10 +425,3 @@ def test_field_arrays_are_refused_where_they_cannot_be():
         ntt(x, out=x)
     with pytest.raises(ShapeError, match="got 3"):
         ntt(x[:3])
-
-
-def test_the_oracles_roots_are_the_tables(field):
-    n = 8
-    assert ntt_reference([0, 1, *[0] * 6], field=field.name) == [
-        pow(FIELDS[field.name].generator, (field.modulus - 1) // n * j, field.modulus) for j in range(n)
-    ]

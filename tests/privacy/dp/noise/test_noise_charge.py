@@ -206,9 +206,6 @@ def test_laplace_charges_are_l1s():
 def test_numbers_without_meaning_are_refused(std, grid, message):
     with pytest.raises(ConfigError, match=message):
         charge(std, grid=grid, dimensions=10)
-
-
-def test_dimensions_without_meaning_are_refused():
     with pytest.raises(ConfigError, match="dimensions must be at least 1"):
         choose_grid(1.0, sensitivity=1.0, dimensions=0)
 

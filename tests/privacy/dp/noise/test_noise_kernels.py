@@ -1,5 +1,6 @@
 """Every backend's sampler against the reference in NumPy's integers, bit for bit."""
 
+import functools
 from fractions import Fraction
 
 import noise_reference
@@ -28,7 +29,7 @@ from accelerant.privacy.dp.noise.source import (
     laplace_source,
     philox_source,
 )
-from accelerant.privacy.random.stream import Vectors, key_words, lanes
+from accelerant.privacy.random.stream import Vectors, chacha20_words, key_words, lanes
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource
@@ -55,13 +56,15 @@ def arguments(plan, n):
     return make_tables(plan.weights()).view(np.int32), (n, *factors, 1)
 
 
-def on_cpu(source, plan, out, *numbers):
-    table, scalars = arguments(plan, out.numel())
+def on_cpu(source, plan, array, *numbers):
+    table, scalars = arguments(plan, array.size)
+    out = np.concatenate([array, np.full(64, 7, array.dtype)])
     provider = registry.create("cpu")
-    indices = groups_of(out.numel(), plan.terms) * (GROUP // lanes())
-    pointers = (torch.from_numpy(STATE), torch.tensor([FIRST]), torch.from_numpy(table), out)
+    indices = groups_of(array.size, plan.terms) * (GROUP // lanes())
+    pointers = map(torch.from_numpy, (STATE, np.array([FIRST]), table, out[: array.size]))
     provider.launch(provider.compile(source), (indices,), (1,), (*pointers, *scalars, *numbers))
-    return out
+    assert (out[array.size :] == 7).all()
+    return out[: array.size]
 
 
 def on_opencl(opencl, source, plan, array, *numbers):
@@ -70,6 +73,12 @@ def on_opencl(opencl, source, plan, array, *numbers):
     threads = groups_of(array.size, plan.terms) * GROUP
     opencl.launch(opencl.compile(source), (-(-threads // BLOCK),), (BLOCK,), (*held, *scalars, *numbers))
     return opencl.copy_to_host(held[3], array.dtype, array.shape)
+
+
+@pytest.fixture(params=["llvm", pytest.param("opencl", marks=pytest.mark.slow)])
+def run(request):
+    """(source, plan, array, *numbers) -> the array as the kernel left it, on the CPU or on OpenCL."""
+    return on_cpu if request.param == "llvm" else functools.partial(on_opencl, request.getfixturevalue("opencl"))
 
 
 def values(n):
@@ -83,45 +92,21 @@ def values(n):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("terms", BY_TERMS)
 @pytest.mark.parametrize("whole", [True, False])
-def test_llvm_draws_equal_the_reference(terms, whole):
+def test_draws_equal_the_reference(run, terms, whole):
     plan = convolution_of(Fraction(BY_TERMS[terms]))
     assert plan.terms == terms
     n = GROUP * draws_of_unit(terms) * 2 - (0 if whole else 37)
-    out = torch.full((n + 64,), 7, dtype=torch.int64)
-    on_cpu(gaussian_source(terms, False), plan, out[:n])
-    assert np.array_equal(out[:n].numpy(), expected(plan, n))
-    assert (out[n:] == 7).all()
+    assert np.array_equal(run(gaussian_source(terms, False), plan, np.zeros(n, np.int64)), expected(plan, n))
 
 
 @pytest.mark.parametrize("n", [1, 15, 33, 2000])
-def test_llvm_adds_as_torch_does(n):
+def test_noise_is_added_as_torch_does(run, n):
     plan, grid, scale = convolution_of(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
-    x = values(max(n, 16))[:n].clone()
+    x = values(max(n, 16))[:n]
     wanted = x.clone()
     add_steps(wanted, torch.from_numpy(expected(plan, n)), grid, scale)
-    on_cpu(gaussian_source(4, True), plan, x, 1 / grid, grid * scale)
-    assert torch.equal(x, wanted)
-    assert x.isfinite().all()
-
-
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("terms", BY_TERMS)
-def test_portable_draws_equal_the_reference(opencl, terms):
-    plan = convolution_of(Fraction(BY_TERMS[terms]))
-    n = GROUP * draws_of_unit(terms) + 37
-    found = on_opencl(opencl, gaussian_source(terms, False), plan, np.zeros(n, np.int64))
-    assert np.array_equal(found, expected(plan, n))
-
-
-@pytest.mark.slow
-def test_portable_adds_as_torch_does(opencl):
-    plan, grid, scale = convolution_of(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
-    x = values(2000)
-    wanted = x.clone()
-    add_steps(wanted, torch.from_numpy(expected(plan, 2000)), grid, scale)
-    found = on_opencl(opencl, gaussian_source(4, True), plan, x.numpy(), 1 / grid, grid * scale)
-    assert np.array_equal(found, wanted.numpy())
+    assert wanted.isfinite().all()
+    assert np.array_equal(run(gaussian_source(4, True), plan, x.numpy(), 1 / grid, grid * scale), wanted.numpy())
 
 
 # --- triggers --------------------------------------------------------------------------------------------------------
@@ -136,20 +121,11 @@ def often(monkeypatch):
     return usual
 
 
-def test_llvm_takes_triggers_from_the_pool(often):
-    plan = convolution_of(Fraction(BY_TERMS[4]))
-    program = GaussianKernel(4, False, trigger=OFTEN)
-    source = KernelSource("often", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]})
-    out = on_cpu(source, plan, torch.zeros(5000, dtype=torch.int64))
-    assert np.array_equal(out.numpy(), expected(plan, 5000))
-
-
-@pytest.mark.slow
-def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
+def test_triggers_are_taken_from_the_pool(often, run):
     plan, usual = convolution_of(Fraction(BY_TERMS[4])), gaussian_source(4, False)
     text = f"#define TRIGGER {OFTEN:#x}u\n{usual.dialects['portable']}"
-    source = KernelSource("often", {"portable": text}, usual.entries)
-    assert np.array_equal(on_opencl(opencl, source, plan, np.zeros(5000, np.int64)), expected(plan, 5000))
+    source = KernelSource("often", {"llvm": GaussianKernel(4, False, trigger=OFTEN), "portable": text}, usual.entries)
+    assert np.array_equal(run(source, plan, np.zeros(5000, np.int64)), expected(plan, 5000))
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
@@ -159,62 +135,54 @@ def test_by_addresses_the_same_comes_out(monkeypatch, count):
     plan = convolution_of(Fraction(BY_TERMS[4]))
     program = GaussianKernel(4, False, vectors=Vectors(count))
     assert "masked.gather" in program.build("")
-    source = KernelSource(
-        "gather", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]}
-    )
-    out = on_cpu(source, plan, torch.zeros(3000, dtype=torch.int64))
-    assert np.array_equal(out.numpy(), expected(plan, 3000))
+    source = KernelSource("gather", {"llvm": program}, gaussian_source(4, False).entries)
+    assert np.array_equal(on_cpu(source, plan, np.zeros(3000, np.int64)), expected(plan, 3000))
 
 
 # --- Laplace ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [0.25, 3.0, 1e6, 2.0**29])
-def test_llvm_laplace_equals_the_reference(steps):
-    steps, n = Fraction(steps), 300
-    digits, indices = digits_of(steps), -(-n // lanes())
-    out = torch.empty(indices * lanes(), dtype=torch.int64)
-    provider = registry.create("cpu")
-    pointers = (
-        torch.from_numpy(STATE),
-        torch.tensor([FIRST]),
-        torch.from_numpy(thresholds(steps).view(np.int32).copy()),
-    )
+def laplace_on_cpu(table, n):
+    digits, indices = table.shape[1], -(-n // lanes())
+    held = [STATE, np.array([FIRST]), table.view(np.int32).copy(), np.zeros(indices * lanes(), np.int64)]
     scalars = (n, digits, laplace_blocks(digits), 1)
-    provider.launch(provider.compile(laplace_source()), (indices,), (1,), (*pointers, out, *scalars))
-    assert np.array_equal(out[:n].numpy(), laplace_reference(key_words(KEY), NONCE, FIRST, steps, n))
+    provider = registry.create("cpu")
+    provider.launch(provider.compile(laplace_source()), (indices,), (1,), (*map(torch.from_numpy, held), *scalars))
+    return held[3][:n]
 
 
-@pytest.mark.parametrize("steps", [3.0, 1e6])
-def test_portable_laplace_equals_the_reference(opencl, steps):
-    steps, n = Fraction(steps), 300
-    digits = digits_of(steps)
-    held = [opencl.copy_to_device(each) for each in (STATE, np.array([FIRST], np.int64), thresholds(steps))]
+def laplace_on_opencl(opencl, table, n):
+    digits = table.shape[1]
+    held = [opencl.copy_to_device(each) for each in (STATE, np.array([FIRST], np.int64), table)]
     out = opencl.allocate(8 * n)
     kernel = opencl.compile(laplace_source())
     opencl.launch(kernel, (-(-n // BLOCK),), (BLOCK,), (*held, out, n, digits, laplace_blocks(digits), 1))
-    wanted = laplace_reference(key_words(KEY), NONCE, FIRST, steps, n)
-    assert np.array_equal(opencl.copy_to_host(out, np.int64, (n,)), wanted)
+    return opencl.copy_to_host(out, np.int64, (n,))
+
+
+@pytest.mark.parametrize("steps", [0.25, 3.0, 1e6, 2.0**29])
+@pytest.mark.parametrize("place", ["llvm", "opencl"])
+def test_laplace_equals_the_reference(request, place, steps):
+    steps = Fraction(steps)
+    launch = laplace_on_cpu
+    if place == "opencl":
+        launch = functools.partial(laplace_on_opencl, request.getfixturevalue("opencl"))
+    wanted = laplace_reference(key_words(KEY), NONCE, FIRST, steps, 300)
+    assert np.array_equal(launch(thresholds(steps), 300), wanted)
 
 
 def test_laplace_decides_equal_words_by_the_pool():
     """With thresholds that are words of the keystream every digit is decided by the pool: as often as not."""
-    from accelerant.privacy.random.stream import chacha20_words
-
-    steps = Fraction(1000)
-    digits = digits_of(steps)
+    digits = digits_of(Fraction(1000))
     words = chacha20_words(key_words(KEY), FIRST, laplace_blocks(digits), NONCE).T.reshape(-1)
     table = np.zeros((3, digits), np.uint32)
     table[0] = words[6 : 6 + digits]
     table[1] = 0x80000000
-    provider, out = registry.create("cpu"), torch.empty(lanes(), dtype=torch.int64)
-    pointers = (torch.from_numpy(STATE), torch.tensor([FIRST]), torch.from_numpy(table.view(np.int32)))
-    scalars = (1, digits, laplace_blocks(digits), 1)
-    provider.launch(provider.compile(laplace_source()), (1,), (1,), (*pointers, out, *scalars))
+    found = laplace_on_cpu(table, 1)
     pool = [*(int(words[2 * i]) << 32 | int(words[2 * i + 1]) for i in range(3))] + [0] * digits
     first = sum((pool[j] < 1 << 63) << j for j in range(digits))
     second = sum(int(words[6 + digits + j] < table[0, j]) << j for j in range(digits))
-    assert int(out[0]) == first - second
+    assert found == first - second
 
 
 # --- machine code ----------------------------------------------------------------------------------------------------
