@@ -1,4 +1,4 @@
-"""The curve's C kernels, exactly: on PoCL, on NVIDIA where there is a GPU; and the registers that they take.
+"""The curve's kernels, exactly: the CPU's in both forms, C on PoCL and on NVIDIA; and the registers that they take.
 
 The oracle is the group law on Python integers. What takes long to compile is marked slow.
 """
@@ -8,6 +8,7 @@ import itertools
 import random
 import re
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from kernel_points import packed, unpacked, words_of
@@ -15,6 +16,7 @@ from small_orders import of_small_orders, point_out_of_subgroup
 
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import ADDS, BLOCK, ENTRIES, grid_and_block, kernel_source, point_text, prefixed
+from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, Endomorphism, curve_of, endomorphism
 from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
 from accelerant.errors import ConfigError
@@ -22,77 +24,106 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
 from requirements import require_backend
 
-QUICK = {("opencl", "bn254_g1", entry) for entry in ("curve_add", "curve_mul", "curve_off_curve", "curve_inward")}
-QUICK |= {("opencl", "bls12_381_g1", "curve_off_subgroup")}
-"""One of each kind. PoCL takes one to four seconds to compile another."""
+FORMS = ("scalar", "vector")
+QUICK = (("scalar", "bn254_g1"), ("vector", "bn254_g1"), ("vector", "bn254_g2"), ("vector", "bls12_381_g1"))
+"""Cases on the CPU whose compilation is soon done; between them every formula and both sizes of limbs.
+
+PoCL takes one to four seconds to compile another: quick is one that only devices run.
+"""
 
 
-@pytest.fixture
-def provider(request):
-    return registry.create(require_backend(request.param))
+GUARD = 64
+"""Words behind what a kernel writes, more than one element."""
 
 
-def each(entry):
-    """Backend and curve of a test of an entry."""
+def each(places):
+    """Places and curves: a form of the CPU's kernels, or a device."""
 
-    def marked(backend, name):
-        quick = (backend, name, entry) in QUICK
-        marks = [pytest.mark.gpu] if backend == "cuda" else [] if quick else [pytest.mark.slow]
-        return pytest.param(backend, name, marks=marks, id=f"{backend}-{name}")
+    def marked(place, name):
+        if place == "cuda":
+            marks = [pytest.mark.gpu]
+        elif place == "opencl":
+            marks = [] if places[0] == place and name == "bn254_g1" else [pytest.mark.slow, pytest.mark.sample(3)]
+        else:
+            marks = [] if (place, name) in QUICK else [pytest.mark.slow]
+        return pytest.param(place, name, marks=marks, id=f"{place}-{name}")
 
-    return [marked(backend, name) for backend in ("opencl", "cuda") for name in CURVES]
+    return pytest.mark.parametrize(("place", "name"), [marked(place, name) for place in places for name in CURVES])
+
+
+each_place = each((*FORMS, "opencl", "cuda"))
+each_device = each(("opencl", "cuda"))
+
+
+def few_points(curve, seed=0):
+    """Of the subgroup: infinity, the generator and its opposite among them."""
+    draw = random.Random(f"{curve.name} {seed}")
+    few = [multiply(curve, draw.randrange(curve.order), curve.generator) for _ in range(8)]
+    return [*few, None, curve.generator, negate(curve, curve.generator), negate(curve, few[0])]
 
 
 def some_points(curve, count, seed=0):
-    """Of the subgroup: infinity, the generator and its opposite among them, and points that occur twice."""
-    draw = random.Random(f"{curve.name} {seed}")
-    few = [multiply(curve, draw.randrange(curve.order), curve.generator) for _ in range(8)]
-    few += [None, curve.generator, negate(curve, curve.generator), negate(curve, few[0])]
+    draw, few = random.Random(seed), few_points(curve, seed)
     return [draw.choice(few) for _ in range(count)]
 
 
-def run(provider, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None):
+def outside(curve):
+    """A point out of the subgroup, where there is one."""
+    return point_out_of_subgroup(curve) if curve.cofactor != 1 else curve.generator
+
+
+def compiled(place, curve, entry):
+    """The provider of a place and its kernel of an entry."""
+    if place not in FORMS:
+        provider = registry.create(require_backend(place))
+        return provider, provider.compile(kernel_source(curve, entry))
+    if place == "vector" and not llvm.get_host_cpu_features().get("avx512ifma"):
+        pytest.skip("this processor has no AVX512-IFMA")
+    provider, kernels = registry.create("cpu"), {"llvm": curve_kernels(curve.name, entry, place)}
+    return provider, provider.compile(KernelSource(f"{entry}_{curve.name}_{place}", kernels, {entry: ENTRIES[entry]}))
+
+
+def run(place, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None):
     """What an entry writes into `out`, or into one of the arrays; it must not write more."""
-    kernel = provider.compile(kernel_source(curve, entry))
+    provider, kernel = compiled(place, curve, entry)
     given = [provider.copy_to_device(array) for array in arrays]
-    z = provider.copy_to_device(np.concatenate([out.reshape(-1), np.full(4, 2**61, out.dtype)]))
+    z = provider.copy_to_device(np.concatenate([out.reshape(-1), np.full(GUARD, 2**61, out.dtype)]))
     if in_place is not None:
         z = given[in_place]
-    provider.launch(kernel, *((size,) for size in grid_and_block(entry, n, chunk)), (*given, z, *scalars))
+    sizes = (len(out) + (in_place is None), 1) if place in FORMS else grid_and_block(entry, n, chunk)
+    provider.launch(kernel, *((size,) for size in sizes), (*given, z, *scalars))
     provider.synchronize()
     if in_place is None:
-        assert provider.copy_to_host(z, out.dtype, (out.size + 4,))[-4:].tolist() == [2**61] * 4
+        assert (provider.copy_to_host(z, out.dtype, (out.size + GUARD,))[-GUARD:] == 2**61).all()
     return provider.copy_to_host(z, out.dtype, out.shape)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("provider", "name"), each("curve_add"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_sums(provider, name):
-    """Of any two points: equal, opposite, infinite; with one inversion for many, in place too."""
-    curve = curve_of(name)
-    for n in (1, BLOCK + 1, BLOCK * ADDS + 7):
-        x, y = some_points(curve, n), some_points(curve, n, seed=1)
-        few = {(p, q): add(curve, p, q) for p, q in zip(x, y, strict=True)}
-        expected = [few[pair] for pair in zip(x, y, strict=True)]
-        arrays = packed(curve, x), packed(curve, y)
+@each_place
+def test_sums(place, name):
+    """Of any two points: equal, opposite, infinite; about a pack, and with several inversions; in place too."""
+    curve, draw = curve_of(name), np.random.default_rng(0)
+    points = [*few_points(curve), outside(curve)]
+    words, sums = packed(curve, points), packed(curve, [add(curve, p, q) for p in points for q in points])
+    for n in (1, 7, 8, 9, BLOCK + 1, BLOCK * ADDS + 7, 4100):
+        i, j = draw.integers(len(points), size=(2, n))
         for in_place in (None, 0, 1) if n == BLOCK + 1 else (None,):
-            out = np.zeros_like(arrays[0])
-            found = run(provider, curve, "curve_add", arrays, out, (n,), n, in_place=in_place)
-            assert unpacked(curve, found) == expected
+            arrays, out = (words[i], words[j]), np.zeros((n, *curve.shape), np.uint64)
+            found = run(place, curve, "curve_add", arrays, out, (n,), n, in_place=in_place)
+            assert np.array_equal(found, sums[i * len(points) + j])
 
 
-@pytest.mark.parametrize(("provider", "name"), each("curve_neg"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_opposites(provider, name):
+@each_place
+def test_opposites(place, name):
     curve = curve_of(name)
-    x = some_points(curve, BLOCK + 3)
+    x = [*some_points(curve, BLOCK + 2), outside(curve)]
     array = packed(curve, x)
-    found = run(provider, curve, "curve_neg", [array], np.zeros_like(array), (len(x),), len(x))
-    assert unpacked(curve, found) == [negate(curve, p) for p in x]
+    for in_place in (None, 0):
+        out = np.zeros_like(array)
+        found = run(place, curve, "curve_neg", [array], out, (len(x),), len(x), in_place=in_place)
+        assert unpacked(curve, found) == [negate(curve, p) for p in x]
 
 
 def some_scalars(curve):
@@ -103,54 +134,51 @@ def some_scalars(curve):
     return [*near, *digits, *(draw.randrange(2**256) for _ in range(3))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("provider", "name"), each("curve_mul"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_multiples(provider, name):
+@each_place
+def test_multiples(place, name):
     """By any number below 2^256, not reduced: of points in and out of the subgroup, and of infinity."""
     curve, scalars = curve_of(name), some_scalars(curve_of(name))
-    other = point_out_of_subgroup(curve) if curve.cofactor != 1 else curve.generator
-    n = len(scalars)
+    n, other = len(scalars), outside(curve)
     cases = [([some_points(curve, 1)[0]] * (n - 2) + [None, other], 1, scalars, 1), ([other] * n, 0, scalars, 1)]
-    cases.append((some_points(curve, n, seed=2), 1, [scalars[-1]] * n, 0))
+    cases += [(some_points(curve, n, seed=2), 1, [scalars[-1]] * n, 0), ([other] * n, 0, [scalars[-1]] * n, 0)]
     for points, x_step, factors, scalar_step in cases:
         arrays = packed(curve, points[: None if x_step else 1]), words_of(factors[: None if scalar_step else 1])
         out = np.zeros((n, *curve.shape), np.uint64)
-        found = run(provider, curve, "curve_mul", arrays, out, (n, x_step, scalar_step), n)
+        found = run(place, curve, "curve_mul", arrays, out, (n, x_step, scalar_step), n)
         assert unpacked(curve, found) == [multiply(curve, s, p) for s, p in zip(factors, points, strict=True)]
 
 
-def firsts(provider, curve, entry, points, chunk):
+def firsts(place, curve, entry, points, chunk):
     n, count = len(points), -(-len(points) // chunk)
-    return run(
-        provider, curve, entry, [packed(curve, points)], np.full(count, -1, np.int64), (n, chunk), n, chunk
-    ).tolist()
+    out = np.full(count, -1, np.int64)
+    return run(place, curve, entry, [packed(curve, points)], out, (n, chunk), n, chunk).tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("provider", "name"), each("curve_off_curve"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_points_off_the_curve_are_found(provider, name):
+def expected_firsts(bad, n, chunk):
+    """Of each chunk the least index among `bad`, or n."""
+    return [min((i for i in bad if c <= i < c + chunk), default=n) for c in range(0, n, chunk)]
+
+
+@each_place
+def test_points_off_the_curve_are_found(place, name):
     curve = curve_of(name)
     k = curve.coordinates
-    points = some_points(curve, BLOCK + 20)
-    assert firsts(provider, curve, "curve_off_curve", points, 64) == [len(points)] * 3
+    points = [*some_points(curve, BLOCK + 19), outside(curve)]
+    assert firsts(place, curve, "curve_off_curve", points, 64) == [len(points)] * 3
     x, y = curve.generator
     # not on it: one coordinate 0, exchanged, one more, a point of another curve
     for wrong in ((k.zero, y), (x, k.zero), (y, x), (x, k.add(y, k.one)), (k.one, k.one)):
         bad = [*points[:70], wrong, *points[71:130], wrong, *points[131:]]
-        assert firsts(provider, curve, "curve_off_curve", bad, 64) == [len(bad), 70, 130]
-        assert firsts(provider, curve, "curve_off_curve", bad, 4096) == [70]
-    each = [len(bad)] * len(bad)
-    each[70], each[130] = 70, 130
-    assert firsts(provider, curve, "curve_off_curve", bad, 1) == each
+        for chunk in (1, 5, 64, 4096):
+            wanted = expected_firsts((70, 130), len(bad), chunk)
+            assert firsts(place, curve, "curve_off_curve", bad, chunk) == wanted
 
 
-@pytest.mark.parametrize(("provider", "name"), each("curve_inward"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_arguments_of_a_sum_are_converted_and_checked(provider, name):
+@each_device
+def test_arguments_of_a_sum_are_converted_and_checked(place, name):
     """More points than scalars, and fewer; the verdict of each wrong coefficient, point and scalar."""
     curve = curve_of(name)
+    provider, kernel = compiled(place, curve, "curve_inward")
     k, q, r = curve.coordinates, curve.coordinates.base.modulus, curve.order
     points = some_points(curve, BLOCK + 20)
     words = encode_points(curve, points)
@@ -159,7 +187,7 @@ def test_arguments_of_a_sum_are_converted_and_checked(provider, name):
     def found(words, scalars):
         x, factors = (provider.copy_to_device(array) for array in (words, scalars))
         z, verdict = (provider.copy_to_device(np.zeros_like(array)) for array in (words, np.zeros(1, np.uint32)))
-        kernel, sizes = provider.compile(kernel_source(curve, "curve_inward")), (len(words), len(scalars))
+        sizes = len(words), len(scalars)
         grid, block = grid_and_block("curve_inward", max(sizes))
         provider.launch(kernel, (grid,), (block,), (x, z, factors, verdict, *sizes))
         return provider.copy_to_host(z, np.uint64, words.shape), provider.copy_to_host(verdict, np.uint32, (1,))[0]
@@ -184,28 +212,22 @@ def test_arguments_of_a_sum_are_converted_and_checked(provider, name):
         assert found(bad, scalars[:5])[1] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("provider", "name"), each("curve_off_subgroup"), indirect=["provider"])
-@pytest.mark.sample(3)
-def test_points_out_of_the_subgroup_are_found(provider, name):
+@each_place
+def test_points_out_of_the_subgroup_are_found(place, name):
     """By the definition, r P = infinity: sums of points in and out of it, and every small order that the curve has."""
     curve = curve_of(name)
-    points = some_points(curve, 20)
-    assert firsts(provider, curve, "curve_off_subgroup", points, 8) == [20] * 3
-    if curve.cofactor == 1:
-        return
-    other = point_out_of_subgroup(curve)
-    without = multiply(curve, curve.order, other)  # of an order that divides the cofactor
-    wrong = [other, without, *of_small_orders(curve)]
-    assert None not in wrong
-    wrong += [add(curve, point, curve.generator) for point in wrong]
-    for point in wrong:
-        assert not in_subgroup(curve, point)
-    cleared = multiply(curve, curve.cofactor, other)
-    assert firsts(provider, curve, "curve_off_subgroup", [*points, cleared, *wrong], 1) == [
-        *[len(points) + 1 + len(wrong)] * (len(points) + 1),
-        *range(len(points) + 1, len(points) + 1 + len(wrong)),
-    ]
+    points, wrong = some_points(curve, 20), []
+    if curve.cofactor != 1:
+        other = point_out_of_subgroup(curve)
+        points.append(multiply(curve, curve.cofactor, other))
+        # The second is of an order that divides the cofactor
+        wrong = [other, multiply(curve, curve.order, other), *of_small_orders(curve)]
+        wrong += [add(curve, point, curve.generator) for point in wrong]
+    assert [in_subgroup(curve, point) for point in points + wrong] == [True] * len(points) + [False] * len(wrong)
+    n = len(points) + len(wrong)
+    for chunk in (1, 6, 8):
+        wanted = expected_firsts(range(len(points), n), n, chunk)
+        assert firsts(place, curve, "curve_off_subgroup", points + wrong, chunk) == wanted
 
 
 @pytest.mark.parametrize("name", CURVES)

@@ -1,199 +1,21 @@
-"""The CPU's curve kernels against the group law on Python integers: every entry, curve and form of arithmetic."""
+"""The CPU's curve kernels: the machine code of multiples by secrets, public digits, refusals."""
 
 from __future__ import annotations
 
 import functools
 import platform
-import random
 import re
 
 import llvmlite.binding as llvm
-import numpy as np
 import pytest
-from kernel_points import packed, unpacked, words_of
 
 from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.llvm_points import public_digits
-from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
-from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ConfigError
-from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.providers.cpu import _LEVEL, _PASSES
 
 FORMS = ("scalar", "vector")
-_QUICK = (("bn254_g1", "scalar"), ("bn254_g1", "vector"), ("bn254_g2", "vector"), ("bls12_381_g1", "vector"))
-"""Cases whose compilation is soon done; between them every formula and both sizes of limbs."""
-
-CASES = [
-    pytest.param(curve, form, marks=[] if (curve, form) in _QUICK else [pytest.mark.slow], id=f"{curve}-{form}")
-    for curve in ("bn254_g1", "bn254_g2", "bls12_381_g1", "bls12_381_g2")
-    for form in FORMS
-]
-each_form = pytest.mark.parametrize("form", FORMS)
-each_case = pytest.mark.parametrize(("name", "form"), CASES)
-
-
-@functools.cache
-def compiled(name, entry, form):
-    if form == "vector" and not llvm.get_host_cpu_features().get("avx512ifma"):
-        pytest.skip("this processor has no AVX512-IFMA")
-    source = KernelSource(
-        f"{entry}_{name}_{form}",
-        {"llvm": curve_kernels(name, entry, form)},
-        {entry: ENTRIES[entry]},
-    )
-    return registry.create("cpu").compile(source)
-
-
-def launch(name, entry, form, indices, *args):
-    """One call; arrays are passed by address."""
-    kernel = compiled(name, entry, form)
-    values = [HOST.pointer(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-    registry.create("cpu").launch(kernel, (indices,), (1,), values)
-
-
-@functools.cache
-def sample(name, count=23):
-    """Infinity, points of the subgroup and of the curve, and opposites of some."""
-    curve = curve_of(name)
-    rng = random.Random(name)
-    points = [None, curve.generator, negate(curve, curve.generator)]
-    points += stray(name, 2)
-    while len(points) < count:
-        point = multiply(curve, rng.randrange(curve.order), curve.generator)
-        points += [point, negate(curve, point)]
-    return points[:count]
-
-
-@functools.cache
-def stray(name, count):
-    """Points of the curve, out of the subgroup where there are such."""
-    curve = curve_of(name)
-    k, found, step = curve.coordinates, [], 1
-    while len(found) < count:
-        x = k.join([step, *[1] * (k.degree - 1)])
-        y = k.sqrt(curve.right_side(x))
-        if y is not None:
-            found.append((x, y))
-        step += 1
-    return found
-
-
-@each_case
-def test_sums_of_any_two_points(name, form):
-    """Every pair of the sample, among them equal, opposite and infinite ones; not a multiple of a pack."""
-    curve, points = curve_of(name), sample(name, 13)
-    pairs = [(p, q) for p in points for q in points]
-    x, y = (packed(curve, [pair[i] for pair in pairs]) for i in range(2))
-    expected = [add(curve, p, q) for p, q in pairs]
-    z = np.full_like(x, 7)
-    launch(name, "curve_add", form, len(pairs), x, y, z, len(pairs))
-    assert unpacked(curve, z) == expected
-    for z in (x.copy(), y.copy()):
-        launch(name, "curve_add", form, len(pairs), *((z, y) if (z == x).all() else (x, z)), z, len(pairs))
-        assert unpacked(curve, z) == expected
-
-
-@each_form
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 2048, 2049, 4100])
-def test_sums_of_any_number_of_points(form, n):
-    """One, about a pack, and more than share an inversion; nothing is written beyond n."""
-    name = "bn254_g1"
-    curve, points = curve_of(name), sample(name)
-    x, y = (packed(curve, [points[i * step % len(points)] for i in range(n)]) for step in (1, 3))
-    z = np.full((n + 3, *x.shape[1:]), 7, np.uint64)
-    launch(name, "curve_add", form, n + 3, x, y, z, n)
-    table = {(i, j): add(curve, points[i], points[j]) for i in range(len(points)) for j in range(len(points))}
-    expected = [table[i % len(points), i * 3 % len(points)] for i in range(n)]
-    assert unpacked(curve, z[:n]) == expected
-    assert (z[n:] == 7).all()
-
-
-@each_case
-def test_opposites(name, form):
-    curve, points = curve_of(name), sample(name)
-    x = packed(curve, points)
-    z = np.full((len(x) + 2, *x.shape[1:]), 7, np.uint64)
-    launch(name, "curve_neg", form, len(z), x, z, len(x))
-    assert unpacked(curve, z[:-2]) == [negate(curve, point) for point in points]
-    assert (z[-2:] == 7).all()
-    launch(name, "curve_neg", form, len(x), x, x, len(x))
-    assert (x == z[:-2]).all()
-
-
-@each_case
-def test_multiples(name, form):
-    """Edges of 256 bits, the order and its neighbours, for points in and out of the subgroup and for infinity."""
-    curve, rng = curve_of(name), random.Random(form)
-    r = curve.order
-    scalars = [0, 1, 2, 15, 16, r - 1, r, r + 1, 2**255, 2**256 - 1, rng.randrange(2**256), rng.randrange(r)]
-    points = [curve.generator] * len(scalars) + stray(name, 1) * 4 + [None] * 2
-    scalars += [r, 2**256 - 1, 1, 0, 5, 0]
-    x, s = packed(curve, points), words_of(scalars)
-    z = np.full((len(x) + 1, *x.shape[1:]), 7, np.uint64)
-    launch(name, "curve_mul", form, len(z), x, s, z, len(x), 1, 1)
-    assert unpacked(curve, z[:-1]) == [
-        multiply(curve, scalar, point) for scalar, point in zip(scalars, points, strict=True)
-    ]
-    assert (z[-1] == 7).all()
-
-
-@each_form
-@pytest.mark.parametrize(("x_step", "scalar_step"), [(0, 1), (1, 0), (0, 0)])
-def test_one_point_or_one_scalar_for_all(form, x_step, scalar_step):
-    curve, n = curve_of("bn254_g1"), 11
-    points, scalars = sample("bn254_g1")[3 : 3 + n], [3 + i for i in range(n)]
-    x, s = packed(curve, points), words_of(scalars)
-    z = np.empty_like(x)
-    launch("bn254_g1", "curve_mul", form, n, x, s, z, n, x_step, scalar_step)
-    assert unpacked(curve, z) == [multiply(curve, scalars[i * scalar_step], points[i * x_step]) for i in range(n)]
-
-
-def firsts(name, entry, form, points, chunk):
-    x = packed(curve_of(name), points)
-    out = np.full(-(-len(points) // chunk) + 1, 7, np.int64)
-    launch(name, entry, form, len(out), x, out, len(x), chunk)
-    assert out[-1] == 7
-    return out[:-1].tolist()
-
-
-def expected_firsts(bad, chunk):
-    n = len(bad)
-    return [next((i for i in range(c, min(n, c + chunk)) if bad[i]), n) for c in range(0, n, chunk)]
-
-
-@each_case
-@pytest.mark.parametrize("chunk", [1, 5, 16, 100])
-def test_points_off_the_curve(name, form, chunk):
-    curve, points = curve_of(name), [*sample(name), *sample(name)]
-    k = curve.coordinates
-    wrong = {
-        3: (k.zero, k.one),
-        20: (k.one, k.zero),
-        21: (points[5][0], k.add(points[5][1], k.one)),
-        40: (k.one, k.one),
-    }
-    for i, point in wrong.items():
-        points[i] = point
-    bad = [point is not None and not curve.is_on_curve(point) for point in points]
-    assert sum(bad) >= 3
-    assert firsts(name, "curve_off_curve", form, points, chunk) == expected_firsts(bad, chunk)
-
-
-@each_case
-def test_points_out_of_the_subgroup(name, form):
-    """By the definition: r P is not infinity. Also points whose order is a factor of the cofactor."""
-    curve = curve_of(name)
-    points = [*sample(name, 7), *stray(name, 9)]
-    points += [multiply(curve, curve.order, point) for point in stray(name, 4)]
-    points += [multiply(curve, curve.cofactor, point) for point in stray(name, 4)]
-    bad = [not in_subgroup(curve, point) for point in points]
-    assert any(bad) == (curve.cofactor != 1)
-    for chunk in (1, 6):
-        assert firsts(name, "curve_off_subgroup", form, points, chunk) == expected_firsts(bad, chunk)
 
 
 @functools.cache
