@@ -1,7 +1,7 @@
 """The field kernels, exactly: NVIDIA's carry chains by an emulator, everything where it can run, and what it takes.
 
-The kernels of the CPU, PoCL and lavapipe run in each test; NVIDIA's where there is a GPU. What takes long to compile is
-marked slow.
+Kernels run on PoCL and lavapipe; on NVIDIA where there is a GPU. What takes long to compile is marked slow. The CPU's
+are in test_llvm_fields.py.
 """
 
 import random
@@ -285,10 +285,7 @@ def run(provider, source, entry, field, arrays, count, scalars, n, chunk=1, dtyp
     given = [provider.copy_to_device(array) for array in hosted]
     size = count * (field.size_bytes if dtype.kind == "u" else dtype.itemsize)
     out = given[0] if in_place else provider.copy_to_device(np.full(size + 32, 0xFF, np.uint8))
-    if provider.name == "cpu":
-        grid, block = ((-(-n // chunk),), (1,)) if chunk > 1 else ((-(-n // BLOCK),), (BLOCK,))
-    else:
-        grid, block = ((size,) for size in grid_and_block(entry, n, chunk))
+    grid, block = ((size,) for size in grid_and_block(entry, n, chunk))
     pointers = [given[0], out, *given[1:]] if entry.startswith("field_pow") else [*given, out]
     provider.launch(kernel, grid, block, (*pointers, *scalars))
     provider.synchronize()
@@ -435,16 +432,13 @@ ENTRIES = list(entries(FIELDS["babybear"]))
 BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
 QUICK = {("opencl", "babybear", entry) for entry in ("field_inv", "field_dot")}
 QUICK |= {("webgpu", "goldilocks", "field_mul"), ("webgpu", "babybear", "field_unreduced")}
-QUICK |= {
-    ("cpu", "bn254_fq", entry) for entry in ("field_mul", "field_pow", "field_inv", "field_dot", "field_unreduced")
-}
 """One of each kind: the others differ in the function of the field that they call. PoCL takes a second for each."""
 
 
-def each(wanted):
+def each(wanted, backends=("opencl", "cuda", "webgpu")):
     return [
         slow_but(QUICK, backend, name, entry)
-        for backend in ("cpu", "opencl", "cuda", "webgpu")
+        for backend in backends
         for name in FIELDS
         for entry in ENTRIES
         if wanted(entry)
@@ -524,8 +518,7 @@ def test_the_first_unreduced_element_of_each_chunk_is_found(provider, name, entr
 
 
 CHECKED = ("field_add", "field_sub", "field_mul", "field_neg", "field_square")
-PER_BACKEND = len(CHECKED) * len(FIELDS)
-ON_DEVICES = each(lambda entry: entry in CHECKED)[PER_BACKEND:-PER_BACKEND]  # the CPU and WebGPU check arguments before
+ON_DEVICES = each(lambda entry: entry in CHECKED, ("opencl", "cuda"))  # for WebGPU arguments are checked before
 
 
 @pytest.mark.sample(5)

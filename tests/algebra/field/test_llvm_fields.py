@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import platform
 import random
@@ -40,15 +39,7 @@ def compiled(name, form):
         pytest.skip("this processor has no AVX512-IFMA")
     builder = field_kernels(name, form=form)
     source = KernelSource(f"field_{name}_{form}", {"llvm": builder}, entries(FIELDS[name]))
-    loaded = registry.create("cpu").compile(source, entry="field_add").handle.library
-    functions = {}
-    for entry, kinds in source.entries.items():
-        kind = ctypes.CFUNCTYPE(
-            None, *[ctypes.c_int64] * 2, *[ctypes.c_void_p if k[0] == "*" else ctypes.c_int64 for k in kinds]
-        )
-        functions[entry] = kind(loaded[entry])
-        functions[entry].library = loaded
-    return functions
+    return {entry: registry.create("cpu").compile(source, entry=entry).handle for entry in source.entries}
 
 
 class Runner:
