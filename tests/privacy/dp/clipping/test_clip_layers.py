@@ -1,6 +1,6 @@
 import pytest
 import torch
-from clip_checks import MODES, Chain, check, loss_of
+from clip_checks import MODES, Chain, check, loss_of, per_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -274,10 +274,8 @@ def test_a_layer_computes_what_it_computes_without_a_clipper(layer, precision):
             y = layer(x, x, x) if isinstance(layer, nn.MultiheadAttention) else layer(x)
         return y[0] if isinstance(y, tuple) else y
 
-    parameters = list(layer.parameters())
     expected = call(x)
-    rows = [torch.autograd.grad(call(x[i : i + 1]).float().sum(), parameters) for i in range(3)]
-    norms = torch.stack([torch.cat([g.flatten() for g in row]).double().norm() for row in rows])
+    norms = per_example(layer, [x], lambda _, x: call(x).float().sum()).norm(dim=1)
     clipper = PerExampleClipper(layer, max_grad_norm=1.0, loss_reduction="sum")
     y = call(x)
     low = precision != torch.float32
@@ -289,15 +287,14 @@ def test_a_layer_computes_what_it_computes_without_a_clipper(layer, precision):
 def test_autocast_computes_a_layer_norm_in_float32():
     """As it does on a GPU; a CPU's layer_norm alone would round its result to bfloat16."""
     layer, x = random_parameters(nn.LayerNorm(6)), torch.randn(3, 4, 6).bfloat16()
-    rows = [torch.autograd.grad(layer(x[i : i + 1].float()).sin().sum(), list(layer.parameters())) for i in range(3)]
+    norms = per_example(layer, [x], lambda layer, x: layer(x.float()).sin().sum()).norm(dim=1)
     expected = layer(x.float())
     clipper = PerExampleClipper(layer, max_grad_norm=1.0, loss_reduction="sum")
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     y.sin().sum().backward()
-    norms = torch.stack([torch.cat(row).norm() for row in rows])
-    torch.testing.assert_close(clipper.norms, norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(clipper.norms.double(), norms, rtol=1e-5, atol=0)
 
 
 def test_a_scale_in_low_precision_is_summed_in_float32():

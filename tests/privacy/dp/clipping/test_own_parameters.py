@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from clip_checks import Chain, check, loss_of
+from clip_checks import Chain, check, loss_of, per_example
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -196,15 +196,14 @@ def test_autocast(name):
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
 
-    def loss(rows):
+    def loss(model, rows):
         with torch.autocast("cpu", torch.bfloat16):
             return loss_of(model, rows).float()
 
-    rows = [torch.autograd.grad(loss(x[i : i + 1]), list(model.parameters())) for i in range(shape[0])]
-    norms = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+    rows = per_example(model, [x], loss)
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
-    loss(x).backward()
-    torch.testing.assert_close(clipper.norms, norms, rtol=3e-2, atol=0)
+    loss(model, x).backward()
+    torch.testing.assert_close(clipper.norms.double(), rows.norm(dim=1), rtol=3e-2, atol=0)
     assert all(each.grad.dtype == torch.float32 for each in model.parameters())
 
 
@@ -255,15 +254,12 @@ def test_positions(use, B, T):
     model = Positions(USES[use])
     check(model, [torch.randint(7, (B, T))], loss_of)
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
-    for rows in (4, B, 6):
-        x = torch.randint(7, (rows, T))
+    for count in (4, B, 6):
+        x = torch.randint(7, (count, T))
         plain = copy.deepcopy(model)
         loss_of(model, x).backward()
-        norms = [
-            torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(plain, x[i : i + 1]), plain.parameters())])
-            for i in range(rows)
-        ]
-        torch.testing.assert_close(clipper.norms, torch.stack(norms).norm(dim=1))
+        rows = per_example(plain, [x], loss_of)
+        torch.testing.assert_close(clipper.norms.double(), rows.norm(dim=1))
 
 
 def test_a_table_of_distances():
@@ -312,11 +308,8 @@ def test_torch_compile(use):
     compiled = torch.compile(model, backend="aot_eager")
     for rows in (4, 5, 3):
         loss_of(compiled, x[:rows]).backward()
-        norms = [
-            torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(plain, x[i : i + 1]), plain.parameters())])
-            for i in range(rows)
-        ]
-        torch.testing.assert_close(clipper.norms, torch.stack(norms).norm(dim=1), rtol=1e-4, atol=0)
+        norms = per_example(plain, [x[:rows]], loss_of).norm(dim=1)
+        torch.testing.assert_close(clipper.norms.double(), norms, rtol=1e-4, atol=0)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
