@@ -38,7 +38,7 @@ def torch_forward(
                 if centre
                 else torch.rms_norm(s, s.shape[-1:], weight, eps)
             )
-        elif centre and x.dtype in (torch.float16, torch.bfloat16):
+        elif centre and x.dtype in (torch.float16, torch.bfloat16) and not _learns(weight, bias):
             _, inner, w, b = _widened(s, centre, weight, bias)
             y = torch.layer_norm(inner, x.shape[-1:], w, b, eps)
         else:
@@ -113,6 +113,11 @@ def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
     y = torch.rms_norm(x, x.shape[-1:], weight, eps)
     return (y if bias is None else y + bias).to(dtype)
+
+
+def _learns(*vectors: Tensor | None) -> bool:
+    """Return whether a gradient of a weight or bias is needed, which torch sums over the rows in the dtype of x."""
+    return torch.is_grad_enabled() and any(vector is not None and vector.requires_grad for vector in vectors)
 
 
 def _uniform(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
