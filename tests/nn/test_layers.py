@@ -1,3 +1,4 @@
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -157,14 +158,18 @@ def of_encoder(ours, theirs):
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["layer by layer", "fused"])
+@pytest.mark.parametrize("way", ["layer by layer", "by torch", "fused"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_a_block_is_torchs_encoder_layer(norm_first, causal, padded, fused, monkeypatch):
+def test_a_block_is_torchs_encoder_layer(norm_first, causal, padded, way, monkeypatch):
+    fused = way == "fused"
     monkeypatch.setattr(layers, "FUSED", {"cpu"} if fused else set())
     torch.manual_seed(0)
     ours = TransformerBlock(16, 4, d_ff=24, norm_first=norm_first, causal=causal)
+    called = []
+    if way == "layer by layer":  # the hook's layer is called, so that all are
+        ours.mlp.up.register_forward_hook(lambda *_: called.append(1))
     theirs = torch.nn.TransformerEncoderLayer(
         16, 4, 24, dropout=0.0, activation=TANH, batch_first=True, norm_first=norm_first
     )
@@ -175,7 +180,32 @@ def test_a_block_is_torchs_encoder_layer(norm_first, causal, padded, fused, monk
     y = ours(x, key_padding_mask=padding)
     same(y, theirs(x2, src_mask=later, src_key_padding_mask=padding), (x,), (x2,))
     assert ours.mlp.up.out_features == 24
+    assert bool(called) is (way == "layer by layer")
     assert ours.fuses(x) is (fused and norm_first and causal)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_a_block_by_torch_is_as_exact_as_its_layers(norm_first, dtype, autocast):
+    torch.manual_seed(0)
+    block = TransformerBlock(16, 4, norm_first=norm_first).to(dtype)
+    x, dy = torch.randn(3, 40, 16).to(dtype), torch.randn(3, 40, 16).double()
+
+    def outcome(block):
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=autocast and block.mlp.up.weight.dtype != torch.float64
+        ):
+            y = block(x.to(block.mlp.up.weight.dtype))
+        return [each.double() for each in (y.detach(), *torch.autograd.grad(y, [*block.parameters()], dy.to(y.dtype)))]
+
+    exact, ours = outcome(deepcopy(block).double()), outcome(block)
+    assert block._is_whole(x)
+    block.mlp.up.register_forward_hook(lambda *_: None)
+    assert not block._is_whole(x)
+    errors = [[(a - b).norm() for a, b in zip(each, exact, strict=True)] for each in (ours, outcome(block))]
+    for error, by_layers, wanted in zip(*errors, exact, strict=True):
+        assert error <= 1.5 * by_layers + 1e-6 * wanted.norm()
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])

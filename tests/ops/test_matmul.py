@@ -129,7 +129,7 @@ ONEDNN = pytest.mark.skipif(op._onednn is None, reason="this torch has no oneDNN
 def by_onednn(monkeypatch):
     """Serve float32 by oneDNN from one multiplication on, whatever the processor."""
     monkeypatch.setattr(op, "_refuses_processor", lambda: None)
-    monkeypatch.setattr(op, "_ONEDNN_LEAST", 1)
+    monkeypatch.setattr(op, "ONEDNN_LEAST", 1)
     for each in (op.matmul_op, op.linear_op):
         each.forget()
     yield

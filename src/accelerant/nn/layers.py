@@ -23,7 +23,7 @@ from accelerant._renamed import renamed_arguments
 from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._images import Pair, pair
-from accelerant.ops._library import autocast_dtype, autocasts, is_ordinary, is_plain, name_of
+from accelerant.ops._library import autocast_dtype, autocasts, is_plain, keys_of, name_of, ordinary_keys
 from accelerant.ops._per_example import is_traced
 from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, Float8Weights, refuses_device
 from accelerant.ops.recurrent.op import recurrent
@@ -77,17 +77,28 @@ def may_fuse(x: Tensor) -> bool:
 def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
     """Return whether layers may run as one autograd function.
 
-    They may on a GPU, for plain tensors, in the parameters' dtype or from float32 down, and if each layer is exactly a
-    class of this module: hooks, subclasses and parametrizations expect each layer to be called.
+    They may on a GPU, if they may be bypassed.
     """
-    if not may_fuse(x) or torch.compiler.is_compiling() or not is_fusable(x) or x.numel() == 0:
+    return may_fuse(x) and may_bypass(x, dtype, *layers, feeds_sinks=True)
+
+
+def may_bypass(x: Tensor, dtype: torch.dtype, *layers: nn.Module, feeds_sinks: bool = False) -> bool:
+    """Return whether functions of the parameters may run in place of layers.
+
+    They may for plain tensors, in the parameters' dtype or from float32 down, and if each layer is exactly a class of
+    this module: hooks, subclasses and parametrizations expect each layer to be called.
+    """
+    if torch.compiler.is_compiling() or not is_fusable(x) or x.numel() == 0:
         return False
     for layer in layers:
-        if type(layer) not in (Linear, LayerNorm) or layer.weight is None or has_hooks(layer, feeds_sinks=True):
+        if type(layer) not in (Linear, LayerNorm) or has_hooks(layer, feeds_sinks=feeds_sinks):
+            return False
+        if layer._parameters["weight"] is None:
             return False
         for parameter in layer._parameters.values():
             if parameter is not None and (
-                parameter.dtype not in (dtype, torch.float32) or not (is_ordinary(parameter) or only_counts(parameter))
+                parameter.dtype not in (dtype, torch.float32)
+                or not (ordinary_keys.get(keys_of(parameter).raw_repr()) or is_fusable(parameter))
             ):
                 return False
     return True
@@ -99,11 +110,11 @@ def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
     The forward and the hook that a per-example sink (accelerant.ops._per_example) puts into a module count too, unless
     `feeds_sinks`: what runs in place of the call feeds the sink itself.
     """
-    traced = feeds_sinks and is_traced(module)
+    traced, state = feeds_sinks and is_traced(module), module.__dict__
     return bool(
-        module._forward_hooks or len(module._forward_pre_hooks) > traced
-        or module._backward_hooks or module._backward_pre_hooks or any(GLOBAL_HOOKS)
-        or ("forward" in module.__dict__ and not traced)  # set there by gradient checkpointing
+        state["_forward_hooks"] or len(state["_forward_pre_hooks"]) > traced
+        or state["_backward_hooks"] or state["_backward_pre_hooks"] or any(GLOBAL_HOOKS)
+        or ("forward" in state and not traced)  # set there by gradient checkpointing
         or module._compiled_call_impl is not None
     )  # fmt: skip
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
@@ -19,12 +20,15 @@ from accelerant.nn.layers import (
     compute_dtype,
     fuses,
     has_hooks,
+    may_bypass,
     may_fuse,
     pair_of,
     require_width,
 )
 from accelerant.ops._library import name_of
 from accelerant.ops.attention.op import attend_by_torch
+from accelerant.ops.matmul.op import ONEDNN_LEAST
+from accelerant.ops.norm.op import torch_composite
 from accelerant.ops.transformer.block import BlockSpec, ColumnSums, fused_attention, fused_block, fused_mlp
 
 
@@ -217,7 +221,7 @@ class TransformerBlock(nn.Module):
             wanted = "no context" if self.context_width is None else f"a context (batch, time, {self.context_width})"
             raise ShapeError(f"this TransformerBlock takes {wanted}")
         if context is None and mask is None and key_padding_mask is None and self._is_whole(x):
-            return self._fused(x, None, None, None, joined=self.norm_first)[0]
+            return self._fused(x, None, None, None, joined=self.norm_first)[0] if may_fuse(x) else self._by_torch(x)
         branches: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
             (self.norm_1, partial(self.attention, mask=mask, key_padding_mask=key_padding_mask)),
             (self.norm_2, self.mlp),
@@ -241,18 +245,53 @@ class TransformerBlock(nn.Module):
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether `split` supports x: a block of GPT-2 on a GPU, with the layers that this class makes."""
-        return self._is_whole(x) and self.is_gpt2
+        return may_fuse(x) and self._is_whole(x) and self.is_gpt2
 
     def _is_whole(self, x: Tensor) -> bool:
-        """Return whether the block runs as one autograd function."""
-        if not may_fuse(x) or torch.compiler.is_compiling() or self.context_width is not None:
+        """Return whether the block runs without its modules: as one autograd function, or by torch's functions."""
+        fused = may_fuse(x)
+        if not (fused or self._is_by_torch(x)) or torch.compiler.is_compiling() or self.context_width is not None:
             return False
         if self.training and (self.dropout or self.attention.dropout):
             return False
-        inner = (self.attention, self.mlp)
-        if type(self.attention) is not MultiHeadAttention or type(self.mlp) is not MLP or any(map(has_hooks, inner)):
+        attention, mlp = self.attention, self.mlp
+        if type(attention) is not MultiHeadAttention or type(mlp) is not MLP or has_hooks(attention) or has_hooks(mlp):
             return False
-        return x.dim() == 3 and x.shape[-1] == self.attention.width and fuses(x, compute_dtype(x), *self._layers())
+        whole = x.dim() == 3 and x.shape[-1] == attention.width
+        return whole and may_bypass(x, compute_dtype(x), *self._layers(), feeds_sinks=fused)
+
+    def _is_by_torch(self, x: Tensor) -> bool:
+        """Return whether our products of x on a CPU would be torch's, so that calls of modules and ops cost time."""
+        return x.is_cpu and (compute_dtype(x) != torch.float32 or x.numel() * self.mlp.up.out_features < ONEDNN_LEAST)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """Apply the block by torch's functions, of which the ledger counts attention."""
+        dtype, shape, attention = compute_dtype(x), x.shape, self.attention
+        norm_1, qkv, projection, norm_2, up, down = self._layers()
+
+        def linear(y: Tensor, layer: Any) -> Tensor:
+            weight, bias = layer._parameters.values()
+            if dtype != torch.float32:
+                weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            return F.linear(y, weight, bias)
+
+        def norm(y: Tensor, layer: Any) -> Tensor:
+            weight, bias = layer._parameters.values()
+            return torch_composite(True, y, weight, bias, layer.eps).to(dtype)
+
+        def attend(y: Tensor) -> Tensor:
+            heads = linear(y, qkv).view(*shape[:2], 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
+            mixed = attend_by_torch(*heads.unbind(0), causal=attention.causal)
+            return linear(mixed.transpose(1, 2).reshape(shape), projection)
+
+        def feed(y: Tensor) -> Tensor:
+            return linear(F.gelu(linear(y, up), approximate="tanh"), down)
+
+        if not self.norm_first:
+            x = norm(x + attend(x.to(dtype)), norm_1)
+            return norm(x + feed(x), norm_2)
+        x = x + attend(norm(x, norm_1))
+        return x + feed(norm(x, norm_2))
 
     def split(
         self, x: Tensor, residual: Tensor | None = None, before: ColumnSums | None = None
@@ -287,9 +326,10 @@ class TransformerBlock(nn.Module):
         return fused_block(x.to(dtype), residual, spec, before, after, *params, *casts)
 
     def _layers(self) -> tuple[nn.Module, ...]:
-        attention, mlp = self.attention, self.mlp
+        parts: Any = self._modules  # past nn.Module.__getattr__, which costs as much as a small call
+        attention, mlp = parts["attention"]._modules, parts["mlp"]._modules
         # In the order in which Block takes their parameters.
-        return self.norm_1, attention.qkv, attention.projection, self.norm_2, mlp.up, mlp.down
+        return parts["norm_1"], attention["qkv"], attention["projection"], parts["norm_2"], mlp["up"], mlp["down"]
 
 
 DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)

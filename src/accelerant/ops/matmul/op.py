@@ -57,7 +57,7 @@ try:
 except AttributeError:  # a build without oneDNN
     _onednn = None
 
-_ONEDNN_LEAST = 2**23
+ONEDNN_LEAST = 2**23
 """Multiplications below which a training step loses more by the autograd function, 50 us, than its products save."""
 
 
@@ -74,14 +74,14 @@ def _refuses_processor() -> str | None:
 def _refuses_onednn(case: Case) -> str | None:
     if case.device.type != "cpu" or case.dtype != torch.float32:
         return "serves float32 on a CPU"
-    if len(case.shape) != 3 or math.prod(case.shape) < _ONEDNN_LEAST:
-        return f"serves products of two matrices from {_ONEDNN_LEAST} multiplications on"
+    if len(case.shape) != 3 or math.prod(case.shape) < ONEDNN_LEAST:
+        return f"serves products of two matrices from {ONEDNN_LEAST} multiplications on"
     return _refuses_processor()
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias by the faster library, without autograd."""
-    if x.shape[0] * weight.numel() < _ONEDNN_LEAST:
+    if x.shape[0] * weight.numel() < ONEDNN_LEAST:
         return functional.linear(x, weight, bias)
     y: Tensor = cast(Any, _onednn)(x, weight, bias, "none", [], "")
     return y

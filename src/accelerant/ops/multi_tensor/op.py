@@ -65,7 +65,10 @@ def torch_norm(grads: Sequence[Tensor], max_norm: float = 1.0) -> Tensor:
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(list(grads))
+    if type(grads[0]) in composed:
+        norm = torch.nn.utils.get_total_norm(list(grads))
+    else:  # the same without its sorting by device and dtype
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads))))
     return norm if norm.dtype == torch.float64 else norm.float()
 
 
