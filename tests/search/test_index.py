@@ -20,7 +20,7 @@ from accelerant.errors import (
     UnsupportedCase,
     UnsupportedDtype,
 )
-from accelerant.search import Index, exact, faiss_read, faiss_write, recall
+from accelerant.search import Index, exact, faiss_read, faiss_write, lists, llvm_kernels, recall
 
 KINDS = ("flat", "ivf", "ivfpq")
 
@@ -92,6 +92,71 @@ def test_any_sequence_of_changes_is_that_of_a_dictionary(data):
         truth = exact(queries, x, 6, metric, ids=names)
         assert np.array_equal(hits.ids, truth.ids)
         assert np.array_equal(hits.scores, truth.scores)
+
+
+SHUFFLES = [(16, "avx512bw"), (8, "avx2"), (8, "ssse3"), (8, "neon"), (8, "")]
+
+
+def drawn_index(data, **options):
+    """An index of some hundred vectors, some of them equal, some of them in no list yet; and what it was made of."""
+    metric, bits = data.draw(st.sampled_from(("ip", "cosine", "l2"))), data.draw(st.sampled_from((4, 8)))
+    parts, width = data.draw(st.sampled_from((1, 2, 3, 5, 8, 33))), data.draw(st.sampled_from((1, 2, 5)))
+    rows = data.draw(st.sampled_from((277, 300, 1000)))
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x = clustered(rows, parts * width, data.draw(st.integers(0, 99)))
+    x[: rows // 3] = x[0] if data.draw(st.booleans()) else x[rows // 3 : 2 * (rows // 3)]
+    options = {"kind": "ivfpq", "rerank": data.draw(st.sampled_from((1, 4))), **options}
+    index = Index(parts * width, metric, lists=data.draw(st.sampled_from((1, 4, 9))), bits=bits, parts=parts, **options)
+    index.add(x[:-20], generator.permutation(10_000)[: rows - 20])
+    index.add(x[-20:], range(20_000, 20_020))
+    return index, clustered(70, parts * width, 5) * data.draw(st.sampled_from((1e-8, 1, 1e8)))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_codes_find_the_best_of_the_vectors_that_they_stand_for(shuffle, monkeypatch):
+    """Tables are rounded to bytes: the margin holds for every width of registers, and without a byte shuffle."""
+    import llvmlite.binding as llvm
+
+    arm = llvm.get_process_triple().startswith(("aarch64", "arm64"))
+    if shuffle[1] and not (arm if shuffle[1] == "neon" else llvm.get_host_cpu_features().get(shuffle[1])):
+        pytest.skip(f"this processor has no {shuffle[1]}")
+    monkeypatch.setattr(llvm_kernels, "features", lambda: shuffle)
+    monkeypatch.setattr(lists, "features", lambda: shuffle)
+    llvm_kernels.compiled.cache_clear()
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(data=st.data())
+    def drawn(data):
+        index, queries = drawn_index(data, rerank=0)
+        state, metric = index._state, "l2" if index.metric == "l2" else "ip"
+        coded = np.concatenate([state.decoded(at).numpy() for at in range(len(state.starts) - 1)])
+        k = data.draw(st.sampled_from((1, 10, 150)))
+        hits, truth = (
+            index.search(queries, k, nprobe=9),
+            exact(index._taken(queries, "queries").numpy(), coded, k, metric, ids=index.ids),
+        )
+        assert np.array_equal(hits.scores, truth.scores)
+        assert np.array_equal(hits.ids, truth.ids)
+
+    drawn()
+    llvm_kernels.compiled.cache_clear()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_an_answer_depends_on_its_query_alone(data):
+    """Of any kind and number of lists, under any filter, and however many rows are equally good."""
+    index, queries = drawn_index(data, kind=data.draw(st.sampled_from(("ivf", "ivfpq"))))
+    each = np.random.default_rng(0).random((70, 21_000)) < np.linspace(0, 1, 70)[:, None]
+    mask = data.draw(st.sampled_from((None, range(3, 9_000), range(0, 30_000, 7), "each")))
+    k, nprobe = data.draw(st.sampled_from((1, 10, 150))), data.draw(st.sampled_from((1, 3, 8)))
+    whole = index.search(queries, k, nprobe=nprobe, mask=each if mask == "each" else mask)
+    for some in (slice(0, 1), slice(3, 5), slice(10, 50)):
+        hits = index.search(queries[some], k, nprobe=nprobe, mask=each[some] if mask == "each" else mask)
+        width = hits.ids.shape[1]
+        assert np.array_equal(hits.counts, whole.counts[some])
+        assert np.array_equal(hits.scores, whole.scores[some, :width])
+        assert np.array_equal(hits.ids, whole.ids[some, :width])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,6 +30,8 @@ from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
 from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
 from accelerant.search.filters import Selection, selection
+from accelerant.search.lists import Layout, Scan, padded, pair_scores, scored, tiled
+from accelerant.search.llvm_kernels import BLOCK
 
 METRICS = ("ip", "cosine", "l2", "hamming")
 
@@ -41,6 +43,9 @@ _SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 _FEW = 1 << 15
 """Scores that are compared one by one: fewer than that take longer to divide in blocks."""
+
+_SEVERAL = 16
+"""Queries that are multiplied by a kernel on a CPU; fewer by NumPy."""
 
 _QUERIES = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -226,6 +231,7 @@ class Part:
         self.buffer: Tensor | None = None
         self.factor = q
         self.kernels = metric != "hamming" and blocks.serves(self.device)
+        self.tiles = metric != "hamming" and self.device.type == "cpu" and len(q) >= _SEVERAL and not self.kernels
         self.norms = torch.zeros(0, dtype=torch.float32)
         if metric != "hamming":
             norms = torch.linalg.vector_norm(q.double(), dim=1)
@@ -267,7 +273,9 @@ class Part:
         copied = data.device != self.device or converted or isinstance(rows, Tensor)
         kind = "cpu" if self.device.type == "cpu" else "cuda"
         size = max(_SCORES[kind] // max(min(len(self.q), _QUERIES[kind]), 1), 2 * self.wanted, 2048)
-        if self.kernels:  # which keep no scores
+        if self.tiles and each is None:  # which keep maxima alone
+            size *= BLOCK
+        if self.kernels:
             size = max(len(data), 1)
         if copied:
             size = min(size, max(_ELEMENTS[kind] // data.shape[1], 2 * self.wanted, 256))
@@ -350,6 +358,8 @@ class Part:
         """Return the rows of a chunk that may be answers of some queries, by the quick scores."""
         if self.kernels:
             return self._by_blocks(x, extra, tile, rows, hidden)
+        if self.tiles and hidden is None and len(x) >= 2 * self.wanted * BLOCK:
+            return self._by_tiles(x, extra, tile, rows)
         return self._chosen(self._products(x, extra, tile), tile, rows, hidden)
 
     def _by_blocks(
@@ -366,6 +376,21 @@ class Part:
         near = blocks.scores(q, x, extra, hidden, self.metric, query, block)
         at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
         return self._numbered(tile, rows, query[at], block[at] * blocks.BLOCK + lane, near[at, lane])
+
+    def _by_tiles(self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range) -> Found:
+        """Compute `_tile` on a CPU: maxima of blocks, then a scan of the blocks that matter."""
+        q = self.factor[tile]
+        maxima = tiled(q, x, extra, self.metric, maxima=True)
+        limit = self._raised(tile, maxima, always=True)
+        query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
+        offsets = torch.nn.functional.pad(torch.bincount(query, minlength=len(q)).cumsum(0), (1, 0))
+        scan = Scan(Layout(torch.arange(maxima.shape[1] + 1).mul_(BLOCK).clamp_(max=len(x))), x, 0.0, padded(extra))
+        row, score, counts = scan.found(
+            q, block, offsets, None, scan.layout.all_seen, self.wanted, metric=self.metric, limits=limit,
+            margins=2 * self.error[tile],
+        )  # fmt: skip
+        at, column = (torch.arange(row.shape[1]) < counts.unsqueeze(1)).nonzero(as_tuple=True)
+        return self._numbered(tile, rows, at, row[at, column], score[at, column])
 
     def _chosen(self, scores: Tensor, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None) -> Found:
         """Return the rows whose quick scores (queries of the tile, rows) are within the bounds."""
@@ -435,6 +460,12 @@ class Part:
             return -found.score
         source, shift = (data, 0) if self.wide is None else (self.wide, self.start)
         rows = (found.row + shift).to(source.device)
+        if self.wide is None and source.device.type == self.device.type == "cpu" and source.dtype == torch.float32:
+            return scored(self.q.float(), source, found.query, rows, self.metric)
+        source, shift = (data, 0) if self.wide is None else (self.wide, self.start)
+        if self.tiles and source.dtype == self.q.dtype == torch.float32 and self.wide is None:
+            return scored(self.q, source, found.query, found.row, self.metric)
+        rows = (found.row + shift).to(source.device)
         size = max((1 << 20) // data.shape[1], 1)
         pieces = []
         for first in range(0, len(rows), size):
@@ -445,27 +476,6 @@ class Part:
                 self._refuse(norms, x, "rerank", found.row[some])
             pieces.append(pair_scores(self.q[found.query[some]], x, self.metric))
         return torch.cat(pieces) if pieces else found.score
-
-
-def pair_scores(q: Tensor, x: Tensor, metric: str) -> Tensor:
-    """Return the scores of pairs of vectors (P, d), float32, the same bits on every device."""
-    a, b = q.double(), x.double()
-    if metric == "l2":
-        return _sum((a - b).square_()).float()
-    dot = _sum(a * b)
-    if metric == "cosine":
-        dot = dot / (_sum(a.square()) * _sum(b.square())).sqrt_().clamp_(min=1e-300)
-    return dot.float()
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Return the sums along the last dimension by halves: additions of tensors, which no device reorders."""
-    n = x.shape[1]
-    while n > 1:
-        half = (n + 1) // 2
-        x[:, : n - half] += x[:, half:n]
-        n = half
-    return x[:, 0]
 
 
 def _product(q: Tensor, x: Tensor, out: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
 from accelerant.search.clusters import ProductQuantizer, kmeans, nearest
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
 from accelerant.search.filters import Selection, selection
+from accelerant.search.lists import Layout, Scan, best, padded, scored, tiled
 
 KINDS = ("flat", "ivf", "ivfpq")
 _UNSORTED = 8
 """Lists are sorted again when more than an eighth of the rows lies outside of them."""
+
+_SHARED = 32
+"""Queries for each list of vectors that read it together on a CPU, in a product; fewer do each for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Lists:
     tables: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
     """One version of an index's contents. Rows lie by list up to starts[-1], the later ones in no list.
 
@@ -70,6 +75,39 @@ class State:
     def rows_of(self, at: int) -> range:
         """Return the rows of a list."""
         return range(self.starts[at], self.starts[at + 1])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The blocks of the lists, and of the rows in none as one more."""
+        return Layout(torch.tensor([*self.starts, len(self.ids)]))
+
+    @cached_property
+    def scan(self) -> Scan:
+        """The scan of the lists on a CPU, of codes where there are some."""
+        layout, lists = self.layout, self.lists
+        assert lists is not None
+        if self.codes is None:
+            assert self.vectors is not None
+            assert self.norms is not None
+            return Scan(layout, self.vectors, _largest(self.norms), padded(self.norms.square()))
+        quantizer = lists.quantizer
+        assert quantizer is not None
+        layout = Layout(layout.starts[:-1])
+        decoded = (self.decoded(at) for at in range(len(self.starts) - 1))
+        square = padded(torch.cat([x.square().sum(1) for x in decoded]))
+        centroids = quantizer.centroids.transpose(1, 2).contiguous()
+        largest = float(quantizer.centroids.square().sum(2).amax(1).sum().sqrt())
+        if lists.residual:
+            largest += float(torch.linalg.vector_norm(lists.centroids, dim=1).max())
+        return Scan(layout, layout.packed(self.codes, quantizer), largest, square, quantizer, centroids)
+
+    @cached_property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Rows by rising id, and the rank of each row."""
+        order = self.ids.argsort()
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order))
+        return order, rank
 
     def decoded(self, at: int) -> Tensor:
         """Return the vectors of a list, those of its codes where it has codes."""
@@ -314,18 +352,39 @@ class Index:
             assert state.vectors is not None
             return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
         nprobe = min(nprobe or -(-lists // 8), lists)
-        left = len(state.ids) if chosen.rows is None else len(chosen.rows)
-        if state.vectors is not None and left * lists <= nprobe * len(state.ids):
+
+        def exactly(q: Tensor, chosen: Selection) -> Hits:
+            if state.vectors is None:
+                return self._listed(state, q, k, lists, chosen)
             return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
-        probes = _probed(q, state.lists.centroids, nprobe, metric)
-        hits = _ListSearch(q, k, metric, state, self.rerank).hits(probes, chosen)
-        few = hits.counts < min(k, left)
+
+        left = torch.tensor(len(state.ids) if chosen.rows is None else len(chosen.rows), device=q.device)
         if chosen.each is not None:
-            few = hits.counts < chosen.each.sum(1).clamp(max=k).to(few.device)
-        if nprobe < lists and bool(few.any()):
-            every = torch.arange(lists, device=q.device).expand(len(q), -1)
-            return _ListSearch(q, k, metric, state, self.rerank).hits(every, chosen)
-        return hits
+            left = chosen.each.sum(1).to(q.device)
+        small = left * lists <= nprobe * len(state.ids) if state.vectors is not None else left < 0
+        if bool(small.all()):
+            return exactly(q, chosen)
+        hits = self._listed(state, q, k, nprobe, chosen)
+        which = ((hits.counts < left.clamp(max=k)) | small).nonzero().squeeze(1)
+        if nprobe == lists or not len(which):
+            return hits
+        each = None if chosen.each is None else chosen.each[which.to(chosen.each.device)]
+        again = exactly(q[which], Selection(chosen.rows, each))
+        scores, ids = (
+            torch.nn.functional.pad(x, (0, max(again[0].shape[1] - x.shape[1], 0)), value=value)
+            for x, value in zip(hits, (float("inf" if metric == "l2" else "-inf"), -1), strict=True)
+        )
+        for whole, part in zip((scores, ids), again, strict=True):
+            whole[which, : part.shape[1]] = part
+        return Hits(scores, ids, hits.counts.index_copy(0, which, again.counts))
+
+    def _listed(self, state: State, q: Tensor, k: int, nprobe: int, chosen: Selection) -> Hits:
+        """Return what the nearest lists of each query have."""
+        metric = "ip" if self.metric == "cosine" else self.metric
+        kind: type[_Scanned | _ListSearch] = _Scanned if q.device.type == "cpu" else _ListSearch
+        if state.codes is None and len(q) * nprobe >= _SHARED * (len(state.starts) - 1):  # both are exact
+            kind = _ListSearch
+        return kind(q, k, metric, state, self.rerank).hits(nprobe, chosen)
 
     def save(self, path: str | Path) -> None:
         """Write the index to a file that FAISS reads; the old file stays until the new one is whole."""
@@ -365,12 +424,112 @@ def _starts(every: Tensor, count: int) -> tuple[int, ...]:
     return (0, *torch.bincount(every, minlength=count).cumsum(0).tolist())
 
 
-def _probed(q: Tensor, centroids: Tensor, nprobe: int, metric: str) -> Tensor:
-    """Return the lists (Q, nprobe) whose centroids are nearest to each query, nearest first."""
-    scores = q @ centroids.T
-    if metric == "l2":
-        scores = 2 * scores - centroids.square().sum(1)
-    return scores.topk(nprobe, dim=1).indices
+def _probed(q: Tensor, centroids: Tensor, nprobe: int, metric: str) -> tuple[Tensor, Tensor]:
+    """Return products (twice, under l2) with the nearest centroids of each query, and their lists, nearest first."""
+    factor, squares = (2 * q, centroids.square().sum(1)) if metric == "l2" else (q, None)
+    if q.device.type == "cpu":  # a query's lists do not depend on the batch
+        scores = tiled(factor, centroids, squares, metric, maxima=False)
+    else:
+        scores = factor @ centroids.T if squares is None else factor @ centroids.T - squares
+    near, lists = scores.topk(nprobe, dim=1)
+    return near if squares is None else near + squares[lists], lists
+
+
+def _hidden(chosen: Selection, count: int, device: torch.device) -> Tensor | None:
+    """Return the rows that a selection hides, (1 or Q, rows) bool."""
+    if chosen.each is not None:
+        return ~chosen.each.to(device)
+    if chosen.rows is None:
+        return None
+    hidden = torch.ones(1, count, dtype=torch.bool, device=device)
+    rows = chosen.rows
+    hidden[0, rows.to(device) if isinstance(rows, Tensor) else slice(rows.start, rows.stop)] = False
+    return hidden
+
+
+def _largest(norms: Tensor) -> float:
+    return float(norms.max()) if len(norms) else 0.0
+
+
+class _Scanned:
+    """A search of inverted lists on a CPU: a query scans its lists, and what it keeps is scored exactly."""
+
+    def __init__(self, q: Tensor, k: int, metric: str, state: State, rerank: int) -> None:
+        self.q, self.k, self.metric, self.state = q, k, metric, state
+        self.factor = 2 * q if metric == "l2" else q
+        self.wanted = k * max(rerank, 1) if state.codes is not None and state.vectors is not None else k
+
+    def hits(self, nprobe: int, chosen: Selection) -> Hits:
+        """Return the answers in the lists nearest to each query, and in the rows that are in none."""
+        state, hidden = self.state, _hidden(chosen, len(self.state.ids), self.q.device)
+        found = [self._listed(nprobe, hidden)]
+        if state.codes is not None and state.listed < len(state.ids):
+            found.append(self._unlisted(hidden))
+        rows, valid = (torch.cat(each, 1) for each in zip(*found, strict=True))
+        query, column = valid.nonzero(as_tuple=True)
+        scores = torch.zeros(rows.shape, dtype=torch.float32)
+        scores[query, column] = self._scored(query, rows[query, column])
+        rows = rows.masked_fill(~valid, 0)
+        order, rank = state.order
+        smallest = self.metric == "l2"
+        scores, ranks, counts = best(scores, valid, rank[rows], self.k, smallest=smallest)
+        empty = torch.arange(scores.shape[1]) >= counts.unsqueeze(1)
+        ids = state.ids[order[ranks.clamp(max=len(order) - 1)]].masked_fill(empty, -1)
+        return Hits(scores.masked_fill(empty, float("inf") if smallest else float("-inf")), ids, counts)
+
+    def _listed(self, nprobe: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the rows (Q, most) that the lists have, and which are some."""
+        lists, scan = self.state.lists, self.state.scan
+        assert lists is not None
+        bias, probes = _probed(self.q, lists.centroids, nprobe, self.metric)
+        if self.state.codes is None:
+            return self._scanned(
+                scan, torch.nn.functional.pad(probes, (0, 1), value=len(scan.layout.starts) - 2), None, hidden
+            )
+        return self._scanned(scan, probes, bias if lists.residual else torch.zeros_like(bias), hidden)
+
+    def _unlisted(self, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what is found in the rows in no list."""
+        state = self.state
+        assert state.vectors is not None
+        assert state.norms is not None
+        largest, squares = _largest(state.norms), padded(state.norms.square())
+        scan = Scan(Layout(torch.tensor([state.listed, len(state.ids)])), state.vectors, largest, squares)
+        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64), None, hidden)
+
+    def _scanned(
+        self, scan: Scan, probes: Tensor, bias: Tensor | None, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        seen = scan.layout.all_seen if hidden is None else scan.layout.seen(hidden)
+        offsets = torch.arange(len(self.q) + 1) * probes.shape[1]
+        flat = None if bias is None else bias.flatten()
+        rows, _, counts = scan.found(
+            self.factor, probes.flatten(), offsets, flat, seen, self.wanted, metric=self.metric,
+            margins=self._margins(scan),
+        )  # fmt: skip
+        return rows, torch.arange(rows.shape[1]) < counts.unsqueeze(1)
+
+    def _margins(self, scan: Scan) -> Tensor:
+        """Return twice the errors of the quick scores, and of rounding the scores of answers."""
+        norms, d = torch.linalg.vector_norm(self.q, dim=1), self.q.shape[1]
+        bound = (norms + scan.largest).square() if self.metric == "l2" else norms * scan.largest
+        margins: Tensor = 4.2 * ((d + 16) * 2.0**-24 * bound + d * 1e-37)
+        return margins
+
+    def _scored(self, query: Tensor, row: Tensor) -> Tensor:
+        """Return the scores of pairs, by the vectors or what the codes say of them."""
+        state = self.state
+        if state.vectors is not None:
+            return scored(self.q, state.vectors, query, row, self.metric)
+        lists = state.lists
+        assert lists is not None
+        assert lists.quantizer is not None
+        assert lists.tables is not None
+        assert state.codes is not None
+        x = lists.quantizer.decoded(state.codes[row], lists.tables)
+        if lists.residual:
+            x = x + lists.centroids[torch.searchsorted(state.scan.layout.starts, row, right=True) - 1]
+        return scored(self.q, x, query, torch.arange(len(row)), self.metric)
 
 
 class _ListSearch(Part):
@@ -384,16 +543,12 @@ class _ListSearch(Part):
         if state.norms is not None and state.codes is None:
             self._widened(state.norms, q.shape[1])
 
-    def hits(self, probes: Tensor, chosen: Selection) -> Hits:
-        """Return the answers in the probed lists, and in the rows that are in none."""
+    def hits(self, nprobe: int, chosen: Selection) -> Hits:
+        """Return the answers in the lists nearest to each query, and in the rows that are in none."""
         state = self.state
-        hidden = chosen.each
-        if hidden is not None:
-            hidden = ~hidden.to(self.device)
-        elif chosen.rows is not None:
-            hidden = torch.ones(1, len(state.ids), dtype=torch.bool, device=self.device)
-            rows = chosen.rows
-            hidden[0, rows.to(self.device) if isinstance(rows, Tensor) else slice(rows.start, rows.stop)] = False
+        assert state.lists is not None
+        _, probes = _probed(self.q, state.lists.centroids, nprobe, self.metric)
+        hidden = _hidden(chosen, len(state.ids), self.device)
         found = self._nothing()
         if state.listed < len(state.ids):
             found = self._unlisted(hidden)

@@ -24,10 +24,10 @@ from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
     Operand,
     Value,
-    Variable,
     constant,
     exponential,
     lane_constants,
+    lane_sums,
     program,
     suffix,
     vector,
@@ -170,7 +170,8 @@ class _PagedWriter:
                     k = self._stored("%k", code.i64("add", key, code.i64("add", d, u * self.lanes)), inside)
                     total.set(self._fma(query, k, total.get()))
         scores = code.variable(
-            self.vector, code.op("fmul", self._transposed(sums), code.broadcast("%scale", self.lanes))
+            self.vector,
+            code.op("fmul", lane_sums(code, [total.get() for total in sums]), code.broadcast("%scale", self.lanes)),
         )
         with code.when(code.compare("ogt", "%softcap", 0.0)):
             cap = code.broadcast("%softcap", self.lanes)
@@ -181,22 +182,6 @@ class _PagedWriter:
             e = self._fma(power, rest, code.op("fsub", power, 1.0))
             scores.set(code.op("fmul", cap, code.op("fdiv", e, code.op("fadd", e, 2.0))))
         return scores.get()
-
-    def _transposed(self, sums: list[Variable]) -> Value:
-        """Append the sums of the lanes of each vector, as one vector."""
-        code, parts, width = self.code, [total.get() for total in sums], self.lanes
-        while len(parts) > 1:
-            # Of two vectors, each the runs of `width` lanes of some sums, the halves of runs are added.
-            half = width // 2
-            runs = [at + self.lanes * side for at in range(0, self.lanes, width) for side in (0, 1)]
-            order = [at + i for at in runs for i in range(half)]
-            upper = [at + half for at in order]
-            parts = [
-                code.op("fadd", code.shuffle(x, y, order), code.shuffle(x, y, upper))
-                for x, y in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
-            ]
-            width = half
-        return parts[0]
 
     def _weigh(self, pair: Value, scores: Value, seen: Value) -> Value:
         """Append the weights of the keys of a vector, and the running maximum and total; return what sums shrink by."""

@@ -276,7 +276,7 @@ class FunctionBuilder:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def stack(self, element: str, count: int = 1, align: int = 0) -> Value:
+    def stack(self, element: str, count: Operand = 1, align: int = 0) -> Value:
         """Return a pointer to `count` elements on the stack, for the whole call."""
         name = f"%stack{len(self._stack)}"
         self._stack.append(f"  {name} = alloca {element}, i64 {count}{_aligned(align)}")
@@ -394,6 +394,27 @@ def program(functions: Iterable[FunctionBuilder]) -> str:
     constants = dict(item for function in functions for item in function.constants.items())
     declarations = dict(item for function in functions for item in function.declarations.items())
     return "".join((*constants.values(), *declarations.values(), *(function.text() for function in functions)))
+
+
+def lane_sums(code: FunctionBuilder, vectors: Sequence[Value]) -> Value:
+    """Append the sums of the lanes of each vector, as one vector; there are as many vectors as lanes, or fewer."""
+    parts, lanes = list(vectors), _split(vectors[0].type)[0]
+    while lanes > len(vectors):
+        lanes //= 2
+        parts = [code.op("fadd", *(code.shuffle(x, None, range(at, at + lanes)) for at in (0, lanes))) for x in parts]
+    width = lanes
+    while len(parts) > 1:
+        # Of two vectors, each the runs of `width` lanes of some sums, the halves of runs are added.
+        half = width // 2
+        runs = [at + lanes * side for at in range(0, lanes, width) for side in (0, 1)]
+        order = [at + i for at in runs for i in range(half)]
+        upper = [at + half for at in order]
+        parts = [
+            code.op("fadd", code.shuffle(x, y, order), code.shuffle(x, y, upper))
+            for x, y in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+        ]
+        width = half
+    return parts[0]
 
 
 def exponential(code: FunctionBuilder, x: Value) -> tuple[Value, Value]:

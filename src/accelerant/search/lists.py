@@ -1,0 +1,245 @@
+"""Scans of lists on a CPU: the kernels of llvm_kernels.py on the arrays of an index, or of a collection's blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerant.search.clusters import ProductQuantizer
+from accelerant.search.llvm_kernels import BLOCK, LANES, ROWS, compiled, features
+
+_QUERIES = 256
+"""Queries whose tables and candidates are held at once."""
+
+_ROOM = 64
+"""Rows that a query keeps beyond those that are wanted, at first."""
+
+_LONG = 1 << 16
+"""Elements of the longest vector whose terms the stack of a thread holds."""
+
+
+def _launched(name: tuple[str, ...], count: int, *arguments: Any) -> None:
+    if count:
+        provider, kernel = compiled(*name)
+        provider.launch(kernel, (count,), (1,), arguments)
+
+
+def padded(x: Tensor | None) -> Tensor | None:
+    """Return numbers of rows with room for a whole block after the last."""
+    return None if x is None else torch.nn.functional.pad(x, (0, ROWS))
+
+
+def tiled(q: Tensor, x: Tensor, extra: Tensor | None, metric: str, *, maxima: bool) -> Tensor:
+    """Return the quick scores (Q, N) of queries and rows, or their maxima in blocks of 64 rows, (Q, blocks).
+
+    The scores are those of products, less `extra` (N,) under l2 and times it under cosine. A score depends on nothing
+    but its query and its row.
+    """
+    (Q, d), N, lanes = q.shape, len(x), features()[0]
+    groups, blocks = -(-Q // lanes), -(-N // BLOCK)
+    packed = (
+        torch.nn.functional.pad(q, (0, 0, 0, groups * lanes - Q)).view(groups, lanes, d).transpose(1, 2).contiguous()
+    )
+    y = torch.empty(blocks if maxima else N, groups * lanes, dtype=torch.float32)
+    arguments = (x, x.stride(0), packed, groups, packed if extra is None else extra.contiguous(), y, N, d)
+    _launched(("tiles", "maxima" if maxima else "scores", "ip" if extra is None else metric), blocks, *arguments)
+    return y.T[:Q].contiguous()
+
+
+def scored(q: Tensor, x: Tensor, query: Tensor, row: Tensor, metric: str) -> Tensor:
+    """Return the scores (P,) of pairs of a query and a row of float32, the bits of `pair_scores`."""
+    if q.shape[1] > _LONG:
+        return pair_scores(q[query], x[row], metric)
+    q = q.contiguous()
+    y = torch.empty(len(row), dtype=torch.float32)
+    _launched(("pairs", metric), len(row), q, x, x.stride(0), query, row, y, q.shape[1])
+    return y
+
+
+def pair_scores(q: Tensor, x: Tensor, metric: str) -> Tensor:
+    """Return the scores of pairs of vectors (P, d), float32, the same bits on every device."""
+    a, b = q.double(), x.double()
+    if metric == "l2":
+        return _sum((a - b).square_()).float()
+    dot = _sum(a * b)
+    if metric == "cosine":
+        dot = dot / (_sum(a.square()) * _sum(b.square())).sqrt_().clamp_(min=1e-300)
+    return dot.float()
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Return the sums along the last dimension by halves: additions of tensors, which no device reorders."""
+    n = x.shape[1]
+    while n > 1:
+        half = (n + 1) // 2
+        x[:, : n - half] += x[:, half:n]
+        n = half
+    return x[:, 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Lists of rows that follow one another, in blocks of 32 of which the last of a list is partly empty.
+
+    Attributes:
+        starts: (L + 1,) int64, the first row of each list, and the end of the last.
+    """
+
+    starts: Tensor
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The first block of each list, and the end of the last, (L + 1,) int64."""
+        return torch.nn.functional.pad(((self.starts.diff() + ROWS - 1) // ROWS).cumsum(0), (1, 0))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row in each place of each block, the last row for places that are empty, (blocks * 32,) int64."""
+        counts = self.blocks.diff() * ROWS
+        shift = (self.starts[:-1] - self.blocks[:-1] * ROWS).repeat_interleave(counts)
+        return (torch.arange(len(shift)) + shift).clamp_(max=max(int(self.starts[-1]) - 1, 0))
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """Whether each place has a row, (blocks * 32,) bool."""
+        counts, blocks = self.starts.diff(), self.blocks.diff()
+        first = (self.blocks[:-1] * ROWS).repeat_interleave(blocks * ROWS)
+        return torch.arange(len(first)) - first < counts.repeat_interleave(blocks * ROWS)
+
+    @cached_property
+    def all_seen(self) -> Tensor:
+        """Words of a query that sees all rows."""
+        return self.seen(None)
+
+    def seen(self, hidden: Tensor | None) -> Tensor:
+        """Return the places that queries see, a word of 32 bits for each block, (1 or Q, blocks) int32."""
+        places = self.filled if hidden is None else self.filled & ~hidden[:, self.rows]
+        bits = np.packbits(np.atleast_2d(places.numpy()), axis=1, bitorder="little")
+        return torch.from_numpy(bits.view(np.int32))
+
+    def packed(self, codes: Tensor, quantizer: ProductQuantizer) -> Tensor:
+        """Return codes (rows, bytes) as the blocks that a scan reads, (blocks, bytes of a block) uint8."""
+        x = codes[self.rows].view(-1, ROWS, codes.shape[1])
+        if quantizer.bits == 8:
+            return x.transpose(1, 2).reshape(len(x), -1)
+        lanes = torch.tensor(LANES)
+        halves = torch.stack([x & 15, x >> 4], 3).flatten(2)
+        both = (halves[:, lanes] | halves[:, lanes + 16] << 4).transpose(1, 2)
+        return torch.nn.functional.pad(both, (0, 0, 0, -both.shape[1] % 4)).reshape(len(x), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan for the rows of lists that score best.
+
+    Attributes:
+        layout: the lists.
+        data: vectors (N, d) float32, or the blocks of codes that the layout packed.
+        largest: a bound of the norms of vectors, or of what is added up to those of codes.
+        quantizer: of the codes, whose centroids are `tables`, (parts, elements, 2^bits).
+        extra: of the rows, (N + 32,) float32: |x|^2, which l2 subtracts from products, or the factor 1 / |x|.
+    """
+
+    layout: Layout
+    data: Tensor
+    largest: float
+    extra: Tensor | None
+    quantizer: ProductQuantizer | None = None
+    tables: Tensor | None = None
+
+    def found(
+        self, q: Tensor, probes: Tensor, offsets: Tensor, bias: Tensor | None, seen: Tensor, wanted: int,
+        *, metric: str, limits: Tensor | None = None, margins: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return rows and scores (Q, most) that each query finds in its lists, and how many they are, (Q,).
+
+        These are all rows whose score is at most a margin below the `wanted`-th largest, and not below the limit. For
+        codes of 4 bits the margin is that of their rounded tables, and more.
+
+        Args:
+            q: (Q, d) float32.
+            probes: the lists of the queries, one query's after the other's, from its `offsets` (Q + 1,) on.
+            bias: what a list adds to the scores of its codes, as `probes`.
+            seen: words of the layout.
+        """
+        pieces = []
+        for first in range(0, len(q), _QUERIES):
+            which, room = torch.arange(first, min(first + _QUERIES, len(q))), wanted + max(_ROOM, wanted)
+            while len(which):  # again, with more room, those that had too little
+                each = [x if x is None else x[which] for x in (limits, margins)]
+                rows, scores, counts = self._some(
+                    q[which], probes, offsets, which, bias, seen, wanted, room, *each, metric=metric
+                )
+                pieces.append((which, rows, scores, counts))
+                which, room = which[counts < 0], 4 * room
+        width = max([int(counts.max()) for _, _, _, counts in pieces], default=0)
+        if len(pieces) == 1:
+            _, rows, scores, counts = pieces[0]
+            return rows[:, :width], scores[:, :width], counts
+        every = torch.zeros(len(q), width, dtype=torch.int64), q.new_zeros(len(q), width)
+        found = torch.zeros(len(q), dtype=torch.int64)
+        for which, rows, scores, counts in pieces:
+            for whole, piece in zip(every, (rows, scores), strict=True):
+                some = min(width, piece.shape[1])
+                whole[which, :some] = piece[:, :some]
+            found[which] = counts
+        return *every, found
+
+    def _some(
+        self, q: Tensor, probes: Tensor, offsets: Tensor, which: Tensor, bias: Tensor | None, seen: Tensor, wanted: int,
+        room: int, limits: Tensor | None, margins: Tensor | None, *, metric: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return rows, scores (Q, room) and counts (Q,) of some queries, a count of -1 where there are more."""
+        Q, d, room = len(q), q.shape[1], -(-room // ROWS) * ROWS + ROWS
+        if len(which) + 1 != len(offsets):  # the probes of these queries alone
+            spans = offsets[which + 1] - offsets[which]
+            own = torch.nn.functional.pad(spans.cumsum(0), (1, 0))
+            at = torch.arange(int(own[-1])) + (offsets[which] - own[:-1]).repeat_interleave(spans)
+            probes, offsets, bias = probes[at], own, None if bias is None else bias[at]
+            seen = seen if len(seen) == 1 else seen[which]
+        scores = torch.empty(Q, room, dtype=torch.float32)
+        rows, counts = torch.empty(Q, room, dtype=torch.int64), torch.empty(Q, dtype=torch.int64)
+        limits = scores.new_full((Q,), torch.finfo(torch.float32).min) if limits is None else limits
+        margins = scores.new_zeros(Q) if margins is None else margins
+        kind, parts, tables, small = "flat", 1, scores, scores
+        if self.quantizer is not None:
+            kind, parts = str(self.quantizer.bits), len(self.quantizer.centroids)
+            tables = scores.new_empty(Q, parts << self.quantizer.bits)
+            small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8) if kind == "4" else scores
+        centroids, layout = scores if self.tables is None else self.tables, self.layout
+        _launched(
+            ("scan", kind, metric), Q, q.contiguous(), self.data, self.data.stride(0),
+            scores if self.extra is None else self.extra, seen, 0 if len(seen) == 1 else seen.stride(0), layout.starts,
+            layout.blocks, probes, offsets, scores if bias is None else bias, limits, margins, scores, rows, counts,
+            wanted, room, d, max(int(layout.starts[-1]), 1), centroids, parts, tables, small, levels(parts),
+        )  # fmt: skip
+        return rows, scores, counts
+
+
+def levels(parts: int) -> int:
+    """Return the largest byte of a table, so that the sums of all parts fit 16 bits."""
+    return min(255, 65535 // parts)
+
+
+def best(
+    score: Tensor, valid: Tensor, rank: Tensor, k: int, *, smallest: bool
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return scores and ranks (Q, most) of the k best of each line (Q, W), best first, then by rank; and their counts.
+
+    Scores and ranks below 2^31 are sorted as one integer, which the processor does by vectors.
+    """
+    turn = 0 if smallest else -1
+    bits = (score + 0.0).numpy().view(np.int32)  # -0 is 0
+    keys = ((bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64) ^ turn) << 32 | rank.numpy()
+    keys[~valid.numpy()] = np.iinfo(np.int64).max
+    keys.sort(axis=1)
+    counts = valid.sum(1).clamp_(max=k)
+    keys = keys[:, : int(counts.max()) if len(counts) else 0]
+    bits = ((keys >> 32) ^ turn).astype(np.int32)
+    scores = torch.from_numpy((bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32))
+    return scores, torch.from_numpy(keys & 0xFFFFFFFF), counts
