@@ -15,10 +15,10 @@ from accelerant.runtime.files import clipped, decode_json, read_regular
 _MOST_BYTES = 1 << 28
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+BYTE_PIECES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
 }
-"""How byte-level BPE writes bytes in its vocabulary."""
+"""How byte-level BPE writes bytes in its vocabulary: itself if printable, else above 255."""
 _MOST_HELD = 64  # tokens without a complete character after which the text so far is emitted
 
 
@@ -86,8 +86,8 @@ class ModelTokenizer:
         piece = str(self._inner.id_to_token(token) or "")
         if _BYTE_PIECE.fullmatch(piece):
             return f"bytes:\\x{piece[3:5].lower()}"
-        if text and all(char in _BYTES for char in piece):
-            return "bytes:" + "".join(f"\\x{_BYTES[char]:02x}" for char in piece)
+        if text and all(char in BYTE_PIECES for char in piece):
+            return "bytes:" + "".join(f"\\x{BYTE_PIECES[char]:02x}" for char in piece)
         return piece
 
     def apply_chat(

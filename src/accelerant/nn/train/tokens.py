@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FormatError, MissingFile
+from accelerant.nn.models.tokenizer import BYTE_PIECES
 from accelerant.runtime.files import (
     AtomicFile,
     clipped,
@@ -124,7 +125,7 @@ class ByteTokenizer:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
 
-        tokenizer: Any = Library(models.BPE(_byte_vocabulary(), []))
+        tokenizer: Any = Library(models.BPE(BYTE_PIECES, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         _save_pretrained(Path(out), tokenizer.to_str(pretty=True), None)
@@ -199,13 +200,6 @@ class BPETokenizer:
 Tokenizer = ByteTokenizer | BPETokenizer
 
 
-def _byte_vocabulary() -> dict[str, int]:
-    """Return the bytes by the character with which byte-level BPE writes them: itself if printable, else above 255."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted({*range(256)} - {*printable})
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 def _save_pretrained(folder: Path, tokenizer: str, end: str | None) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -251,7 +245,7 @@ def load_exported(path: Path) -> Tokenizer:
     """Read the tokenizer.json of a model for transformers: that of an exported run of bytes, or as `load_bpe`."""
     try:
         model = decode_json(read_regular(path, 1 << 28))["model"]
-        if model["vocab"] == _byte_vocabulary() and not model["merges"]:
+        if model["vocab"] == BYTE_PIECES and not model["merges"]:
             return ByteTokenizer()
     except (OSError, ValueError, KeyError, TypeError):
         pass  # load_bpe says why
