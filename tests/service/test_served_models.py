@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,6 +315,7 @@ WRONG = [
      r"'stream_options\.\[x' is not supported$"),
     ("completions", {"prompt": "hello", "repetition_penalty": 1e-45}, "repetition_penalty", "greater"),
     ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages", "'messages.0.content' is"),
+    ("completions", {"prompt": [5] * 1400, "n": 128, "echo": True, "logprobs": 5}, "echo", "1,075,200"),
     ("completions", {"prompt": [5] * 3000}, "prompt", "2,048.*3,000"),
     ("completions", {"prompt": "hello", "max_tokens": 2048}, "max_tokens", "2,048"),
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
@@ -544,6 +546,17 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
     assert second.process.wait(timeout=60) == 0  # without a second signal, which would end it at once
 
 
+def listening(pid):
+    """Addresses on which a process takes connections, in hexadecimal: 0100007F is this machine's own."""
+    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    lines = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+
+
 @pytest.mark.slow
 def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
     """Over gloo in place of NCCL; a killed part ends the streams, and the next request is served."""
@@ -565,6 +578,7 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
         next(iter(stream))
         (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()
         (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
+        assert {*listening(leader), *listening(follower)} == {"0100007F"}
         os.kill(int(follower), signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the worker of model even ended"):
             list(stream)

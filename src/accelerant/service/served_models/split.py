@@ -75,14 +75,18 @@ class Followers:
         count, named = given["gpus"], given["devices"]
         if device.type == "cuda" and count > (present := torch.cuda.device_count()):
             raise ConfigError(f"--gpus {count} is more than this machine has: {present}")
-        self.store = TCPStore("localhost", 0, count, True, wait_for_workers=False)
+        listening = socket.create_server(("127.0.0.1", 0))  # the store alone would listen on every interface
+        port = listening.getsockname()[1]
+        self.store = TCPStore(
+            "127.0.0.1", port, count, True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         self.began = False
         self._ends = []
         for rank in range(1, count):
             name = named[rank] if len(named) > 1 else f"cuda:{rank}" if device.type == "cuda" else device.type
             ours, theirs = socket.socketpair()
             with theirs:
-                told = json.dumps({**given, "device": name, "rank": rank, "port": self.store.port})
+                told = json.dumps({**given, "device": name, "rank": rank, "port": port})
                 module = "accelerant.service.served_models.worker"
                 command = [sys.executable, "-P", "-m", module, f"--socket={theirs.fileno()}", f"--model={told}"]
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -110,6 +114,8 @@ def part_of_engine(
     from accelerant.distributed.tensor_parallel import load_split_model
 
     count, on_gpus = given["gpus"], device.type == "cuda"
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if on_gpus:
         torch.cuda.set_device(device)
     else:
@@ -138,7 +144,7 @@ def follow(given: Mapping[str, Any], connection: socket.socket) -> NoReturn:
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        store = TCPStore("localhost", given["port"], given["gpus"], False)
+        store = TCPStore("127.0.0.1", given["port"], given["gpus"], False)
         engine = part_of_engine(given, device_of(given["device"])[0], given["rank"], store)
     except AccelerantError:
         raise SystemExit(1) from None  # the first process says why

@@ -47,6 +47,8 @@ _POLL_S = 0.005
 """Pause after which free blocks are looked for again while requests wait."""
 _RETRY_S = (1.0, 60.0)
 """Bounds of what a refused client is told to wait."""
+_MOST_SCORES = 1 << 20
+"""Log-probabilities of prompts in an answer."""
 _OF_REQUEST = ("seed", "stop", "n", "logprobs", "ignore_eos", "salt", "account")
 """Options of a request that are those of `Engine.submit`."""
 
@@ -228,6 +230,11 @@ class ModelWorker(ChildOfModel):
                     param if room < 1 else "max_tokens",
                 )  # fmt: skip
             count += options["n"] * -(-(len(ids) + 1) // self.engine.block_size)
+        if options["echo"] and options["logprobs"] is not None:
+            entries = sum(map(len, prompts)) * options["n"] * (1 + options["logprobs"])
+            if entries > _MOST_SCORES:
+                text = f"with echo, tokens times n times (1 + logprobs) are at most {_MOST_SCORES:,}, got {entries:,}"
+                raise _Wrong("TooManyLogprobs", text, "echo")
         if options["account"]:
             if self.engine.is_split:
                 raise _Wrong("UnsupportedParameter", "the weights of a split model are not hashed", "ledger")
