@@ -496,9 +496,11 @@ class Engine:
         for row in rows:
             last, sequence = at + row.known, row.sequence
             if row.known:
-                begin = max(sequence.scored, sequence.computed + 1)
-                tokens, top = sequence.tokens[begin : begin + row.known], sequence.request.prompt_logprobs
-                row.scores = score_tokens(logits[at:last], tokens, top)
+                begin = max(sequence.scored, row.begin + 1)
+                sequence.scored = begin + row.known
+                tokens, top = sequence.tokens[begin : sequence.scored], sequence.request.prompt_logprobs
+                found = score_tokens(logits[at:last], tokens, top)
+                row.scores = None if found is None else PromptLogprobs(begin, *found)
             at = last + row.samples
             samples += range(last, at)
         return logits[samples]
@@ -547,8 +549,11 @@ class Engine:
     def _accept(self, row: Row, drawn: Drawn, at: int) -> None:
         """Add the tokens that a row's samples gave to its sequence, as far as its drafts were right."""
         sequence = row.sequence
-        if row.known and not self._deliver_known(row):
+        if row.known and row.scores is None:
+            self._end(sequence, "error", _NOT_FINITE, forget=True)
             return
+        if row.known:
+            self._events.append((sequence.request, row.scores))
         if not row.samples:
             self._scheduler.computed(sequence, sequence.computed + row.count)
             return
@@ -577,17 +582,6 @@ class Engine:
             self._counts["drafts_accepted"] += accepted
             most = self._scheduler.speculate
             sequence.most_drafts = min(most, 2 * drafts) if accepted == drafts else max(1, accepted)
-
-    def _deliver_known(self, row: Row) -> bool:
-        """Hand out the scores of prompt tokens; return False, and end the answer, if they are not finite."""
-        sequence = row.sequence
-        if row.scores is None:
-            self._end(sequence, "error", _NOT_FINITE, forget=True)
-            return False
-        begin = max(sequence.scored, sequence.computed + 1)
-        self._events.append((sequence.request, PromptLogprobs(begin, *row.scores)))
-        sequence.scored = begin + row.known
-        return True
 
     def _deliver(self, sequence: scheduler.Sequence, token: int, drawn: Drawn, at: int) -> bool:
         """Hand out a token; return whether it ends the answer, which is ended then."""

@@ -64,7 +64,7 @@ class StepShape:
             starts[len(rows) + 1 :] = np.arange(len(rows) + 1, self.rows + 1)
         at = last = 0
         for r, row in enumerate(rows):
-            sequence, begin, end = row.sequence, row.sequence.computed, row.sequence.computed + row.count
+            sequence, begin, end = row.sequence, row.begin, row.begin + row.count
             table[r, : len(sequence.blocks)] = sequence.blocks
             starts[r + 1], lengths[r] = at + row.count, end
             ids[at : at + row.count] = sequence.tokens[begin:end]

@@ -69,19 +69,20 @@ class Sequence:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence's part of a step: `count` tokens from its `computed` on.
+    """A sequence's part of a step: `count` tokens from `begin` on.
 
     Attributes:
         samples: of the last tokens, after each of which one is drawn.
         known: of the tokens before these, whose successors in the prompt are scored.
-        scores: log-probabilities of these, and of the most likely tokens; None if they are not finite.
+        scores: the event with their log-probabilities; None if they are not finite.
     """
 
     sequence: Sequence
+    begin: int
     count: int
     samples: int
     known: int
-    scores: tuple[list[float], list[list[tuple[int, float]]]] | None = None
+    scores: Any = None
 
 
 class Scheduler:
@@ -141,10 +142,10 @@ class Scheduler:
         return drafts
 
     def _row(self, sequence: Sequence, count: int) -> Row:
-        end = sequence.computed + count
+        begin, end = sequence.computed, sequence.computed + count
         samples = 1 + sequence.drafts if end == sequence.length + sequence.drafts else 0
-        known = max(0, min(end + 1, sequence.prompt) - max(sequence.scored, sequence.computed + 1))
-        return Row(sequence, count, samples, known)
+        known = max(0, min(end + 1, sequence.prompt) - max(sequence.scored, begin + 1))
+        return Row(sequence, begin, count, samples, known)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Hold blocks for so many tokens; others that came later are preempted, or the sequence itself."""
