@@ -178,6 +178,23 @@ def check_sample(op, sample, dtype, device="cpu", tolerances=None):
             close(tensor.grad, reference.grad, tolerance)
 
 
+def check_beside(ours, theirs, *tensors, near=(1e-5, 1e-6), slopes=(1e-5, 1e-5), dy=None):
+    """Fail unless two functions have the same values, NaN for NaN, and gradients for all tensors; return the values.
+
+    near, slopes: the relative and the absolute tolerance of values and of gradients. dy: what the results get, drawn
+    if None.
+    """
+    mine, others = ([each.detach().requires_grad_() for each in tensors] for _ in range(2))
+    y, expected = ours(*mine), theirs(*others)
+    torch.testing.assert_close(y, expected, rtol=near[0], atol=near[1], equal_nan=True)
+    dy = torch.randn_like(expected) if dy is None else dy
+    y.backward(dy)
+    expected.backward(dy)
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=slopes[0], atol=slopes[1], equal_nan=True)
+    return y, expected
+
+
 LAYOUTS = {
     "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
     "transposed": lambda: torch.randn(33, 6).t(),

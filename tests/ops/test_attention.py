@@ -31,6 +31,17 @@ def exact(function, q, k, v, do=None, **options):
     return o.detach() if do is None else torch.autograd.grad(o, leaves, do.double())
 
 
+def check(q, k, v, do, **options):
+    """Fail unless o and the gradients are the reference's; return o."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = ops.attention(*leaves, **options)
+    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **options), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(o, leaves, do)
+    for one, other in zip(gradients, exact(attention_reference, q, k, v, do, **options), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    return o
+
+
 # --- as torch's, and as good -----------------------------------------------------------------------------------------
 
 INPUTS = {
@@ -233,15 +244,9 @@ LAYOUTS = {
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout(layout, way):
-    q, k, v, do = (LAYOUTS[layout](2, 3, 21, 8) for _ in range(4))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = ops.attention(*leaves, causal=True)
-    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, causal=True), rtol=1e-5, atol=1e-5)
+    o = check(*(LAYOUTS[layout](2, 3, 21, 8) for _ in range(4)), causal=True)
     if layout.startswith(("(B, S", "a third")):
         assert o.transpose(1, 2).is_contiguous()
-    gradients = torch.autograd.grad(o, leaves, do)
-    for one, other in zip(gradients, exact(attention_reference, q, k, v, do, causal=True), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -258,14 +263,7 @@ def test_any_layout(layout, way):
 )
 def test_any_shape(B, Hkv, group, S, Skv, D, causal, window):
     q, k, v = tensors(B, Hkv * group, S, D, Hkv, Skv)
-    do = torch.randn(q.shape)
-    named = {"causal": causal, "window": window}
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = ops.attention(*leaves, **named)
-    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **named), rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad(o, leaves, do)
-    for one, other in zip(gradients, exact(attention_reference, q, k, v, do, **named), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    check(q, k, v, torch.randn(q.shape), causal=causal, window=window)
 
 
 # --- choice ----------------------------------------------------------------------------------------------------------
@@ -405,16 +403,12 @@ def test_refuses_shapes(shapes, words):
         ops.attention(*map(torch.zeros, shapes))
 
 
-def test_refuses_dtypes():
+def test_refuses_dtypes_devices_and_windows():
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(UnsupportedDtype, match=r"attention takes .*; k is int64"):
         ops.attention(x, x.long(), x)
     with pytest.raises(UnsupportedDtype, match="one dtype, got float32, float16, float32"):
         ops.attention(x, x.half(), x)
-
-
-def test_refuses_devices_and_windows():
-    x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ShapeError, match="one device; they are on cpu, cpu and meta"):
         ops.attention(x, x, x.to("meta"))
     with pytest.raises(ConfigError, match="window must be at least 0, got -2"):

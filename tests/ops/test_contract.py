@@ -27,6 +27,7 @@ from op_checks import (
     OPS,
     bound,
     cases_of,
+    check_beside,
     check_sample,
     differentiable,
     each_sample,
@@ -303,16 +304,8 @@ def test_second_derivative_in_low_precision(op):
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_compiles_to_one_graph(op, dynamic):
     it = bound(op, middling(op), torch.float32)
-    eager, traced = ([fresh(each).requires_grad_() for each in it.tensors] for _ in range(2))
     torch._dynamo.reset()
-    compiled = torch.compile(it.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    y, z = it.call(*eager), compiled(*traced)
-    torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-6)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    z.backward(dy)
-    for one, other in zip(eager, traced, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+    check_beside(it.call, torch.compile(it.call, fullgraph=True, dynamic=dynamic, backend="aot_eager"), *it.tensors)
 
 
 @pytest.mark.sample(7)

@@ -1,11 +1,12 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from op_checks import compiled_into
+from op_checks import check_beside, compiled_into
 
 from accelerant import ops
 from accelerant.config import override
@@ -23,15 +24,10 @@ def counted(op):
 
 
 def against_torch(*tensors, **options):
-    mine, theirs = ([each.detach().requires_grad_() for each in tensors] for _ in range(2))
-    y, expected = ops.conv2d(*mine, **options), F.conv2d(*theirs, **options)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    y, expected = check_beside(
+        partial(ops.conv2d, **options), partial(F.conv2d, **options), *tensors, near=(1e-5, 1e-5)
+    )
     assert y.stride() == expected.stride()
-    dy = torch.randn_like(expected)
-    y.backward(dy)
-    expected.backward(dy)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 pairs = st.one_of(st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_checks import compiled_into
+from op_checks import check_beside, compiled_into
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
@@ -122,15 +122,8 @@ def steps(y):
 
 def against_torch(op, a, b, tolerance=2e-6):
     """Values, layout and gradients are torch's."""
-    mine, theirs = ([each.detach().requires_grad_() for each in (a, b)] for _ in range(2))
-    y, expected = getattr(ops, op)(*mine), PAIR[op](*theirs)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    y, expected = check_beside(getattr(ops, op), PAIR[op], a, b, near=(0, 0), slopes=(tolerance, tolerance))
     assert steps(y) == steps(expected)
-    dy = torch.randn_like(expected)
-    y.backward(dy)
-    expected.backward(dy)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 BROADCASTS = [

@@ -1,7 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_checks import check_beside
 from torch.nn import functional
 
 from accelerant import ops
@@ -113,12 +116,7 @@ def test_far_from_0(approximate, interpreted):
 
 def test_any_layout(interpreted):
     x, weight, bias = torch.randn(8, 6).t(), torch.randn(8, 10).t()[::2], torch.randn(10)[::2]
-    ours, reference = leaves(x, weight, bias), leaves(x, weight, bias)
-    dy = torch.randn(6, 1).expand(6, 5)
-    ops.linear_gelu(*ours).backward(dy)
-    theirs(*reference).backward(dy)
-    for one, other in zip(ours, reference, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+    check_beside(ops.linear_gelu, theirs, x, weight, bias, near=(1e-5, 1e-5), dy=torch.randn(6, 1).expand(6, 5))
 
 
 def test_autocast():
@@ -141,12 +139,8 @@ def test_autocast():
 )
 def test_any_shape(M, K, N, bias, approximate):
     tensors = drawn(M, K, N)[: 3 if bias else 2]
-    ours, reference = leaves(*tensors), leaves(*tensors)
-    dy = torch.randn(M, N)
-    for call, args in ((ops.linear_gelu, ours), (theirs, reference)):
-        call(*args, approximate=approximate).backward(dy)
-    for one, other in zip(ours, reference, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    both = (partial(of, approximate=approximate) for of in (ops.linear_gelu, theirs))
+    check_beside(*both, *tensors, near=(1e-4, 1e-4), slopes=(1e-4, 1e-4))
 
 
 CUDA = torch.device("cuda", 0)

@@ -1,10 +1,12 @@
 """The losses' weights, edges and rejections; test_contract.py has the rest."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from op_checks import check_beside
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
@@ -31,26 +33,14 @@ def test_weights_are_torchs(way, reduction, shape):
         "binary_cross_entropy_with_logits": {"weight": weight, "pos_weight": positive},
     }
     for name, options in calls.items():
-        one, other = (x.clone().requires_grad_() for _ in range(2))
-        y = getattr(ops, name)(one, t, **options, reduction=reduction)
-        z = getattr(F, name)(other, t, **options, reduction=reduction)
-        torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-6)
-        dy = torch.rand_like(y)
-        y.backward(dy)
-        z.backward(dy)
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+        check_beside(*(partial(getattr(of, name), target=t, **options, reduction=reduction) for of in (ops, F)), x)
 
 
 def test_the_ends_of_probabilities_and_logits(way):
     p = torch.tensor([0.0, 1.0, 1e-12, 1.0 - 2**-24, 0.5])
     for t in (0.0, 1.0, 0.25):
-        one, other = (p.clone().requires_grad_() for _ in range(2))
-        y = ops.binary_cross_entropy(one, torch.full_like(p, t), reduction="none")
-        z = F.binary_cross_entropy(other, torch.full_like(p, t), reduction="none")
-        torch.testing.assert_close(y, z, rtol=2e-6, atol=0)
-        y.sum().backward()
-        z.sum().backward()
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=0)
+        both = (partial(of.binary_cross_entropy, target=torch.full_like(p, t), reduction="none") for of in (ops, F))
+        check_beside(*both, p, near=(2e-6, 0), slopes=(1e-5, 0), dy=torch.ones(5))
     x = torch.tensor([-200.0, -30.0, -1e-9, 0.0, 30.0, 200.0, math.nan])
     y = ops.binary_cross_entropy_with_logits(x, torch.zeros_like(x), reduction="none")
     expected = torch.logaddexp(x.double(), torch.zeros(7, dtype=torch.float64)).float()

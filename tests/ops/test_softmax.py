@@ -1,10 +1,11 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_checks import LAYOUTS
+from op_checks import LAYOUTS, check_beside
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
@@ -65,14 +66,8 @@ def test_gradient_sums_to_0(name, atol, shape, dim, interpreted):
 def test_masked_elements_as_torch(name, at, masked, shape, dim, interpreted):
     x = torch.randn(shape)
     x.select(dim, at).fill_(-math.inf)
-    leaf, same = x.clone().requires_grad_(), x.clone().requires_grad_()
-    dy = torch.randn(shape)
-    y, expected = getattr(ops, name)(leaf, dim), getattr(torch, name)(same, dim)
+    y, _ = check_beside(*(partial(getattr(of, name), dim=dim) for of in (ops, torch)), x)
     assert (y.select(dim, at) == masked).all()
-    torch.testing.assert_close(y, expected)
-    y.backward(dy)
-    expected.backward(dy)
-    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sample(3)
@@ -110,14 +105,8 @@ def test_any_plan_gives_the_same(plan, interpreted):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout(layout, dim, interpreted):
     x = LAYOUTS[layout]()
-    y = ops.softmax(x, dim)
+    y, _ = check_beside(*(partial(of.softmax, dim=dim) for of in (ops, torch)), x, dy=LAYOUTS[layout]())
     assert y.is_contiguous()
-    torch.testing.assert_close(y, torch.softmax(x, dim))
-    leaf, same = x.detach().requires_grad_(), x.detach().requires_grad_()
-    dy = LAYOUTS[layout]()
-    ops.softmax(leaf, dim).backward(dy)
-    torch.softmax(same, dim).backward(dy)
-    torch.testing.assert_close(leaf.grad, same.grad)
 
 
 def test_keeps_its_dtype_under_autocast():
@@ -168,11 +157,5 @@ def test_log_keeps_what_softmax_loses(shape, dim, interpreted):
 def test_any_shape_and_dimension(shape, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     for name in ("softmax", "log_softmax"):
-        x = torch.randn(shape, requires_grad=True)
-        same = x.detach().clone().requires_grad_()
-        dy = torch.randn(shape)
-        y, expected = getattr(ops, name)(x, dim), getattr(torch, name)(same, dim)
-        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-        y.backward(dy)
-        expected.backward(dy)
-        torch.testing.assert_close(x.grad, same.grad, rtol=1e-4, atol=1e-5)
+        both = (partial(getattr(of, name), dim=dim) for of in (ops, torch))
+        check_beside(*both, torch.randn(shape), slopes=(1e-4, 1e-5))
