@@ -12,6 +12,7 @@ import torch
 import accelerant.ops
 from accelerant.ops._cases import draw
 from accelerant.ops.registry import public_op, register
+from accelerant.runtime.ledger import ledger
 
 FOLDER = Path(accelerant.ops.__file__).parent
 ADDED = "leaky_relu"
@@ -193,6 +194,16 @@ def check_beside(ours, theirs, *tensors, near=(1e-5, 1e-6), slopes=(1e-5, 1e-5),
     for one, other in zip(mine, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=slopes[0], atol=slopes[1], equal_nan=True)
     return y, expected
+
+
+def counted(op=None):
+    """The ledger's rows, of one op if it is named."""
+    return [row for row in ledger().to_dict()["ops"] if op in (None, row["op"])]
+
+
+def ran(op=None):
+    """The implementations that ran, of one op if it is named."""
+    return {row["implementation"] for row in counted(op)}
 
 
 LAYOUTS = {

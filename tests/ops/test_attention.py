@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_checks import counted, ran
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
@@ -15,7 +16,6 @@ from accelerant.ops.attention import backends as composite
 from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
-from accelerant.runtime.ledger import ledger
 from processes import printed
 
 
@@ -82,7 +82,7 @@ def test_error_is_at_most_twice_that_of_torch(kind, causal, dtype, interpreted):
     for ours, theirs, exactly in zip(*errors, (reference, *slopes), strict=True):
         units = steps * torch.finfo(dtype).eps + scores
         assert ours <= 2 * theirs + units * exactly.abs().max().clamp(min=1e-3)
-    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
+    assert ran() == {"triton"}
 
 
 def apart(x, by, dim=-1):
@@ -280,7 +280,7 @@ def test_autocast_casts_as_torch_does(interpreted):
 def test_wide_heads_are_left_to_torch(interpreted):
     q, k, v = tensors(S=5, D=300)
     torch.testing.assert_close(ops.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    row = ledger().to_dict()["ops"][0]
+    row = counted()[0]
     assert row["implementation"] == "torch"
     assert "takes heads up to 256 wide, not 300" in str(row["refused"])
 
@@ -298,7 +298,7 @@ def test_a_mask_that_hides_nothing_is_none(options, S, said, interpreted):
     q, k, v = tensors(S=S, Skv=9)
     o = ops.attention(q, k, v, **options)
     torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **options), rtol=1e-5, atol=1e-5)
-    assert ledger().to_dict()["ops"][0]["case"] == f"1x2x2x{S}x9x16 float32{said}"
+    assert counted()[0]["case"] == f"1x2x2x{S}x9x16 float32{said}"
 
 
 CUDA = torch.device("cuda", 0)
@@ -641,7 +641,7 @@ def test_masks(way, kind, shape, Hkv, options):
     curved = torch.autograd.grad(sum(x.square().sum() for x in slopes), reference[0])[0]
     for one, other in zip((o, lse, *found, second), (expected, sums, *slopes, curved), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
-    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    ran = {(row["op"], row["implementation"]) for row in counted()}
     assert ("attention_masked_fwd", way) in ran
 
 
@@ -669,7 +669,7 @@ def test_a_mask_that_learns_gets_its_gradient_and_the_ledger_says_how():
     ops.attention(q, k, v, mask=ours).backward(do)
     F.scaled_dot_product_attention(q, keys, values, attn_mask=theirs).backward(do)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    (row,) = (row for row in ledger().to_dict()["ops"] if row["op"] == "attention_mask_gradient")
+    (row,) = counted("attention_mask_gradient")
     assert "gives a mask no gradient" in {each["reason"] for each in row["refused"]}
 
 
@@ -764,7 +764,7 @@ def test_segments(kind, seed, way, monkeypatch):
             assert torch.equal(rows[:, 1], first.int())
             assert torch.equal(rows[:, 2], torch.where(same, i + 1, 0).amax(2).int())
             assert torch.equal(rows[:, 3], torch.where(~same & (i > first[..., None]), i, length).amin(2).int())
-    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    ran = {(row["op"], row["implementation"]) for row in counted()}
     assert {("attention_masked_fwd", way), ("attention_masked_bwd", way), ("attention_segments", way)} <= ran
 
 
@@ -853,7 +853,7 @@ def test_masks_on_a_gpu(shape, kind, dtype):
     atol = 1e-5 if dtype == torch.float32 else 2e-3
     assert all(ours <= 2 * theirs + atol for ours, theirs in zip(*errors, strict=True)), errors
     split = dtype == torch.float32 and torch.cuda.get_device_capability() == (9, 0)
-    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    ran = {(row["op"], row["implementation"]) for row in counted()}
     assert ran == {(f"attention_masked_{way}", "triton_fp16x3" if split else "triton") for way in ("fwd", "bwd")}
 
 

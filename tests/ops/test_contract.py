@@ -29,10 +29,12 @@ from op_checks import (
     cases_of,
     check_beside,
     check_sample,
+    counted,
     differentiable,
     each_sample,
     parts,
     path_of,
+    ran,
     results,
     small_samples,
     wants_gradient,
@@ -46,7 +48,6 @@ from accelerant.bench import subjects
 from accelerant.ops.registry import public_op, public_ops
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import force, operations
-from accelerant.runtime.ledger import ledger
 
 OTHER_TARGETS = [target for target in CUDA_TARGETS[1:] if target != "sm_90"]
 """Targets for which one specialization of each kernel is compiled: the oldest and another vendor's in the slow tests,
@@ -160,8 +161,7 @@ def test_matches_the_reference(op, sample, dtype, implementation, request):
     tolerances = it.cases.TOLERANCES if own else getattr(it.cases, "TORCH_TOLERANCES", None) or it.cases.TOLERANCES
     check_sample(op, sample, dtype, tolerances=tolerances)
     wanted = implementation if own else getattr(it.cases, "ON_CPU", "torch")
-    ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
-    assert {wanted} <= ran <= {wanted} | it.runs
+    assert {wanted} <= ran() <= {wanted} | it.runs
 
 
 @pytest.mark.parametrize("op", WITH_KERNELS)
@@ -169,10 +169,10 @@ def test_own_kernels_run_forward_and_backward(op, interpreted):
     it = parts(op)
     sample = next(sample for sample in it.cases.SAMPLES if torch.Size(sample.shapes[0]).numel() > 1)
     check_sample(op, sample, torch.float32)
-    ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
+    found = {row["op"]: row["implementation"] for row in counted()}
     wanted = {f"{op}_fwd": "triton", f"{op}_bwd": "triton"} if op in DIFFERENTIABLE else {f"{op}_fwd": "triton"}
-    assert ran.items() >= wanted.items()
-    assert set(ran.values()) <= {"triton"} | it.runs
+    assert found.items() >= wanted.items()
+    assert set(found.values()) <= {"triton"} | it.runs
 
 
 @pytest.mark.sample(5)
@@ -295,7 +295,7 @@ def test_second_derivative_in_low_precision(op):
         (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
         found.append(torch.autograd.grad(dx.square().sum(), tensors[0])[0].double())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    first = [row for row in ledger().to_dict()["ops"] if row["op"] == f"{op}_bwd"]
+    first = counted(f"{op}_bwd")
     assert op not in WITH_KERNELS or all(row["refused"] or row["implementation"] == "triton" for row in first)
 
 
@@ -481,8 +481,7 @@ def test_kernels_run_beside_tangents(op, interpreted):
     with forward_ad.dual_level():
         it.call(*tensors).sum().backward()
     preferred = "triton" if op in WITH_KERNELS else "torch"
-    ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
-    assert {preferred} <= ran <= {preferred} | parts(op).runs
+    assert {preferred} <= ran() <= {preferred} | parts(op).runs
     assert all(each.grad is not None for each in tensors)
 
 

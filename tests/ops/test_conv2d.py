@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from op_checks import check_beside, compiled_into
+from op_checks import check_beside, compiled_into, counted
 
 from accelerant import ops
 from accelerant.config import override
@@ -15,12 +15,7 @@ from accelerant.ops._images import to_channels_first, to_channels_last
 from accelerant.ops.conv2d import op as algorithms
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
-from accelerant.runtime.ledger import ledger
 from processes import printed
-
-
-def counted(op):
-    return [row for row in ledger().to_dict()["ops"] if row["op"] == op]
 
 
 def against_torch(*tensors, **options):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from op_checks import counted, ran
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,8 +86,9 @@ def probe(probes):
     return probes()
 
 
-def counted(op):
-    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == op]
+def tally(op):
+    """Calls and failures."""
+    rows = counted(op)
     return sum(row["calls"] for row in rows), sum(row["failures"] for row in rows)
 
 
@@ -98,7 +100,7 @@ def test_a_known_kind_takes_the_fast_path_unless_it_is_to_be_timed(probe):
         probe.call(X)
     usual = [number for number, ran in enumerate(probe.ran, 1) if ran == "function"]
     assert usual == [1, 2, 3, 4, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
-    assert counted("fast_path_probe") == (2 * SAMPLE_EVERY + 1, 0)
+    assert tally("fast_path_probe") == (2 * SAMPLE_EVERY + 1, 0)
 
 
 def test_calls_that_record_a_gradient_are_timed_less_often_once_many_were_counted(monkeypatch):
@@ -250,13 +252,13 @@ def test_kinds_are_kept_up_to_a_limit(probe, monkeypatch):
 
 def test_an_error_is_in_the_words_of_the_op_and_counted_once(probe):
     probe.learn(X)
-    before = counted("fast_path_probe")
+    before = tally("fast_path_probe")
     for error in (RuntimeError(), TypeError(), ValueError(), IndexError(), OverflowError()):
         probe.fails = error
         with pytest.raises(ShapeError, match="in the op's words") as raised:
             probe.call(X)
         assert raised.value.__context__ is None
-    assert counted("fast_path_probe") == before  # the function raised before anything ran
+    assert tally("fast_path_probe") == before  # the function raised before anything ran
 
 
 def test_an_error_that_is_not_torchs_goes_through(probe):
@@ -264,12 +266,12 @@ def test_an_error_that_is_not_torchs_goes_through(probe):
         pass
 
     probe.learn(X)
-    calls, failures = counted("fast_path_probe")
+    calls, failures = tally("fast_path_probe")
     probe.fails = OtherError()
     with pytest.raises(OtherError):
         probe.call(X)
     assert probe.ran[-1] == "torch"
-    assert counted("fast_path_probe") == (calls + 1, failures + 1)
+    assert tally("fast_path_probe") == (calls + 1, failures + 1)
 
 
 def test_the_count_is_exact_whoever_calls(probe):
@@ -282,7 +284,7 @@ def test_the_count_is_exact_whoever_calls(probe):
         thread.start()
     for thread in threads:
         thread.join()
-    assert counted("fast_path_probe") == (2000, 0)
+    assert tally("fast_path_probe") == (2000, 0)
     assert "torch" in probe.ran
 
 
@@ -353,7 +355,7 @@ USUAL = {  # what torch's function does in another way, or with a warning
 
 def calls():
     """How many the ledger counts, of all ops, without the backward passes of torch's autograd."""
-    return sum(row["calls"] for row in ledger().to_dict()["ops"] if not row["op"].endswith("_bwd"))
+    return sum(row["calls"] for row in counted() if not row["op"].endswith("_bwd"))
 
 
 @pytest.fixture
@@ -519,7 +521,7 @@ def test_a_case_is_made_of_what_it_was():
     """Fast calls are counted in the same record as the usual calls."""
     for _ in range(10):
         ops.relu(A)
-    (row,) = ledger().to_dict()["ops"]
+    (row,) = counted()
     assert (row["op"], row["calls"], row["case"]) == ("relu_fwd", 10, str(Case(A.device, A.dtype, A.shape)))
 
 
@@ -545,7 +547,7 @@ def test_gradient_is_torchs_and_the_ledger_says_so(name):
     function, args, options = CALLS[name]
     y, *_ = differentiated(function, args, options)
     assert not is_ours(y)
-    row, backward = ledger().to_dict()["ops"]
+    row, backward = counted()
     assert row["calls"] == backward["calls"] == 1
     assert row["implementation"] == backward["implementation"] == "torch"
     assert "torch on the CPU: its own autograd" in row["reason"]
@@ -575,7 +577,7 @@ def test_a_forced_backward_pass_is_not_passed_over():
         ops.gelu(A).sum().backward()
     with force(gelu_bwd="torch"):
         torch.autograd.grad(ops.gelu(A).sum(), A)
-    assert [(row["op"], row["calls"]) for row in ledger().to_dict()["ops"]] == [("gelu_fwd", 2), ("gelu_bwd", 1)]
+    assert [(row["op"], row["calls"]) for row in counted()] == [("gelu_fwd", 2), ("gelu_bwd", 1)]
 
 
 @pytest.mark.parametrize("name", ["embedding", "cross_entropy", "layer_norm"])
@@ -654,7 +656,7 @@ def test_a_loss_of_many_logits_makes_its_gradient_itself(dtype):
     assert is_ours(ops.cross_entropy(many, targets))
     assert is_ours(ops.cross_entropy(many, targets, reduction="none")) == (dtype == torch.bfloat16)
     assert not ops.cross_entropy(many.detach(), targets).requires_grad
-    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
+    assert ran() == {"torch"}
 
 
 @pytest.mark.sample(5, 3)
@@ -744,7 +746,7 @@ def _recorded(call, x, w):
 
 
 def _served(op):
-    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == op and row["calls"]]
+    rows = [row for row in counted(op) if row["calls"]]
     return {(row["implementation"], "few elements" in row["case"]): row["calls"] for row in rows}
 
 
@@ -782,7 +784,7 @@ def test_few_elements_without_a_gradient_on_a_gpu_are_torchs(name, dtype, eager)
         with torch.set_grad_enabled(grad):
             assert all(torch.equal(ours(x, w), torchs(x, w)) for _ in range(6))
     names = (name, f"{name}_fwd")
-    rows = [row for row in ledger().to_dict()["ops"] if row["op"] in names and row["calls"]]
+    rows = [row for row in counted() if row["op"] in names and row["calls"]]
     assert {row["implementation"] for row in rows} == {"torch"}
     assert sum(row["calls"] for row in rows) == 12
 
@@ -802,7 +804,7 @@ def test_few_elements_elsewhere_than_on_a_cpu_are_recognized(name, grad, eager, 
         with graphs.ahead_of_capture():
             assert calls_of(lambda: ours(x, w)) > 12
     names = (name, f"{name}_fwd")
-    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] in names) == 8
+    assert sum(row["calls"] for row in counted() if row["op"] in names) == 8
 
 
 @pytest.mark.parametrize(

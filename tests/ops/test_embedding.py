@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_checks import counted
 
 from accelerant import ops
 from accelerant.config import override
@@ -11,7 +12,6 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.embedding import op as launch
 from accelerant.ops.embedding.op import embedding_reference
 from accelerant.runtime.dispatch import operations
-from accelerant.runtime.ledger import ledger
 
 BACKWARDS = pytest.mark.parametrize("backward", [launch.launch_backward_sorted, launch.launch_backward_atomic])
 NEEDS = (True,)
@@ -164,7 +164,7 @@ def test_atomic_sums_are_refused_where_bits_must_repeat(interpreted):
     assert not atomic.deterministic
     with override(deterministic=True):
         ops.embedding(torch.arange(5), weight).sum().backward()
-    ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
+    ran = {row["op"]: row["implementation"] for row in counted()}
     assert ran["embedding_bwd"] == "triton"
 
 

@@ -11,6 +11,7 @@ from op_checks import (
     check_beside,
     check_sample,
     close,
+    counted,
     each_sample,
     parts,
     results,
@@ -45,7 +46,7 @@ def test_own_kernels_run(op):
     """By default, unless a shipped table has a library as faster for this shape: then when they are forced."""
     sample = parts(op).cases.BENCHMARKS[0].sample
     check_sample(op, sample, torch.bfloat16, "cuda")
-    ran = {row["op"]: row for row in ledger().to_dict()["ops"]}
+    ran = {row["op"]: row for row in counted()}
     directions = [name for name in (f"{op}_fwd", f"{op}_bwd") if name in ran]
     slower = [name for name in directions if not ran[name]["own"] and ran[name]["reason"].startswith("shipped table")]
     if slower:
@@ -53,7 +54,7 @@ def test_own_kernels_run(op):
         ledger().reset()
         with force(**{name: _own_implementation(name) for name in slower}):
             check_sample(op, sample, torch.bfloat16, "cuda")
-        ran = {row["op"]: row for row in ledger().to_dict()["ops"]}
+        ran = {row["op"]: row for row in counted()}
     assert ran[f"{op}_fwd"]["own"]
     assert op not in DIFFERENTIABLE or ran[f"{op}_bwd"]["own"]
     assert not ledger().to_dict()["fallbacks"]
@@ -159,7 +160,7 @@ def test_autocast_matmul_is_counted_once_and_autograd_makes_its_gradients(dtype)
     assert y.dtype == dtype
     y.sum().backward()
     assert a.grad.dtype == b.grad.dtype == torch.float32
-    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "matmul") == 1  # the rest is torch's
+    assert sum(row["calls"] for row in counted("matmul")) == 1  # the rest is torch's
 
 
 def test_only_the_bias_wants_a_gradient(monkeypatch):

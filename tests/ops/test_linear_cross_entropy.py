@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_checks import check_beside, check_sample
+from op_checks import check_beside, check_sample, counted
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +15,6 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.linear_cross_entropy import op
 from accelerant.ops.linear_cross_entropy import op as chunks
 from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
-from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.limits import predicting
 
 
@@ -43,7 +42,7 @@ def drawn(M, K, V):
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_by_kernel_and_in_chunks(sample, dtype, interpreted, small_chunks):
     check_sample("linear_cross_entropy", sample, dtype, tolerances=TOLERANCES)
-    ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
+    ran = {row["op"]: row["implementation"] for row in counted()}
     assert ran["linear_cross_entropy_fwd"] == ran["linear_cross_entropy_bwd"] == "triton"
 
 
@@ -94,16 +93,14 @@ def test_only_the_gradient_that_is_needed(which, interpreted):
     theirs(*others, targets).backward()
     torch.testing.assert_close(tensors[which].grad, others[which].grad)
     assert tensors[1 - which].grad is None
-    products = [row for row in ledger().to_dict()["ops"] if row["op"] == "linear_cross_entropy_matmul"]
-    assert sum(row["calls"] for row in products) == 2
+    assert sum(row["calls"] for row in counted("linear_cross_entropy_matmul")) == 2
 
 
 def test_no_gradient_no_gradients(interpreted):
     hidden, weight, targets = drawn(7, 4, 9)
     with torch.no_grad():
         ops.linear_cross_entropy(hidden.requires_grad_(), weight, targets)
-    products = [row for row in ledger().to_dict()["ops"] if row["op"] == "linear_cross_entropy_matmul"]
-    assert sum(row["calls"] for row in products) == 1
+    assert sum(row["calls"] for row in counted("linear_cross_entropy_matmul")) == 1
 
 
 def test_all_ignored(interpreted, small_chunks):
@@ -201,7 +198,7 @@ def test_bfloat16_on_a_cpu(rows, uninterpreted, monkeypatch):
     assert [x.dtype for x in mine] == [torch.bfloat16] * 2
     for one, other, reference in zip(mine, torchs, exact, strict=True):
         assert (one - reference).abs().max() <= 2 * (other - reference).abs().max()
-    products = [row for row in ledger().to_dict()["ops"] if row["op"] == "linear_cross_entropy_matmul"]
+    products = counted("linear_cross_entropy_matmul")
     assert products
     assert all("bfloat16" in row["case"] for row in products)
 

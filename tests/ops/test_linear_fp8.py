@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from op_checks import ran
 from torch.nn import functional
 
 from accelerant.errors import ShapeError
@@ -12,7 +13,6 @@ from accelerant.ops.linear_fp8 import cases, op
 from accelerant.ops.linear_fp8 import op as launch
 from accelerant.ops.linear_fp8 import op as reference
 from accelerant.ops.linear_fp8.op import Float8Weight, Float8Weights, flattened, unflattened
-from accelerant.runtime.ledger import ledger
 
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = pytest.mark.gpu
@@ -25,10 +25,6 @@ def values(rounded):
 
 def code(x):
     return x.view(torch.uint8)
-
-
-def ran(name):
-    return {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] == name}
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_checks import check_beside
+from op_checks import check_beside, counted
 from torch.nn import functional
 
 from accelerant import ops
@@ -12,7 +12,6 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.linear_gelu import op as launch
 from accelerant.ops.linear_gelu.op import _refuses, _refuses_epilogue, _torch_forward
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.ledger import ledger
 
 APPROXIMATE = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
@@ -71,7 +70,7 @@ def test_writes_no_intermediate_without_gradient(interpreted):
     with torch.no_grad():
         ops.linear_gelu(x, weight.requires_grad_(), bias)
     ops.linear_gelu(x, weight, bias)
-    cases = [row["case"] for row in ledger().to_dict()["ops"]]
+    cases = [row["case"] for row in counted()]
     assert cases == ["6x5x8 float32 none bias", "6x5x8 float32 none bias keep"]
 
 
@@ -91,8 +90,7 @@ def test_only_the_gradient_that_is_needed(which, interpreted):
     others = leaves(*tensors)
     theirs(*others).sum().backward()
     torch.testing.assert_close(tensors[which].grad, others[which].grad)
-    products = [row for row in ledger().to_dict()["ops"] if row["op"] == "linear_gelu_matmul"]
-    assert sum(row["calls"] for row in products) == (which < 2)
+    assert sum(row["calls"] for row in counted("linear_gelu_matmul")) == (which < 2)
 
 
 @APPROXIMATE

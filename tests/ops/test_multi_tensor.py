@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from op_checks import counted, ran
 
 from accelerant.errors import (
     AccelerantError,
@@ -27,7 +28,6 @@ from accelerant.ops.multi_tensor.op import (
     sgd_step,
 )
 from accelerant.ops.multi_tensor.tables import Tensors, Workspace
-from accelerant.runtime.ledger import ledger
 
 
 def sgd_reference(p, g, b, *, lr, momentum, dampening, weight_decay, nesterov, maximize=False):
@@ -84,10 +84,6 @@ def close(actual, expected, dtype):
     tolerance = cases.TOLERANCES[dtype]
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=tolerance.relative, atol=tolerance.absolute)
-
-
-def ran(op):
-    return {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] == op}
 
 
 GROUPS = (
@@ -391,7 +387,7 @@ def test_gradient_that_lies_otherwise():
     take_adamw(tensors, Workspace(torch.device("cpu")))
     close([some[0] for some in (tensors.params, *tensors[2:4])], adamw_reference(*exact, 1, **GROUPS[0]), F32)
     assert ran("adamw_step") == {"torch"}
-    (row,) = [row for row in ledger().to_dict()["ops"] if row["op"] == "adamw_step"]
+    (row,) = counted("adamw_step")
     assert "layout differs" in str(row["refused"])
 
 

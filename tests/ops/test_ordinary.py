@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 import torch
+from op_checks import counted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerant import ops
 from accelerant.ops import _library
-from accelerant.runtime.ledger import ledger
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,8 @@ def test_dropout_after_an_inference_is_ours():
     x = torch.ones(8, requires_grad=True)
     with torch.inference_mode():
         ops.dropout(x)
-    before = {row["op"]: row["calls"] for row in ledger().to_dict()["ops"]}
+    before = {row["op"]: row["calls"] for row in counted()}
     ops.dropout(x)
-    after = {row["op"]: row["calls"] for row in ledger().to_dict()["ops"]}
+    after = {row["op"]: row["calls"] for row in counted()}
     assert before
     assert sum(after.values()) == sum(before.values()) + 1

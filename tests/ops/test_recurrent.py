@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_checks import counted
 
 from accelerant.ops.recurrent.op import layer_reference, recurrent
 from accelerant.runtime.dispatch import force
@@ -164,7 +165,7 @@ def test_no_rows():
 def test_the_ledger_counts_them():
     x, states, weights = arguments("gru", B=2, T=3, K=5, H=4, dtype=torch.float32)
     recurrent("gru", x, states, weights, **OPTIONS)
-    (row,) = (row for row in ledger().to_dict()["ops"] if row["op"] == "gru_fwd")
+    (row,) = counted("gru_fwd")
     assert row["calls"] == 1
     assert row["implementation"] == "torch"
     assert row["flops"] == 2 * 2 * 3 * (12 * 5 + 12 * 4 + 24)
@@ -182,7 +183,7 @@ def chosen(cell, **sizes):
     x, states, weights = arguments(cell, dtype=torch.float32, **sizes)
     ledger().reset()
     recurrent(cell, x, states, weights, **OPTIONS)
-    (row,) = ledger().to_dict()["ops"]
+    (row,) = counted()
     return row["implementation"], str(row["refused"])
 
 
@@ -238,5 +239,5 @@ def test_triton_without_tf32(cell, monkeypatch):
 def test_cudnn_is_preferred_until_a_race_says_otherwise():
     x, states, weights = arguments("lstm", dtype=torch.bfloat16, device="cuda")
     recurrent("lstm", x, states, weights, **OPTIONS)
-    (row,) = (row for row in ledger().to_dict()["ops"] if row["op"] == "lstm_fwd")
+    (row,) = counted("lstm_fwd")
     assert row["implementation"] == "torch"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_checks import counted, ran
 from torch.nn import functional
 
 from accelerant.config import override
@@ -20,7 +21,6 @@ from accelerant.ops.transformer.block import (
     block_reference,
 )
 from accelerant.runtime.dispatch import Case, force
-from accelerant.runtime.ledger import ledger
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SPEC = BlockSpec(2, (1e-5, 2e-5))
@@ -46,10 +46,6 @@ def close(actual, expected, dtype):
     torch.testing.assert_close(
         actual.double(), expected, rtol=tolerance.relative, atol=tolerance.absolute * max(1.0, largest)
     )
-
-
-def ran(name):
-    return {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] == name}
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -294,7 +290,7 @@ def test_sums_go_with_a_gradient_to_the_block_before(changed, uninterpreted):
         run(lambda x, s, params: Block.apply(x, s, SPEC, *sums[id(params)], *params, *lows(params, F64))),
         (x, *one, *two),
     )
-    summed = sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "column_sums")
+    summed = sum(row["calls"] for row in counted("column_sums"))
     assert summed == (4 if changed else 3)  # qkv of both, down of the second one
     expected = gradients(
         run(lambda x, s, params: block_reference(x if s is None else x + s, SPEC, params)), (x, *one, *two)
@@ -321,7 +317,7 @@ def test_frozen_parameters_cost_nothing(uninterpreted):
     branch, _ = Block.apply(draw((1, 3, 8), BF16), None, SPEC, None, None, *params, *lows(params, BF16))
     branch.sum().backward()
     assert [param.grad is None for param in params] == [True] * 10 + [False] * 2
-    assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "linear_dw") == 1
+    assert sum(row["calls"] for row in counted("linear_dw")) == 1
 
 
 def functions():
