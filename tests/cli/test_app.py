@@ -7,7 +7,8 @@ import sys
 import pytest
 import typer
 
-from accelerant.cli.app import _MODULES, COMMANDS, build_app, main
+from accelerant.cli.app import _MODULES, COMMANDS, build_app
+from commands import status
 
 
 @pytest.mark.parametrize("group", COMMANDS)
@@ -46,9 +47,7 @@ def test_an_unknown_command_is_wrong_usage():
 )
 def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(line.split())
-    assert ended.value.code == 2
+    assert status(*line.split()) == 2
     assert why in capsys.readouterr().err
 
 
@@ -82,16 +81,12 @@ def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, caps
 )
 def test_an_empty_argument_is_refused_by_name(line, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(shlex.split(line))
-    assert ended.value.code == 2
+    assert status(*shlex.split(line)) == 2
     assert capsys.readouterr().err == f"accelerant: {name} must not be empty\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_the_arguments_of_a_profiled_script_may_be_empty(tmp_path, capsys):
     (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["profile", "--no-ceilings", str(tmp_path / "show.py"), "", "x"])
-    assert ended.value.code == 0
+    assert status("profile", "--no-ceilings", tmp_path / "show.py", "", "x") == 0
     assert capsys.readouterr().out.startswith("['', 'x']\n")

@@ -7,10 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from accelerant.bench import BenchmarkRecord
-from accelerant.cli.app import build_app, main
+from accelerant.cli.app import build_app
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.testing import FakeProvider
+from commands import status
 
 
 def run(*arguments):
@@ -60,9 +61,7 @@ def test_devices_have_their_specification():
 
 @pytest.mark.parametrize("name", ["vulkan", "Vulkan", "webgpu"])
 def test_bench_has_no_suites_for_webgpu(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "runtime", "--device", name])
-    assert ended.value.code == 2
+    assert status("bench", "runtime", "--device", name) == 2
     present = f"bench measures devices that torch has tensors on; {name} is not one"  # no "unknown backend"
     assert re.search(f"{present}|backend 'webgpu' is not available", capsys.readouterr().err)
 
@@ -103,9 +102,7 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     for row in baseline["rows"]:
         row["p50"] /= 1000
     path.write_text(json.dumps(baseline))
-    with pytest.raises(SystemExit) as exit_:
-        main([*arguments, "--compare", str(path)])
-    assert exit_.value.code == 1
+    assert status(*arguments, "--compare", path) == 1
     assert "slower than" in capsys.readouterr().err
 
 
@@ -137,7 +134,5 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     ],
 )
 def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
+    assert status(*arguments) == 2
     assert message in capsys.readouterr().err

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerant.cli import main
 from accelerant.cli.app import exit_status
 from accelerant.errors import FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train.config import PRESETS
+from commands import status
 
 SOURCE = Path(__file__).parents[2] / "src"
 TEXT = "".join(f"the {n}th line of some text, for learning\n" for n in range(200))
@@ -30,9 +30,7 @@ def accelerant(capfd, tmp_path, monkeypatch):
 
     def run(*arguments):
         began = time.monotonic()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capfd.readouterr(), time.monotonic() - began
+        return status(*arguments), *capfd.readouterr(), time.monotonic() - began
 
     return run
 

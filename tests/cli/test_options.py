@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from accelerant.cli.app import build_app, main
+from accelerant.cli.app import build_app
 from accelerant.cli.help import ALIASES, RENAMED
+from commands import status
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +41,7 @@ def options(command):
 
 
 def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return ended.value.code or 0, capsys.readouterr().err
+    return status(*arguments), capsys.readouterr().err
 
 
 def test_every_option_is_a_word_of_the_vocabulary():

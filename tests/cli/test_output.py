@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from accelerant.cli import terminal
-from accelerant.cli.app import build_app, main
+from accelerant.cli.app import build_app
 from accelerant.cli.train_view import BarView, LineView
 from accelerant.config import override
 from accelerant.nn.train.history import StepRecord
@@ -24,6 +24,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key, watch_compilation
 from accelerant.runtime.compilation.kernel import Binary
 from accelerant.runtime.files import plain
+from commands import status
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "tests/vectors/groth16/poseidon"
@@ -73,9 +74,7 @@ def run(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", streams[0])
             patched.setattr(sys, "stderr", streams[1])
-            with pytest.raises(SystemExit) as ended:
-                main(list(map(str, arguments)))
-        return ended.value.code or 0, *(stream.text() for stream in streams)
+            return status(*arguments), *(stream.text() for stream in streams)
 
     return run
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+import commands
 from accelerant.cli import profile as profile_module
-from accelerant.cli.app import main
 
 SCRIPT = """
 import sys, torch, accelerant as acl
@@ -30,9 +30,7 @@ def profiled(capsys, tmp_path, monkeypatch):
 
     def run(text, *arguments, options=("--no-ceilings",)):
         (tmp_path / "script.py").write_text(text)
-        with pytest.raises(SystemExit) as ended:
-            main(["profile", *options, "script.py", *arguments])
-        return ended.value.code or 0, *capsys.readouterr()
+        return commands.run("profile", capsys, *options, "script.py", *arguments)
 
     return run
 
@@ -92,9 +90,7 @@ def test_bad_usage_is_refused_before_the_script_runs(profiled, tmp_path, capsys)
     status, _, errors = profiled("raise SystemExit(5)", options=("--trace", str(tmp_path)))
     assert status == 2
     assert "is a folder; name a file" in errors
-    with pytest.raises(SystemExit) as ended:
-        main(["profile", "absent.py"])
-    assert ended.value.code == 2
+    assert commands.status("profile", "absent.py") == 2
     assert "no file absent.py" in capsys.readouterr().err
 
 

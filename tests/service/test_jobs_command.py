@@ -1,11 +1,12 @@
 """`accelerant jobs` on a running service."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
-from accelerant.cli.app import main
+import commands
 from accelerant.service import Client
 
 
@@ -13,14 +14,7 @@ from accelerant.service import Client
 def run(server, monkeypatch, capsys):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERANT_URL", server.url)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["jobs", *arguments])
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return call
+    return partial(commands.run, "jobs", capsys)
 
 
 @pytest.fixture

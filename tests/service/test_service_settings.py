@@ -10,6 +10,7 @@ from accelerant.cli import main
 from accelerant.config import load as library_settings
 from accelerant.errors import ConfigError
 from accelerant.service.settings import ServiceSettings, load
+from commands import status
 
 
 def test_file_environment_and_arguments_in_rising_order(tmp_path):
@@ -100,8 +101,6 @@ def test_a_second_ctrl_c_leaves_no_traceback_in_the_log(tmp_path):
 def test_an_address_in_use_is_refused_before_anything_is_made(tmp_path, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", "--port", str(port), "--directory", str(tmp_path / "state")])
-    assert ended.value.code == 2
+        assert status("serve", "--port", port, "--directory", tmp_path / "state") == 2
     assert f"cannot listen on host 127.0.0.1, port {port}: Address already in use" in capfd.readouterr().err
     assert not (tmp_path / "state").exists()
