@@ -274,9 +274,8 @@ def _op(
     arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],
     merge: Merge | None = None, joined: int = 1, *, options: Mapping[str, Any] | None = None, **more: Any,
 ) -> ArrayMethod:  # fmt: skip
-    """Return a public op.
+    """Return a public op, from an example's `arguments` for a number of rows and its `options`.
 
-    `arguments` has an example's arguments for a number of rows, as in the op's samples, and `options` its options.
     `flops` may be the operations for each element of the first result.
     """
     function = public_op(name).function

@@ -254,10 +254,9 @@ def _speed(row: Row, record: BenchmarkRecord, peer: str) -> float | None:
 
 
 def floors_text(records: Sequence[BenchmarkRecord], margin: float) -> str:
-    """Return the floors that records reach with a margin, as TOML.
+    """Return the floors that records reach with a margin, as TOML: speed over torch's, or else milliseconds.
 
-    Cases that torch has too give the least speed over torch's of each op and direction, times the margin; others in
-    milliseconds give their 80th percentile over the margin. First calls, which depend on the host, are left out.
+    First calls, which depend on the host, are left out.
     """
     tables: dict[str, dict[str, str]] = {}
     for record in records:

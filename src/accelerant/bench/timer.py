@@ -107,9 +107,8 @@ def rotated_ms(
 ) -> tuple[Timing, str]:
     """Return the device time of one of several consecutive calls, each on memory of its own, and how it was taken.
 
-    The copies of the arguments are together several times the size of the L2. On a GPU the calls are captured in one
-    CUDA graph, and a replay's time is divided by their number. Calls that cannot be captured are timed as they are,
-    after work that gives the host a head start.
+    The copies of the arguments exceed the L2. On a GPU the calls are captured in one CUDA graph, or timed after work
+    that gives the host a head start.
     """
     count = f"{len(calls)} copies in turn"
     if device.type != "cuda":

@@ -170,8 +170,7 @@ writer locks its file within microseconds of creating it."""
 def _lock(descriptor: int, *, alone: bool = False) -> bool:
     """Lock a file until its descriptor is closed or the process ends; return whether that succeeded.
 
-    A shared lock marks a temporary file whose writer lives, for other containers and hosts as well. An exclusive one
-    (`alone`) succeeds without a writer.
+    A shared lock, seen by other containers and hosts, says that the writer lives; `alone` succeeds without one.
     """
     try:
         import fcntl
@@ -242,8 +241,7 @@ class JsonRecord:
 def decode_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
 
-    With `unique` a name that an object gives twice is refused, as are NaN and Infinity. The depth is counted first,
-    since json.loads recurses once a level, and a deep text could end the process.
+    With `unique` a name that an object gives twice is refused, as are NaN and Infinity.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH:

@@ -303,10 +303,9 @@ _FETCH_S = 3.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens.
+    """uvicorn's server, which says where it listens; the first signal ends new work, within `drain_s` the rest.
 
-    From the first signal on it is not ready and takes no new work, but answers everything else until its jobs have
-    ended, or for `drain_s`. A second signal ends that wait: jobs go back to the queue.
+    A second signal ends that wait: jobs go back to the queue.
     """
 
     _drain: asyncio.Task[None]

@@ -36,10 +36,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Node(NamedTuple):
-    """One value.
+    """One value, a condition if its dtype is bool; `args` are indices of earlier nodes.
 
-    `args` are indices of earlier nodes. `value` is the number of a "constant", the index of an "input", the dtype that
-    a "cast" rounds to, the whole exponent of a "power". Values of dtype bool are conditions.
+    `value`: the number of a "constant", the index of an "input", the dtype of a "cast", the exponent of a "power".
     """
 
     op: str

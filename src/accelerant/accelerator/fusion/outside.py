@@ -46,10 +46,9 @@ class _Name(NamedTuple):
 def reads_of(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], names: frozenset[str]
 ) -> Reads | None:
-    """Return what a call of the function reads, None where that is unknown.
+    """Return what a call of the function reads, None where that is unknown; an array among its arguments is None.
 
-    `args` and `options` are those of the call, an array is None. `names` are those of functions of torch and NumPy that
-    return the same for the same arguments.
+    `names` are those of functions of torch and NumPy that return the same for the same arguments.
     """
     reads: Reads = []
     try:

@@ -356,11 +356,7 @@ def sweep_sizes(largest: int = 28) -> list[int]:
 
 
 def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
-    """Return the benchmark with `size` elements in its first argument, its rows keeping their length.
-
-    An odd number of elements, or fewer than a row, make one row. Returns None where another argument depends on the
-    first in a way that is not row by row.
-    """
+    """Return a benchmark with `size` elements in its first argument; None if others do not follow its rows."""
     first = benchmark.sample.arguments[0]
     if not isinstance(first, tuple) or len(first) != 2:
         return None

@@ -157,10 +157,9 @@ def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
 
 
 class LaunchCache(dict[tuple[Hashable, ...], T]):
-    """Prepared launches, by everything that their arguments depend on: addresses, shapes, strides, options, device.
+    """Prepared launches (tensor maps, 2 us each), by all that their arguments depend on, addresses included.
 
-    Preparing one encodes up to five tensor maps, 2 us each; the caching allocator returns the same few addresses again
-    and again. An entry holds no tensor: it serves any tensors at its addresses. A full cache is emptied.
+    An entry holds no tensor: it serves any tensors at its addresses. A full cache is emptied.
     """
 
     def __init__(self, limit: int = 4096) -> None:

@@ -227,8 +227,7 @@ _WIDE_KEYS, _WIDE_ELEMENTS = 256, 2**14
 def _is_faster_wide(q: Tensor, k: Tensor) -> bool:
     """Return whether torch's kernels for a CPU take a half precision in float32, casts included, in less time.
 
-    In float16 they always do (half to a ninth of it with the gradient), in bfloat16 for short sequences (down to a
-    fifth), but for processors that multiply tiles of it.
+    Float16 always, bfloat16 in short sequences, but for processors that multiply tiles of it.
     """
     if not q.is_cpu or q.dtype not in (torch.float16, torch.bfloat16):
         return False

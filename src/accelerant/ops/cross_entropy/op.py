@@ -336,11 +336,7 @@ def _eager_gradient(
     needs: Sequence[bool], logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
     wide: bool, inplace: bool,
 ) -> tuple[tuple[Tensor | None, ...], Any, bool] | None:  # fmt: skip
-    """Compute loss and gradient together, except in float16 and float64.
-
-    A float16 gradient divided by the count would underflow before the upstream gradient, a loss scale, multiplies it.
-    float64 is for gradient checks, whose repeated backward passes must agree exactly.
-    """
+    """Compute loss and gradient together, but not in float16, where it would underflow, or float64, for checks."""
     if reduction == "none" or logits.dtype not in _EAGER:
         return None
     check_targets(targets, logits.shape[1], ignore_index)

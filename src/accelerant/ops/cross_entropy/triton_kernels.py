@@ -189,11 +189,7 @@ def _packed(raw, HALF: tl.constexpr):
 
 @triton.jit
 def _widened(pair, zero):
-    """Return both numbers of a pair in float32.
-
-    zero is 0 at run time, unknown to the compiler, which therefore converts at each use instead of keeping the results
-    in twice the registers.
-    """
+    """Return a pair in float32; zero, unknown to the compiler, makes it convert at each use, in fewer registers."""
     pair = pair ^ zero
     return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
 

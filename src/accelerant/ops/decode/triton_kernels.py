@@ -330,11 +330,7 @@ def attention_paged_append(
 
 @triton.jit
 def _wide(w, BYTES: tl.constexpr):
-    """Convert weights to float32.
-
-    BYTES: 8-bit integers, four at a time by their bits, as (2^23 + 128 + w) - (2^23 + 128): conversion instructions run
-    at a quarter of the rate and would bound the kernel.
-    """
+    """Convert weights to float32; 8-bit integers (BYTES) by their bits, since conversions would bound the kernel."""
     if BYTES:
         return (
             tl.inline_asm_elementwise(

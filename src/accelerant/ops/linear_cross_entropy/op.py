@@ -76,11 +76,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, first: bool = True) -> None:
 
 
 def _split(V: int) -> tuple[slice, ...]:
-    """Return the classes in two parts, the first a multiple of _ALIGNED and the second short.
-
-    The library is slow for odd sizes: on an H200 a chunk's products run at 94 to 432 TFLOP/s with 50257 classes, at 650
-    to 700 with 50304.
-    """
+    """Return the classes in two parts, the first a multiple of _ALIGNED, since the library is slow for odd sizes."""
     even = V // _ALIGNED * _ALIGNED
     return tuple(part for part in (slice(0, even), slice(even, V)) if part.stop > part.start)
 

@@ -153,10 +153,9 @@ _Weight = Tensor | Float8Weight  # a linear layer's weight in the form that its 
 
 
 class ColumnSums:
-    """Column sums of the gradient that a block passes back to the block before it: of the latter's last bias.
+    """Column sums of the gradient that a block's first norm passes to the block before it, for the latter's last bias.
 
-    The backward pass of a block's first norm computes them; the earlier block takes them, provided that autograd hands
-    it the same tensor, unmodified, and so need not read the whole gradient again.
+    The earlier block takes them if autograd hands it the same tensor, unmodified, and need not read it again.
     """
 
     def __init__(self, bias: Tensor) -> None:
@@ -553,8 +552,7 @@ def _norm_gradients(
 class Embed(torch.autograd.Function):
     """tokens (B, T), table (V, D), positions (P, D), a dtype -> the sum of their rows (B, T, D), and the table itself.
 
-    The returned table is for an output layer tied to it. Both gradients then meet here, and the rows of one are added
-    to the other in place.
+    An output layer is tied to the returned table: rows of one gradient are added to the other in place.
     """
 
     @staticmethod

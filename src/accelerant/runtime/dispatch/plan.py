@@ -194,11 +194,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def checked(run: Callable[..., Any], named: str, *, mutates: bool) -> Callable[..., Any]:
-    """Return an implementation that raises DivergenceError for a result that is not finite; each call waits.
+    """Return an implementation that raises DivergenceError for a NaN, and an infinity of finite inputs; calls wait.
 
-    A NaN is always an error. An infinity is none if an input is not finite either (-inf is the usual mask of softmax),
-    nor in later results (attention's log-sum-exp of a row that sees nothing). Nothing is checked in a captured CUDA
-    graph.
+    An infinity in later results is none (log-sum-exp of a row that sees nothing). Captured graphs are not checked.
     """
 
     def run_checked(*args: Any) -> Any:
@@ -375,11 +373,7 @@ PLANS_LIMIT = 4096  # maximum number of plans under one set of rules
 
 
 class PlanCache(Generic[V]):
-    """Plans by case, separate for each set of rules, since a plan must not outlive the settings it was made under.
-
-    Hot paths read `usual`, the plans under the settings as loaded, unless `choice_overrides` of config.py holds
-    something or torch_wants_determinism() says so.
-    """
+    """Plans by case and set of rules; hot paths read `usual`, those under the settings as loaded, without overrides."""
 
     def __init__(self) -> None:
         self.usual: dict[Any, V] = {}

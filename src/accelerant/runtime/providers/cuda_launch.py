@@ -103,11 +103,10 @@ class Library:
 
 
 class LoadedKernel:
-    """An entry point on a device, ready to launch.
+    """An entry point on a device, ready to launch: the handle from the Library `code`, which must live as long.
 
-    `function` is the driver's handle, from the Library `code`, which must live as long. The compiled code takes `extra`
-    further pointers, all null. `threads` a block are those that the compiler fixed, else 0. With `overlaps`, its blocks
-    may begin before the preceding kernel has ended; the kernel then waits (griddepcontrol.wait) itself.
+    The compiled code takes `extra` further null pointers; `threads` a block are the compiler's, else 0. With `overlaps`
+    its blocks may begin before the preceding kernel has ended, for which it waits itself.
     """
 
     def __init__(

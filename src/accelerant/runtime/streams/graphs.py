@@ -100,11 +100,7 @@ def without_collection(*, collect: bool = True) -> Iterator[None]:
 
 
 def _end_drawing() -> None:
-    """Return the random number generator to normal use after a failed capture, by a capture that succeeds.
-
-    The generator otherwise counts as being captured, and each later draw fails: "Offset increment outside graph capture
-    encountered unexpectedly" (torch 2.11).
-    """
+    """End the capture that a failed one leaves the random number generator in, so that later draws work."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
 

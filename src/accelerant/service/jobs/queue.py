@@ -63,11 +63,7 @@ def launches_of(calls: list[Call]) -> list[Launch]:
 
 
 class CallQueue:
-    """The waiting calls of a server, of one event loop.
-
-    Their number, with those in a worker, and the bytes of their inputs are bounded; so are the estimated seconds, the
-    bytes and the calls of a batch. While a worker has a batch, the server reads and answers the others.
-    """
+    """The waiting calls of a server, of one event loop, bounded in number and bytes, as batches are in seconds too."""
 
     def __init__(
         self, most_calls: int, most_bytes: int, *, batch_s: float = 0.02, batch_bytes: int = 8 << 20,

@@ -360,8 +360,7 @@ class JobStore:
     def take_over(self, running: Collection[str] = ()) -> list[tuple[str, JobState]]:
         """Give the jobs of servers that are gone back to the queue; return their ids and new states.
 
-        Those that are `running` here, whose leases are late, stay. Of others of this server the claim's answer was
-        lost, and they never ran.
+        `running` ones here, whose leases are late, stay; of others of this server the claim's answer was lost.
         """
         expired = sa.and_(_jobs.c.state == _RUNNING, _jobs.c.lease < time.time(), _jobs.c.volume == self.volume)
         states = []

@@ -100,8 +100,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 def wipe(path: Path) -> None:
     """Overwrite a file with zeros and remove it, or a folder with its files; what is not there is no error.
 
-    Another server may remove the same at the same time. On copy-on-write file systems and flash memory the old blocks
-    may remain until they are reused.
+    On copy-on-write file systems and flash memory the old blocks may remain.
     """
     with contextlib.suppress(FileNotFoundError):
         if path.is_symlink():

@@ -156,9 +156,7 @@ class WorkerProcess(Child):
     async def run_job(self, message: dict[str, Any], deadline: float | None) -> dict[str, Any]:
         """Run a job and return how it ended: the worker's message, or {"lost": reason, "blameless": bool}.
 
-        The job is blameless if calls ran beside it, or the server ended the worker. It has not "begun" if the worker
-        had ended before.
-        A job that passes its deadline without asking for it is ended, with the process.
+        A job is blameless beside calls, or where the server ended the worker; past its deadline the process is ended.
         """
         if not self.ready.is_set():  # the next process must not get what it would run beside the repetition
             return {"lost": f"the worker of {self.name} ended", "begun": False}
