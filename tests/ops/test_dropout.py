@@ -326,27 +326,23 @@ def test_vmap_draws_as_torch_does():
     assert not torch.equal(y[0], y[1])
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
-def test_refuses_another_p(p):
-    with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\], got {p}"):
-        ops.dropout(torch.ones(3), p)
+X = torch.ones(3)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_refuses_another_seed(seed):
-    with pytest.raises(ConfigError, match=rf"seed must be in \[0, 2\^64\), got {seed}"):
-        ops.dropout(torch.ones(3), seed=seed)
-
-
-def test_refuses_another_seed_tensor():
-    with pytest.raises(UnsupportedDtype, match="the seed must be int64, got int32"):
-        ops.dropout(torch.ones(3), seed=torch.tensor(1, dtype=torch.int32))
-    with pytest.raises(ShapeError, match=r"the seed must be one number, got shape \(2,\)"):
-        ops.dropout(torch.ones(3), seed=torch.tensor([1, 2]))
-    with pytest.raises(ShapeError, match="x and the seed must be on one device, got cpu and meta"):
-        ops.dropout(torch.ones(3), seed=torch.tensor(1, device="meta"))
-
-
-def test_refuses_integers():
-    with pytest.raises(UnsupportedDtype, match=r"dropout takes .*; x is int64"):
-        ops.dropout(torch.ones(3, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("x", "p", "seed", "error", "words"),
+    [
+        (X, -0.1, None, ConfigError, r"p must be in \[0, 1\], got -0.1"),
+        (X, 1.1, None, ConfigError, r"p must be in \[0, 1\], got 1.1"),
+        (X, math.nan, None, ConfigError, r"p must be in \[0, 1\], got nan"),
+        (X, 0.5, -1, ConfigError, r"seed must be in \[0, 2\^64\), got -1"),
+        (X, 0.5, 2**64, ConfigError, r"seed must be in \[0, 2\^64\), got 18446744073709551616"),
+        (X, 0.5, torch.tensor(1, dtype=torch.int32), UnsupportedDtype, "the seed must be int64, got int32"),
+        (X, 0.5, torch.tensor([1, 2]), ShapeError, r"the seed must be one number, got shape \(2,\)"),
+        (X, 0.5, torch.tensor(1, device="meta"), ShapeError, "x and the seed must be on one device, got cpu and meta"),
+        (X.long(), 0.5, None, UnsupportedDtype, r"dropout takes .*; x is int64"),
+    ],
+)
+def test_refuses(x, p, seed, error, words):
+    with pytest.raises(error, match=words):
+        ops.dropout(x, p, seed=seed)

@@ -171,38 +171,23 @@ def test_atomic_sums_are_refused_where_bits_must_repeat(interpreted):
 # --- rejections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [5, -1])
-def test_refuses_a_number_that_is_no_row(number):
-    with pytest.raises(ConfigError, match=rf"indices must be in \[0, 5\), got {number}"):
-        ops.embedding(torch.tensor([0, number, 4]), torch.ones(5, 3))
+ZERO, TABLE = torch.tensor([0]), torch.ones(5, 3)
 
 
-def test_refuses_any_number_for_an_empty_table():
-    with pytest.raises(ConfigError, match=r"indices must be in \[0, 0\), got 0"):
-        ops.embedding(torch.tensor([0]), torch.ones(0, 3))
-
-
-@pytest.mark.parametrize("padding_idx", [5, -6])
-def test_refuses_a_padding_that_is_no_row(padding_idx):
-    with pytest.raises(ConfigError, match=rf"padding_idx must be in \[-5, 5\), got {padding_idx}"):
-        ops.embedding(torch.tensor([0]), torch.ones(5, 3), padding_idx=padding_idx)
-
-
-def test_refuses_indices_that_are_no_integers():
-    with pytest.raises(UnsupportedDtype, match="indices must be int64 or int32, got float32"):
-        ops.embedding(torch.ones(3), torch.ones(5, 3))
-
-
-def test_refuses_a_table_of_integers():
-    with pytest.raises(UnsupportedDtype, match=r"embedding takes .*; weight is int64"):
-        ops.embedding(torch.tensor([0]), torch.ones(5, 3, dtype=torch.int64))
-
-
-def test_refuses_a_table_of_one_dimension():
-    with pytest.raises(ShapeError, match=r"weight must be \(V, D\), got \(5,\)"):
-        ops.embedding(torch.tensor([0]), torch.ones(5))
-
-
-def test_refuses_two_devices():
-    with pytest.raises(ShapeError, match="indices must be on cpu, where weight is; they are on meta"):
-        ops.embedding(torch.zeros(3, dtype=torch.int64, device="meta"), torch.ones(5, 3))
+@pytest.mark.parametrize(
+    ("indices", "weight", "options", "error", "words"),
+    [
+        (torch.tensor([0, 5, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got 5"),
+        (torch.tensor([0, -1, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got -1"),
+        (ZERO, TABLE[:0], {}, ConfigError, r"indices must be in \[0, 0\), got 0"),
+        (ZERO, TABLE, {"padding_idx": 5}, ConfigError, r"padding_idx must be in \[-5, 5\), got 5"),
+        (ZERO, TABLE, {"padding_idx": -6}, ConfigError, r"padding_idx must be in \[-5, 5\), got -6"),
+        (torch.ones(3), TABLE, {}, UnsupportedDtype, "indices must be int64 or int32, got float32"),
+        (ZERO, TABLE.long(), {}, UnsupportedDtype, r"embedding takes .*; weight is int64"),
+        (ZERO, torch.ones(5), {}, ShapeError, r"weight must be \(V, D\), got \(5,\)"),
+        (ZERO.to("meta"), TABLE, {}, ShapeError, "indices must be on cpu, where weight is; they are on meta"),
+    ],
+)
+def test_refuses(indices, weight, options, error, words):
+    with pytest.raises(error, match=words):
+        ops.embedding(indices, weight, **options)

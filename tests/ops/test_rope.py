@@ -246,34 +246,25 @@ def test_tables_refuse():
 # --- rejections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 2, 5, 7), (1, 2, 5, 0)])
-def test_refuses_what_has_no_pairs(shape):
-    with pytest.raises(ShapeError, match=r"x must be \(B, H, S, D\) with an even D of at least 2, got"):
-        ops.rope(torch.ones(shape), torch.ones(5, 4), torch.ones(5, 4))
+X, TABLE = torch.ones(2, 3, 5, 8), torch.ones(5, 4)
+PAIRS_WANTED = r"x must be \(B, H, S, D\) with an even D of at least 2, got"
 
 
-def test_refuses_a_table_of_another_length():
-    with pytest.raises(ShapeError, match=r"cos must be \(5, 4\) or \(2, 5, 4\) for x \(2, 3, 5, 8\), got \(6, 4\)"):
-        ops.rope(torch.ones(2, 3, 5, 8), torch.ones(6, 4), torch.ones(6, 4))
-
-
-def test_refuses_tables_of_two_shapes():
-    with pytest.raises(ShapeError, match=r"cos and sin must have one shape, got \(5, 4\) and \(2, 5, 4\)"):
-        ops.rope(torch.ones(2, 3, 5, 8), torch.ones(5, 4), torch.ones(2, 5, 4))
-
-
-def test_refuses_integers():
-    with pytest.raises(UnsupportedDtype, match=r"rope takes .*; x is int64"):
-        ops.rope(torch.ones(2, 3, 5, 8, dtype=torch.int64), torch.ones(5, 4), torch.ones(5, 4))
-
-
-@pytest.mark.parametrize(("x", "table"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float64", "float32")])
-def test_refuses_tables_of_less_precision(x, table):
-    tables = torch.ones(2, 5, 4, dtype=getattr(torch, table))
-    with pytest.raises(UnsupportedDtype, match=f"cos must be {x}.* got {table}"):
-        ops.rope(torch.ones(2, 3, 5, 8, dtype=getattr(torch, x)), *tables)
-
-
-def test_refuses_two_devices():
-    with pytest.raises(ShapeError, match="sin must be on cpu, where x is; it is on meta"):
-        ops.rope(torch.ones(2, 3, 5, 8), torch.ones(5, 4), torch.ones(5, 4, device="meta"))
+@pytest.mark.parametrize(
+    ("x", "cos", "sin", "error", "words"),
+    [
+        (torch.ones(3, 5, 8), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+        (torch.ones(1, 2, 5, 7), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+        (torch.ones(1, 2, 5, 0), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+        (X, torch.ones(6, 4), torch.ones(6, 4), ShapeError, r"\(5, 4\) or \(2, 5, 4\) for x .*, got \(6, 4\)"),
+        (X, TABLE, TABLE.expand(2, 5, 4), ShapeError, r"must have one shape, got \(5, 4\) and \(2, 5, 4\)"),
+        (X.long(), TABLE, TABLE, UnsupportedDtype, r"rope takes .*; x is int64"),
+        (X, TABLE.bfloat16(), TABLE.bfloat16(), UnsupportedDtype, "cos must be float32.* got bfloat16"),
+        (X.bfloat16(), TABLE.half(), TABLE.half(), UnsupportedDtype, "cos must be bfloat16.* got float16"),
+        (X.double(), TABLE, TABLE, UnsupportedDtype, "cos must be float64.* got float32"),
+        (X, TABLE, TABLE.to("meta"), ShapeError, "sin must be on cpu, where x is; it is on meta"),
+    ],
+)
+def test_refuses(x, cos, sin, error, words):
+    with pytest.raises(error, match=words):
+        ops.rope(x, cos, sin)
