@@ -32,13 +32,15 @@ def torch_forward(
     same = dtype in (None, x.dtype) and x.is_cuda and {x.dtype}.issuperset(_dtypes(weight, bias, residual))
     if not statistics and (x.is_cpu or (same and (centre or bias is None))):
         s = x if residual is None else x + residual
+        # The gradients of weight and bias are sums over the rows, which torch computes in the dtype of x.
+        learns = (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
         if not x.is_cpu:
             y = (
                 torch.layer_norm(s, s.shape[-1:], weight, bias, eps)
                 if centre
                 else torch.rms_norm(s, s.shape[-1:], weight, eps)
             )
-        elif centre and x.dtype in (torch.float16, torch.bfloat16) and not _learns(weight, bias):
+        elif centre and x.dtype in (torch.float16, torch.bfloat16) and not (learns and torch.is_grad_enabled()):
             _, inner, w, b = _widened(s, centre, weight, bias)
             y = torch.layer_norm(inner, x.shape[-1:], w, b, eps)
         else:
@@ -113,11 +115,6 @@ def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
     y = torch.rms_norm(x, x.shape[-1:], weight, eps)
     return (y if bias is None else y + bias).to(dtype)
-
-
-def _learns(*vectors: Tensor | None) -> bool:
-    """Return whether a gradient of a weight or bias is needed, which torch sums over the rows in the dtype of x."""
-    return torch.is_grad_enabled() and any(vector is not None and vector.requires_grad for vector in vectors)
 
 
 def _uniform(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
