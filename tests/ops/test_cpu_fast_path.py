@@ -1,6 +1,7 @@
 """The CPU fast path: which calls go to torch's function and autograd, that results do not differ, and the count."""
 
 import contextlib
+import importlib
 import sys
 import threading
 import warnings
@@ -828,6 +829,27 @@ def test_products_elsewhere_than_on_a_cpu_are_recognized_at_any_size(name, most,
         for one, two in zip(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x), strict=True):
             torch.testing.assert_close(one, two)
     assert (calls_of(ours) <= 7) == (most == 7)
+
+
+@pytest.mark.parametrize(("name", "most"), [("attention", 21), ("cross_entropy", 18)])
+def test_our_kernels_without_a_gradient_are_recognized(name, most, eager, monkeypatch):
+    """Most of the functions are of torch's implementation; others check and sort arguments: 36 and 28 in all."""
+    q, classes = torch.randn(2, 3, 4, 8), torch.arange(4)
+    k, v, few = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8), q[0, 0]
+    expected = {"attention": F.scaled_dot_product_attention(q, k, v), "cross_entropy": F.cross_entropy(few, classes)}
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False), raising=False)
+
+    def call():
+        return ops.attention(q, k, v) if name == "attention" else ops.cross_entropy(few, classes)
+
+    for grad in (True, False):
+        monkeypatch.setattr(importlib.import_module(f"accelerant.ops.{name}.op")._cpu, "_missed", 0)
+        with torch.set_grad_enabled(grad):
+            for _ in range(9):
+                torch.testing.assert_close(call(), expected[name])
+            assert calls_of(call) <= most
+    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == f"{name}_fwd"]
+    assert sum(row["calls"] for row in rows) == 20
 
 
 @pytest.mark.gpu

@@ -295,13 +295,11 @@ class CpuFastPath:
         """Return whether a call elsewhere than on a CPU may teach a kind; this costs little where it may not."""
         if self._serves_small is not None and 0 < x.numel() < self._few:
             return self._any_layout or x.is_contiguous()
-        if not is_grad_enabled() or not any(type(y) in _TENSORS and y.requires_grad for y in values):
-            return False
         missed = self._missed + 1
-        if missed & (missed - 1):  # see _watched
+        if not self._pure or missed & (missed - 1):  # see _watched
             self._missed = missed
             return False
-        return self._pure
+        return True
 
     def _learn(self, public: Callable[..., Any], args: Any, options: Any, values: tuple[Any, ...]) -> Any:
         """Call the public function, and remember what served the call, if another of its kind may be served so."""
@@ -339,13 +337,13 @@ class CpuFastPath:
         return y
 
     def _watched(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
-        """Call the public function, and now and then recognize the next call that runs an autograd function like it.
+        """Call the public function, and now and then recognize the next call that runs kernels of ours like it.
 
         The function must get the tensors as they were given, and the public result must be its own, or its first.
         """
         self._missed += 1
         thread = self.thread
-        if not self._pure or not is_grad_enabled() or self._missed & (self._missed - 1):
+        if not self._pure or self._missed & (self._missed - 1):
             return public(*args, **options)
         thread.watching, thread.applied = True, None
         try:
@@ -363,6 +361,8 @@ class CpuFastPath:
         same = len(set(map(id, tensors))) == count <= len(given) and all(map(is_, tensors, given))
         if same and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
             op = bound(given, results, first)
+            if op is None:
+                return y
             for shape, known in list(self._known.items()):
                 self._known[shape] = tuple(each for each in known if each[-1] is None)
             self._remember(args, options, apply=lambda values: op(*values[:count], *rest))
@@ -549,12 +549,11 @@ class DifferentiableOp:
                 result = cpu.run(self._operation, case, args + cpu.args)
                 if result is not NotImplemented:
                     return self._cut(result)
-        if learns and torch.is_grad_enabled():
-            results = self._apply(*args)
-            if self._cpu is not None and self._cpu.thread.watching:
-                self._cpu.thread.applied = self.bound, args, results
-            return results
-        return self.infer(*args)
+        learns = learns and torch.is_grad_enabled()
+        results = self._apply(*args) if learns else self.infer(*args)
+        if self._cpu is not None and self._cpu.thread.watching:
+            self._cpu.thread.applied = (self.bound if learns else self.bound_inference), args, results
+        return results
 
     def forward(self, *args: Any) -> Any:
         """Return all results, without autograd."""
@@ -612,6 +611,11 @@ class DifferentiableOp:
         """Return what gives a plain call's results for tensors that differ in memory alone."""
         apply = self._apply
         return (lambda *args: apply(*args)[0]) if first else apply
+
+    def bound_inference(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any] | None:
+        """Return the same where no gradient is needed; None if `infer` does more than the Operation."""
+        run = self._operation.bound(self._case(*args))
+        return (lambda *args: run(*args)[0]) if first else None
 
     def _needs(self, ctx: Any) -> tuple[bool, ...]:
         needed = ctx.needs_input_grad

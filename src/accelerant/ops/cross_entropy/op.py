@@ -446,6 +446,12 @@ class _CrossEntropy(LossOp):
 
         return self.autograd_function(1, eager, finish)
 
+    def bound_inference(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any] | None:
+        """Return the loss of more logits like these, but on a CPU, where targets are checked."""
+        logits, *_ = args
+        run = cross_entropy_fwd.bound(_case(logits))
+        return None if logits.is_cpu else lambda *args: run(*args[:-1], False, False)[0]
+
 
 _cross_entropy = _CrossEntropy(
     "cross_entropy(Tensor logits, Tensor targets, int ignore_index, float smoothing, str reduction, bool wide, "
