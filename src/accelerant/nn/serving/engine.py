@@ -122,6 +122,7 @@ class Sink(Protocol):
 class Request:
     """A submitted prompt with its options, and the queue of its events."""
 
+    max_tokens: int
     stop_ids: frozenset[int]
     logprobs: int | None
     prompt_logprobs: int | None
@@ -275,9 +276,11 @@ class Engine:
         taker = queue.SimpleQueue() if events is None else events
         before = self._calls() if account and self.weights_sha256 else None
         key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest()
-        request = Request(frozenset(ends), logprobs, prompt_logprobs, seed, prefix_cache, key, taker, before=before)
+        request = Request(
+            max_tokens, frozenset(ends), logprobs, prompt_logprobs, seed, prefix_cache, key, taker, before=before
+        )
         for index in range(n):
-            tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
+            tokens = np.zeros(len(prompt) + max(1, max_tokens), dtype=np.int64)
             tokens[: len(prompt)] = prompt
             text = None if self.tokenizer is None else StoppingText(self.tokenizer.stream(), strings)
             size = len(prompt)
@@ -564,8 +567,8 @@ class Engine:
             if token < 0:
                 self._end(sequence, "error", _NOT_FINITE, forget=True)
                 return
-            if sequence.length == len(sequence.tokens):  # the prompt alone was to be read
-                self._scheduler.computed(sequence, sequence.length)
+            if not sequence.request.max_tokens:  # this token is nobody's
+                self._scheduler.computed(sequence, sequence.prompt)
                 self._end(sequence, "length")
                 return
             right = k < drafts and int(sequence.tokens[sequence.length]) == token
@@ -609,7 +612,9 @@ class Engine:
     ) -> None:
         """End an answer and free its blocks. forget: what they hold is not to be trusted."""
         self._scheduler.remove(sequence, forget=forget)
-        usage, request = Usage(sequence.prompt, sequence.length - sequence.prompt, sequence.cached), sequence.request
+        request = sequence.request
+        generated = min(sequence.length - sequence.prompt, request.max_tokens)
+        usage = Usage(sequence.prompt, generated, sequence.cached)
         found = None if request.before is None else self._ledger_since(request.before)
         self._events.append((request, Finished(sequence.index, reason, usage, error, found)))
 
