@@ -44,6 +44,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     url = "postgresql://user@localhost/name"
     with pytest.raises(ConfigError, match="has no TLS"):
         ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, tls_certificate="a", tls_key="b"))
+    with pytest.raises(ConfigError, match="splits no model"):
+        ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, gpus=2))
     with pytest.raises(ConfigError, match="has no API keys"):
         ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, host="0.0.0.0"))
     url = "postgresql://user:secret@127.0.0.1:1/name"
