@@ -264,34 +264,23 @@ X = torch.ones(1, 1, 4, 4)
 
 @BOTH
 @pytest.mark.parametrize(
-    ("x", "options", "words"),
+    ("x", "settings", "error", "words"),
     [
-        (torch.ones(4, 4), {}, r"takes x of shape \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)"),
-        (torch.ones(1, 1, 2, 4), {}, r"a kernel of 3 .*does not fit into height 2 with padding 0; x is \(1, 1, 2, 4\)"),
-        (torch.ones(1, 1, 4, 0), {}, "does not fit into width 0"),
+        (torch.ones(4, 4), (3,), ShapeError, r"takes x of shape \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)"),
+        (torch.ones(1, 1, 2, 4), (3,), ShapeError, r"3 .*fit into height 2 with padding 0; x is \(1, 1, 2, 4\)"),
+        (torch.ones(1, 1, 4, 0), (3,), ShapeError, "a kernel of 3 .*does not fit into width 0"),
+        (X, (0,), ConfigError, "kernel_size must be at least 1, got 0"),
+        (X, ((1, 2, 3),), ConfigError, r"kernel_size must be one or two integers, got \(1, 2, 3\)"),
+        (X, (2, 0), ConfigError, "stride must be at least 1, got 0"),
+        (X, (2, None, -1), ConfigError, "padding must be at least 0, got -1"),
+        (X, (2, None, 2), ConfigError, "padding must be at most half of kernel_size 2, got 2"),
+        (X.long(), (2,), UnsupportedDtype, "{op} takes .*; x is int64"),
     ],
     ids=lambda value: "",
 )
-def test_refuses_shapes(op, x, options, words):
-    with pytest.raises(ShapeError, match=words):
-        getattr(ops, op)(x, 3, **options)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kernel_size": 0}, "kernel_size must be at least 1, got 0"),
-        ({"kernel_size": (1, 2, 3)}, r"kernel_size must be one or two integers, got \(1, 2, 3\)"),
-        ({"kernel_size": 2, "stride": 0}, "stride must be at least 1, got 0"),
-        ({"kernel_size": 2, "padding": -1}, "padding must be at least 0, got -1"),
-        ({"kernel_size": 2, "padding": 2}, "padding must be at most half of kernel_size 2, got 2"),
-    ],
-    ids=str,
-)
-def test_refuses_settings(op, options, words):
-    with pytest.raises(ConfigError, match=words):
-        getattr(ops, op)(X, **options)
+def test_refuses(op, x, settings, error, words):
+    with pytest.raises(error, match=words.replace("{op}", op)):
+        getattr(ops, op)(x, *settings)
 
 
 def test_refuses_windows_in_the_padding():
@@ -305,9 +294,3 @@ def test_refuses_settings_of_one():
         ops.max_pool2d(X, 2, dilation=0)
     with pytest.raises(ConfigError, match="divisor_override must not be 0, got 0"):
         ops.avg_pool2d(X, 2, divisor_override=0)
-
-
-@BOTH
-def test_refuses_integers(op):
-    with pytest.raises(UnsupportedDtype, match=rf"{op} takes .*; x is int64"):
-        getattr(ops, op)(X.long(), 2)
