@@ -25,7 +25,7 @@ from accelerant.zk.inference import (
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference import network as network_module
 from accelerant.zk.inference.proofs import InferenceProof
-from accelerant.zk.inference.protocol import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P
+from accelerant.zk.inference.protocol import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P, shape_bits
 
 WIDTHS = [4, 4, 4, 2]
 
@@ -398,6 +398,42 @@ def test_errors_of_channels_that_cancel(honest):
         run.row = run.layout.rows[layer]
         run.table_indices = lambda columns, run=run: InferenceProof.table_indices(run, columns)
         assert_refused(committed.commitment, x, *run.run(), f"the product of layer {layer}")
+
+
+@pytest.mark.parametrize("off", [0, 1])
+@pytest.mark.parametrize("lie", ["multipliers", "zeros", "sum", "point", "factor"])
+def test_lies_in_the_sum_over_channels(honest, lie, off, monkeypatch):
+    """A true witness, or one with the remainder of a channel off by 1; and a prover who says other than the sum."""
+    committed, x, _, _ = honest
+
+    def columns_off(columns, row):
+        columns[:3, row] = of_digits(columns[:3, row], off)
+
+    run = LyingProof(committed, x, columns_off, row=0)
+    run.row = run.layout.rows[1]
+    run.table_indices = lambda columns: InferenceProof.table_indices(run, columns)
+    layers, send, true = run.layers, run.speaker.send, run.show_channels
+    first = itertools.count()
+
+    def said(data):
+        if lie == "zeros":
+            return send(bytes(len(data)))
+        return send(
+            data if next(first) else ((int.from_bytes(data[:8], "little") + 1) % P).to_bytes(8, "little") + data[8:]
+        )
+
+    def show_channels(index, z):
+        run.speaker.send = said if lie in ("zeros", "sum") else send
+        if lie == "multipliers":
+            run.layers = (layers[0], layers[1]._replace(multiplier=layers[1].by_channel[::-1]), layers[2])
+        point, factor = true(index, z)
+        run.layers, run.speaker.send = layers, send
+        if lie == "point":
+            return z[shape_bits(layers[1].output_shape[1:]) :][: len(point)], factor
+        return point, ext.mul(factor, factor) if lie == "factor" else factor
+
+    run.show_channels = show_channels
+    assert_refused(committed.commitment, x, *run.run(), None if lie == "point" else "the product of layer 1")
 
 
 def of_digits(digits, by):

@@ -18,10 +18,19 @@ import specification
 from integer_networks import RELU, by_channel, evaluated, random_convolutions, random_input, random_network
 
 import accelerant
+from accelerant.algebra.field.llvm_kernels import FORMS
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.errors import CompileError, ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.errors import (
+    CompileError,
+    ConfigError,
+    FormatError,
+    OutOfMemory,
+    ShapeError,
+    UnsupportedDtype,
+)
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.host_c import c_compiler
+from accelerant.runtime.ledger import launch
 from accelerant.zk.inference import (
     IntegerNetwork,
     Layer,
@@ -39,6 +48,7 @@ from accelerant.zk.inference import (
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.protocol import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
 from accelerant.zk.inference.prover import hashed_by_kernel, sha256_source
+from requirements import require_backend
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -56,6 +66,19 @@ def test_extension_arithmetic_is_that_of_python(generator):
         assert ext.elements(ours(x, y)) == [theirs(a, b) for a, b in zip(pairs, ys, strict=True)]
     units = x[:, x.any(axis=0)]
     assert ext.elements(ext.mul(units, ext.inverse(units))) == [(1, 0)] * units.shape[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 1000])
+def test_the_kernel_of_products_writes_no_further_than_its_arrays(generator, form, n):
+    x, y = (
+        generator.choice([*EDGES, *generator.integers(0, P, 50, np.uint64)], (2, n)).astype(np.uint64) for _ in "xy"
+    )
+    z = np.full(2 * n + 16, 5, np.uint64)
+    launch(HOST, ext.product_source(form), "extension_mul", n, 1, (x, y, z), n)
+    pairs = zip(ext.elements(x), ext.elements(y), strict=True)
+    assert ext.elements(z[: 2 * n].reshape(2, n)) == [protocol.mul(*pair) for pair in pairs]
+    assert (z[2 * n :] == 5).all()
 
 
 def test_seven_has_no_square_root():
@@ -127,11 +150,11 @@ def test_the_kernel_of_sha256_keeps_its_words_in_registers():
     assert used.spill_bytes == used.stack_bytes == 0
 
 
-@pytest.mark.gpu
-def test_a_gpu_makes_the_same_files(generator):
-    network = random_network(generator, [300, 130, 5])
+@pytest.mark.parametrize("device", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_makes_the_same_files(generator, device):
+    network = by_channel(generator, random_network(generator, [300, 130, 5] if device == "cuda" else [30, 13, 5]))
     x = random_input(generator, network, 3)
-    ours, theirs = Prover(network), Prover(network, device="cuda")
+    ours, theirs = Prover(network), Prover(network, device=require_backend(device))
     assert theirs.commitment.to_bytes() == ours.commitment.to_bytes()
     assert theirs.prove(x)[1] == ours.prove(x)[1]
 
@@ -202,11 +225,11 @@ def test_more_memory_than_the_limit_is_refused_before_anything_is_computed(gener
     monkeypatch.setattr(proofs, "CommittedTable", None)
     monkeypatch.setattr(network, "trace", None)
     with pytest.raises(
-        OutOfMemory, match="a commitment to this network takes about 32 MiB of memory, and 9 MiB is the"
+        OutOfMemory, match="a commitment to this network takes about 24 MiB of memory, and 9 MiB is the"
     ):
         Prover(network, memory_limit_bytes=9 << 20)
     limited.memory_limit_bytes = 1 << 20
-    with pytest.raises(OutOfMemory, match="a proof of 1 inputs takes about 32 MiB of memory, and 1 MiB is the limit"):
+    with pytest.raises(OutOfMemory, match="a proof of 1 inputs takes about 24 MiB of memory, and 1 MiB is the limit"):
         limited.prove(x)
     limited.memory_limit_bytes = None
     monkeypatch.setattr(proofs, "host_memory", lambda: {"MemAvailable": 5 << 20})
@@ -400,8 +423,13 @@ def test_layers_that_would_cost_the_verifier_minutes_are_refused():
     """A commitment of 40 KB with 128 images of 2^16 pixels in a row cost 30 s for each proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1, 1 << 16), kernel=(1, 1))
     Network((layer,) * 3).check()
-    with pytest.raises(protocol.RejectedProofError, match=r"images and kernels sum to 524304, more than 2\^19"):
+    with pytest.raises(protocol.RejectedProofError, match=r"numbers of multipliers, sum to 524304, more than 2\^19"):
         Network((layer,) * 4).check()
+    wide = Layer(1, 1 << 16, (7,) * (1 << 16), IDENTITY)
+    narrow = Layer(1 << 16, 1, 7, IDENTITY)
+    Network((wide, narrow) * 7).check()
+    with pytest.raises(protocol.RejectedProofError, match=r"numbers of multipliers, sum to 524384, more than 2\^19"):
+        Network((wide, narrow) * 8).check()
     Network((Layer(8, 8, 1, IDENTITY, image=(224, 224), kernel=(3, 3), padding=1),) * 3).check()
 
 

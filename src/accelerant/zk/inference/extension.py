@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field import launch
+from accelerant.algebra.field.llvm_kernels import SOURCES, entry_functions, host_form, packed_field
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.launch import transform
+from accelerant.runtime.compilation.kernel import KernelSource, LlvmProgram
+from accelerant.runtime.compilation.llvm import FunctionBuilder, program
+from accelerant.runtime.ledger import launch as launch_kernel
 from accelerant.zk.inference import protocol
 from accelerant.zk.inference.protocol import LOG_RATE, Element, P, root_of_unity
 
@@ -42,10 +47,41 @@ def sub(x: Words, y: Words) -> Words:
 
 
 def mul(x: Words, y: Words) -> Words:
-    """Return x y in K, by one launch for four products in F."""
-    x, y = np.broadcast_arrays(x, y)
-    products = base("mul", x[[0, 1, 0, 1]], y[[0, 1, 1, 0]])
-    return add(products[[0, 2]], np.stack((base("mul", products[1], np.uint64(7)), products[3])))
+    """Return x y in K."""
+    x, y = map(np.ascontiguousarray, np.broadcast_arrays(x, y))
+    z, n = np.empty(x.shape, np.uint64), x[0].size
+    launch_kernel(HOST, product_source(), "extension_mul", n, 1, (x, y, z), n)
+    return z
+
+
+@functools.cache
+def product_source(form: str = "") -> KernelSource:
+    """Return the kernel of products in K of arrays (2, n), in a form of field.llvm_kernels, by default the faster."""
+    form = form or host_form(FIELD)
+    write = functools.partial(_product_text, form)
+    llvm = LlvmProgram(("extension_mul", form), (*SOURCES, "zk/inference/extension.py"), write, written_out=False)
+    return KernelSource(f"extension_mul_{form}", {"llvm": llvm}, {"extension_mul": ("*u64", "*u64", "*u64", "i64")})
+
+
+def _product_text(form: str) -> str:
+    """Return LLVM IR: (x_0 y_0 + 7 x_1 y_1, (x_0 + x_1)(y_0 + y_1) - x_0 y_0 - x_1 y_1), in packs of elements."""
+    packed = packed_field(FIELD, form)
+
+    def write(code: FunctionBuilder) -> None:
+        stop = code.smin("%end", "%n")
+        with code.loop("%begin", stop, packed.lanes) as i:
+            j, last = code.i64("add", i, "%n"), code.i64("add", stop, "%n")
+            (x0, x1), (y0, y1) = (
+                (packed.load(code, each, i, stop), packed.load(code, each, j, last)) for each in ("%x", "%y")
+            )
+            low, high = packed.call(code, "mul_call", x0, y0), packed.call(code, "mul_call", x1, y1)
+            sums = packed.call(code, "add", x0, x1), packed.call(code, "add", y0, y1)
+            whole = packed.call(code, "sub", packed.call(code, "mul_call", *sums), low)
+            packed.store(code, "%z", i, stop, packed.call(code, "add", low, packed.times(code, high, 7)))
+            packed.store(code, "%z", j, last, packed.call(code, "sub", whole, high))
+
+    entries = entry_functions("extension", {"mul": (("x", "y", "z", "n"), write)}, "", ("x", "y", "z"))
+    return program([*packed.functions(), *packed.called_functions(), *entries])
 
 
 def inverse(x: Words) -> Words:

@@ -182,7 +182,7 @@ class Prover:
         return InferenceProof(self, x).run()
 
 
-_FIXED_BYTES, _ROW_BYTES = 32 << 20, 1100
+_FIXED_BYTES, _ROW_BYTES = 24 << 20, 1100
 """Memory of buffers of any network, and of Merkle trees and folded codes for each row of the committed tables."""
 
 
@@ -190,7 +190,7 @@ def commitment_memory_bytes(network: Network) -> int:
     """Predict the memory that a commitment takes at its peak: within a third of it, where it is over 100 MB."""
     layout = WeightLayout(network)
     size = 8 * len(layout.helpers.queries) << layout.helpers.log_height
-    return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + (88 << layout.log_size) + 4 * size + code_bytes(2 * size)
+    return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + (80 << layout.log_size) + 4 * size + code_bytes(2 * size)
 
 
 def proof_memory_bytes(network: Network, batch: int) -> int:
@@ -200,13 +200,13 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
     """
     layout = WeightLayout(network)
     witness = _witness_layout(network, batch, layout)
-    kept = (8 << layout.log_size) + (32 * len(layout.helpers.queries) << layout.helpers.log_height)
+    kept = (1 << layout.log_size) + (32 * len(layout.helpers.queries) << layout.helpers.log_height)
     rows = 8 << witness.log_rows
     layers = 0
     for layer in network.layers:
         products = math.prod((layer.inputs, *layer.kernel))
         seen = products * math.prod(layer.output_shape[1:])
-        layers = max(layers, 48 * products * layer.outputs + (112 + 16 * batch) * seen)
+        layers = max(layers, 16 * products * layer.outputs + (112 + 16 * batch) * seen)
     codes = code_bytes(8 * rows) + code_bytes(16 * rows)
     return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + kept + 140 * rows + codes + layers
 
@@ -219,7 +219,7 @@ def prediction(network: Network, batch: int) -> tuple[float, int]:
     layout = WeightLayout(network)
     witness = _witness_layout(network, batch, layout)
     seen = [math.prod((layer.inputs, *layer.kernel, *layer.output_shape[1:])) for layer in network.layers]
-    seconds = 0.1 + 1.2e-6 * layout.end + (2e-5 * (1 << layout.log_rows)) + 1.3e-5 * witness.used + 1.5e-7 * sum(seen)
+    seconds = 0.1 + 1e-6 * layout.end + 2e-5 * (1 << layout.log_rows) + 8e-6 * witness.used + 1.5e-7 * sum(seen)
     hashes = 3 * layout.log_rows + sum(range(layout.log_rows, 0, -LOG_ARITY))
     leaves = sum(len(columns) for stack in (layout.stack(), witness.stack) for columns in stack.columns)
     fixed = 3 * len(network.encode()) + (1 << 16) + (1 << witness.logs[-1])

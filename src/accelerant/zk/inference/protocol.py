@@ -223,10 +223,13 @@ class Network(NamedTuple):
         require(1 <= len(self.layers) <= MAX_LAYERS, f"{len(self.layers)} layers, not 1 to {MAX_LAYERS}")
         for i, layer in enumerate(self.layers):
             self._check_layer(i, layer)
-        sides = sum(sum((*layer.image, *layer.kernel, *layer.output_shape[1:])) for layer in self.layers)
+        sides = sum(
+            sum((*layer.image, *layer.kernel, *layer.output_shape[1:])) + len(layer.by_channel) for layer in self.layers
+        )
         require(  # a verifier takes about 2 us for each
             sides <= 1 << MAX_LOG_SIDES,
-            f"heights and widths of images and kernels sum to {sides}, more than 2^{MAX_LOG_SIDES}",
+            f"heights and widths of images and kernels, and numbers of multipliers, sum to {sides}, more than "
+            f"2^{MAX_LOG_SIDES}",
         )
         read = sum(math.prod(layer.input_shape) for i, layer in enumerate(self.layers) if layer.source > i)
         require(  # at a point for each layer, in about 0.4 us for each
