@@ -117,7 +117,7 @@ class Prover:
     def __init__(self, network: Any, *, memory_limit_bytes: int | None = None, device: DeviceLike = "cpu") -> None:
         """Commit to an IntegerNetwork, or to the model that nn.quantize made with mode="exact".
 
-        Merkle trees are hashed by the device, "cuda" for example; all else is computed by the CPU.
+        The device, "cuda" for example, hashes Merkle trees and sums weights; all else is computed by the CPU.
         OutOfMemory: this, or later a proof, is predicted to pass the limit, by default the memory that is free; nothing
         has been computed then.
         """
