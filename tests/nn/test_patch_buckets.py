@@ -93,12 +93,13 @@ def test_encoder_and_decoder_of_any_lengths_give_what_they_give_without_graphs(n
     torch.manual_seed(0)
     model = kind(kind.config_class(**TEXT_TO_TEXT, max_position_embeddings=64)).train()
     other = patched(model)
-    styles = rng.choice([["none"], ["right"], ["none", "right", "left"]])
+    styles, collated = rng.choice([["none"], ["right"], ["none", "right", "left"]]), rng.random() < 0.5
     for _ in range(30):
         batch = drawn(rng, "t5", rng.randrange(6, 49), rng.choice(styles), labels=0)
         target = drawn(rng, "t5", rng.randrange(4, 33), "right", labels=1.0)
-        batch |= {"use_cache": False}
-        batch |= {"decoder_input_ids": target["input_ids"]} if name.endswith("tModel") else {"labels": target["labels"]}
+        batch |= {"use_cache": False} | ({} if name.endswith("tModel") else {"labels": target["labels"]})
+        if collated or name.endswith("tModel"):  # as DataCollatorForSeq2Seq does
+            batch |= {"decoder_input_ids": target["input_ids"], "decoder_attention_mask": target["attention_mask"]}
         found = []
         for each in (model, other):
             each.zero_grad()
