@@ -227,7 +227,12 @@ def test_the_commands_search_vectors_of_files(command_line, tmp_path):
         status, _, errors = command_line("search", *arguments)
         assert (status, errors.count("\n")) == (2, 1), errors
     np.save(tmp_path / "flat.npy", rows[0])
-    assert command_line("search", "index", tmp_path / "flat.npy", *place)[0] == 1
+    assert command_line("search", "index", tmp_path / "flat.npy", *place)[0] == 2
+    for wrong, named in ((np.ones((2, 5)), ""), (np.full((2, 8), np.nan), "NaN")):
+        np.save(tmp_path / "wrong.npy", wrong)
+        for command in ("index", "query"):
+            status, _, errors = command_line("search", command, tmp_path / "wrong.npy", *place)
+            assert (status, named in errors) == (2, True), errors
     assert Path(tmp_path / "papers").is_dir()
 
 

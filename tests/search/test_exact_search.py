@@ -432,7 +432,9 @@ def test_ranges_of_ids_reach_the_ends_of_int64():
     for wanted in (range(-(10**30), 10**30), range(-4, 2**63, 3), range(2**63 - 1, -5, -3), range(-4, 2**64, 2**63)):
         hits = exact(x[0], x, 4, mask=wanted, ids=ids)
         assert sorted(hits.ids.tolist()) == [i for i in ids.tolist() if i in wanted]
-    assert exact(x[0], x, 10**30, mask=np.array([2**64 - 4], np.uint64), ids=ids).ids.tolist() == []
+    for listed in (np.array([2**64 - 4], np.uint64), [2**63], {2**64 - 1, -(2**70)}):
+        assert exact(x[0], x, 10**30, mask=listed, ids=ids).ids.tolist() == []
+    assert exact(x[0], x, 4, mask=[2**64 - 1, -4, 2**63 - 1], ids=ids).ids.tolist() == [-4, 2**63 - 1]
     assert exact(x[0], x, 1, ids=np.arange(4, dtype=np.uint32) + 2**31).ids.tolist() == [2**31]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from accelerant.cli.help import Group, JsonOutput
-from accelerant.errors import ConfigError, FormatError, MissingFile, ShapeError
+from accelerant.errors import ConfigError, FormatError, MissingFile, RangeError, ShapeError
 from accelerant.runtime.files import decode_json, escaped
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def index(
     rows = _array(vectors)
     payloads = None if payload is None else _objects(payload)
     folder = Path(index).expanduser()
-    with Collection(folder.parent, folder.name, dim=rows.shape[1], metric=metric) as collection:
+    with _bad_input(), Collection(folder.parent, folder.name, dim=rows.shape[1], metric=metric) as collection:
         first = 1 + max((i for i in collection.select().tolist() if isinstance(i, int)), default=-1)
         collection.upsert(range(first, first + len(rows)), rows, payloads)
         points = len(collection)
@@ -70,7 +72,7 @@ def query(
     folder, place = Path(index).expanduser(), choose_device(device, "--device")
     if not folder.is_dir():
         raise MissingFile(f"no collection {index}: make one with accelerant search index VECTORS.npy --index {index}")
-    with Collection(folder.parent, folder.name, device=place) as collection:
+    with _bad_input(), Collection(folder.parent, folder.name, device=place) as collection:
         found = collection.search(_array(queries), results, filter=condition)
     if json_output:
         print(json.dumps({"ids": found.ids, "scores": found.scores, "selected": found.selected}))
@@ -78,6 +80,15 @@ def query(
     for number, (ids, scores) in enumerate(zip(found.ids, found.scores, strict=True)):
         listed = "  ".join(f"{i} ({score:.4f})" for i, score in zip(ids, scores, strict=True))
         print(f"{number}: {listed or 'no vector passes the filter'}")
+
+
+@contextmanager
+def _bad_input() -> Iterator[None]:
+    """Report what is wrong with the vectors of a file as bad input."""
+    try:
+        yield
+    except (ShapeError, RangeError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _array(path: str) -> npt.NDArray[np.generic]:
@@ -89,7 +100,7 @@ def _array(path: str) -> npt.NDArray[np.generic]:
     except (ValueError, EOFError) as error:
         raise FormatError(f"{path} is no file of NumPy's: {error}") from None
     if not isinstance(found, np.ndarray) or found.ndim != 2 or found.dtype.kind not in "fiu":
-        raise ShapeError(f"{path} must be an array (n, d) of numbers, got {getattr(found, 'shape', type(found))}")
+        raise FormatError(f"{path} must be an array (n, d) of numbers, got {getattr(found, 'shape', type(found))}")
     return found
 
 

@@ -47,8 +47,8 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
         return _of_range(mask, count, ids)
     if isinstance(mask, (set, frozenset)):
         mask = list(mask)
-    if isinstance(mask, (list, tuple)) and not mask:
-        mask = np.empty(0, np.int64)
+    if isinstance(mask, (list, tuple)) and all(type(name) is int for name in mask):  # no row has an id beyond int64
+        mask = np.array([name for name in mask if -(1 << 63) <= name < 1 << 63], np.int64)
     given = tensor(mask, "mask")
     if given.dtype == torch.uint8 and given.dim():
         if not by_id and given.shape[-1] != -(-count // 8):

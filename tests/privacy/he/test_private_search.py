@@ -71,6 +71,9 @@ def test_keys_and_arrays_that_would_give_wrong_scores_are_refused():
         server.scores(search.encrypt_query(other, np.ones(4, int)))
     with pytest.raises(ShapeError, match="one ciphertext"):
         server.scores(private.encrypt(np.ones(4, int)))
+    for d in (1, 3, 5):  # in the same period, or another
+        with pytest.raises(ShapeError, match=f"the query has dimension {d}, the vectors 4"):
+            server.scores(search.encrypt_query(private, np.ones(d, int)))
 
 
 @pytest.fixture

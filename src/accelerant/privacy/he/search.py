@@ -20,6 +20,7 @@ once: 4 k n p bytes a block for k data primes. Source: Halevi and Shoup 2014, "A
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def _period(d: int, n: int) -> int:
 
 
 def encrypt_query(private: bfv.PrivateKey, query: Any, *, bits: int = 8) -> bfv.Ciphertext:
-    """Encrypt a query, (d,) integers of so many bits, to one ciphertext; RangeError for a larger one."""
+    """Encrypt a query, (d,) integers of so many bits, to one ciphertext, (1, 1, d); RangeError for a larger one."""
     q, n = _integers(query, "query", 1), private.parameters.n
     if not -(1 << (bits - 1)) <= int(q.min()) <= int(q.max()) <= 1 << (bits - 1):
         raise RangeError(
@@ -94,7 +95,7 @@ def encrypt_query(private: bfv.PrivateKey, query: Any, *, bits: int = 8) -> bfv.
         )
     padded = np.zeros(_period(len(q), n), np.int64)
     padded[: len(q)] = q
-    return private.encrypt(np.tile(padded, n // len(padded)))
+    return replace(private.encrypt(np.tile(padded, n // len(padded))), shape=(1, 1, len(q)))
 
 
 class PrivateSearch:
@@ -120,7 +121,7 @@ class PrivateSearch:
             needed = f"make keys by keygen({x.shape[1]}, bits), whose modulus is chosen for it"
             raise RangeError(f"scores reach {largest:,}, but the key's plain modulus {t:,} holds {t // 2:,}: {needed}")
         public.switching(_STEP)
-        self._public, self._count, self._period = public, len(x), _period(x.shape[1], n)
+        self._public, (self._count, self._dim), self._period = public, x.shape, _period(x.shape[1], n)
         rows = np.zeros((-(-len(x) // n), n, self._period), np.int64)
         rows.reshape(-1, self._period)[: len(x), : x.shape[1]] = x
         self._blocks, scheme = len(rows), public._scheme
@@ -139,19 +140,21 @@ class PrivateSearch:
         return self._count
 
     def __repr__(self) -> str:
-        return f"PrivateSearch({self._count:,} vectors of up to {self._period}, {self._public!r})"
+        return f"PrivateSearch({self._count:,} vectors of {self._dim}, {self._public!r})"
 
     def scores(self, query: bfv.Ciphertext) -> bfv.Ciphertext:
         """Return the encrypted inner products, (blocks, n): those of all vectors in their order, then zeros.
 
         Raises:
             ConfigError: the query is of another key.
-            ShapeError: it is not one ciphertext of all slots, as `encrypt_query` makes.
+            ShapeError: it has another dimension than the vectors, or `encrypt_query` did not make it.
         """
         if query.public != self._public:
             raise ConfigError(f"the query is of another key than {self._public!r}")
-        if query.shape != (self._public.n,):
-            raise ShapeError(f"a query is one ciphertext of {self._public.n} slots, got shape {query.shape}")
+        if query.shape[:-1] != (1, 1):
+            raise ShapeError(f"a query is one ciphertext that encrypt_query makes, got shape {query.shape}")
+        if query.shape[-1] != self._dim:
+            raise ShapeError(f"the query has dimension {query.shape[-1]}, the vectors {self._dim}")
         scheme, data, total = self._public._scheme, query.data, None
         key, k = self._public.switching(_STEP), scheme.k
         for j in range(self._period):
