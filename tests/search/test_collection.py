@@ -14,6 +14,7 @@ import torch
 
 from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
 from accelerant.search import Collection
+from accelerant.search.collection_lists import Lists
 from accelerant.search.qdrant import StoreError, edge_filter
 
 qdrant_edge = pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
@@ -54,6 +55,74 @@ CONDITIONS = [
     {"must": [{"key": "tags", "match": {"text": "odd"}}]},
     {"must": [{"key": "nothing", "match": {"value": 1}}]},
 ]
+
+
+def clustered(n, seed=0):
+    return vectors(30, 99)[np.random.default_rng(seed).integers(0, 30, n)] + 0.3 * vectors(n, seed)
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("ivf", "cosine"), ("ivf", "ip"), ("ivfpq", "l2")])
+def test_lists_find_what_is_there_and_are_saved_with_it(tmp_path, kind, metric):
+    ids = [*range(1500), *(uuid.UUID(int=i) for i in range(1500))]
+    queries = clustered(40, 5)
+
+    def checked(made, *, exactly):
+        truth = made.search(queries, 10, filter={"must_not": [{"has_id": []}]})
+        found = made.search(queries, 10)
+        assert (truth.exact, found.exact) == (True, exactly)
+        shares = [len(set(a) & set(b)) / 10 for a, b in zip(found.ids, truth.ids, strict=True)]
+        assert np.mean(shares) > (0.999 if exactly else 0.8)
+        every = made.search(queries, 10, nprobe=10**6)
+        assert (every.ids, every.scores) == (truth.ids, truth.scores)
+        return found
+
+    with Collection(tmp_path, dim=DIM, metric=metric, kind=kind) as made:
+        made.upsert(ids, clustered(3000), [{"n": i} for i in range(3000)])
+        made.build()
+        checked(made, exactly=False)
+        far = 30 * vectors(3, 7)
+        made.upsert([3, 5000, ids[2000]], far)
+        made.delete([4, ids[2001]])
+        assert [each[0] for each in made.search(far, 1).ids] == [3, 5000, str(ids[2000])]
+        assert not {4, str(ids[2001])} & set(made.search(queries, 500).ids[0])
+        before = checked(made, exactly=False)
+    with Collection(tmp_path) as again:
+        assert (again.kind, again._mirror.lists is None) == (kind, False)
+        after = checked(again, exactly=False)
+        assert after.scores == before.scores
+    with Collection(tmp_path, kind="flat") as flat:
+        checked(flat, exactly=True)
+        flat.upsert([6], far[:1] * 2)
+    with Collection(tmp_path) as late:  # the saved lists are not of these points
+        assert late.kind == "flat"
+        checked(late, exactly=True)
+    with pytest.raises(ConfigError, match="kind is flat, ivf, ivfpq"):
+        Collection(tmp_path, kind="hnsw")
+
+
+def test_old_lists_answer_while_new_ones_are_built(tmp_path, monkeypatch):
+    x = clustered(3000)
+    with Collection(tmp_path, dim=DIM, kind="ivf") as made:
+        made.upsert(range(2000), x[:2000])
+        made._builder.join()
+        made.build()
+        entered, go, build, old = threading.Event(), threading.Event(), Lists.built, made._mirror.lists
+
+        def slow(*arguments):
+            entered.set()
+            assert go.wait(30)
+            return build(*arguments)
+
+        monkeypatch.setattr(Lists, "built", slow)
+        made.upsert(range(2000, 3000), x[2000:])
+        assert entered.wait(30)
+        assert made._mirror.lists is old
+        answers = made.search(x[[17, 2017]], 1)
+        assert (answers.ids, answers.exact) == ([[17], [2017]], False)
+        go.set()
+        made._builder.join()
+        assert made._mirror.lists is not old
+        assert made.search(x[[17, 2017]], 1).ids == [[17], [2017]]
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])

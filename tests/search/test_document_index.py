@@ -228,6 +228,14 @@ def test_the_commands_search_vectors_of_files(command_line, tmp_path):
         assert (status, errors.count("\n")) == (2, 1), errors
     np.save(tmp_path / "flat.npy", rows[0])
     assert command_line("search", "index", tmp_path / "flat.npy", *place)[0] == 2
+    np.save(tmp_path / "many.npy", many := np.random.default_rng(1).standard_normal((2000, 8)))
+    place = ("--index", tmp_path / "lists")
+    assert command_line("search", "index", tmp_path / "many.npy", *place, "--kind", "ivf")[0] == 0
+    np.save(tmp_path / "one.npy", many[[77]])
+    for options, exactly in ((("--nprobe", 1), False), (("--filter", '{"must_not": []}'), True)):
+        found = json.loads(command_line("search", "query", tmp_path / "one.npy", *place, *options, "--json")[1])
+        assert (found["ids"][0][0], found["exact"]) == (77, exactly)
+    place = ("--index", tmp_path / "papers")
     for wrong, named in ((np.ones((2, 5)), ""), (np.full((2, 8), np.nan), "NaN")):
         np.save(tmp_path / "wrong.npy", wrong)
         for command in ("index", "query"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from accelerant.cli.help import Group, JsonOutput
+from accelerant.cli.search import Kind
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, MissingFile
 from accelerant.runtime.files import escaped
@@ -41,6 +42,7 @@ def index(
     overlap: Annotated[
         int | None, typer.Option(min=0, help="Tokens that a chunk shares with the one before. Default: a fifth.")
     ] = None,
+    kind: Kind = None,
     device: _Device = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -55,7 +57,8 @@ def index(
     folder = None if encoder is None else Path(encoder).expanduser()
     place = choose_device(device, "--device")
     line = ProgressLine()
-    with DocumentIndex(Path(index).expanduser(), encoder=folder, tokens=tokens, overlap=overlap, device=place) as made:
+    options = {"tokens": tokens, "overlap": overlap}
+    with DocumentIndex(Path(index).expanduser(), encoder=folder, **options, kind=kind, device=place) as made:
         done = made.add(Path(path).expanduser(), watch=lambda share: line(f"embedding {share:.0%}"))
     line("")
     if json_output:

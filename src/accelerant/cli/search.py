@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 _Index = Annotated[str, typer.Option("--index", metavar="FOLDER", help="Folder of the collection.")]
 _Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto.")]
+Kind = Annotated[
+    str | None,
+    typer.Option(help="flat (exact), or ivf or ivfpq for searches without a filter. Default: as saved, or flat."),
+]
 _EXAMPLES = """\
 index vectors.npy --index papers
-accelerant search index more.npy --index papers --payload more.jsonl"""
+accelerant search index more.npy --index papers --payload more.jsonl --kind ivf"""
 _QUERY_EXAMPLES = """\
 query queries.npy --index papers
 accelerant search query queries.npy --index papers --filter '{"must": [{"key": "year", "range": {"gte": 2020}}]}'"""
@@ -35,6 +39,7 @@ def index(
         str | None, typer.Option(metavar="FILE.jsonl", help="A JSON object for each vector, one a line.")
     ] = None,
     metric: Annotated[str | None, typer.Option(help="cosine, ip or l2, of a new collection. Default: cosine.")] = None,
+    kind: Kind = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Add vectors to a collection, which is made if there is none. Their ids are numbers that go on."""
@@ -43,7 +48,8 @@ def index(
     rows = _array(vectors)
     payloads = None if payload is None else _objects(payload)
     folder = Path(index).expanduser()
-    with _bad_input(), Collection(folder.parent, folder.name, dim=rows.shape[1], metric=metric) as collection:
+    options = {"dim": rows.shape[1], "metric": metric, "kind": kind}
+    with _bad_input(), Collection(folder.parent, folder.name, **options) as collection:
         first = 1 + max((i for i in collection.select().tolist() if isinstance(i, int)), default=-1)
         collection.upsert(range(first, first + len(rows)), rows, payloads)
         points = len(collection)
@@ -58,10 +64,13 @@ def query(
     index: _Index,
     results: Annotated[int, typer.Option(min=1, help="Number of answers to each query.")] = 10,
     filter: Annotated[str | None, typer.Option(metavar="JSON", help="A filter of Qdrant's filter language.")] = None,
+    nprobe: Annotated[
+        int | None, typer.Option(min=1, help="Inverted lists to read. Default: an eighth of them.")
+    ] = None,
     device: _Device = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Print the nearest vectors to each query, exactly, under a filter."""
+    """Print the nearest vectors to each query, exactly under a filter."""
     from accelerant.cli.train import choose_device
     from accelerant.search import Collection
 
@@ -73,9 +82,10 @@ def query(
     if not folder.is_dir():
         raise MissingFile(f"no collection {index}: make one with accelerant search index VECTORS.npy --index {index}")
     with _bad_input(), Collection(folder.parent, folder.name, device=place) as collection:
-        found = collection.search(_array(queries), results, filter=condition)
+        found = collection.search(_array(queries), results, filter=condition, nprobe=nprobe)
     if json_output:
-        print(json.dumps({"ids": found.ids, "scores": found.scores, "selected": found.selected}))
+        told = {"ids": found.ids, "scores": found.scores, "selected": found.selected, "exact": found.exact}
+        print(json.dumps(told))
         return
     for number, (ids, scores) in enumerate(zip(found.ids, found.scores, strict=True)):
         listed = "  ".join(f"{i} ({score:.4f})" for i, score in zip(ids, scores, strict=True))

@@ -1,4 +1,4 @@
-"""Exact search over vectors that stay in Qdrant, mirrored on a device."""
+"""Search over vectors that stay in Qdrant, mirrored on a device: exact under any filter, or by lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from accelerant.errors import ConfigError, RangeError, ShapeError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.registry import DeviceLike, find_device
+from accelerant.search.collection_lists import LEAST, Lists, file_of, files_of
 from accelerant.search.exact import checked_k, exact
+from accelerant.search.index import KINDS
 from accelerant.search.payload_filter import Evaluator, Mask, Table
 from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Store, Vectors, point_id
 
@@ -38,6 +40,7 @@ class Matches:
         ids: of the nearest points, nearest first, one list a query.
         scores: inner products, cosines, or for "l2" distances, as `ids`.
         selected: how many points the filter leaves; fewer than k are found only if this is less.
+        exact: whether all points that the filter leaves were compared.
         age_s: seconds since all vectors were read from a server, on which others may have written since; None if the
             answer has every write.
         payloads: of the points, None for one that is deleted meanwhile; empty unless asked for.
@@ -48,6 +51,7 @@ class Matches:
     selected: int
     age_s: float | None = None
     payloads: list[list[Mapping[str, Any] | None]] | None = None
+    exact: bool = True
 
 
 class _Mirror:
@@ -60,6 +64,7 @@ class _Mirror:
         self.alive: Mask = np.empty(0, np.bool_)
         self.ids: list[PointId] = []
         self.row_of: dict[PointId, int] = {}
+        self.lists: Lists | None = None
         self.table = Table(self._parts)
         for ids, vectors in store.read():
             self.append(ids, vectors, [{}] * len(ids))
@@ -111,7 +116,7 @@ class _Mirror:
 
 
 class Collection:
-    """A Qdrant collection whose vectors are searched exactly, under any filter, on a device.
+    """A Qdrant collection whose vectors are searched on a device, exactly under any filter.
 
     >>> with Collection("papers", dim=384) as papers:
     ...     papers.upsert([1, 2], vectors, [{"year": 2019}, {"year": 2026}])
@@ -125,11 +130,16 @@ class Collection:
 
     Equal scores come in the order of rows: of ids when the collection was opened, then of writing.
 
+    With kind "ivf" or "ivfpq" a search without a filter reads the `nprobe` nearest lists of an `Index`, which takes
+    memory of its own. It is built in a thread once there are 1,024 points, and again when an eighth of them changed;
+    the one before answers meanwhile, and points in no list are compared one by one. `close` saves it in the folder.
+
     Args:
         location: a folder, which Qdrant Edge opens in this process; the URL of a server; or a QdrantClient.
         name: the collection on a server, the subfolder of a folder.
         dim: of the vectors; a collection that does not exist is made with it.
         metric: "cosine" (the default of a new one), "ip" or "l2".
+        kind: "flat", which is exact, or as of `Index`, "ivf" or "ivfpq"; by default that which the folder has saved.
         device: that of the mirror.
 
     Raises:
@@ -140,22 +150,70 @@ class Collection:
 
     def __init__(
         self, location: Any, name: str = "vectors", *, dim: int | None = None, metric: str | None = None,
-        device: DeviceLike = "cpu",
+        kind: str | None = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise ConfigError(f"a collection's name is that of a folder, without slashes; got {clipped(name)}")
+        if kind not in (None, *KINDS):
+            raise ConfigError(f"a collection's kind is {', '.join(KINDS)}, got {clipped(kind)}")
         self._device = torch.device(find_device(device, torch_tensors=True).torch_device)
         remote = not isinstance(location, (str, Path)) or str(location).startswith(("http://", "https://"))
         self._store: Store = (
             ClientStore(location, name, dim, metric) if remote else EdgeStore(Path(location) / name, dim, metric)
         )
         self.dim, self.metric = self._store.dim, self._store.metric
+        self._folder, self._name, self.kind = None if remote else Path(location), name, "flat"
+        self._builder: threading.Thread | None = None
         self._writing, self._lock, self._busy = fork_safe(threading.RLock()), fork_safe(threading.Lock()), False
         try:
             self._mirror = _Mirror(self._store, self._device)
+            self.kind = self._with_saved_lists(kind)
         except BaseException:
             self._store.close()
             raise
+        self._build_if_outdated()
+
+    def _with_saved_lists(self, kind: str | None) -> str:
+        """Give the mirror the lists that the folder has of these points; return the kind."""
+        if self._folder is None or kind == "flat":
+            return "flat" if kind is None else kind
+        for other in KINDS[1:] if kind is None else (kind,):
+            file = file_of(self._folder, self._name, other, self._mirror.stamp)
+            if file.is_file():
+                self._mirror.lists = Lists.loaded(file, self._mirror.ids, self._device)
+                return other
+        return kind or "flat"
+
+    def build(self) -> None:
+        """Build the lists now; the old ones answer meanwhile. Kind "flat" has none."""
+        with self._lock:
+            mirror = self._mirror
+            vectors, alive = mirror.vectors, mirror.alive
+        if self.kind == "flat" or int(alive.sum()) < LEAST:
+            return
+        lists = Lists.built(self.kind, "l2" if self.metric == "l2" else "ip", vectors, alive)
+        with self._lock:
+            mirror.lists = lists
+
+    def _build_if_outdated(self) -> None:
+        """Let a thread build the lists, if many points are in none."""
+        mirror, builder = self._mirror, self._builder
+        if self.kind == "flat" or mirror.size - mirror.dead < LEAST or (builder is not None and builder.is_alive()):
+            return
+        if mirror.lists is None or mirror.lists.outdated(mirror.alive):
+            self._builder = threading.Thread(target=self.build, name="accelerant-lists", daemon=True)
+            self._builder.start()
+
+    def _save_lists(self) -> None:
+        """Write the lists to the folder, in place of those of other times."""
+        if self._folder is None or self.kind == "flat" or not self._is_current():
+            return
+        file, mirror = file_of(self._folder, self._name, self.kind, self._mirror.stamp), self._mirror
+        if mirror.lists is not None and not file.is_file():
+            mirror.lists.save(file, mirror.ids, mirror.alive)
+        for old in files_of(self._folder, self._name):
+            if old != file:
+                old.unlink(missing_ok=True)
 
     def __enter__(self) -> Collection:
         return self
@@ -171,9 +229,14 @@ class Collection:
         return len(self._mirror.row_of)
 
     def close(self) -> None:
-        """Write what is pending and release the collection."""
+        """Write what is pending, and the lists, and release the collection."""
+        if self._builder is not None:
+            self._builder.join()
         with self._writing:
-            self._store.close()
+            try:
+                self._save_lists()
+            finally:
+                self._store.close()
 
     def refresh(self) -> None:
         """Read all vectors again; the old ones answer meanwhile."""
@@ -181,6 +244,7 @@ class Collection:
             mirror = _Mirror(self._store, self._device)
             with self._lock:
                 self._mirror = mirror
+            self._build_if_outdated()
 
     @contextmanager
     def _write(self) -> Iterator[None]:
@@ -191,6 +255,7 @@ class Collection:
             try:
                 yield
                 self._mirror.stamp = self._store.stamp()
+                self._build_if_outdated()
             except BaseException:  # Qdrant may have applied what it did not answer
                 self._mirror.stale = True
                 raise
@@ -277,19 +342,23 @@ class Collection:
         return [found.get(i) for i in names]
 
     def search(
-        self, queries: Any, k: int = 10, *, filter: Mapping[str, Any] | None = None, payloads: bool = False
-    ) -> Matches:
-        """Return the k nearest points of each query among those that a filter selects, exactly.
+        self, queries: Any, k: int = 10, *, filter: Mapping[str, Any] | None = None, payloads: bool = False,
+        nprobe: int | None = None,
+    ) -> Matches:  # fmt: skip
+        """Return the k nearest points of each query among those that a filter selects.
+
+        It is exact but for a search of lists, without a filter; `Matches.exact` says so.
 
         Args:
             queries: (dim,) or (queries, dim), any array.
             k: at least 1.
             filter: of Qdrant's filter language, as JSON or as qdrant_client.models.Filter.
             payloads: whether to read the points' payloads.
+            nprobe: lists to read, of kinds "ivf" and "ivfpq"; an eighth of them by default.
 
         Raises:
             ShapeError, RangeError: as for upsert.
-            ConfigError: k, or what the filter cannot have.
+            ConfigError: k, nprobe, or what the filter cannot have.
         """
         k = checked_k(k)
         rows = self._checked(queries, "queries")
@@ -297,6 +366,7 @@ class Collection:
         with self._lock:
             mirror = self._mirror
             data, mask, ids = mirror.vectors, mirror.chosen(_as_json(filter)), mirror.ids
+            alive, lists = mirror.alive, mirror.lists if filter is None else None
         selected = len(data) if mask is None else int(mask.sum())
         age = None if mirror.stamp is not None else time.monotonic() - mirror.read_at
         found = min(k, selected)
@@ -306,13 +376,15 @@ class Collection:
             )
         metric = "l2" if self.metric == "l2" else "ip"
         given = torch.from_numpy(rows).to(data.device)
-        scores, nearest = exact(
-            given, data, found, metric, mask=None if mask is None else torch.from_numpy(mask).to(data.device)
-        )
+        if lists is not None:
+            scores, nearest = lists.search(given, data, alive, found, nprobe)
+        else:
+            allowed = None if mask is None else torch.from_numpy(mask).to(data.device)
+            scores, nearest = exact(given, data, found, metric, mask=allowed)
         scores = scores.sqrt() if metric == "l2" else scores
         names = [[ids[row] for row in each] for each in nearest.tolist()]
         read = [self.payloads(each) for each in names] if payloads else None
-        return Matches(names, scores.tolist(), selected, age, read)
+        return Matches(names, scores.tolist(), selected, age, read, lists is None)
 
     def _checked(self, vectors: Any, what: str) -> Vectors:
         """Return vectors as Qdrant stores them: float32, of unit length under "cosine"."""

