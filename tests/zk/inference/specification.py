@@ -353,7 +353,7 @@ def check(commitment, batch, x, y, proof):
     column, _ = placed([n] * 8 + [log_table])
     last = v.hear(1 << logs[-1])
     inside = [all(map(int.__lt__, i, shapes[1])) for i in itertools.product(*(range(1 << log(k)) for k in shapes[1]))]
-    need(bytes(itertools.compress(last, inside)) == y, "the proof is of another output")
+    need(n <= 23 and bytes(itertools.compress(last, inside)) == y, "the proof is of another output")
     witness, (alpha, beta), used = v.hear(32), v.draw(2), min(1 << n, -(-sum(1 << k for k in logs) >> h) << h)
     lookups = Lookups(v, h, n + 3, [(kind << n, used) for kind in range(7)], log_table)
     point, show = lookups.side(v, 0)

@@ -248,6 +248,8 @@ def test_any_convolutions_are_proven_as_defined(generator, record_property):
         y, proof = prover.prove(x)
         assert (y.reshape(-1) == evaluated(network, x).reshape(-1)).all()
         check(prover.commitment, x, y, proof)
+        size = proofs.prediction(network.network, len(x))[1]
+        assert len(proof) + len(prover.commitment.to_bytes()) + y.nbytes <= size <= 1 << 20
         if example % 3 == 0:
             specification.check(prover.commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
         added += sum(layer.skip > 0 for layer in network.network.layers)
@@ -334,6 +336,14 @@ def test_the_numbers_of_the_soundness_table(generator):
     assert sum(errors.values()) < 2**-100
 
 
+def test_the_largest_errors_of_any_network():
+    """Lookups of the most weights and of the most rows, each of the most tables, and folds of the longest code."""
+    tables = 1 << protocol.log2_ceil(1022 + 256 * (protocol.MAX_LAYERS + 1))
+    queries = max(1 << protocol.MAX_LOG_WEIGHTS, 8 << protocol.MAX_LOG_ROWS)
+    for numerator in (2 * (queries + tables), (1 << 20) + 2, 12 * protocol.MAX_LAYERS + 13, 1 << 7):
+        assert numerator / P**2 < 2**-100.3 > 0.625**QUERIES
+
+
 @pytest.mark.slow
 def test_the_example_of_ezkl(generator):
     network = random_network(generator, [64, 128, 64, 10])
@@ -387,6 +397,8 @@ def test_the_specification_is_short_and_shares_no_code():
         ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
         ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
         ({"multiplier": (1, 2, 3)}, ConfigError, "layer 0 has 3 multipliers for 2 outputs"),
+        ({"multiplier": np.array([5, 6])}, ConfigError, r"layer 0 has multiplier \[5 6\]"),
+        ({"multiplier": (5, 6.5)}, ConfigError, r"layer 0 has multiplier 6\.5"),
         ({"multiplier": ()}, ConfigError, "layer 0 has 0 multipliers for 2 outputs"),
         ({"multiplier": (5, 0)}, ConfigError, "layer 0 has multiplier 0"),
         ({"multiplier": (5, (1 << 17) + 1)}, ConfigError, "layer 0 has multiplier 131073"),
@@ -413,8 +425,8 @@ def test_layers_out_of_range_are_refused(changes, error, message):
 def test_what_no_proof_can_have_is_refused_before_the_commitment():
     """A file of 80 KB with 2^28 activations took a commitment gigabytes, and then had no proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
-    Network((layer,) * 16).check()
-    for layers in ((layer,) * 17, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
+    Network((layer,) * 8).check()
+    for layers in ((layer,) * 9, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
         with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
             Network(tuple(layers)).check()
 

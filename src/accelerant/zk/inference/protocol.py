@@ -10,7 +10,8 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from accelerant.errors import AccelerantError
 
@@ -25,7 +26,7 @@ LOG_CAP = 6  # the level of a Merkle tree that a proof contains whole
 SHIFT = 24  # of requantization
 BIAS_LIMIT = 1 << 23
 MAX_MULTIPLIER = 1 << 17
-MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 12
+MAX_WIDTH, MAX_LAYERS, MAX_LOG_WEIGHTS, MAX_LOG_ROWS, MAX_LOG_COLUMNS = 1 << 16, 256, 26, 23, 12
 MAX_LOG_IMAGE, MAX_LOG_SIDES, MAX_LOG_READ = 20, 19, 22
 COLUMNS = ("r0", "r1", "r2", "d0", "d1", "d2", "u", "y")
 IDENTITY = bytes(range(128, 256)) + bytes(range(128))  # the table of int8 entries from -128 to 127
@@ -251,10 +252,12 @@ class Network(NamedTuple):
             require(1 <= size <= MAX_WIDTH, f"layer {i} has a size of {size}, not 1 to {MAX_WIDTH}")
         products = layer.inputs * math.prod(layer.kernel)
         require(products <= MAX_WIDTH, f"layer {i} has sums of {products} products, which could pass int32")
-        each = layer.multiplier if isinstance(layer.multiplier, Sequence) else [layer.multiplier] * layer.outputs
-        require(len(each) == layer.outputs, f"layer {i} has {len(each)} multipliers for {layer.outputs} outputs")
-        for multiplier in each:
-            require(1 <= multiplier <= MAX_MULTIPLIER, f"layer {i} has multiplier {multiplier}")
+        given: Any = layer.multiplier
+        if isinstance(given, Sequence):
+            require(len(given) == layer.outputs, f"layer {i} has {len(given)} multipliers for {layer.outputs} outputs")
+        for multiplier in given if isinstance(given, Sequence) else (given,):
+            fits = isinstance(multiplier, Integral) and 1 <= int(multiplier) <= MAX_MULTIPLIER
+            require(fits, f"layer {i} has multiplier {multiplier}")
         require(0 <= layer.skip_multiplier <= 2 << SHIFT, f"layer {i} has skip multiplier {layer.skip_multiplier}")
         require(len(layer.table) == 256, f"layer {i} has a table of {len(layer.table)} entries, not 256")
         require(0 <= layer.padding < min(layer.kernel), f"layer {i} has padding {layer.padding}, not below its kernel")
@@ -429,6 +432,7 @@ class WitnessLayout:
         self.tables = list(dict.fromkeys([IDENTITY, *(layer.table for layer in network.layers)]))
         self.logs = activation_logs(network, batch)
         self.rows, self.log_rows = blocks(self.logs)
+        require(self.log_rows <= MAX_LOG_ROWS, "the batch is too large for this network: divide it")
         self.log_table = log2_ceil(1022 + 256 * len(self.tables))
         offsets, self.log_size = blocks([*[self.log_rows] * 8, self.log_table])
         self.columns, self.multiplicities = offsets[:8], offsets[8]
