@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -310,6 +311,8 @@ def _free_bytes(space: MemorySpace, share: float) -> int:
 _PYTHON_SUMS = 4
 """Sums per curve that Python integers reduce before the kernel is loaded; they cost a tenth of loading it."""
 
+_sums_so_far: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
 
 def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
     """Return the sum over windows w and chunks of 2^(window w) times a window's sum: affine words, Montgomery form.
@@ -317,7 +320,7 @@ def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
     The sums are (chunks, windows, 3 coordinates), projective, Montgomery form, the lowest window first.
     """
     no_doublings = sums.shape[1] == 1
-    by_python = no_doublings or next(_sums_so_far(curve.name)) < _PYTHON_SUMS
+    by_python = no_doublings or next(_sums_so_far[curve.name]) < _PYTHON_SUMS
     return (reduce_by_python if by_python else reduce_by_kernel)(curve, window, sums)
 
 
@@ -373,8 +376,3 @@ def canonical(curve: Curve[Any], points: U64) -> U64:
 def _scaled(curve: Curve[Any], points: Iterable[Affine[Any]], factor: int) -> U64:
     times, factor = curve.coordinates.times, factor % curve.coordinates.base.modulus
     return encode_points(curve, [p if p is None else (times(p[0], factor), times(p[1], factor)) for p in points])
-
-
-@functools.cache
-def _sums_so_far(curve: str) -> itertools.count[int]:
-    return itertools.count()

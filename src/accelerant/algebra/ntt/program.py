@@ -77,7 +77,10 @@ def kernel_source(
 def powers_source(field: Field) -> KernelSource:
     """Return ntt_powers, see powers.c: pointers z and ladder, then seven numbers."""
     sizes = defined({"POWERS_LADDER": LADDER, "POWERS_BLOCK": BLOCK, "NTT_RESIDENT": 0})
-    wgsl = functools.partial(_powers_wgsl, field)
+
+    def wgsl() -> str:
+        return _wgsl(field, ("z", "ladder"), _POWERS, {"LADDER": LADDER}) + _files("powers.wgsl")
+
     dialects = _dialects(field, "powers", lambda dialect: sizes + _files(_DEVICE[dialect], "powers.c"), wgsl)
     types = (f"*u{field.word_bits}",) * 2 + ("i64",) * 7
     return KernelSource(f"ntt_powers_{field.name}", dialects, {"ntt_powers": types})
@@ -111,10 +114,6 @@ def _files(*names: str) -> str:
 
 
 _POWERS = ("log_rows", "log_count", "log_steps", "log_unit", "by_bits", "by_row", "by_column")
-
-
-def _powers_wgsl(field: Field) -> str:
-    return _wgsl(field, ("z", "ladder"), _POWERS, {"LADDER": LADDER}) + _files("powers.wgsl")
 
 
 def _pass_wgsl(field: Field, variant: Variant, tile: Tile) -> str:

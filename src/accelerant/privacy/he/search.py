@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.parameters import is_prime
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy.he import bfv
 from accelerant.privacy.he.bfv_scheme import centered
@@ -50,15 +51,11 @@ def plain_modulus(d: int, bits: int = 8, n: int = 8192) -> int:
     t = (2 * largest) // (2 * n) * 2 * n + 1
     while t < 1 << 30:
         t += 2 * n
-        if t < 1 << 30 and _is_prime(t):
+        if t < 1 << 30 and is_prime(t):
             return t
     raise ConfigError(
         f"scores of {d} dimensions of {bits} bits reach {largest:,}: BFV's plaintexts hold below 2^29 here"
     )
-
-
-def _is_prime(t: int) -> bool:
-    return all(t % p for p in range(3, int(t**0.5) + 1, 2))
 
 
 def keygen(

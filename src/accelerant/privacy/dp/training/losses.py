@@ -130,9 +130,8 @@ class LossCheck:
         trace, self._trace = self._trace, None
         _LossTrace.remove()
         rows = self._clipper.examples
-        if rows is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return
-        if trace is None or rows < 2:
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if trace is None or rows is None or rows < 2 or captured:
             return
         self._left -= self._left > 0
         if not (trace.results or trace.inputs):  # the model returns the loss, and the check of its rows sees that

@@ -331,7 +331,7 @@ class _Passes:
         if not self._confirmed(difference, {(name, kind) for name in self._before for kind in (0, 1)}):
             return ""
         one, two = self._states[0], self._states[-1]
-        names = [name for name in two if name not in one or not _same_values(one[name], two[name])]
+        names = [name for name in two if name not in one or not torch.equal(one[name], two[name])]
         return f" ({', '.join(names) or 'in no tensor of its modules'})"
 
     def _confirmed(self, difference: Callable[[], dict[_Part, _Difference]], suspects: set[_Part]) -> set[str]:
@@ -459,10 +459,6 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
         for key, each in (*module._buffers.items(), *vars(module).items())
         if isinstance(each, Tensor) and each.layout == torch.strided
     }
-
-
-def _same_values(one: Tensor, two: Tensor) -> bool:
-    return one.shape == two.shape and torch.equal(one, two)
 
 
 def _patterns(rows: int) -> list[Tensor]:
