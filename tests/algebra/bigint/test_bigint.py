@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ptx_emulator import execute, parsed
 
 from accelerant.algebra.bigint import FixedBasePowers, gmp, residues, residues_of
 from accelerant.algebra.bigint.residues import _PUBLIC_WINDOW, DevicePairs, kernel_source, lanes_of, limbs_of
@@ -229,21 +230,13 @@ def test_kernels_compile_for_nvidia_in_registers(target, limbs):
 def test_the_carry_chains_of_nvidia_add_a_row(width):
     """The instructions of BIGINT_PTX_ROW, one after the other: no carry is lost."""
     rng, words = random.Random(width), 3 * width + 3
-    text = residues._ptx_row(width).split('"')[1]
+    instructions = parsed(residues._ptx_row(width).split('"')[1])
     for kind in range(6):
         before = [2**32 - 1 if kind == 0 else rng.getrandbits(32) for _ in range(words)]
         before[2 * width] = kind % 3  # top
-        registers, carry = before.copy(), 0
-        for instruction in filter(None, map(str.strip, text.split(";"))):
-            name, *operands = instruction.replace(",", "").split()
-            values = [registers[int(o[1:])] if o[0] == "%" else int(o) for o in operands[1:]]
-            if name.startswith("mad"):
-                product = values[0] * values[1]
-                values = [product & 2**32 - 1 if ".lo" in name else product >> 32, values[2]]
-            result = sum(values) + carry * name.split(".")[0].endswith("c")
-            carry = result >> 32
-            assert ".cc" in name or not carry
-            registers[int(operands[0][1:])] = result & 2**32 - 1
+        found = {f"%{i}": word for i, word in enumerate(before)}
+        assert not execute(instructions, found)
+        registers = list(found.values())
 
         def value(found, low):
             even, odd = (sum(w << 32 * i for i, w in enumerate(found[at : at + width])) for at in (0, width))

@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from ptx_emulator import WORD, execute, parsed
 
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.program import (
@@ -27,7 +28,6 @@ from accelerant.runtime.compilation.kernel import KernelSource, portable_header
 from requirements import require_backend
 
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
-WORD = 2**32 - 1
 
 
 def edges(field):
@@ -64,59 +64,18 @@ def unpacked(field, array):
 
 @cache
 def chains(field):
-    """Operation -> the instructions of its asm statement, as the program holds them: [operation, operands...]."""
+    """Operation -> the instructions of its asm statement, as the program holds them."""
     text = kernel_source(field, "field_mul").dialects["cuda"].build("sm_90")
-    found = {}
-    for name, body in re.findall(rf'#define {field.name}_PTX_(\w+)\(z, .*?\) asm\("{{(.*?)}}"', text):
-        lines = [line.split(None, 1) for line in body.strip(" ;").split(";")]
-        found[name] = [(line[0], *line[1].split(", ")) for line in lines if line[0] != ".reg"]
-    return found
-
-
-SEMANTICS = {
-    "mov": lambda v, product, carry: v[0],
-    "and": lambda v, product, carry: v[0] & v[1],
-    "shl": lambda v, product, carry: v[0] << v[1] & WORD,
-    "shf": lambda v, product, carry: (v[1] << 32 | v[0]) << v[2] >> 32 & WORD,
-    "selp": lambda v, product, carry: v[0] if v[2] else v[1],
-    "mul": lambda v, product, carry: product,
-    "mad": lambda v, product, carry: product + v[2],
-    "madc": lambda v, product, carry: product + v[2] + carry,
-    "add": lambda v, product, carry: v[0] + v[1],
-    "addc": lambda v, product, carry: v[0] + v[1] + carry,
-    "sub": lambda v, product, carry: v[0] - v[1],
-    "subc": lambda v, product, carry: v[0] - v[1] - carry,
-}
-"""PTX's instruction -> its result before it is cut to 32 bits."""
+    macros = re.findall(rf'#define {field.name}_PTX_(\w+)\(z, .*?\) asm\("{{(.*?)}}"', text)
+    return {name: parsed(body) for name, body in macros}
 
 
 def emulate(instructions, limbs, *operands):
-    """What the carry chains give, and which instructions lost a carry: those without .cc whose result wrapped.
-
-    Source: PTX ISA, "Extended-Precision Integer Arithmetic Instructions"; .cc sets the flag, addc, subc, madc read it.
-    """
+    """What the carry chains give, and which instructions lost a carry; names are set once."""
+    names = [target for _, target, *_ in instructions if target[0] != "%"]
+    assert len(names) == len(set(names))
     registers = {f"%{limbs + i}": limb for i, limb in enumerate(limb for operand in operands for limb in operand)}
-    flag, wrapped = None, []
-    for operation, target, *names in instructions:
-        base, *kinds = operation.split(".")
-        values = [registers[name] if name in registers else int(name, 0) for name in names]
-        assert target not in registers or target.startswith("%"), f"{target} is set twice"
-        if base == "setp":
-            registers[target] = int(values[0] != values[1])
-            continue
-        if base in ("addc", "subc", "madc"):
-            assert flag is not None, f"{operation} {target}: no carry is set"
-        incoming = flag if base in ("addc", "subc", "madc") else 0
-        product = values[0] * values[1] if base in ("mul", "mad", "madc") else 0
-        product = product >> 32 if "hi" in kinds else product & WORD
-        result = SEMANTICS[base](values, product, incoming)
-        if "cc" in kinds:
-            flag = int(not 0 <= result <= WORD)
-        else:
-            if not 0 <= result <= WORD:
-                wrapped.append(operation)
-            flag = None if base in ("add", "addc", "subc", "mad", "madc") else flag  # m is found within a chain
-        registers[target] = result & WORD
+    wrapped = execute(instructions, registers)
     return [registers[f"%{i}"] for i in range(limbs)], wrapped
 
 

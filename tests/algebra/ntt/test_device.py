@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ptx_emulator import WORD, execute, parsed
 
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.parameters import FIELDS
@@ -368,7 +369,6 @@ def test_registers_on_nvidia(name, variant, architecture, compile_cuda):
 # Goldilocks's carry chains, emulated: their instructions as the program holds them, on edges and on random numbers.
 
 P = FIELDS["goldilocks"].modulus
-WORD = 2**32 - 1
 
 
 def instructions(name):
@@ -380,44 +380,13 @@ def instructions(name):
     body = f"GOLDILOCKS_BEGIN {body}"
     while "GOLDILOCKS" in body:
         body = re.sub(r"\bGOLDILOCKS_\w+", lambda found: macros[found[0]], body)
-    lines = "".join(re.findall(r'"([^"]*)"', body)).strip(" {}").split(";")
-    split = [line.split(None, 1) for line in lines if line.strip(" {}")]
-    return [(operation, re.findall(r"\{[^}]*\}|[^,\s]+", rest)) for operation, rest in split if operation != ".reg"]
+    return parsed("".join(re.findall(r'"([^"]*)"', body)).strip(" {}"))
 
 
 def emulate(lines, x, y):
-    """What they give. Source: PTX ISA, "Extended-Precision Integer Arithmetic Instructions"."""
-    values, flag, result = {"%3": WORD}, None, None
-    for operation, (target, *names) in lines:
-        base, *kinds = operation.split(".")
-        if operation == "mov.b64" and target.startswith("{"):
-            whole = {"%1": x, "%2": y}[names[0]]
-            low, high = target.strip("{}").split(", ")
-            values |= {low: whole & WORD, high: whole >> 32}
-            continue
-        if operation == "mov.b64":
-            low, high = names[0].strip("{}").split(", ")
-            result = values[low] | values[high] << 32
-            continue
-        given = [values[name] if name in values else int(name, 0) for name in names]
-        if base == "mov":
-            values[target] = given[0]
-            continue
-        incoming = 0
-        if base in ("addc", "subc", "madc"):
-            assert flag is not None, f"{operation} {target}: no carry is set"
-            incoming = flag
-        if base in ("mul", "mad", "madc"):
-            product = given[0] * given[1]
-            found = (product >> 32 if "hi" in kinds else product & WORD) + sum(given[2:]) + incoming
-        elif base in ("add", "addc"):
-            found = given[0] + given[1] + incoming
-        else:
-            assert base in ("sub", "subc")
-            found = given[0] - given[1] - incoming
-        flag = int(not 0 <= found <= WORD) if "cc" in kinds else None
-        values[target] = found & WORD
-    return result
+    registers = {"%1": x, "%2": y, "%3": WORD}
+    execute(lines, registers)
+    return registers["%0"]
 
 
 EDGES = [0, 1, 2, WORD - 1, WORD, WORD + 1, 2**33, 2**63, P // 2, P // 2 + 1, P - WORD, P - 2**32, P - 2, P - 1]
@@ -456,7 +425,7 @@ def test_what_exceeds_a_word_is_folded(name):
 def test_carry_chains_are_as_short_as_said():
     """Without moves, the halves of a wide multiply as one: the header's numbers."""
     for name, count in (("add", 4), ("sub", 5), ("mul", 16)):
-        kinds = [operation for operation, _ in instructions(f"goldilocks_{name}") if not operation.startswith("mov")]
+        kinds = [operation for operation, *_ in instructions(f"goldilocks_{name}") if not operation.startswith("mov")]
         assert len([kind for kind in kinds if ".hi" not in kind]) == count
 
 
