@@ -71,12 +71,12 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
     return points
 
 
-def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool = True) -> None:
-    """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup."""
+def check_points(curve: Curve[E], points: Sequence[Affine[E]]) -> None:
+    """Check that affine, reduced points are on the curve and in the subgroup."""
     for index, point in enumerate(points):
         if not curve.is_on_curve(point):
             raise FormatError(f"points[{index}] is {hexadecimal(point)}, which is not on {curve.name}")
-        if subgroup and curve.cofactor != 1 and not in_subgroup(curve, point):
+        if curve.cofactor != 1 and not in_subgroup(curve, point):
             raise FormatError(
                 f"points[{index}] is {hexadecimal(point)}, on {curve.name} but not in its subgroup of order r"
             )
@@ -103,20 +103,18 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: PointL
     return bytes(result)
 
 
-def points_from_bytes(
-    curve: Curve[E], data: bytes, layout: PointLayout, *, check: bool = True, subgroup: bool = True
-) -> list[Affine[E]]:
+def points_from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, *, check: bool = True) -> list[Affine[E]]:
     """Return the points of bytes in a layout; FormatError names the first one that is refused.
 
-    `check` refuses points off the curve or out of the subgroup, without `subgroup` (as EIP-2537's additions) those off
-    the curve only. Flags, padding, unreduced coefficients and a compressed x that no point has are always refused.
+    `check` refuses points off the curve or out of the subgroup. Flags, padding, unreduced coefficients and a compressed
+    x that no point has are always refused.
     """
     size = point_bytes(curve, layout)
     if len(data) % size:
         raise FormatError(f"{layout} points of {curve.name} are {size} bytes each; {len(data)} is no multiple of that")
     points = [_from_bytes(curve, data[i * size : (i + 1) * size], layout, i) for i in range(len(data) // size)]
     if check:
-        check_points(curve, points, subgroup=subgroup)
+        check_points(curve, points)
     return points
 
 

@@ -446,28 +446,27 @@ def _chunks(words: U64) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(words), rows)]
 
 
-def check_below(file: MappedFile, number: int, field: Field, words: U64, start: int = 0) -> None:
+def check_below(file: MappedFile, number: int, field: Field, words: U64) -> None:
     """Check that all elements of section `number` are below the modulus; FormatError names the first one's offset.
 
-    `words` are rows of the section, each a whole number of elements, from byte `start` of the payload on.
+    `words` are the section's rows, each a whole number of elements.
     """
     for chunk in _chunks(words):
-        at = start + chunk.start * words.shape[1] * words.itemsize
+        at = chunk.start * words.shape[1] * words.itemsize
         _check_words(file, number, at, field, words[chunk], "an element")
 
 
 def check_points(
-    file: MappedFile, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True,
+    file: MappedFile, number: int, curve: Curve[Any], words: U64, *, subgroup: bool = True,
     named: Sequence[tuple[int, str]] = (),
 ) -> None:  # fmt: skip
     """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
 
-    `words`, (n, words per point), are rows of the section from byte `start` of the payload on. FormatError names the
-    offset and the index of the first invalid point. The subgroup of order r contains infinity. `named` has offsets and
-    names of points elsewhere in the section, which are reduced.
+    `words`, (n, words per point), are the section's rows, or of points that are reduced, whose offsets and names
+    `named` has. FormatError names the offset and the index of the first invalid point. Infinity is in the subgroup.
     """
     if not named:
-        check_below(file, number, curve.coordinates.base, words, start)
+        check_below(file, number, curve.coordinates.base, words)
     tests: tuple[tuple[launch.Test, str], ...] = (
         ("off_curve", f"not on {curve.name}"),
         ("off_subgroup", f"on {curve.name} but not in its subgroup of order r"),
@@ -478,9 +477,7 @@ def check_points(
             first = launch.first_off(HOST, curve, test, points)
             if first is not None:
                 index = chunk.start + first
-                at, name = start + index * words.shape[1] * words.itemsize, f"point {index}"
-                if named:
-                    at, name = named[index]
+                at, name = named[index] if named else (index * words.shape[1] * words.itemsize, f"point {index}")
                 raise file.error(number, at, f"{name} is {what}")
 
 

@@ -98,11 +98,11 @@ def _portable(terms: int, entry: str) -> str:
 
 
 @functools.cache
-def fused_source(terms: int, kind: str, threads: int = THREADS) -> KernelSource:
+def fused_source(terms: int, kind: str) -> KernelSource:
     """Return gaussian(rows, state, first, tables, k1, k2, k3, k4, one, inverse, outward) of gaussian.cuh."""
-    sizes = f"#define TERMS {terms}\n#define THREADS {threads}\n#define {KINDS[kind]}\n"
+    sizes = f"#define TERMS {terms}\n#define THREADS {THREADS}\n#define {KINDS[kind]}\n"
     parts = (portable_header(), chacha20_text(), _text("sampler.h"), _text("rows.cuh"), _text("gaussian.cuh"))
-    program = HopperProgram("gaussian", sizes + "".join(parts), threads, SHARED_BYTES)
+    program = HopperProgram("gaussian", sizes + "".join(parts), THREADS, SHARED_BYTES)
     arguments = ("struct", "*u32", "*u64", "*u32", "i32", "i32", "i32", "i32", "u32", "f32", "f32")
     return KernelSource(
         f"gaussian_{kind}_{terms}", {"cuda": program}, {"gaussian": arguments}, targets=CUDA_TARGETS[1:]
