@@ -21,7 +21,7 @@ def packed(curve, points):
 def unpacked(curve, words):
     """Points from words in Montgomery form."""
     back = pow(RADIX[curve.coordinates.base.limbs], -1, curve.coordinates.base.modulus)
-    return scaled(curve, decode_points(curve, words, check=False), back)
+    return scaled(curve, decode_points(curve, words), back)
 
 
 def words_of(scalars):

@@ -1,6 +1,17 @@
-"""Points of every small order that a curve has out of its subgroup of order r, for the tests of checks."""
+"""Points of every small order that a curve has out of its subgroup of order r, and the checks that refuse them."""
 
 from accelerant.algebra.curve.weierstrass import in_subgroup, multiply
+from accelerant.errors import FormatError
+
+
+def checked(curve, points):
+    """The points; FormatError names the first one off the curve or out of the subgroup. By Python's integers."""
+    for index, point in enumerate(points):
+        if not curve.is_on_curve(point):
+            raise FormatError(f"points[{index}] is not on {curve.name}")
+        if curve.cofactor != 1 and not in_subgroup(curve, point):
+            raise FormatError(f"points[{index}] is on {curve.name} but not in its subgroup of order r")
+    return points
 
 
 def point_out_of_subgroup(curve, seed=1):

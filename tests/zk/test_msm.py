@@ -62,7 +62,7 @@ def montgomery(curve, points):
 
 def affine(curve, words):
     canonical = launch.from_montgomery(HOST, curve, np.ascontiguousarray(words).reshape(-1, *curve.shape))
-    return decode_points(curve, canonical, check=False)[0]
+    return decode_points(curve, canonical)[0]
 
 
 def total(name, form, scalars, points, chosen=None):

@@ -113,13 +113,13 @@ class EllipticCurve:
         """Return Python points: one, or nested lists with the array's leading dimensions. They may be off the curve."""
         words = _host_points(self.parameters, points, "points")
         shape = words.shape[: words.ndim - len(self.shape)]
-        return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape), check=False), shape)
+        return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape)), shape)
 
     def to_bytes(self, points: Any, layout: PointLayout = "compressed") -> bytes:
         """Return points, concatenated, in a layout of algebra/curve/encoding.py: evm, uncompressed or compressed."""
         words = _host_points(self.parameters, points, "points")
         words = words.reshape(words.size // math.prod(self.shape), *self.shape)
-        return points_to_bytes(self.parameters, decode_points(self.parameters, words, check=False), layout)
+        return points_to_bytes(self.parameters, decode_points(self.parameters, words), layout)
 
     def from_bytes(
         self, data: bytes | bytearray | memoryview, layout: PointLayout = "compressed", *, check: bool = True
@@ -138,7 +138,7 @@ class EllipticCurve:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
-        words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout, check=False))
+        words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout))
         if check:
             operands.points_inward(
                 self.parameters, ArrayOperand(words, HOST, words.shape[:1]), HOST, "points", "subgroup"

@@ -140,7 +140,7 @@ def points_inward(curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, 
         index = launch.first_off(space, curve, test, words)
         if index is not None:
             one = launch.from_montgomery(space, curve, space.getitem(words, (slice(index, index + 1),)))
-            (point,) = decode_points(curve, space.store(one), check=False)
+            (point,) = decode_points(curve, space.store(one))
             what = "is not on" if test == "off_curve" else "is out of the subgroup of"
             raise FormatError(f"{name}[{index}] (flattened) is {hexadecimal(point)}, which {what} {curve.name}")
     return words

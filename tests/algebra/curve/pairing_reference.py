@@ -23,8 +23,8 @@ import json
 from pathlib import Path
 
 from msm_reference import msm_sum
+from small_orders import checked
 
-from accelerant.algebra.curve.encoding import check_points
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.weierstrass import Affine, Pair, QuadraticCoordinates, add, negate
 
@@ -252,6 +252,6 @@ def groth16_pairs(key, public, proof):
         (inputs, g2_point(key["vk_gamma_2"])),
         (g1_point(proof["pi_c"]), g2_point(key["vk_delta_2"])),
     ]
-    check_points(g1, [p for p, _ in pairs])
-    check_points(family_of("bn254").g2, [q for _, q in pairs])
+    checked(g1, [p for p, _ in pairs])
+    checked(family_of("bn254").g2, [q for _, q in pairs])
     return pairs

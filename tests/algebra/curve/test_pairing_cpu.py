@@ -122,8 +122,8 @@ def test_vectors_of_the_precompiles(file):
     for row in rows:
         data = bytes.fromhex(row["Input"])
         parts = [data[i : i + first + second] for i in range(0, len(data), first + second)]
-        g1 = points_from_bytes(family.g1, b"".join(part[:first] for part in parts), "evm", check=False)
-        g2 = points_from_bytes(family.g2, b"".join(part[first:] for part in parts), "evm", check=False)
+        g1 = points_from_bytes(family.g1, b"".join(part[:first] for part in parts), "evm")
+        g2 = points_from_bytes(family.g2, b"".join(part[first:] for part in parts), "evm")
         found = product_is_one(family, encode_points(family.g1, g1), encode_points(family.g2, g2))
         assert found == (int(row["Expected"], 16) == 1), row["Name"]
 

@@ -16,8 +16,8 @@ commit 186d567), since there is no third spare bit: 0x00 uncompressed, 0x40 comp
 the smaller root, 0xc0 with the larger one; an uncompressed infinity is all zeros. The larger of y and -y is the one
 with the larger c1, or c0 where c1 is zero.
 
-Input is untrusted. Coefficients that are not reduced, and wrong flags and padding, are always refused; points off the
-curve or out of the subgroup are refused unless check=False. Not constant-time.
+Input is untrusted. Coefficients that are not reduced, and wrong flags and padding, are refused; whether points are on
+the curve and in the subgroup is for the caller to check (launch.first_off). Not constant-time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.weierstrass import Affine, Curve, in_subgroup
+from accelerant.algebra.curve.weierstrass import Affine, Curve
 from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import clipped
@@ -53,10 +53,10 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
     return np.frombuffer(data, dtype="<u8").astype(np.uint64).reshape(len(points), *curve.shape)
 
 
-def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
-    """Return the points of canonical limbs, (n, *curve.shape), uint64; with `check` on the curve and in the subgroup.
+def decode_points(curve: Curve[E], array: U64) -> list[Affine[E]]:
+    """Return the points of canonical limbs, (n, *curve.shape), uint64; not checked to be on the curve.
 
-    Errors name the index and value of what is refused.
+    FormatError names the index and value of a coefficient that is not reduced.
     """
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")
@@ -65,21 +65,7 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
         raise ShapeError(f"points of {curve.name} must be (n, {wanted}), got {array.shape}")
     base = curve.coordinates.base
     coefficients = decode(base, array.reshape(len(array), 2 * curve.coordinates.degree, base.limbs))
-    points = [_point(curve, values, index) for index, values in enumerate(coefficients)]
-    if check:
-        check_points(curve, points)
-    return points
-
-
-def check_points(curve: Curve[E], points: Sequence[Affine[E]]) -> None:
-    """Check that affine, reduced points are on the curve and in the subgroup."""
-    for index, point in enumerate(points):
-        if not curve.is_on_curve(point):
-            raise FormatError(f"points[{index}] is {hexadecimal(point)}, which is not on {curve.name}")
-        if curve.cofactor != 1 and not in_subgroup(curve, point):
-            raise FormatError(
-                f"points[{index}] is {hexadecimal(point)}, on {curve.name} but not in its subgroup of order r"
-            )
+    return [_point(curve, values, index) for index, values in enumerate(coefficients)]
 
 
 def point_bytes(curve: Curve[E], layout: PointLayout) -> int:
@@ -103,19 +89,15 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: PointL
     return bytes(result)
 
 
-def points_from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, *, check: bool = True) -> list[Affine[E]]:
-    """Return the points of bytes in a layout; FormatError names the first one that is refused.
+def points_from_bytes(curve: Curve[E], data: bytes, layout: PointLayout) -> list[Affine[E]]:
+    """Return the points of bytes in a layout; not checked to be on the curve, as those with x alone are.
 
-    `check` refuses points off the curve or out of the subgroup. Flags, padding, unreduced coefficients and a compressed
-    x that no point has are always refused.
+    FormatError names the first one with wrong flags, padding, an unreduced coefficient or an x that no point has.
     """
     size = point_bytes(curve, layout)
     if len(data) % size:
         raise FormatError(f"{layout} points of {curve.name} are {size} bytes each; {len(data)} is no multiple of that")
-    points = [_from_bytes(curve, data[i * size : (i + 1) * size], layout, i) for i in range(len(data) // size)]
-    if check:
-        check_points(curve, points)
-    return points
+    return [_from_bytes(curve, data[i * size : (i + 1) * size], layout, i) for i in range(len(data) // size)]
 
 
 def _from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, index: int) -> Affine[E]:

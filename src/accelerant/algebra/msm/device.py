@@ -370,7 +370,7 @@ def reduce_by_kernel(curve: Curve[Any], window: int, sums: U64) -> U64:
 def canonical(curve: Curve[Any], points: U64) -> U64:
     """Return the canonical words of points (n, *shape) in Montgomery form, by Python integers."""
     base = curve.coordinates.base
-    return _scaled(curve, decode_points(curve, points, check=False), pow(montgomery_radix(base), -1, base.modulus))
+    return _scaled(curve, decode_points(curve, points), pow(montgomery_radix(base), -1, base.modulus))
 
 
 def _scaled(curve: Curve[Any], points: Iterable[Affine[Any]], factor: int) -> U64:

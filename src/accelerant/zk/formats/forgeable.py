@@ -117,7 +117,7 @@ def _same_row(rows: U64) -> tuple[int, int] | None:
 
 
 def _point(curve: Curve[Any], words: U64, montgomery: bool) -> Any:
-    (point,) = decode_points(curve, np.array(words, np.uint64).reshape(1, *curve.shape), check=False)
+    (point,) = decode_points(curve, np.array(words, np.uint64).reshape(1, *curve.shape))
     if point is None or not montgomery:
         return point
     base = curve.coordinates.base

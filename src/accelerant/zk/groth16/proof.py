@@ -179,7 +179,7 @@ class Proof:
             words = encoded_points(curve, [point], [name])
             with named({"points": [name]}):
                 points_inward(curve, point_operand(curve, words, "points"), HOST, "points", "subgroup")
-            found += decode_points(curve, words, check=False)
+            found += decode_points(curve, words)
         return found
 
     def _known_public(self) -> tuple[int, ...]:

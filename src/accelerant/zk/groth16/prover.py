@@ -249,7 +249,7 @@ class Prover:
     def _assembled(self, a: U64, b2: U64, c: U64, public: tuple[int, ...]) -> Proof:
         g1, g2 = self._pairing.g1, self._pairing.g2
         (pi_a, pi_c), (pi_b,) = (
-            decode_points(curve, launch.from_montgomery(HOST, curve, points), check=False)
+            decode_points(curve, launch.from_montgomery(HOST, curve, points))
             for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
         )
         return Proof(self.family, pi_a, pi_b, pi_c, public)

@@ -197,9 +197,9 @@ class VerificationKey:
     def to_json(self) -> str:
         """Return the contents of snarkjs's verification_key.json, including vk_alphabeta_12."""
         family = family_of(self.family)
-        (alpha,) = decode_points(family.g1, self.alpha[None], check=False)
-        ic = decode_points(family.g1, self.ic, check=False)
-        g2_points = decode_points(family.g2, np.stack([self.beta, self.gamma, self.delta]), check=False)
+        (alpha,) = decode_points(family.g1, self.alpha[None])
+        ic = decode_points(family.g1, self.ic)
+        g2_points = decode_points(family.g2, np.stack([self.beta, self.gamma, self.delta]))
         # The exponent of snarkjs's final exponentiation is k times the exact one, which saves products:
         # k = 2 x (6 x^2 + 3 x + 1) on BN curves (Fuentes-Castaneda, Knapp and Rodriguez-Henriquez, SAC 2011), 3 on
         # BLS12 (Hayashida, Hayasaka and Teruya, eprint 2020/875).
@@ -518,9 +518,9 @@ def verifier_contract(key: VerificationKey, name: str = "Groth16Verifier") -> st
     taken = isinstance(name, str) and (name in _RESERVED | _OWN or _NUMBERED.fullmatch(name))
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or taken:
         raise ConfigError(f"a contract's name must be an identifier of Solidity that is not taken, got {clipped(name)}")
-    (alpha,) = decode_points(family.g1, key.alpha[None], check=False)
-    beta, gamma, delta = decode_points(family.g2, np.stack([key.beta, key.gamma, key.delta]), check=False)
-    ic = [point or (0, 0) for point in decode_points(family.g1, key.ic, check=False)]
+    (alpha,) = decode_points(family.g1, key.alpha[None])
+    beta, gamma, delta = decode_points(family.g2, np.stack([key.beta, key.gamma, key.delta]))
+    ic = [point or (0, 0) for point in decode_points(family.g1, key.ic)]
 
     def second(at: int, point: Any) -> str:
         return _assigned(at, [part for coordinate in point for part in reversed(coordinate)])
