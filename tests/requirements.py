@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerant.algebra.field.llvm_kernels import host_has
 from accelerant.runtime import registry
 
 INTEROP = Path(__file__).parent / "interop"
@@ -34,6 +35,12 @@ def require_backend(name):
 def require_module(name, extra="dev"):
     """Require a Python package that an extra installs."""
     require("" if importlib.util.find_spec(name) else f"{name} is not installed; the extra {extra} has it")
+
+
+def require_form(form, limbs=4):
+    """Skip the test where this processor lacks what a form of the CPU's kernels needs for elements of so many limbs."""
+    if form == "vector" and limbs > 1 and not host_has("avx512ifma"):
+        pytest.skip("this processor has no AVX512-IFMA")
 
 
 def snarkjs_command():

@@ -13,7 +13,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
@@ -32,6 +31,7 @@ from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.zk import multi_scalar as op
 from accelerant.zk.multi_scalar import FixedBase, msm
+from requirements import require_form
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from vectors import MSM_ANSWERS, msm_multipliers, msm_scalars
@@ -49,11 +49,6 @@ each_case = pytest.mark.parametrize(("name", "form"), CASES)
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-def needs(form):
-    if form == "vector" and not llvm.get_host_cpu_features().get("avx512ifma"):
-        pytest.skip("this processor has no AVX512-IFMA")
-
-
 def montgomery(curve, points):
     """Words (n, words of a point) as CpuBases takes them."""
     words = launch.to_montgomery(HOST, curve, encode_points(curve, points))
@@ -66,7 +61,7 @@ def affine(curve, words):
 
 
 def total(name, form, scalars, points, chosen=None):
-    needs(form)
+    require_form(form)
     curve = curve_of(name)
     return affine(curve, CpuBases(curve, montgomery(curve, points), form).msm(encode(curve.scalars, scalars), chosen))
 
@@ -161,7 +156,7 @@ KINDS = ("equal points", "equal scalars", "ones", "r - 1", "bits", "opposites", 
 @pytest.mark.parametrize("kind", KINDS)
 def test_skewed_sums(form, kind):
     """Buckets with most of the points, and with nothing but doublings or opposites."""
-    needs(form)
+    require_form(form)
     n, curve = 1500, curve_of("bn254_g1")
     scalars, multipliers = skewed(kind, curve.order, n)
     if multipliers is None:
@@ -278,7 +273,7 @@ def test_known_answers(name, k):
 @pytest.mark.parametrize("group", [1, 3])
 def test_no_memory_but_a_workers_own_is_written(form, bits, group, monkeypatch):
     """Buckets of one point take the most slots; all in one bucket take the fewest. Beyond the end stands a pattern."""
-    needs(form)
+    require_form(form)
     storages = []
 
     def aligned(size):
@@ -529,7 +524,7 @@ def test_fixed_bases_explain_themselves(monkeypatch):
 @each_form
 def test_sums_by_multiples(name, form):
     """Windows that share buckets, for any number of ranges; infinity and opposites among the points."""
-    needs(form)
+    require_form(form)
     curve, rng = curve_of(name), random.Random(form)
     multipliers, points = few(name)
     scalars = [0, 1, curve.order - 1, *(rng.randrange(curve.order) for _ in points[3:])]

@@ -15,14 +15,13 @@ from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.weierstrass import add, double, in_subgroup, multiply, negate
-from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels, host_form
+from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk import curve, field, msm, ntt, register_curve, register_field
-from requirements import require_backend
+from requirements import require_backend, require_form
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_sum
@@ -132,8 +131,7 @@ def test_many_points_of_an_even_order_are_tested_one_by_one(g1):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_subgroup_in_each_form(g1, form):
-    if form == "vector" and host_form(field_of(FQ)) != form:
-        pytest.skip("the vector form needs AVX512-IFMA")
+    require_form(form)
     entry, points = "curve_off_subgroup", sample(3) + out_of_subgroup()
     words = g1.encode(points)
     radix = np.array(field(FQ).encode([2**384 % Q]), np.uint64)

@@ -8,7 +8,6 @@ import itertools
 import random
 import re
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from kernel_points import packed, unpacked, words_of
@@ -22,7 +21,7 @@ from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, neg
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
-from requirements import require_backend
+from requirements import require_backend, require_form
 
 FORMS = ("scalar", "vector")
 QUICK = (("scalar", "bn254_g1"), ("vector", "bn254_g1"), ("vector", "bn254_g2"), ("vector", "bls12_381_g1"))
@@ -77,8 +76,7 @@ def compiled(place, curve, entry):
     if place not in FORMS:
         provider = registry.create(require_backend(place))
         return provider, provider.compile(kernel_source(curve, entry))
-    if place == "vector" and not llvm.get_host_cpu_features().get("avx512ifma"):
-        pytest.skip("this processor has no AVX512-IFMA")
+    require_form(place)
     provider, kernels = registry.create("cpu"), {"llvm": curve_kernels(curve.name, entry, place)}
     return provider, provider.compile(KernelSource(f"{entry}_{curve.name}_{place}", kernels, {entry: ENTRIES[entry]}))
 

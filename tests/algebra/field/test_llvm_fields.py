@@ -18,6 +18,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.llvm import FunctionBuilder, program
+from requirements import require_form
 
 N, FEW = 10_007, 2_003
 """No multiples of a register's 8 or 16 elements; FEW are more than share an inversion."""
@@ -35,8 +36,7 @@ CASES = [
 @functools.cache
 def compiled(name, form):
     """All entries, compiled and loaded once."""
-    if form == "vector" and FIELDS[name].limbs > 1 and not llvm.get_host_cpu_features().get("avx512ifma"):
-        pytest.skip("this processor has no AVX512-IFMA")
+    require_form(form, FIELDS[name].limbs)
     builder = field_kernels(name, form=form)
     source = KernelSource(f"field_{name}_{form}", {"llvm": builder}, entries(FIELDS[name]))
     return {entry: registry.create("cpu").compile(source, entry=entry).handle for entry in source.entries}
@@ -239,9 +239,8 @@ def test_a_launch_over_all_cores(run):
 def test_the_functions_serve_other_kernels(case):
     """A kernel of one's own, (x - y)(x + y) / L: what NTT and curves do with a form."""
     name, form = case
-    if form == "vector" and FIELDS[name].limbs > 1 and not llvm.get_host_cpu_features().get("avx512ifma"):
-        pytest.skip("this processor has no AVX512-IFMA")
     field = FIELDS[name]
+    require_form(form, field.limbs)
     packed = packed_field(field, form)
     arguments = ["i64 %begin", "i64 %end", "ptr %x", "ptr %y", "ptr %z"]
     code = FunctionBuilder("difference", arguments, linkage="", attributes="nounwind")

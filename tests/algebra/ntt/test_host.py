@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from dft_reference import ntt_dft_reference
 
-from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
 from accelerant.algebra.ntt.launch import CpuNttPlan, limbs_of_52_bits, run
 from accelerant.algebra.ntt.plan import ORDERS, bit_reversed, make_passes, ntt_reference
+from requirements import require_form
 from vectors import TRANSFORM_BASE, field_elements
 
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
@@ -44,8 +44,7 @@ def cases(orders):
 @pytest.fixture
 def arithmetic(request):
     name, form = request.param
-    if form == "vector" and FIELDS[name].limbs > 1 and host_form(FIELDS[name]) != "vector":
-        pytest.skip("this processor has no AVX512-IFMA")
+    require_form(form, FIELDS[name].limbs)
     return FIELDS[name], form
 
 
