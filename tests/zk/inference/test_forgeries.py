@@ -1,6 +1,7 @@
 """Forgeries: provers that are changed in one place, proofs that are changed in one byte; the verifier refuses each."""
 
 import itertools
+import struct
 
 import numpy as np
 import pytest
@@ -169,7 +170,8 @@ def test_no_byte_of_a_proof_can_be_changed(honest, rng, record_property):
 def test_no_byte_of_a_commitment_can_be_changed(honest, rng, record_property):
     """A change of the public part or of the root is another commitment, which the range proof refuses."""
     data = honest[0].commitment.to_bytes()
-    head = range(0, len(COMMITMENT_HEADER) + 340, 11)
+    multipliers = data.index(struct.pack("<4I", *honest[0].network.network.layers[1].by_channel))
+    head = [*range(0, len(COMMITMENT_HEADER) + 340, 11), *range(multipliers, multipliers + 16)]
     for i, at in enumerate(flips := [*head, *sorted(rng.sample(range(len(data)), 40)), len(data) - 1]):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
