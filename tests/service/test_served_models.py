@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -548,7 +549,10 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
 
 def listening(pid):
     """Addresses on which a process takes connections, in hexadecimal: 0100007F is this machine's own."""
-    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
     lines = [
         line.split()
         for kind in ("tcp", "tcp6")
@@ -565,7 +569,7 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
     reference = load_model(tmp_path / "even")
     given = ["--device", "cpu", "--gpus", "2", "--model", str(tmp_path / "even")]
     server = Server(tmp_path, *given)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         prompts = ["hello world", "the quick brown fox" * 30, "a"]
         ask = {"model": "even", "prompt": prompts, "temperature": 0, "max_tokens": 24}
         expected = [greedy(reference, reference[1].encode(text), 24) for text in prompts]
@@ -580,7 +584,7 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
         (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
         assert {*listening(leader), *listening(follower)} == {"0100007F"}
         os.kill(int(follower), signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="the worker of model even ended"):
+        with pytest.raises(openai.APIError, match="the worker of model even ended|the engine failed"):
             list(stream)
         assert [choice.text for choice in client.completions.create(**ask).choices] == expected
         (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()

@@ -36,7 +36,7 @@ OF_ENGINE = ("max_batch_tokens", "block_size", "fast", "speculate")
 
 _CONTEXTS = 64
 """Sequences of full length that the cache has room for at most, unless the settings say how many tokens it has."""
-_FIRST_S = 2.0
+_FIRST_S = 10.0
 """How long the first process may take to say why a model cannot be loaded, which the others then know too."""
 
 
