@@ -42,7 +42,7 @@ from accelerant.bench.suites.precompile import Task, compile_first, measure_quie
 from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, MissingDependency
-from accelerant.nn import patch
+from accelerant.nn import PatchReport, patch
 from accelerant.nn.patching.choice import LAPS
 from accelerant.runtime.compilation import background
 from accelerant.runtime.provider import ComputeDevice
@@ -244,7 +244,8 @@ class LoopsSuite(Suite):
                 checked = _compared(row, results[runner, cache], [results[TORCH, c] for c in _RUNS])
                 wrong += [row for row in checked if row.wrong]
                 run.add(*checked, _ratio(row, [found[TORCH, cache]["all_s"]], [one["all_s"]], run))
-            row = replace(row, unit="s", cold_ms=1e3 * one["first_s"], peak_bytes=one["peak_bytes"] or None)
+            memory = one["peak_bytes"] or None
+            row = replace(row, unit="s", cold_ms=1e3 * one["first_s"], peak_bytes=memory, note=one["note"])
             run.add(row.timed(Timing.of([one["all_s"]])))
         _fail(wrong)
 
@@ -386,14 +387,18 @@ def _timed(ready: dict[str, _Ready], base: Row, run: SuiteRun) -> list[Row]:
         if name in _OURS
     ]
     for runner, one in ready.items():
-        report = one.running.report
-        graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.most_common()) if report else ""
         row = replace(
             base, runner=runner, implementation=runner, cold_ms=one.first_ms, peak_bytes=one.peak_bytes,
-            timing=f"blocks of {one.block} in turns", note=f"CUDA graphs: {graphs}" if graphs else one.note,
+            timing=f"blocks of {one.block} in turns", note=_graphs(one.running.report) or one.note,
         )  # fmt: skip
         rows.append(row.timed(Timing.of(samples[runner], wall=True)))
     return rows
+
+
+def _graphs(report: PatchReport | None) -> str:
+    """Return how many calls ran from graphs, and why others did not."""
+    counts = [] if report is None else report.graphs.most_common()
+    return "CUDA graphs: " + ", ".join(f"{outcome} {calls}" for outcome, calls in counts) if counts else ""
 
 
 def _ratio(
@@ -471,14 +476,13 @@ def train(family: str, runner: str, device: str, steps: int, moved: int) -> None
             disable_tqdm=True, logging_steps=steps,
         )  # fmt: skip
         began = time.perf_counter()
-        if runner in _PLAIN:
-            patch(model, graph=False if runner == EAGER else None)
+        report = patch(model, graph=False if runner == EAGER else None) if runner in _PLAIN else None
         Recorded(model, arguments, train_dataset=data, callbacks=[Ends()]).train()
         first_ms(lambda: None, where)
         all_s = time.perf_counter() - began
     peak = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else 0
     found = {"losses": [float(loss) for loss in losses], "first_s": ends[0] - began, "all_s": all_s, "peak_bytes": peak}
-    print(json.dumps(found))
+    print(json.dumps(found | {"note": _graphs(report)}))
 
 
 if __name__ == "__main__":

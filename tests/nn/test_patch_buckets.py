@@ -32,7 +32,7 @@ def drawn(rng, family, length, style, rows=2, labels=0.75):
     found = {"input_ids": ids}
     if rng.random() < labels:
         found["labels"] = targets
-    if family in CAUSAL:
+    if family in CAUSAL and (style != "packed" or "labels" not in found or rng.random() < 0.5):
         found["use_cache"] = False
     if style == "packed":
         cut = rng.randrange(1, length)

@@ -294,6 +294,8 @@ class Graphs:
                     self._misses = background.misses()
                     for line in self._lines.values():
                         line.trials.clear()
+                    if not background.is_ready():
+                        self._credit = _CREDIT
                 if self._buckets is not buckets:
                     request.call = self._call(key, values)
                 captured = self._ready(model, request)

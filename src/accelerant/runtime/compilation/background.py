@@ -44,7 +44,7 @@ from accelerant.runtime.host import fork_safe, python_child, usable_cores
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import watched
 
-MOST_CHILDREN = 4
+MOST_CHILDREN = 8
 PATIENCE_S = 300.0  # longest time without a result after which the children are taken for hung, and killed
 
 _IDLE_S = 60.0  # after which a child without work ends
