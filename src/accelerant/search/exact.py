@@ -18,6 +18,7 @@ import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -157,28 +158,52 @@ def search(
     case = f"{len(q)} x {count} x {q.shape[1]} {str(parts[0].dtype).removeprefix('torch.')} {metric}"
     provider, index = provider_of(q.device), q.device.index or 0
     size = sum(part.numel() * part.element_size() for part in parts)
-    way = "triton" if metric != "hamming" and blocks.serves(q.device) else "torch"
-    names_of = ("search_exact", way, provider.name, str(q.device), case)
+    wanted = k if wide is None else _OVERSAMPLED * k
+    serves = bool(len(q) and count) and blocks.serves(q.device, metric, wanted)
+    names_of = ("search_exact", "triton" if serves else "torch", provider.name, str(q.device), case)
     record = sole_record(*names_of, size_bytes=size, operations=2 * len(q) * count * q.shape[1])
     with RecordedLaunch(record, provider, index):
-        starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + len(part))
+        starts = [0, *accumulate(map(len, parts))]
 
-        def one(at: int) -> tuple[Tensor, ...]:
-            start, stop = starts[at], starts[at + 1]
-            device = parts[at].device if parts[at].device.type != "cpu" else q.device
-            own = None if ids is None else ids[start:stop]
-            found = Part(q.to(device), k, metric, start, own, wide, norms)
-            return tuple(x.to(q.device) for x in found.top(parts[at], chosen.part(start, stop)))
+        def one(at: int) -> Hits | tuple[Tensor, ...]:
+            part, start, stop = parts[at], starts[at], starts[at + 1]
+            near = q.to(part.device) if part.device.type != "cpu" else q
+            own, some = None if ids is None else ids[start:stop].to(near.device), chosen.part(start, stop)
+            found = blocks.top(near, part, wanted, metric, some, norms) if serves and len(part) else None
+            if (
+                found is not None
+                and any(each.tied for each in found)
+                and own is not None
+                and bool((own.diff() < 0).any())
+            ):
+                found = None  # which of the equal rows has the least id is not known
+            if found is not None and len(parts) == len(found) == 1 and wide is None:
+                return _by_id(found[0], own, smallest=metric in ("l2", "hamming"))
+            search = Part(near, k, metric, start, own, wide, norms)
+            pairs = search.top(part, some) if found is None else search.among(part, found)
+            return tuple(x.to(q.device) for x in pairs)
 
         if len({part.device for part in parts}) > 1:  # each GPU is kept busy by its own thread
             with ThreadPoolExecutor(len(parts)) as pool:
-                found = list(pool.map(one, range(len(parts))))
+                answers = list(pool.map(one, range(len(parts))))
         else:
-            found = [one(at) for at in range(len(parts))]
-        row, name, score = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+            answers = [one(at) for at in range(len(parts))]
+        if isinstance(answers[0], Hits):
+            (scores, names), counts = answers[0], answers[0].counts
+            return Hits(scores.to(q.device), names.to(q.device), counts.to(q.device))
+        row, name, score = map(torch.cat, zip(*answers, strict=True))
         return dense(row, name, score, len(q), k, smallest=metric in ("l2", "hamming"))
+
+
+def _by_id(found: blocks.Found, ids: Tensor | None, *, smallest: bool) -> Hits:
+    """Return the answers of all queries with the ids of their rows, of equal scores the lowest id first."""
+    scores, names = found.scores, found.rows
+    if ids is not None:
+        names = ids[names.clamp(min=0)].masked_fill_(names < 0, -1)
+        order = names.argsort(dim=1, stable=True)
+        order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=not smallest, stable=True))
+        scores, names = scores.gather(1, order), names.gather(1, order)
+    return Hits(scores, names, found.counts)
 
 
 def dense(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, smallest: bool) -> Hits:
@@ -230,8 +255,7 @@ class Part:
         self.error = torch.zeros(len(q), dtype=torch.float32, device=self.device)  # e
         self.buffer: Tensor | None = None
         self.factor = q
-        self.kernels = metric != "hamming" and blocks.serves(self.device)
-        self.tiles = metric != "hamming" and self.device.type == "cpu" and len(q) >= _SEVERAL and not self.kernels
+        self.tiles = metric != "hamming" and self.device.type == "cpu" and len(q) >= _SEVERAL
         self.norms = torch.zeros(0, dtype=torch.float32)
         if metric != "hamming":
             norms = torch.linalg.vector_norm(q.double(), dim=1)
@@ -254,9 +278,19 @@ class Part:
                 pieces.append(self._tile(factor, minus, tile, rows, covered))
             if at & (at + 1) == 0:
                 pieces = [self._decided(self._joined(pieces))]
-        found = self._decided(self._joined(pieces))
+        return self._named(data, self._decided(self._joined(pieces)))
+
+    def among(self, data: Tensor, tiles: list[blocks.Found]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (query, id, score) of what the kernels found, scored by `wide` where that is given."""
+        pieces = [self._nothing()]
+        for tile in tiles:
+            query, column = (tile.rows >= 0).nonzero(as_tuple=True)
+            pieces.append(Found(query + tile.first, tile.rows[query, column], tile.scores[query, column]))
+        return self._named(data, self._joined(pieces), scored=self.wide is None)
+
+    def _named(self, data: Tensor, found: Found, *, scored: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         name = found.row + self.start if self.ids is None else self.ids[found.row]
-        return found.query, name, self._scored(data, found)
+        return found.query, name, found.score if scored else self._scored(data, found)
 
     def _nothing(self) -> Found:
         kinds = (torch.int64, torch.int64, torch.float32)
@@ -269,14 +303,11 @@ class Part:
     def _chunks(self, data: Tensor, chosen: Selection) -> Iterator[tuple[Tensor, Tensor | range, Tensor | None]]:
         """Yield rows on the device, their numbers, and what is hidden of them, (Q, rows) or (1, rows) bool."""
         rows, each = chosen.rows, chosen.each
-        converted = data.dtype != torch.float32 and not self.kernels
-        copied = data.device != self.device or converted or isinstance(rows, Tensor)
+        copied = data.device != self.device or data.dtype != torch.float32 or isinstance(rows, Tensor)
         kind = "cpu" if self.device.type == "cpu" else "cuda"
         size = max(_SCORES[kind] // max(min(len(self.q), _QUERIES[kind]), 1), 2 * self.wanted, 2048)
         if self.tiles and each is None:  # which keep maxima alone
             size *= BLOCK
-        if self.kernels:
-            size = max(len(data), 1)
         if copied:
             size = min(size, max(_ELEMENTS[kind] // data.shape[1], 2 * self.wanted, 256))
         size = -(-size // _BLOCK) * _BLOCK
@@ -304,11 +335,9 @@ class Part:
         if self.metric == "hamming":
             return x, None
         whole = x.dtype == self.q.dtype == torch.int8 and self._is_whole(x.shape[1])
-        if whole and self.metric == "ip" and self.kernels:
-            return x, None
-        wide = x if x.dtype == torch.float32 or (self.kernels and x.is_floating_point()) else x.float()
+        wide = x.float()
         if whole:
-            return x if self.kernels else wide, None if self.metric == "ip" else wide.square().sum(1)
+            return wide, None if self.metric == "ip" else wide.square().sum(1)
         if self.known is None:
             norms = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float32)
         else:
@@ -316,24 +345,20 @@ class Part:
         largest = norms.max()
         if not float(largest) < 1e19:
             self._refuse(norms, x, "data", rows)
-        self._widened(norms, x.shape[1], x.dtype)
+        self._widened(norms, x.shape[1])
         if self.metric == "cosine":
             if not (float(norms.min()) > 1e-12 and float(largest) < 1e12):
                 norms = torch.linalg.vector_norm(wide.double(), dim=1).clamp(min=1e-300)
                 return (wide / norms.unsqueeze(1)).float(), None
-            return x if self.kernels else wide, norms.reciprocal()
-        return x if self.kernels else wide, norms.square() if self.metric == "l2" else None
+            return wide, norms.reciprocal()
+        return wide, norms.square() if self.metric == "l2" else None
 
-    def _widened(self, norms: Tensor, d: int, dtype: torch.dtype = torch.float32) -> None:
+    def _widened(self, norms: Tensor, d: int) -> None:
         """Raise the bound e of the quick scores' error to that of rows with these norms."""
         share = (d + 16) * _UNIT * 1.05 + 2.1 * _INPUT_ERROR[torch.get_float32_matmul_precision()]
-        if self.kernels:  # tensor cores truncate sums, and take float32 as bfloat16
-            rounded = blocks.kind_of(self.q.dtype, dtype) == "bfloat16"
-            share = (d + 16) * 8 * _UNIT + (1.05 * 2.0**-8 if rounded else 0.0)
         largest = norms.max() + (d * 1e-38) ** 0.5  # squares below float32's range
         if self.metric == "cosine":
-            own = self.norms if self.kernels else torch.ones_like(self.norms)  # the kernels take q as it is
-            self.error = torch.maximum(self.error, 3 * share * own)
+            self.error = self.error.clamp(min=3 * share)
             return
         bound = self.norms * largest if self.metric == "ip" else (self.norms + largest).square()
         self.error = torch.maximum(self.error, share * bound + d * 1e-37)
@@ -356,26 +381,9 @@ class Part:
         self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None
     ) -> Found:
         """Return the rows of a chunk that may be answers of some queries, by the quick scores."""
-        if self.kernels:
-            return self._by_blocks(x, extra, tile, rows, hidden)
         if self.tiles and hidden is None and len(x) >= 2 * self.wanted * BLOCK:
             return self._by_tiles(x, extra, tile, rows)
         return self._chosen(self._products(x, extra, tile), tile, rows, hidden)
-
-    def _by_blocks(
-        self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None
-    ) -> Found:
-        """Compute `_tile` by the kernels, which keep only the maxima of blocks."""
-        q = self.q[tile]
-        half = blocks.kind_of(q.dtype, x.dtype) != "bfloat16"
-        q = q if half else q.float()
-        hidden = None if hidden is None else hidden.contiguous()
-        maxima = blocks.maxima(q, x, extra, hidden, self.metric)
-        limit = self._raised(tile, maxima, always=True)
-        query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
-        near = blocks.scores(q, x, extra, hidden, self.metric, query, block)
-        at, lane = (near >= limit[query].unsqueeze(1)).nonzero(as_tuple=True)
-        return self._numbered(tile, rows, query[at], block[at] * blocks.BLOCK + lane, near[at, lane])
 
     def _by_tiles(self, x: Tensor, extra: Tensor | None, tile: slice | Tensor, rows: Tensor | range) -> Found:
         """Compute `_tile` on a CPU: maxima of blocks, then a scan of the blocks that matter."""
@@ -462,10 +470,6 @@ class Part:
         rows = (found.row + shift).to(source.device)
         if self.wide is None and source.device.type == self.device.type == "cpu" and source.dtype == torch.float32:
             return scored(self.q.float(), source, found.query, rows, self.metric)
-        source, shift = (data, 0) if self.wide is None else (self.wide, self.start)
-        if self.tiles and source.dtype == self.q.dtype == torch.float32 and self.wide is None:
-            return scored(self.q, source, found.query, found.row, self.metric)
-        rows = (found.row + shift).to(source.device)
         size = max((1 << 20) // data.shape[1], 1)
         pieces = []
         for first in range(0, len(rows), size):

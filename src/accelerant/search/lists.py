@@ -73,10 +73,13 @@ def pair_scores(q: Tensor, x: Tensor, metric: str) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Return the sums along the last dimension by halves: additions of tensors, which no device reorders."""
-    n = x.shape[1]
+    """Return the sums along the last dimension in 128 lanes, then by halves: additions that no device reorders."""
+    n = min(x.shape[1], 128)
+    for first in range(128, x.shape[1], 128):
+        some = x[:, first : first + 128]
+        x[:, : some.shape[1]] += some
     while n > 1:
-        half = (n + 1) // 2
+        half = 1 << (n - 1).bit_length() - 1
         x[:, : n - half] += x[:, half:n]
         n = half
     return x[:, 0]

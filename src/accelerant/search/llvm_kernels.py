@@ -242,15 +242,21 @@ def _runs(code: FunctionBuilder, count: Operand) -> Iterator[tuple[Value, str]]:
 
 
 def _halved(code: FunctionBuilder, terms: Value) -> Value:
-    """Append the sum of d terms as `lists._sum` has it: the second half is added to the first, until one is left."""
-    n = code.variable("i64", "%d")
-    with code.loop_while(lambda: code.compare("sgt", n.get(), 1)):
-        half = code.i64("lshr", code.i64("add", n.get(), 1), 1)
-        for i, kind in _runs(code, code.i64("sub", n.get(), half)):
+    """Append the sum of d terms as `lists._sum` has it: in 128 lanes, whose second half is added to the first."""
+
+    def add(first: Operand, count: Value) -> None:
+        for i, kind in _runs(code, count):
             at = code.at("double", terms, i)
-            other = code.load(kind, code.at("double", terms, code.i64("add", half, i)), align=8)
+            other = code.load(kind, code.at("double", terms, code.i64("add", first, i)), align=8)
             code.store(kind, code.op("fadd", code.load(kind, at, align=8), other), at, align=8)
-        n.set(half)
+
+    with code.loop(128, "%d", 128) as first:
+        add(first, code.smin(code.i64("sub", "%d", first), 128))
+    n = code.smin("%d", 128)
+    for half in (64, 32, 16, 8, 4, 2, 1):
+        fewer = code.smin(n, half)
+        add(half, code.i64("sub", n, fewer))
+        n = fewer
     return code.load("double", terms)
 
 

@@ -8,12 +8,16 @@
 // ACROSS: x^T W of a batch instead, x (T, M), W (T, N), both stored across the sum: a step is 64 rows of both, in panels of
 // 64 columns. All tiles of one product precede those of the next.
 //
-// Constants: HEIGHT, wgmmas of 64 rows per tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH; ACROSS unless 0.
+// Constants: HEIGHT, wgmmas of 64 rows per tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH; ACROSS unless 0; READERS,
+// warps besides the multiplying ones that read each buffer and arrive at its `empty` barrier, unless 0.
 // Shared memory begins with the buffers; the kernel's own parts begin at OFF_SLOTS. Named barriers 1 and 2 are the turns.
 // Source: PTX ISA 8.7, section 9.7.15 (wgmma); alternating warpgroups: CUTLASS's documentation, "Efficient GEMM in CUDA".
 
 #ifndef ACROSS
 #define ACROSS 0
+#endif
+#ifndef READERS
+#define READERS 0
 #endif
 
 constexpr int TILE_M = 64 * HEIGHT;
@@ -59,7 +63,7 @@ struct Position {                                        // in the ring of buffe
 __device__ __forceinline__ void ring_init(u32 full, u32 empty) {
     for (int s = 0; s < STAGES; ++s) {
         barrier_init(full + 8 * s, 1);
-        barrier_init(empty + 8 * s, 4);
+        barrier_init(empty + 8 * s, 4 + READERS);
     }
 }
 
