@@ -17,7 +17,6 @@ The weights and the cache are a step's least bytes. On a CPU the model is tiny: 
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import statistics
@@ -35,8 +34,9 @@ from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, opti
 from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.nn import LinearInt8, Llama, LlamaConfig, quantize
+from accelerant.nn import LinearInt8, Llama, LlamaConfig
 from accelerant.nn.models.language_model import Decoding, Sampling
+from accelerant.nn.quantization import quantized_on_meta
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.decode_requests import CPU_SHAPE, Load, request_rows
 
@@ -50,6 +50,9 @@ _TARGETS_MS = {"bfloat16": 1e3 / 200, "int8": 1e3 / 370}
 
 _PROMPT, _WARM, _TOGETHER = 512, 6, 8
 """Tokens before the first that counts; steps before the first sample; steps of a sample."""
+
+_SPREAD = 0.02
+"""Standard deviation of the weights."""
 
 _TINY = LlamaConfig(vocab_size=256, context=1024, layers=2, heads=4, kv_heads=2, width=64, hidden=96)
 _TIMES, _ALLOWED = 2.0, 1e-3
@@ -92,8 +95,8 @@ class DecodeSuite(Suite):
         run.require_ceiling("copy", self.budget_s)
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
-        """Return a case for each dtype, bfloat16 first: int8 changes the model."""
-        model = functools.cache(functools.partial(_random_model, run.torch_device))
+        """Return a case for each dtype; cases of one dtype share its model."""
+        model = functools.lru_cache(maxsize=1)(functools.partial(_random_model, run.torch_device))
         if self.requests:
             dtypes = self.dtype if run.gpu else ("float32",)
             return [
@@ -121,42 +124,40 @@ class DecodeSuite(Suite):
                 torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _measure(self, dtype: str, make: Callable[[], Llama], run: SuiteRun) -> None:
+    def _measure(self, dtype: str, make: Callable[[str], Llama], run: SuiteRun) -> None:
         run.progress("decode: making the model")
-        model = make()
-        if dtype == "int8":
-            quantize(model, skip=())
+        model = make(dtype)
         for row in _rows(model, dtype, self, run):
             run.add(row)  # at once: an error keeps it
 
     @torch.no_grad()
-    def _measure_requests(self, dtype: str, make: Callable[[], Llama], count: int, run: SuiteRun) -> None:
+    def _measure_requests(self, dtype: str, make: Callable[[str], Llama], count: int, run: SuiteRun) -> None:
         run.progress(f"decode: {count} requests, {dtype}")
-        model = make() if run.gpu else _random_model(run.torch_device, CPU_SHAPE, torch.float32)
-        if dtype in ("int8", "int4"):
-            model = copy.deepcopy(model)
-            if dtype == "int4":
-                quantize(model, mode="int4")
-            quantize(model, mode="int8", skip=())  # of int4 the output layer
+        model = make(dtype) if run.gpu else _random_model(run.torch_device, dtype, CPU_SHAPE)
         load = Load(count, 1024, 128) if run.gpu else Load(count, 64, 32)
         for row in request_rows(model, dtype, load, run.torch_device, "transformers" in self.against):
             run.add(row)
 
 
-def _random_model(
-    where: torch.device, config: LlamaConfig | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Llama:  # fmt: skip
-    """Return the model with random weights of the usual size; norms are one."""
+def _random_model(where: torch.device, dtype: str, config: LlamaConfig | None = None) -> Llama:
+    """Return the model with random weights of the usual size, or random integers in their place; norms are one."""
     config = config or (LlamaConfig(context=8192) if where.type == "cuda" else _TINY)
     with torch.device("meta"):
-        model = Llama(config).to(dtype)
+        model = Llama(config).to(torch.float32 if dtype == "float32" else torch.bfloat16)
+    layers = quantized_on_meta(model, dtype) if dtype in ("int8", "int4") else {}
     model = model.to_empty(device=where)
     generator = torch.Generator(where).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
             parameter.fill_(1)
         else:
-            parameter.normal_(0, 0.02, generator=generator)
+            parameter.normal_(0, _SPREAD, generator=generator)
+    for layer in layers.values():
+        bits = 8 if isinstance(layer, LinearInt8) else 4
+        integers = layer.weight_int8 if isinstance(layer, LinearInt8) else layer.weight_int4
+        least = -128 if bits == 8 else 0
+        integers.random_(least, least + 256, generator=generator)
+        layer.scale.fill_(_SPREAD * 12**0.5 / 2**bits)
     return model.eval()
 
 

@@ -42,7 +42,7 @@ def test_the_longest_measurement_fits_the_models_context():
 
 def test_bytes_are_those_that_a_step_reads():
     with torch.no_grad():
-        model = suite._random_model(torch.device("cpu"))
+        model = suite._random_model(torch.device("cpu"), "bfloat16")
     weights = sum(p.nbytes for p in model.parameters()) - model.embed.weight.nbytes
     assert suite._weight_bytes(model) == weights
 
