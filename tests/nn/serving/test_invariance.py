@@ -14,6 +14,7 @@ KINDS = {
     "int8": lambda: quantize(llama(), skip=()).model,
     "int4": lambda: quantize(llama(width=128, hidden=256), mode="int4", skip=()).model,
     "int8 in bfloat16": lambda: quantize(llama(torch.bfloat16)).model,
+    "int4 in bfloat16": lambda: quantize(llama(torch.bfloat16, width=128, hidden=256), mode="int4").model,
 }
 
 
@@ -37,6 +38,7 @@ def draw_requests(rng):
         ids += ids[-8:] * rng.randrange(3)  # something to propose
         options = {"max_tokens": rng.randrange(30), "seed": rng.randrange(-(1 << 40), 1 << 70), "logprobs": 2}
         options["prompt_logprobs"] = rng.choice([None, None, 0, 3])
+        options["stop"] = rng.sample(range(VOCABULARY), rng.choice([0, 0, 0, 4, 20]))
         requests.append((ids, draw_sampling(rng), options))
     return requests
 
@@ -54,8 +56,10 @@ def among_others(model, requests, rng):
     size = rng.choice([4, 16])
     least = max(-(-(len(ids) + options["max_tokens"]) // size) for ids, _, options in requests)
     budget = rng.choice([3, 16, 37, 256])
-    blocks = least + rng.choice([0, 3, 20, 300])
+    blocks = least + rng.choice([0, 1, 3, 20, 300])
     engine = Engine(model, blocks, budget, block_size=size, speculate=rng.choice([0, 3]), start=False)
+    if not engine._scheduler.speculate and rng.random() < 0.5:  # as on a GPU
+        engine._ahead = True
     with engine:
         order = rng.sample(range(len(requests)), len(requests))
         answers = {}
@@ -83,7 +87,9 @@ def threads(request):
 def test_a_request_gets_the_same_alone_and_among_others(kind, threads, rng, record_property):
     model, examples = KINDS[kind](), 0
     happened = dict.fromkeys(("preemptions", "prefix_hit_tokens", "drafts_accepted"), 0)
-    for _ in range(3):
+    for times in range(20):
+        if times >= 3 and (kind != "float32" or all(happened.values())):  # others may repeat themselves too little
+            break
         requests = draw_requests(rng)
         expected = [alone(model, request) for request in requests]
         for _ in range(2):
@@ -93,6 +99,5 @@ def test_a_request_gets_the_same_alone_and_among_others(kind, threads, rng, reco
             for name in happened:
                 happened[name] += counts[name]
             examples += len(requests)
-    if kind == "float32":  # others may repeat themselves too little
-        assert all(happened.values()), happened
+    assert kind != "float32" or all(happened.values()), happened
     record_property("examples", examples)

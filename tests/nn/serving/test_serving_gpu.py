@@ -43,20 +43,21 @@ def test_steps_of_single_tokens_are_graphs():
     assert calls["attention_paged_fwd"] >= 2 * 20  # replays count
 
 
-def test_a_step_waits_for_the_device_once(monkeypatch):
-    """What a step reads of the device are its tokens; everything that it needs is one copy."""
+def test_a_step_is_queued_before_the_tokens_of_the_last_one_are_read():
+    """Nothing but the end of the copy of those is waited for, on an event of its own."""
     model = llama().cuda()
     with Engine(model, 64, 64, start=False) as engine:
-        for seed in range(5):
-            engine.submit(prompt(9, seed), max_tokens=20)
-        for _ in range(4):
+        answers = [engine.submit(prompt(9, seed), max_tokens=20, logprobs=2) for seed in range(5)]
+        for _ in range(3):
             engine.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with monkeypatch.context() as patch:
-                patch.setattr(Engine, "_accept_all", lambda *_: None)
-                patch.setattr("accelerant.nn.serving.engine.draw_tokens", lambda *_: None)
+            for _ in range(3):
                 engine.step()
+                rows, drawn = engine._unread
+                assert "ids" not in vars(drawn)
+                assert all(row.sequence.drawn is not None for row in rows)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         drain(engine)
+        assert {read(answer)[2][0].reason for answer in answers} == {"length"}

@@ -222,6 +222,11 @@ class Engine:
         self.max_batch_tokens, self._share = max_batch_tokens, share
         self._device = next(model.parameters()).device
         self._captures = self._device.type == "cuda"
+        self._ahead = (
+            self._captures and not speculate and share is None
+        )  # whether a step is queued before the last one's tokens are read
+        self._drawn = torch.zeros(max_batch_tokens, dtype=torch.int64, device=self._device)
+        self._unread: tuple[list[Row], Drawn] | None = None
         self._graphs: dict[StepShape, tuple[Tensor, Graph, Tensor]] = {}
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
         self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
@@ -406,26 +411,64 @@ class Engine:
             self._logits(shape, host.to(self._device))
 
     def _has_work(self) -> bool:
-        return bool(self._new or self._scheduler.waiting or self._scheduler.running)
+        return bool(self._new or self._unread or self._scheduler.waiting or self._scheduler.running)
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Compute one step; return whether there was anything to compute.
+        """Compute one step; return whether there was anything to compute or to hand out.
 
-        An error in it ends the requests whose rows it had.
+        On a GPU its tokens are handed out by the next call, which first queues its own step: the device does not wait
+        for the host. An error ends the requests whose rows a step had.
         """
+        before, self._unread = self._unread, None
+        if before is not None and not self._runs_ahead():
+            self._settle(*before)
+            before = None
         with self._lock:
             self._take_requests()
             rows = self._scheduler.plan()
         try:
-            drawn = self._compute(rows) if rows else Drawn([], None, None)
+            drawn = self._compute(rows) if rows else None
         except Exception as error:  # noqa: BLE001  the engine goes on with the others
             self._fail(rows, error)
         else:
-            with self._lock:
-                self._accept_all(rows, drawn)
+            if drawn is not None:
+                self._advance(rows)
+                self._unread = rows, drawn
+        if before is not None:
+            self._settle(*before)
+        if self._unread is not None and not self._runs_ahead():
+            (rows, drawn), self._unread = self._unread, None
+            self._settle(rows, drawn)
         self._hand_out()
-        return bool(rows)
+        return bool(rows) or before is not None
+
+    def _runs_ahead(self) -> bool:
+        """Return whether no row's next token depends on what the host knows of its text."""
+        return self._ahead and not any(each.sampling.penalizes for each in self._scheduler.running)
+
+    def _advance(self, rows: list[Row]) -> None:
+        """Note what a step computes, and where its tokens will be."""
+        at = 0
+        with self._lock:
+            for row in rows:
+                sequence = row.sequence
+                if not sequence.drafts:
+                    sequence.computed = row.begin + row.count
+                    if row.samples:
+                        sequence.drawn, sequence.length = at, sequence.length + 1
+                    self._scheduler.name_blocks(sequence)
+                at += row.samples
+
+    def _settle(self, rows: list[Row], drawn: Drawn) -> None:
+        """Read the tokens of a step, and add them to their sequences."""
+        try:
+            _ = drawn.ids
+        except Exception as error:  # noqa: BLE001  of the device
+            self._fail(rows, error)
+            return
+        with self._lock:
+            self._accept_all(rows, drawn)
 
     def _fail(self, rows: list[Row], error: Exception) -> None:
         """End the answers that a step was to continue; raise the error if no further step can be computed."""
@@ -433,7 +476,8 @@ class Engine:
             raise error
         with self._lock:
             for row in rows:
-                self._end(row.sequence, "error", f"{type(error).__name__}: {error}", forget=True)
+                if row.sequence.state != "ended":
+                    self._end(row.sequence, "error", f"{type(error).__name__}: {error}", forget=True)
 
     @torch.inference_mode()
     def follow(self, steps: Iterable[tuple[StepShape, np.ndarray]]) -> None:
@@ -473,14 +517,11 @@ class Engine:
         logits = self._run(shape, host)
         if any(row.known for row in rows):
             logits = self._score_prompts(rows, logits)
-        samples = [
-            (row.sequence, row.sequence.computed + row.count - row.samples + at + 1)
-            for row in rows for at in range(row.samples)
-        ]  # fmt: skip
+        samples = [(row.sequence, row.first + at) for row in rows for at in range(row.samples)]
         if not samples:
-            return Drawn([], None, None)
+            return Drawn(self._drawn[:0])
         wanted = [sequence.request.logprobs for sequence, _ in samples if sequence.request.logprobs is not None]
-        return draw_tokens(
+        drawn = draw_tokens(
             logits[: len(samples)],
             [sequence.sampling for sequence, _ in samples],
             [
@@ -490,6 +531,8 @@ class Engine:
             [(sequence.tokens[:position], sequence.prompt) for sequence, position in samples],
             max(wanted, default=None),
         )  # fmt: skip
+        self._drawn[: len(samples)].copy_(drawn.on_device)
+        return drawn
 
     @staticmethod
     def _score_prompts(rows: list[Row], logits: Tensor) -> Tensor:
@@ -517,6 +560,8 @@ class Engine:
         """Return the logits of the scored tokens of a step whose inputs are on the device."""
         model: Any = self.model
         ids, positions, batch, scored = shape.views(buffer, invariant=not self.fast)
+        if self._ahead:
+            ids = torch.where(ids < 0, self._drawn[(-1 - ids).clamp_(min=0)].clamp_(min=0), ids)
         hidden = model.forward_paged(ids, positions, self._cache, batch)
         hidden = hidden if shape.single else hidden.index_select(0, scored)
         logits: Tensor = model.score(hidden, invariant=not self.fast)
@@ -544,7 +589,8 @@ class Engine:
         for row in rows:
             self._counts["tokens_computed"] += row.count
             try:
-                self._accept(row, drawn, at)
+                if row.sequence.state != "ended":
+                    self._accept(row, drawn, at)
             except Exception as error:  # noqa: BLE001  of its tokenizer: the others go on
                 self._end(row.sequence, "error", f"{type(error).__name__}: {error}")
             at += row.samples
@@ -558,39 +604,39 @@ class Engine:
         if row.known:
             self._events.append((sequence.request, row.scores))
         if not row.samples:
-            self._scheduler.computed(sequence, sequence.computed + row.count)
             return
         drafts, sequence.drafts = sequence.drafts, 0
-        before = sequence.length
+        if not drafts and sequence.length == row.first + 1:  # else another step has drawn a further one since
+            sequence.drawn = None
         for k in range(row.samples):
-            token = drawn.ids[at + k]
+            token, position = drawn.ids[at + k], row.first + k
             if token < 0:
                 self._end(sequence, "error", _NOT_FINITE, forget=True)
                 return
             if not sequence.request.max_tokens:  # this token is nobody's
-                self._scheduler.computed(sequence, sequence.prompt)
                 self._end(sequence, "length")
                 return
-            right = k < drafts and int(sequence.tokens[sequence.length]) == token
-            sequence.tokens[sequence.length] = token
-            sequence.length += 1
+            right = k < drafts and int(sequence.tokens[position]) == token
+            sequence.tokens[position] = token
+            sequence.length = max(sequence.length, position + 1)
             if self._deliver(sequence, token, drawn, at + k):
                 return
             if not right:
                 break
-        self._scheduler.computed(sequence, sequence.length - 1)
         if drafts:
-            accepted = sequence.length - before - 1
+            sequence.computed = sequence.length - 1
+            accepted = sequence.length - row.first - 1
             self._counts["drafts"] += drafts
             self._counts["drafts_accepted"] += accepted
             most = self._scheduler.speculate
             sequence.most_drafts = min(most, 2 * drafts) if accepted == drafts else max(1, accepted)
+        self._scheduler.name_blocks(sequence)
 
     def _deliver(self, sequence: scheduler.Sequence, token: int, drawn: Drawn, at: int) -> bool:
         """Hand out a token; return whether it ends the answer, which is ended then."""
         request = sequence.request
         ended = token in request.stop_ids
-        reason = "stop" if ended else "length" if sequence.length == len(sequence.tokens) else None
+        reason = "stop" if ended else "length" if sequence.certain == len(sequence.tokens) else None
         delta: str | None = None
         if sequence.text is not None:
             delta, stopped = ("", False) if ended else sequence.text.push(token)
@@ -613,7 +659,7 @@ class Engine:
         """End an answer and free its blocks. forget: what they hold is not to be trusted."""
         self._scheduler.remove(sequence, forget=forget)
         request = sequence.request
-        generated = min(sequence.length - sequence.prompt, request.max_tokens)
+        generated = min(sequence.certain - sequence.prompt, request.max_tokens)
         usage = Usage(sequence.prompt, generated, sequence.cached)
         found = None if request.before is None else self._ledger_since(request.before)
         self._events.append((request, Finished(sequence.index, reason, usage, error, found)))

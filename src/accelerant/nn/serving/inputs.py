@@ -51,7 +51,7 @@ class StepShape:
         return 2 * wide + narrow
 
     def fill(self, buffer: np.ndarray, rows: Sequence[Row], block_size: int) -> None:
-        """Write the rows to a buffer of int32."""
+        """Write the rows to a buffer of int32; a token that only the device knows as -1 - its place there."""
         split = 2 * self._sizes[0]
         wide, narrow = buffer[:split].view(np.int64), buffer[split:]
         narrow.fill(0)
@@ -68,6 +68,8 @@ class StepShape:
             table[r, : len(sequence.blocks)] = sequence.blocks
             starts[r + 1], lengths[r] = at + row.count, end
             ids[at : at + row.count] = sequence.tokens[begin:end]
+            if sequence.drawn is not None and end == sequence.length:
+                ids[at + row.count - 1] = -1 - sequence.drawn
             if row.count == 1:
                 positions[at] = begin
                 slots[at] = sequence.blocks[begin // block_size] * block_size + begin % block_size

@@ -7,10 +7,11 @@ fixed sizes: a sum over 64 candidates is in the same order whatever the others a
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +28,42 @@ _CUDA_ROWS = 64
 """Rows that are summed up at once on a GPU, where the order of a cumulative sum depends on their number."""
 
 
-@dataclass(frozen=True, slots=True)
 class Drawn:
-    """The results of a step, on the host, by row.
+    """The results of a step by row, on their way to the host: reading one waits for it, and for nothing after it."""
 
-    Attributes:
-        ids: the tokens; -1 where a row's logits are not finite.
-        logprobs: of the tokens under the model, at temperature 1 and without penalties; None if no row wants them.
-        top: for each row the most likely tokens with their log-probabilities, the first ones first.
-    """
+    def __init__(self, ids: Tensor, logprobs: Tensor | None = None, top: tuple[Tensor, Tensor] | None = None) -> None:
+        self.on_device = ids
+        none = ids[:0]
+        results = (ids, none if logprobs is None else logprobs, *((none, none) if top is None else top))
+        self._host = [each.to("cpu", non_blocking=True) for each in results]
+        self._wants = logprobs is not None, top is not None
+        self._copied = torch.cuda.Event() if ids.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
 
-    ids: list[int]
-    logprobs: list[float] | None
-    top: Tops | None
+    def _read(self, at: int) -> list[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host[at].tolist()
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The tokens; -1 where a row's logits are not finite."""
+        return self._read(0)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float] | None:
+        """Those of the tokens under the model, at temperature 1 and without penalties; None if no row wants them."""
+        return self._read(1) if self._wants[0] else None
+
+    @functools.cached_property
+    def top(self) -> Tops | None:
+        """For each row the most likely tokens with their log-probabilities, the first ones first."""
+        if not self._wants[0]:
+            return None
+        if not self._wants[1]:
+            return [[] for _ in self.ids]
+        return [list(zip(*each, strict=True)) for each in zip(self._read(2), self._read(3), strict=True)]
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -81,8 +105,8 @@ def draw_tokens(
     finite = torch.isfinite(raw.amax(-1))  # NaN is the largest of its row
     ids = torch.where(finite, ids, -1)
     if top is None:
-        return Drawn(ids.tolist(), None, None)
-    return Drawn(ids.tolist(), *_scores(raw, ids.clamp(min=0), top))
+        return Drawn(ids)
+    return Drawn(ids, *_scores(raw, ids.clamp(min=0), top))
 
 
 def score_tokens(logits: Tensor, tokens: np.ndarray, top: int) -> tuple[list[float], Tops] | None:
@@ -96,19 +120,19 @@ def score_tokens(logits: Tensor, tokens: np.ndarray, top: int) -> tuple[list[flo
     most: Tops = []
     ids = torch.from_numpy(tokens).to(logits.device)
     for rows in zip(logits.split(_CUDA_ROWS), ids.split(_CUDA_ROWS), strict=True):  # what this takes is not in the plan
-        part = _scores(_aligned(rows[0]), rows[1], top)
-        own, most = own + part[0], most + part[1]
+        part = Drawn(rows[1], *_scores(_aligned(rows[0]), rows[1], top))
+        own, most = own + (part.logprobs or []), most + (part.top or [])
     return own, most
 
 
-def _scores(logits: Tensor, ids: Tensor, top: int) -> tuple[list[float], Tops]:
+def _scores(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return the log-probabilities of tokens, and the `top` most likely ones with theirs; None for 0."""
     scores = torch.log_softmax(logits, -1)
-    own = scores.gather(-1, ids[:, None])[:, 0].tolist()
+    own = scores.gather(-1, ids[:, None])[:, 0]
     if not top:
-        return own, [[] for _ in own]
+        return own, None
     most = _ordered(logits, min(top, logits.shape[-1]))
-    values = scores.gather(-1, most).tolist()
-    return own, [list(zip(*each, strict=True)) for each in zip(most.tolist(), values, strict=True)]
+    return own, (most, scores.gather(-1, most))
 
 
 def _aligned(logits: Tensor) -> Tensor:

@@ -28,11 +28,13 @@ class Sequence:
     """A text that grows: one of the `n` of a request.
 
     Attributes:
-        tokens: of which the first `length` are known, int64.
+        tokens: of which the first `length` are known, int64, but for the last one while it is `drawn`.
         computed: tokens whose keys and values are in the blocks.
         names: of the full blocks so far.
         scored: the prompt's tokens before it have their log-probabilities, or need none.
+        named: blocks that others can find.
         drafts: proposed tokens that stand after the known ones.
+        drawn: where the last token is among those that the device draws, until the host reads it; None: it is known.
     """
 
     request: Any
@@ -45,13 +47,25 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
+    named: int = 0
     cached: int = 0
     drafts: int = 0
+    drawn: int | None = None
     most_drafts: int = 0
     state: str = "waiting"
     text: Any = None
     _seen: dict[bytes, int] = field(default_factory=dict)
     _noted: int = 0
+
+    @property
+    def certain(self) -> int:
+        """The number of tokens that the host knows."""
+        return self.length - (self.drawn is not None)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is room for no further token."""
+        return self.length == len(self.tokens)
 
     def propose(self, most: int) -> int:
         """Write up to `most` tokens that followed the last ones before after the known tokens; return their number."""
@@ -84,6 +98,11 @@ class Row:
     known: int
     scores: Any = None
 
+    @property
+    def first(self) -> int:
+        """The position of the first token that is drawn."""
+        return self.begin + self.count - self.samples + 1
+
 
 class Scheduler:
     """The sequences of an engine, and what the next step computes of them."""
@@ -112,7 +131,7 @@ class Scheduler:
         for sequence in list(self.running):
             if left < 1:
                 break
-            if sequence.state != "running":  # preempted for one that came before it
+            if sequence.state != "running" or sequence.full:  # preempted for one that came before it, or at its end
                 continue
             missing = sequence.length - sequence.computed
             count = min(missing, left if sequence.scored == sequence.prompt else min(left, unscored))
@@ -173,7 +192,7 @@ class Scheduler:
         """Hold the blocks of a waiting sequence's whole text, those that exist already included; False if too few."""
         size = self.block_size
         first = sequence.request.sequences[0]
-        read = first.scored == first.prompt and first.computed >= (first.prompt - 1) // size * size
+        read = first.scored == first.prompt and first.named >= (first.prompt - 1) // size
         if first is not sequence and first.state == "running" and not read:
             return False  # soon it can share the blocks of the prompt
         while len(sequence.names) < (sequence.length - 1) // size:  # at least one token is computed, for its logits
@@ -185,7 +204,7 @@ class Scheduler:
             self.pool.release(known)
             return False
         sequence.blocks = known + taken
-        sequence.computed = len(known) * size
+        sequence.named, sequence.computed = len(known), len(known) * size
         if sequence.length == sequence.prompt:
             sequence.cached = sequence.computed
             self.hits += sequence.computed
@@ -198,18 +217,18 @@ class Scheduler:
         before = sequence.names[-1] if sequence.names else sequence.request.salt
         sequence.names.append(chain(before, sequence.tokens[begin : begin + self.block_size]))
 
-    def computed(self, sequence: Sequence, tokens: int) -> None:
-        """Note that the blocks hold the first `tokens` tokens; full blocks get their names."""
-        before, sequence.computed = sequence.computed // self.block_size, tokens
-        for at in range(before, tokens // self.block_size):
-            if at == len(sequence.names):
+    def name_blocks(self, sequence: Sequence) -> None:
+        """Name the blocks that are full of known tokens."""
+        while (sequence.named + 1) * self.block_size <= min(sequence.computed, sequence.certain):
+            if sequence.named == len(sequence.names):
                 self._name_next(sequence)
             if sequence.request.prefix_cache:
-                self.pool.name(sequence.blocks[at], sequence.names[at])
+                self.pool.name(sequence.blocks[sequence.named], sequence.names[sequence.named])
+            sequence.named += 1
 
     def _drop_blocks(self, sequence: Sequence, *, forget: bool = False) -> None:
         self.pool.release(sequence.blocks, forget=forget)
-        sequence.blocks, sequence.computed = [], 0
+        sequence.blocks, sequence.computed, sequence.named = [], 0, 0
 
     def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
         """End a sequence and give its blocks back. forget: nobody may find them."""
