@@ -8,6 +8,7 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import steps as launch
 from accelerant.ops.decode.steps import DecodeTile, append, decode_linear, linear
+from accelerant.ops.linear_int8.op import TO_PLANES
 from accelerant.ops.rope.op import rope_tables
 from accelerant.runtime.dispatch import Case
 
@@ -183,7 +184,7 @@ def test_numbers_of_24_bits_hold_what_they_stand_for(interpreted):
     for _ in range(60):
         x = torch.randn(1, 32)
         planes, units = torch.empty(1, 3, 32, dtype=torch.int8), torch.empty(1)
-        launch.KERNELS["planes"].launch((1,), (x, None, planes, units, 32, 0.0), {"BLOCK": 32})
+        TO_PLANES.launch((1,), (x, None, planes, units, 32, 0.0), {"BLOCK": 32})
         high, middle, low = planes[0].double()
         found = (high * 65536 + middle * 256 + low) * units.double()
         torch.testing.assert_close(found, x[0].double(), rtol=0, atol=2.5e-7 * float(x.abs().max()))
@@ -252,6 +253,22 @@ def test_append_is_rope_at_a_position(way):
     heads = qkv.view(2, 8, 1, 6)
     torch.testing.assert_close(q, ops.rope(heads[:, :4].contiguous(), cos[4:5], sin[4:5]))
     torch.testing.assert_close(k[:, :, 4:5], ops.rope(heads[:, 4:6].contiguous(), cos[4:5], sin[4:5]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_append_to_blocks_is_append_at_slots(turned, way):
+    """Block 2 of 4 tokens has no place for the last token, which is padding."""
+    qkv, (k, v), tables = cached(B=3, T=9)
+    cos, sin = tables if turned else (None, None)
+    positions, slots = torch.tensor([1, 8, 3]), torch.tensor([9, 2, -1])
+    expected = append(qkv, positions, k, v, cos, sin)
+    blocks = [torch.randn(3, 4, 2, 6) for _ in range(2)]
+    before = [each.clone() for each in blocks]
+    q = append(qkv, positions, *blocks, cos, sin, slots)
+    assert torch.equal(q, expected)
+    for found, old, dense in zip(blocks, before, (k, v), strict=True):
+        old.view(12, 2, 6)[slots[:2]] = dense[torch.arange(2), :, positions[:2]]
+        assert torch.equal(found, old)
 
 
 def test_append_refuses():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from accelerant.ops import _invariant, _rows
+from accelerant.ops.linear_int4.op import dequantize_int4
 from accelerant.runtime.dispatch import force
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -17,9 +18,13 @@ def drawn(rng, dtype, most=70):
     return torch.randn(rows, K).to(dtype), torch.randn(N, K).to(dtype), None
 
 
-def wide(x, weight, scale, bias):
+def wide(x, weight, scale, bias, residual=None, gated=False):
     y = x.double() @ (weight.double() * (1 if scale is None else scale.double()[:, None])).T
-    return y if bias is None else y + bias.double()
+    y = y if bias is None else y + bias.double()
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    return y if residual is None else y + residual.double()
 
 
 @pytest.mark.search(0.02)
@@ -74,7 +79,6 @@ def test_nothing_to_compute():
         y = _invariant.linear(torch.zeros(shape), torch.zeros(N, shape[1]))
         assert y.shape == (shape[0], N)
         assert not y.any()
-    assert _invariant.linear(torch.zeros(2, 3, 4), torch.zeros(5, 4)).shape == (2, 3, 5)
     assert _invariant.linear(torch.zeros(0, 4).double(), torch.zeros(3, 4).double()).shape == (0, 3)
 
 
@@ -82,31 +86,91 @@ def test_by_the_kernel_of_a_gpu(interpreted, monkeypatch):
     """The launches that a GPU gets, here in the interpreter."""
     monkeypatch.setattr(_invariant, "_on_cpu", lambda x: False)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x, bias = torch.randn(21, 40).to(dtype), torch.randn(33).to(dtype)
+        x, bias = torch.randn(21, 40).to(dtype), torch.randn(66).to(dtype)
         for weight, scale in (
-            (torch.randn(33, 40).to(dtype), None),
-            (torch.randint(-99, 99, (33, 40)).char(), torch.rand(33)),
+            (torch.randn(66, 40).to(dtype) / 8, None),
+            (torch.randint(-99, 99, (66, 40)).char(), torch.rand(66) / 99),
         ):
-            y = _invariant.linear(x, weight, bias, scale)
-            expected = wide(x, weight, scale, bias)
-            bound = TOLERANCES[dtype] * float(expected.abs().max())
-            torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
-            assert torch.equal(_invariant.linear(x[5:7], weight, bias, scale), y[5:7])
+            for gated in (False, True):
+                residual = torch.randn(21, 33 if gated else 66).to(dtype)
+                y = _invariant.linear(x, weight, bias, scale, residual=residual, gated=gated)
+                expected = wide(x, weight, scale, bias, residual, gated)
+                bound = TOLERANCES[dtype] * float(expected.abs().max())
+                torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
+                part = _invariant.linear(x[5:7], weight, bias, scale, residual=residual[5:7], gated=gated)
+                assert torch.equal(part, y[5:7])
+
+
+def four_bits(N, K, zero, device="cpu"):
+    """A weight for linear_int4, its scales and zeros, and what they represent."""
+    q = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
+    scale = torch.rand(N, K // 128, device=device) / 8 + 0.01
+    zeros = torch.rand(N, K // 128, device=device) * 15 if zero else None
+    return q, scale, zeros, dequantize_int4(q, scale.double(), None if zeros is None else zeros.double())
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_four_bits_by_the_kernel_of_a_gpu(zero, interpreted, monkeypatch):
+    monkeypatch.setattr(_invariant, "_on_cpu", lambda x: False)
+    for dtype in (torch.float32, torch.float16):
+        x, residual = torch.randn(21, 384).to(dtype), torch.randn(21, 33).to(dtype)
+        q, scale, zeros, dense = four_bits(33, 384, zero)
+        y = _invariant.linear(x, q, None, scale, zeros, residual=residual)
+        expected = wide(x, dense, None, None, residual)
+        bound = TOLERANCES[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
+        part = _invariant.linear(x[5:7], q, None, scale, zeros, residual=residual[5:7])
+        assert torch.equal(part, y[5:7])
+
+
+def test_a_row_that_is_not_finite_stays_so(interpreted, monkeypatch):
+    """Integers have no NaN: the row's unit is."""
+    monkeypatch.setattr(_invariant, "_on_cpu", lambda x: False)
+    x = torch.randn(4, 128).half()
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    q, scale, _, _ = four_bits(5, 128, False)
+    weight = torch.randint(-99, 99, (5, 128)).char()
+    for norm in (None, torch.ones(128).half()):
+        for args in ((weight, None, scale[:, 0]), (q, None, scale)):
+            y = _invariant.linear(x, *args, norm=norm, eps=1e-5)
+            assert y.isnan().all(1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_row_of_four_bits_is_the_same_on_a_gpu(dtype, zero):
+    for N, K in ((4096, 4096), (1000, 384), (512, 14336)):
+        x = torch.randn(512, K, device="cuda").to(dtype)
+        q, scale, zeros, dense = four_bits(N, K, zero, "cuda")
+        y = _invariant.linear(x, q, None, scale, zeros)
+        expected = wide(x, dense, None, None)
+        bound = TOLERANCES[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
+        for rows in (1, 2, 8, 9, 16, 17, 64, 65, 200):
+            assert torch.equal(_invariant.linear(x[512 - rows :], q, None, scale, zeros), y[512 - rows :]), (N, K, rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("integers", [False, True])
-def test_a_row_is_the_same_on_a_gpu(dtype, integers):
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_is_the_same_on_a_gpu(dtype, integers, gated):
     """Each size of tile adds in the same order; see _invariant.tile_plan."""
     for N, K in ((4096, 4096), (1000, 336), (512, 14336)):
         x = torch.randn(512, K, device="cuda").to(dtype)
-        weight, scale = torch.randn(N, K, device="cuda").to(dtype), None
+        weight, scale = (torch.randn(N, K, device="cuda") / K**0.5).to(dtype), None
         if integers:
-            weight, scale = (weight * 30).clamp(-127, 127).to(torch.int8), torch.rand(N, device="cuda")
-        y = _invariant.linear(x, weight, None, scale)
+            weight, scale = torch.randint(-128, 128, (N, K), device="cuda").char(), torch.rand(N, device="cuda") / 4096
+        residual = torch.randn(512, N // 2 if gated else N, device="cuda").to(dtype)
+        y = _invariant.linear(x, weight, None, scale, residual=residual, gated=gated)
+        expected = wide(x, weight, scale, None, residual, gated)
+        bound = TOLERANCES[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
         for rows in (1, 2, 3, 16, 17, 64, 65, 128, 200, 511):
-            assert torch.equal(_invariant.linear(x[512 - rows :], weight, None, scale), y[512 - rows :]), (N, K, rows)
+            some = slice(512 - rows, None)
+            part = _invariant.linear(x[some], weight, None, scale, residual=residual[some], gated=gated)
+            assert torch.equal(part, y[some]), (N, K, rows)
 
 
 def test_linear_int8_of_a_cpu_has_the_same_rows(uninterpreted):

@@ -158,7 +158,7 @@ def test_quantized_linear_is_close_to_the_linear(interpreted):
 @pytest.mark.parametrize("cores", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 64), (50, 70, 33), (17, 1000, 20)])
 def test_integer_sums_are_exact(plan, cores, M, K, N, interpreted, monkeypatch):
-    monkeypatch.setattr(launch, "_integer_cores", lambda device: cores)
+    monkeypatch.setattr(launch, "integer_cores", lambda device: cores)
     q, weight = integers(M, K), integers(N, K)
     sums = q.int() @ weight.int().T
     assert sums.abs().max() < 2**24

@@ -1,8 +1,9 @@
 """A linear layer whose result of a row is the same, bit for bit, whatever rows come with it and however many.
 
 Libraries choose the order of a sum by the number of rows. On the CPU the products are those of _rows.py. On a GPU the
-tile of the output follows from the number of rows, but every sum runs over K in steps of one size by one kind of
-instruction, and is never split.
+tile of the output follows from the number of rows, but every sum runs over K in the order of the columns, 16 of them in
+each instruction of tensor cores, and is never split; that of an int8 weight and x in 24-bit integers is exact, so that
+its order does not matter.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant import ops
 from accelerant.ops import _rows
 from accelerant.ops._hopper import is_hopper
 from accelerant.ops._launch import next_power_of_2
 from accelerant.ops._library import refuses_triton_kernel
-from accelerant.ops.linear_int8.op import Int8Tile, launch_forward
+from accelerant.ops.linear_int4 import op as linear_int4
+from accelerant.ops.linear_int8 import op as linear_int8
+from accelerant.ops.linear_int8.op import Int8Tile
+from accelerant.ops.norm import launch as norm_launch
+from accelerant.ops.swiglu import op as swiglu_op
 from accelerant.runtime.dispatch import Case
 
 _TILE_ROWS = 16
@@ -25,47 +31,107 @@ _TILE_ROWS = 16
 
 
 @functools.cache
-def tile_plan(M: int, dtype: torch.dtype, device: torch.device) -> Int8Tile:
-    """Return the tile for a power of two that is at least the number of rows."""
+def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device, gated: bool = False) -> Int8Tile:
+    """Return the tile for a power of two that is at least the number of rows, and N outputs."""
     if device.type != "cuda":
         return Int8Tile(16, 32, 32, 4, 2)
     if dtype == torch.float32:
         return Int8Tile(16 if M <= 16 else 64, 64, 32, 4, 2)
     if not is_hopper(device):
         return Int8Tile(16 if M <= 16 else 64, 64, 64, 4, 3)
-    return (
-        Int8Tile(16, 64, 64, 4, 6)
-        if M <= 16
-        else Int8Tile(64, 64, 64, 4, 5)
-        if M <= 64
-        else Int8Tile(128, 128, 64, 8, 4)
-    )
+    if M <= 16:  # few outputs in small tiles, so that there are programs enough
+        return Int8Tile(16, 64, 128, 4, 4) if N > 8192 else Int8Tile(16, 32, 256, 4, 4)
+    return Int8Tile(64, 64, 64, 4, 5) if M <= 64 else Int8Tile(128, 64 if gated else 128, 64, 8, 4)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """Return x weight^T + bias, with the weight's rows times `scale` where it is given; without a gradient.
+@functools.cache
+def planes_plan(M: int, N: int, device: torch.device, gated: bool) -> Int8Tile:
+    """Return the tile of exact sums of integers; any gives the same bits."""
+    if device.type != "cuda":
+        return Int8Tile(16, 32, 32, 4, 2)
+    if M <= 16:
+        return Int8Tile(8 if M <= 8 else 16, 32, 256, 4, 4 if is_hopper(device) else 2)
+    if M <= 64 or not is_hopper(device):
+        return Int8Tile(32, 64, 128, 4, 4 if is_hopper(device) else 2)
+    return Int8Tile(64, 64 if gated else 128, 128, 8, 3)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None, *,
+    norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return f(h weight^T + bias) + residual, with the weight's rows times `scale` where it is given; no gradient.
 
     Args:
-        x: (..., K), float16, bfloat16, float32 or float64.
-        weight: (N, K), dtype of x; or int8, with a scale.
-        bias, scale: (N,), dtype of x or float32; or None.
+        x: (M, K), float16, bfloat16, float32 or float64.
+        weight: (N, K), or (2 N, K) if gated; dtype of x; or int8, with a scale; or uint8, as linear_int4 takes it.
+        bias, scale, zero: of the weight's rows, dtype of x or float32; or None.
+        norm: (K,), gain of an RMS norm of x, with eps, which gives h; None: h is x.
+        residual: (M, N), dtype of x; or None.
+        gated: f is silu of the first half of the outputs, times the second; else the identity.
 
     Returns:
-        (..., N), dtype of x, sums in float32 at least. The rows of a call do not change one another's bits.
+        (M, N), dtype of x, sums in float32 at least. The rows of a call do not change one another's bits.
     """
-    rows, N = x.detach().flatten(0, -2), weight.shape[0]
     with torch.no_grad():
-        if scale is not None and x.dtype == torch.float64:
-            weight, scale = weight * scale[:, None].double(), None
-        if not _on_cpu(x) and _refuses_triton(x):
-            y = _in_tiles(rows, weight if scale is None else (weight * scale[:, None]).to(x.dtype), bias)
-        elif _on_cpu(x):
-            y = _rows.products(rows, weight, scale)
-            y = (y if bias is None else y.add_(bias)).to(x.dtype)
+        if not _on_cpu(x) and not _refuses_triton(x):
+            return _by_triton(x, weight, bias, scale, zero, norm, eps, residual, gated)
+        h = rms_norm(x, norm, eps)
+        if weight.dtype == torch.uint8 and scale is not None:
+            y = ops.linear_int4(h, weight, scale, zero, bias)
         else:
-            plan = tile_plan(next_power_of_2(max(len(rows), 1)), x.dtype, x.device)
-            y = launch_forward(rows, weight, scale, bias, plan=plan)
-    return y.view(*x.shape[:-1], N)
+            if scale is not None and (not _on_cpu(x) or x.dtype == torch.float64):
+                wide = torch.promote_types(x.dtype, torch.float32)
+                weight, scale = (weight * scale[:, None].to(wide)).to(x.dtype), None
+            y = _rows.products(h, weight, scale) if _on_cpu(x) else _in_tiles(h, weight, bias)
+            y = (y if bias is None or not _on_cpu(x) else y.add_(bias)).to(x.dtype)
+        y = swiglu(y) if gated else y
+        return y if residual is None else y + residual
+
+
+def _by_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, zero: Tensor | None, norm: Tensor | None,
+    eps: float, residual: Tensor | None, gated: bool,
+) -> Tensor:  # fmt: skip
+    rows, N = next_power_of_2(max(len(x), 1)), len(weight) // (2 if gated else 1)
+    if weight.dtype == torch.uint8 and scale is not None:
+        if linear_int8.takes_planes(x):
+            planes, units = linear_int8.to_planes(x, norm, eps)
+            y = linear_int4.launch_planes(planes, units, weight, scale, zero, bias, x.dtype)
+        else:
+            y = linear_int4.launch_triton(rms_norm(x, norm, eps), weight, scale, zero, bias)
+        y = swiglu(y) if gated else y
+        return y if residual is None else y + residual
+    if scale is not None and linear_int8.takes_planes(x):
+        planes, units = linear_int8.to_planes(x, norm, eps)
+        plan = planes_plan(rows, N, x.device, gated)
+        return linear_int8.launch_planes(planes, units, weight, scale, bias, residual, x.dtype, plan, gated=gated)
+    h, plan = rms_norm(x, norm, eps), tile_plan(rows, N, x.dtype, x.device, gated)
+    return linear_int8.launch_forward(h, weight, scale, bias, residual=residual, gated=gated, plan=plan)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return ops.rms_norm of rows (M, N), on a GPU by a kernel and a plan that M does not choose; x without a gain."""
+    if weight is None:
+        return x
+    N = x.shape[-1]
+    if _on_cpu(x) or _refuses_triton(x):
+        return ops.rms_norm(x, weight, eps=eps)
+    plan = None if N > norm_launch.WIDE_FORWARD else norm_launch.forward_plan(N, centre=False)
+    y = norm_launch.launch_forward(False, x, weight, None, eps, statistics=False, plan=plan)[0]
+    assert y is not None  # for the type checker
+    return y
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return ops.swiglu of x, on a CPU by torch's exp: its silu has another function where threads' shares end."""
+    if _on_cpu(x):
+        gate, up = x.chunk(2, -1)
+        total = torch.exp(-gate).add_(1)
+        return torch.div(gate, total, out=total).mul_(up)
+    if _refuses_triton(x):
+        return ops.swiglu(x)
+    return swiglu_op.launch_forward(x, None, swiglu_op.row_plan(x.shape[-1] // 2))
 
 
 def _on_cpu(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from accelerant.nn.models.language_model import (
     require_tokens,
 )
 from accelerant.nn.quantization import LinearInt4, LinearInt8
-from accelerant.ops._invariant import linear as linear_invariant
+from accelerant.ops import _invariant
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped
@@ -294,15 +294,11 @@ class LlamaAttention(nn.Module):
         y: Tensor = self.projection(o.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width))
         return y
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor, invariant: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (..., heads, head width), of qkv's result, normalized where they are."""
         heads = qkv.unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_width))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        return self._normalized(q, self.q_norm), self._normalized(k, self.k_norm), v
-
-    def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        y: Tensor = x if norm is None else norm(x)
-        return y
+        return _normalized(self.q_norm, q, invariant), _normalized(self.k_norm, k, invariant), v
 
 
 class GatedMLP(nn.Module):
@@ -424,20 +420,20 @@ class Llama(LanguageModel):
             the final normalized features, (T, width).
         """
         s = self.embed(ids).to(self.activation_dtype())
-        cos, sin = (table.index_select(0, positions)[:, None] for table in self._rope_tables(s))
+        cos, sin = self._rope_tables(s)
         window, invariant = self.config.window, batch.invariant
         for block, k_blocks, v_blocks in zip(self.blocks, cache.k, cache.v, strict=True):
             qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1, invariant=invariant)
-            q, k, v = block.attention.split(qkv)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            ops.append_paged(k, v, k_blocks, v_blocks, batch.slots)
+            if self.config.qk_norm:
+                qkv = torch.cat(block.attention.split(qkv, invariant), -2).flatten(1)
+            q = append(qkv, positions, k_blocks, v_blocks, cos, sin, batch.slots).squeeze(2)
             o = ops.attention_paged(
                 q, k_blocks, v_blocks, batch.block_table, batch.lengths, batch.starts, window=window
             )
             s = self._joined(block.attention.projection, o.flatten(1), s, invariant)
             h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True, invariant=invariant)
             s = self._joined(block.mlp.down, h, s, invariant)
-        return _add_norm(s, None, self.norm)[0]
+        return _normalized(self.norm, s, invariant)
 
     def score(self, hidden: Tensor, *, invariant: bool = False) -> Tensor:
         """Return float32 logits (T, vocab_size) of what follows features (T, width)."""
@@ -520,44 +516,36 @@ def decode_linear(
     One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias in
     addition to what follows it. invariant: a row's result has the same bits in any batch.
     """
-    int8: Any = layer if isinstance(layer, LinearInt8) else None
-    integers = isinstance(layer, (LinearInt8, LinearInt4))  # which compute their `weight` at each read
-    weight, scale = None if integers else getattr(layer, "weight", None), None
     forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
-    known = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
+    known = forward in (Linear.forward, LinearInt8.forward, LinearInt4.forward) or isinstance(layer, nn.Embedding)
     bias: Tensor | None = getattr(layer, "bias", None)
-    if int8 is not None:
-        known = known and not int8.dynamic
-        weight, scale = int8.weight_int8, int8.scale
-    elif isinstance(weight, Tensor):
-        weight = weight.to(x.dtype)
-    if invariant and known and isinstance(weight, Tensor):
-        y: Tensor = linear_invariant(x if norm is None else norm(x), weight, bias, scale)
-        y = _swiglu(y) if gated else y
-        return y if residual is None else y + residual
-    if known and isinstance(weight, Tensor) and (bias is None or (residual is None and not gated)):
-        gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
+    weight: Any = None
+    scale, zero = None, None
+    if isinstance(layer, LinearInt8):
+        known = known and not layer.dynamic
+        weight, scale = layer.weight_int8, layer.scale
+    elif isinstance(layer, LinearInt4):
+        weight, scale, zero = layer.weight_int4, layer.scale, layer.zero
+    elif known:
+        weight = cast("Linear", layer).weight.to(x.dtype)
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
+    if known and (invariant or (weight.dtype == torch.uint8 and x.is_cuda)):
+        return _invariant.linear(x, weight, bias, scale, zero, norm=gain, eps=eps, residual=residual, gated=gated)
+    if known and weight.dtype != torch.uint8 and (bias is None or (residual is None and not gated)):
         if bias is not None:
             residual = bias.to(x.dtype).expand(x.shape[0], -1).contiguous()
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
-    if invariant and not isinstance(layer, LinearInt4):  # whose rows do not depend on one another
+    if invariant:
         raise UnsupportedCase(f"a {type(layer).__name__} may compute a row by its batch: use Engine(fast=True)")
-    y = layer(x if norm is None else norm(x))
+    y: Tensor = layer(_normalized(norm, x, False))
     if gated:
-        y = _swiglu(y) if invariant else ops.swiglu(y)
+        y = ops.swiglu(y)
     return y if residual is None else y + residual
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    """Return ops.swiglu of x, on a CPU by torch's exp: its silu has another function where threads' shares end."""
-    if not x.is_cpu:
-        return ops.swiglu(x)
-    gate, up = x.chunk(2, -1)
-    total = torch.exp(-gate).add_(1)
-    return torch.div(gate, total, out=total).mul_(up)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return ops.rope of tokens (T, heads, D), in the same operations whatever T; the tables are (T, 1, D / 2)."""
-    first, second = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+def _normalized(norm: RMSNorm | None, x: Tensor, invariant: bool) -> Tensor:
+    """Return the norm of x, or x without one. invariant: a row's result has the same bits in any batch."""
+    if norm is None:
+        return x
+    y: Tensor = _invariant.rms_norm(x, norm.weight, rms_eps(norm, x)) if invariant else norm(x)
+    return y

@@ -9,10 +9,11 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Indices, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
+from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants
 from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
-from accelerant.ops.decode.paged import SPLIT, paged_constants
 from accelerant.ops.decode.steps import KERNELS as _STEPS
 from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
+from accelerant.ops.linear_int8.op import TO_PLANES
 
 KIND = "plain"
 
@@ -99,7 +100,7 @@ def _paged_kernel(
 
 def _paged_combine(width: int, *, ragged: bool) -> Compilation:
     types = {"*": "*fp32", "lengths_ptr": "*i32", "starts_ptr": "*i32" if ragged else None, "o_ptr": "*bf16"}
-    fixed = {"WINDOW": ragged, "SPLIT": SPLIT, "PAGE": 16, "BLOCK_D": width}
+    fixed = {"WINDOW": ragged, "SPLIT": SPLIT, "PAGE": 16, "AHEAD": AHEAD, "BLOCK_D": width}
     return specialized(_PAGED_KERNELS["combine"], types, fixed, 1)
 
 
@@ -123,12 +124,12 @@ def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
-    return specialized(_STEPS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
+    return specialized(TO_PLANES, {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
 
 
-def _rope(kind: str, *, turned: bool = True) -> Compilation:
+def _rope(kind: str, *, turned: bool = True, paged: bool = False) -> Compilation:
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
-    types = {"*": kind, "positions_ptr": "*i32", **tables}
+    types = {"*": kind, "positions_ptr": "*i32", "slots_ptr": "*i64" if paged else None, **tables}
     return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
 
 
@@ -151,6 +152,7 @@ _STEP_KERNELS = (
     _rope("*bf16"),
     _rope("*fp32"),
     _rope("*fp16", turned=False),
+    _rope("*bf16", paged=True),
 )
 
 KERNELS = (

@@ -103,6 +103,9 @@ KERNELS = {  # compiled for several kinds of call, in which contractions could b
 SPLIT = 256
 """Keys of a part: a row's parts depend on its length alone."""
 
+AHEAD = 8
+"""Parts that are loaded before the first of them is merged."""
+
 _TILE_LINES = 32
 """Lines of a tile, of tokens and query heads, in calls with starts; without, the query heads of a key head."""
 
@@ -152,7 +155,7 @@ def launch_triton(
         num_stages=stages_for(capability),
     )  # fmt: skip
     if splits > 1:
-        joined = {"WINDOW": windowed, "SPLIT": SPLIT, "PAGE": page, "BLOCK_D": fixed["BLOCK_D"]}
+        joined = {"WINDOW": windowed, "SPLIT": SPLIT, "PAGE": page, "AHEAD": AHEAD, "BLOCK_D": fixed["BLOCK_D"]}
         args = (parts, stats, lengths, starts, o, R, columns, Hq, D, window)
         KERNELS["combine"].launch((R * Hq,), args, joined, num_warps=1)
     return o

@@ -19,15 +19,16 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import FLOATING, name_of, refuses_triton_kernel
+from accelerant.ops.linear_int8.op import to_planes
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.race import Tuned
 
 # --- launches --------------------------------------------------------------------------------------------------------
 
-KERNELS = {
-    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"decode_{name}")
-    for name in ("linear", "planes", "words", "rope")
+KERNELS = {  # of rope each operation is rounded, as torch does: a choice between them changes no bits
+    name: TritonKernel("accelerant.ops.decode.triton_kernels", f"decode_{name}", contracts=name != "rope")
+    for name in ("linear", "words", "rope")
 }
 
 
@@ -143,12 +144,7 @@ def launch_words(
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    planes = torch.empty(M, 3, K, dtype=torch.int8, device=x.device)
-    units = torch.empty(M, dtype=torch.float32, device=x.device)
-    block = next_power_of_2(K)
-    KERNELS["planes"].launch(
-        (M,), (x, norm, planes, units, K, eps), {"BLOCK": block}, num_warps=max(1, min(32, block // 256))
-    )
+    planes, units = to_planes(x, norm, eps)
     if x.device.type != "cuda":
         plan = plan or DecodeTile(2 + 2 * (K % 32 == 0), 2, 32, 4, 1 + K % 3 // 2)
     elif plan is None:
@@ -167,11 +163,12 @@ def launch_words(
 
 
 def launch_rope(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, slots: Tensor | None, k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:  # fmt: skip
     """Rotate, write keys and values to the caches, and return the queries (B, heads, 1, D); arguments contiguous."""
-    B, kv_heads, T, D = k_cache.shape
-    heads = qkv.shape[1] // D - 2 * kv_heads
+    T, kv_heads, D = _cache_sizes(k_cache, cos, slots)
+    B, heads = qkv.shape[0], qkv.shape[1] // D - 2 * kv_heads
     q = torch.empty(B, heads, 1, D, dtype=qkv.dtype, device=qkv.device)
     if B:
         half = D // 2
@@ -179,11 +176,18 @@ def launch_rope(
         heads_per_program = max(1, 256 // block)  # one warp, 8 pairs per thread
         KERNELS["rope"].launch(
             (ceil_div(heads + 2 * kv_heads, heads_per_program), B),
-            (qkv, cos, sin, positions, q, k_cache, v_cache, heads, kv_heads, T, half),
+            (qkv, cos, sin, positions, slots, q, k_cache, v_cache, heads, kv_heads, T, half),
             {"HEADS": heads_per_program, "BLOCK": block},
             num_warps=1,
         )
     return q
+
+
+def _cache_sizes(k_cache: Tensor, cos: Tensor | None, slots: Tensor | None) -> tuple[int, int, int]:
+    """Return the positions that there are, the heads of keys, and the width of a head."""
+    if slots is None:
+        return k_cache.shape[2], k_cache.shape[1], k_cache.shape[3]
+    return 0 if cos is None else cos.shape[0], k_cache.shape[2], k_cache.shape[3]
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -222,9 +226,11 @@ def _torch_linear(
 
 
 def _torch_rope(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
-    B, kv_heads, T, D = k_cache.shape
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, slots: Tensor | None, k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:  # fmt: skip
+    T, kv_heads, D = _cache_sizes(k_cache, cos, slots)
+    B = qkv.shape[0]
     x = qkv.view(B, -1, D)
     heads = x.shape[1] - 2 * kv_heads
     inside = positions.long().clamp(max=T - 1)
@@ -234,9 +240,13 @@ def _torch_rope(
         c, s = (table.index_select(0, inside).to(wide)[:, None] for table in (cos, sin))
         x1, x2 = rotated.to(wide).chunk(2, -1)
         rotated = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
+    keys, values = rotated[:, heads:], x[:, heads + kv_heads :]
+    if slots is not None:
+        ops.append_paged(keys, values, k_cache, v_cache, slots)
+        return rotated[:, :heads, None].contiguous()
     fits = (positions < T)[:, None, None]
     at = inside[:, None, None, None].expand(B, kv_heads, 1, D)
-    for cache, new in ((k_cache, rotated[:, heads:]), (v_cache, x[:, heads + kv_heads :])):
+    for cache, new in ((k_cache, keys), (v_cache, values)):
         kept = cache.gather(2, at)[:, :, 0]
         cache.scatter_(2, at, torch.where(fits, new, kept)[:, :, None])
     return rotated[:, :heads, None].contiguous()
@@ -297,15 +307,16 @@ def linear(
 
 def append(
     qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    sin: Tensor | None = None, slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write a new token's key and value to the caches, and return the queries (B, heads, 1, D), both rotated.
 
     qkv is (B, (heads + 2 kv_heads) D): queries, keys, values. The caches (B, kv_heads, T, D) change at `positions`
     (B,), which stay on the device, unchecked: T or more writes nothing. cos and sin are (at least T, D / 2), None: no
-    rotation.
+    rotation. With slots (B,), block * block_size + offset or -1 for nowhere, the caches are (N, block, kv_heads, D).
     """
-    B, kv_heads, T, D = k_cache.shape
+    T, kv_heads, D = _cache_sizes(k_cache, cos, slots)
+    B = k_cache.shape[0] if slots is None else slots.shape[0]
     heads = qkv.shape[-1] // D - 2 * kv_heads
     if qkv.shape != (B, (heads + 2 * kv_heads) * D) or heads < 1:
         raise ShapeError(f"qkv must be ({B}, (heads + {2 * kv_heads}) * {D}), got {tuple(qkv.shape)}")
@@ -314,8 +325,9 @@ def append(
     for name, table in (("cos", cos), ("sin", sin)):
         if table is not None and (D % 2 or table.dim() != 2 or table.shape[0] < T or table.shape[1] != D // 2):
             raise ShapeError(f"{name} must be (at least {T}, {D} / 2), got {tuple(table.shape)}")
-    case = Case(qkv.device, qkv.dtype, (B, heads, kv_heads, T, D), () if cos is None else ("turned",))
-    return decode_rope(case, qkv, cos, sin, positions, k_cache, v_cache)
+    kinds = (*(() if cos is None else ("turned",)), *(() if slots is None else ("paged",)))
+    case = Case(qkv.device, qkv.dtype, (B, heads, kv_heads, T, D), kinds)
+    return decode_rope(case, qkv, cos, sin, positions, slots, k_cache, v_cache)
 
 
 def _check(

@@ -257,7 +257,7 @@ def attention_paged_fwd(
 @triton.jit
 def attention_paged_combine(
     parts_ptr, stats_ptr, lengths_ptr, starts_ptr, o_ptr, rows, columns, heads, D, window,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
@@ -276,12 +276,19 @@ def attention_paged_combine(
     sums = tl.zeros([1, BLOCK_D], tl.float32)
     total = tl.zeros([1], tl.float32)
     peak = tl.full([1], float("-inf"), tl.float32)
-    for split in range(low // SPLIT, tl.cdiv(length, SPLIT)):
-        of_line = (split * rows.to(tl.int64) + row) * heads + head + lines
-        more = tl.load(parts_ptr + of_line[:, None] * D + width[None, :], mask=mask, other=0.0)
-        more_peak = tl.load(stats_ptr + 2 * of_line)
-        more_total = tl.load(stats_ptr + 2 * of_line + 1)
-        sums, total, peak = _merged(sums, total, peak, more, more_total, more_peak)
+    to_split = tl.cdiv(length, SPLIT)
+    for first in range(low // SPLIT, to_split, AHEAD):
+        parts, totals, peaks = (), (), ()
+        for i in tl.static_range(AHEAD):  # all are on their way before the first is merged
+            there = lines < to_split - first - i
+            of_line = ((first + i) * rows.to(tl.int64) + row) * heads + head + lines
+            more = tl.load(parts_ptr + of_line[:, None] * D + width[None, :], mask=mask & there[:, None], other=0.0)
+            parts = parts + (more,)  # noqa: RUF005 - Triton has no starred tuples
+            peaks = peaks + (tl.load(stats_ptr + 2 * of_line, mask=there, other=float("-inf")),)  # noqa: RUF005
+            totals = totals + (tl.load(stats_ptr + 2 * of_line + 1, mask=there, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(AHEAD):
+            if first + i < to_split:
+                sums, total, peak = _merged(sums, total, peak, parts[i], totals[i], peaks[i])
     o = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     at = token.to(tl.int64) * heads + head + lines
     tl.store(o_ptr + at[:, None] * D + width[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
@@ -320,7 +327,8 @@ def attention_paged_append(
 #         arXiv:2208.07339, section 2.
 # Layout: linear: x (M, K), norm (K,), weight (N or 2 N, K), residual and y (M, N), all dense; scale float32 per row of
 #         the weight. rope: qkv (B, (heads + 2 kv_heads) 2 HALF) dense; cos and sin (T, HALF) float32; caches (B,
-#         kv_heads, T, 2 HALF) dense; positions (B,). A position of T or more writes nothing. All computed in float32.
+#         kv_heads, T, 2 HALF) dense; positions (B,). A position of T or more writes nothing. With slots (B,) int64,
+#         caches (blocks, PAGE, kv_heads, 2 HALF) dense; a slot of -1 writes nothing. All computed in float32.
 # Grid:   linear: one program per SETS * BLOCK_N rows of the weight, over all of K, and row of x; 16 bytes per thread
 #         and
 #         load, SETS * UNROLL loads in flight before the first is used. 1 / sqrt(...) is applied last, so that x is read
@@ -485,7 +493,7 @@ def decode_planes(x_ptr, norm_ptr, planes_ptr, units_ptr, K, eps, BLOCK: tl.cons
     tl.store(planes_ptr + lanes, high.to(tl.int8), mask=inside)
     tl.store(planes_ptr + K + lanes, middle.to(tl.int8), mask=inside)
     tl.store(planes_ptr + 2 * K + lanes, low.to(tl.int8), mask=inside)
-    tl.store(units_ptr + row, factor * top / 8355000.0)
+    tl.store(units_ptr + row, factor * top / 8355000.0 + tl.sum(x * 0.0, 0))  # NaN where x is not finite
 
 
 @triton.jit
@@ -554,7 +562,7 @@ def decode_words(
 
 @triton.jit
 def decode_rope(
-    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, q_ptr, k_cache_ptr, v_cache_ptr, heads, kv_heads, T, HALF,
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, heads, kv_heads, T, HALF,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -578,11 +586,17 @@ def decode_rope(
     of_queries = mask & (head < heads)
     tl.store(at, y1, mask=of_queries)
     tl.store(at + HALF, y2, mask=of_queries)
+    if slots_ptr is None:
+        row, rows_of_head = b * kv_heads * T + position, T
+    else:
+        slot = tl.load(slots_ptr + b)
+        fits = tl.full([1, BLOCK], slot, tl.int64) >= 0
+        row, rows_of_head = slot * kv_heads, 1
     of_keys = mask & fits & (head >= heads) & (head < heads + kv_heads)
-    at = ((b * kv_heads + head - heads) * T + position) * width + pairs
+    at = (row + (head - heads) * rows_of_head) * width + pairs
     tl.store(k_cache_ptr + at, y1, mask=of_keys)
     tl.store(k_cache_ptr + at + HALF, y2, mask=of_keys)
     of_values = mask & fits & (head >= heads + kv_heads)
-    at = ((b * kv_heads + head - heads - kv_heads) * T + position) * width + pairs
+    at = (row + (head - heads - kv_heads) * rows_of_head) * width + pairs
     tl.store(v_cache_ptr + at, x1, mask=of_values)
     tl.store(v_cache_ptr + at + HALF, x2, mask=of_values)

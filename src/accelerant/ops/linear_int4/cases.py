@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, Subject, specialized, tolerances
-from accelerant.ops.linear_int4.op import FEW, KERNEL, MANY, constants, linear_int4_reference
+from accelerant.ops.linear_int4.op import FEW, KERNEL, MANY, PLANES, constants, linear_int4_reference, planes_constants
 from accelerant.ops.linear_int8.op import Int8Tile
 
 KIND = "plain"
@@ -49,10 +49,21 @@ def _compiled(plan: Int8Tile, kind: str, dtype: torch.dtype, *, zero: bool, bits
     return specialized(KERNEL, types, fixed, plan.num_warps, plan.stages)
 
 
+def _planes(plan: Int8Tile, *, zero: bool, bits: bool = True) -> Compilation:
+    types: dict[str, str | None] = {"*": "*fp32", "planes_ptr": "*i8", "weight_ptr": "*u8", "y_ptr": "*bf16"}
+    types |= {"zero_ptr": "*fp32" if zero else None, "bias_ptr": None}
+    fixed = {**planes_constants(plan, None), "BITS": bits}
+    return specialized(PLANES, types, fixed, plan.num_warps, plan.stages)
+
+
 KERNELS = (
     # The first is compiled for every target.
     _compiled(FEW, "*fp16", torch.float16, zero=True, bits=False),
     _compiled(FEW, "*bf16", torch.bfloat16, zero=False, bits=True),
     _compiled(MANY, "*bf16", torch.bfloat16, zero=True, bits=True),
     _compiled(FEW, "*fp32", torch.float32, zero=False, bits=False),
+    _planes(Int8Tile(8, 64, 4, 4, 3), zero=False),
+    _planes(Int8Tile(16, 64, 4, 4, 3), zero=True),
+    _planes(Int8Tile(64, 64, 1, 4, 3), zero=False),
+    _planes(Int8Tile(16, 64, 4, 4, 2), zero=True, bits=False),
 )

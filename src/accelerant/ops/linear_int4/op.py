@@ -24,12 +24,13 @@ from accelerant.ops._library import (
     refuses_triton_kernel,
     with_torch_keywords,
 )
-from accelerant.ops.linear_int8.op import Int8Tile
+from accelerant.ops.linear_int8.op import Int8Tile, takes_planes, to_planes
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 GROUP = _rows.GROUP
 KERNEL = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_fwd")
+PLANES = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_planes", contracts=False)
 
 FEW = Int8Tile(16, 32, 4, 4, 4)
 """Rows and outputs of a tile, groups loaded at a time, warps and stages; for up to 16 rows."""
@@ -107,6 +108,8 @@ def constants(plan: Int8Tile, dtype: torch.dtype, device: torch.device | None) -
 
 def launch_triton(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return y (M, N) of x (M, K)."""
+    if takes_planes(x):
+        return launch_planes(*to_planes(x, None, 0.0), weight, scale, zero, bias, x.dtype)
     (M, K), N = x.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
@@ -117,6 +120,44 @@ def launch_triton(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None,
     fixed = constants(plan, x.dtype, x.device)
     KERNEL.launch(grid, (*dense, y, M, N, K), fixed, num_warps=plan.num_warps, num_stages=plan.stages)
     return y
+
+
+@functools.cache
+def planes_plan(M: int, device: torch.device) -> Int8Tile:
+    """Return the tile of launch_planes for M rows; any gives the same bits."""
+    if device.type != "cuda":
+        return Int8Tile(16, 32, 2, 4, 2)
+    if M <= 16:
+        return Int8Tile(8 if M <= 8 else 16, 64, 4, 4, 3 if is_hopper(device) else 2)
+    return Int8Tile(32 if M <= 64 else 64, 64, 1, 4, 3 if is_hopper(device) else 2)
+
+
+def launch_planes(
+    planes: Tensor, units: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    dtype: torch.dtype, plan: Int8Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y (M, N) in a dtype, of x in planes (M, 3, K) int8 with units (M,) float32."""
+    (M, _, K), N = planes.shape, weight.shape[0]
+    y = torch.empty(M, N, dtype=dtype, device=planes.device)
+    if not y.numel():
+        return y
+    plan = plan or planes_plan(M, planes.device)
+    dense = (None if each is None else each.contiguous() for each in (weight, scale, zero, bias))
+    PLANES.launch(
+        (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
+        (planes, units, *dense, y, M, N, K),
+        planes_constants(plan, planes.device),
+        num_warps=plan.num_warps,
+        num_stages=plan.stages,
+    )
+    return y
+
+
+def planes_constants(plan: Int8Tile, device: torch.device | None) -> dict[str, int | bool]:
+    """Return the compile-time arguments; device None: those of an NVIDIA GPU."""
+    bits = device is None or (device.type == "cuda" and torch.version.hip is None)
+    sizes = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "UNROLL": plan.block_k, "GROUP": plan.group}
+    return {**sizes, "BITS": bits}
 
 
 def _llvm_forward(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from accelerant.ops.linear_gelu.triton_kernels import _tile
+from accelerant.ops.linear_int8.triton_kernels import _joined, _sums
 
 
 @triton.jit
@@ -65,3 +66,85 @@ def linear_int4_fwd(
         acc += tl.load(bias_ptr + n, mask=here, other=0.0).to(tl.float32)[:, None]
     at = y_ptr + m[None, :] * N + n[:, None]
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & (row + lines < M)[None, :])
+
+
+# --- x in 24-bit integers --------------------------------------------------------------------------------------------
+#
+#     y[m, n] = unit[m] sum_g scale[n, g] (sum_k i[m, k] (q[n, k] - 8) - (zero[n, g] - 8) sum_k i[m, k]) + bias[n]
+#
+# Layout: i = 65536 high + 256 middle + low; planes (M, 3, K) int8 and units (M,) float32, see ops/decode. The sums of a
+#         group are exact, and groups are added one by one, in float32.
+# Bound:  few rows: memory, N K / 2 bytes: integers are multiplied as they are, without conversion to floats.
+
+
+@triton.jit
+def _halves(q, BITS: tl.constexpr):
+    """Return the lower and the upper halves of bytes, minus 8, as int8. BITS: four at a time."""
+    if BITS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            and.b32 low, $2, 0x0F0F0F0F;
+            shr.u32 high, $2, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            or.b32 low, low, 0x80808080;
+            or.b32 high, high, 0x80808080;
+            sub.u32 low, low, 0x08080808;
+            sub.u32 high, high, 0x08080808;
+            xor.b32 $0, low, 0x80808080;
+            xor.b32 $1, high, 0x80808080;
+            }""",
+            "=r,=r,r",
+            [q],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return (q & 15).to(tl.int8) - 8, (q >> 4).to(tl.int8) - 8
+
+
+@triton.jit
+def linear_int4_planes(
+    planes_ptr, units_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    groups = K // 128
+    lanes = tl.arange(0, 64)
+    rows, outputs = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    there, here = rows < M, outputs < N
+    m = tl.where(there, rows, 0).to(tl.int64)
+    n = tl.where(here, outputs, 0).to(tl.int64)
+    high_at = planes_ptr + m[:, None] * (3 * K) + lanes[None, :]
+    weight_at = weight_ptr + n[:, None] * (groups * 64) + lanes[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    zeros = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+    for first in range(0, groups, UNROLL):
+        for u in tl.static_range(UNROLL):
+            g = first + u
+            inside = (lanes < tl.where(g < groups, 64, 0))[None, :]
+            of_rows, of_scales = there[:, None] & inside, outputs < tl.where(g < groups, N, 0)
+            q = tl.load(weight_at + g * 64, mask=inside, other=0)
+            scale = tl.load(scale_ptr + n * groups + g, mask=of_scales, other=0.0).to(tl.float32)
+            low, high = _halves(q, BITS)
+            sums = (zeros, zeros, zeros)
+            total = tl.zeros([BLOCK_M], dtype=tl.float32)
+            for half in tl.static_range(2):
+                at = g * 128 + half * 64
+                a = tl.load(high_at + at, mask=of_rows, other=0)
+                b = tl.load(high_at + K + at, mask=of_rows, other=0)
+                c = tl.load(high_at + 2 * K + at, mask=of_rows, other=0)
+                sums = _sums(low if half == 0 else high, a, b, c, sums)
+                if zero_ptr is not None:
+                    total += tl.sum((a.to(tl.int32) * 256 + b) * 256 + c, 1).to(tl.float32)
+            part = _joined(sums)
+            if zero_ptr is not None:
+                zero = tl.load(zero_ptr + n * groups + g, mask=of_scales, other=8.0).to(tl.float32)
+                part -= (zero - 8.0)[:, None] * total[None, :]
+            acc += part * scale[:, None]
+    acc *= tl.load(units_ptr + rows, mask=there, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=here, other=0.0).to(tl.float32)[:, None]
+    at = y_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & there[None, :])

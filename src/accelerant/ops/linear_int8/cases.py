@@ -48,10 +48,16 @@ def _row(plan: StripTile, kind: str = "*bf16", *, bias: bool = False) -> Compila
     return specialized(launch.KERNELS["row"], types, plan.constants, plan.num_warps)
 
 
-def _fwd(plan: Int8Tile, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
-    optional = {"scale_ptr": "*fp32", "bias_ptr": kind} if scaled else {"scale_ptr": None, "bias_ptr": None}
-    types = {"*": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **optional}
-    constants = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
+def _fwd(
+    plan: Int8Tile, kind: str = "*bf16", *, scaled: bool = True, bits: bool = True, gated: bool = False,
+    residual: bool = False, integers: bool = True,
+) -> Compilation:  # fmt: skip
+    optional = {
+        "scale_ptr": "*fp32" if scaled else None, "bias_ptr": kind if scaled else None,
+        "residual_ptr": kind if residual else None,
+    }  # fmt: skip
+    types = {"*": kind, "weight_ptr": "*i8" if integers else kind, "y_ptr": kind if scaled else "*fp32", **optional}
+    constants = {"EVEN_K": True, "UPCAST": False, "BITS": bits, "GATED": gated, "SWAPPED": plan.swapped, **plan.blocks}
     return specialized(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
 
 
@@ -59,6 +65,13 @@ def _dynamic(plan: Int8Tile, *, integers: bool = True) -> Compilation:
     types = {"*": "*fp32", "q_ptr": "*i8", "weight_ptr": "*i8", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     constants = {"EVEN_K": True, "INTEGERS": integers, **plan.blocks}
     return Compilation(launch.KERNELS["dynamic"], types, constants, plan.num_warps, plan.stages)
+
+
+def _planes(plan: Int8Tile, *, gated: bool = False, residual: bool = False) -> Compilation:
+    types = {"*": "*fp32", "planes_ptr": "*i8", "weight_ptr": "*i8", "y_ptr": "*bf16", "bias_ptr": None}
+    types |= {"residual_ptr": "*bf16" if residual else None}
+    constants = {"EVEN_K": True, "GATED": gated, **plan.blocks}
+    return specialized(launch.KERNELS["planes"], types, constants, plan.num_warps, plan.stages)
 
 
 def _bwd(plan: Int8Tile, kind: str = "*bf16") -> Compilation:
@@ -71,13 +84,20 @@ KERNELS = (
     *map(_row, launch.STRIP_PLANS[:3]),
     _row(launch.STRIP_PLANS[0], "*fp16", bias=True),
     _row(launch.STRIP_PLANS[0], "*fp32"),
-    _fwd(launch.SMALL_PLANS["fwd"]),
+    _fwd(launch.SMALL_PLANS["fwd"], bits=False),  # by Turing, too
+    _fwd(launch.SMALL_PLANS["fwd"], gated=True),
+    _fwd(launch.SMALL_PLANS["fwd"], residual=True, integers=False, bits=False),
     *map(_fwd, launch.FEW_PLANS[:2]),
     *map(_fwd, launch.MATMUL_PLANS[:2]),
     _fwd(launch.MATMUL_PLANS[0], "*fp16"),
     _fwd(launch.SMALL_PLANS["fwd"], scaled=False),
     _dynamic(launch.SMALL_PLANS["dynamic"], integers=False),  # first, since the first is compiled for every target
     *map(_dynamic, (launch.SMALL_PLANS["dynamic"], *launch.DYNAMIC_PLANS[:2])),
+    _planes(Int8Tile(8, 32, 256, 4, 4), residual=True),
+    _planes(Int8Tile(8, 32, 256, 4, 4), gated=True),
+    _planes(Int8Tile(32, 64, 128, 4, 4), gated=True),
+    _planes(Int8Tile(64, 128, 128, 8, 3)),
+    _planes(Int8Tile(64, 64, 128, 8, 3), gated=True),
     _bwd(launch.SMALL_PLANS["bwd"]),
     _bwd(launch.FEW_BACKWARD_PLANS[0]),
     _bwd(launch.SPLIT_PLAN, "*fp32"),

@@ -16,7 +16,7 @@ from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, is_hopper, load, refuses_device
-from accelerant.ops._launch import ceil_div, multiprocessors, triton_operation
+from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import (
     autocast_dtype,
     check_dtype,
@@ -133,8 +133,13 @@ def launch_hopper(
 
 # --- launches --------------------------------------------------------------------------------------------------------
 
-_NAMES = ("row", "fwd", "dynamic", "bwd", "sum")
-KERNELS = {name: TritonKernel("accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}") for name in _NAMES}
+_NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum")
+KERNELS = {  # planes: every tile rounds what it does with its sums in the same way
+    name: TritonKernel("accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}", contracts=name != "planes")
+    for name in _NAMES
+}
+
+TO_PLANES = TritonKernel("accelerant.ops.decode.triton_kernels", "decode_planes")
 
 FEW_ROWS = 16
 """Up to this many rows of x, reading the weight bounds the kernel."""
@@ -166,7 +171,11 @@ class StripTile:
 
 @dataclass(frozen=True, slots=True)
 class Int8Tile:
-    """The tiling of a product; `group`: tiles taken down a column before the next column, for reuse in the L2 cache."""
+    """The tiling of a product.
+
+    `group`: tiles taken down a column before the next column, for reuse in the L2 cache; `swapped`: x is the first
+    operand of linear_int8_fwd's products, not the weight.
+    """
 
     block_m: int
     block_n: int
@@ -174,6 +183,7 @@ class Int8Tile:
     num_warps: int
     stages: int
     group: int = 8
+    swapped: bool = False
 
     @property
     def blocks(self) -> dict[str, int | bool]:
@@ -231,7 +241,7 @@ SMALL_PLANS = {
 
 
 @functools.cache
-def _integer_cores(device: torch.device) -> bool:
+def integer_cores(device: torch.device) -> bool:
     """Return whether Triton multiplies int8 on tensor cores."""
     if device.type != "cuda":
         return True
@@ -276,16 +286,31 @@ def splits(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _dense(vector: Tensor | None) -> Tensor | None:
-    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+def forward_constants(plan: Int8Tile, weight: Tensor, gated: bool = False) -> dict[str, int | bool]:
+    """Return compile-time arguments of fwd."""
+    bits = weight.dtype == torch.int8 and weight.is_cuda and converts_by_bits(weight.device)
+    return {"BITS": bits, "GATED": gated, "SWAPPED": plan.swapped, **plan.blocks}
+
+
+@functools.cache
+def converts_by_bits(device: torch.device) -> bool:
+    """Return whether a GPU has the instructions by which fwd converts integers."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 def launch_forward(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *, wide: bool = False,
-    plan: StripTile | Int8Tile | None = None,
+    residual: Tensor | None = None, gated: bool = False, plan: StripTile | Int8Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y (M, N) of x (M, K), without the factor and term of a scale and bias that are None; wide: in float32."""
-    (M, K), N = x.shape, weight.shape[0]
+    """Return y (M, N) of x (M, K), without the factor and term of a scale and bias that are None; wide: in float32.
+
+    residual (M, N) and gated, as in ops.decode.steps.linear, with an Int8Tile only; its weight may have the dtype of x.
+    """
+    (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     y = torch.empty(M, N, dtype=torch.float32 if wide else x.dtype, device=x.device)
     if not M or not N:
         return y
@@ -293,18 +318,58 @@ def launch_forward(
     if plan is None:
         single = M == 1 or (x.dtype == torch.float32 and M <= FEW_ROWS and x.device.type == "cuda")
         plan = strip_plan(N, K, x.device) if single else tile_plan("fwd", M, N, x.dtype, x.device)
-    args = (x, weight, _dense(scale), _dense(bias), y)
+    args = (x, weight, _dense(scale), _dense(bias))
     if isinstance(plan, StripTile):
         grid = (ceil_div(N, plan.rows * plan.block_n), M)
-        KERNELS["row"].launch(grid, (*args, N, K), plan.constants, num_warps=plan.num_warps)
+        KERNELS["row"].launch(grid, (*args, y, N, K), plan.constants, num_warps=plan.num_warps)
         return y
     KERNELS["fwd"].launch(
         (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
-        (*args, M, N, K),
-        {"EVEN_K": K % plan.block_k == 0, "UPCAST": _upcast(x), **plan.blocks},
+        (*args, _dense(residual), y, M, N, K),
+        {"EVEN_K": K % plan.block_k == 0, "UPCAST": _upcast(x), **forward_constants(plan, weight, gated)},
         num_warps=plan.num_warps,
         num_stages=plan.stages,
     )
+    return y
+
+
+_PLANES_COLUMNS = 2**15
+"""Of a row that one program converts to integers."""
+
+
+def takes_planes(x: Tensor) -> bool:
+    """Return whether integers of 24 bits represent rows x, and the device has tensor cores that multiply them."""
+    return x.element_size() == 2 and x.shape[-1] <= _PLANES_COLUMNS and integer_cores(x.device)
+
+
+def to_planes(x: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return rows x (M, K) as integers (M, 3, K) int8 and their units (M,), after an RMS norm if there is its gain."""
+    M, K = x.shape
+    planes = torch.empty(M, 3, K, dtype=torch.int8, device=x.device)
+    units = torch.empty(M, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(K)
+    if M:
+        TO_PLANES.launch(
+            (M,), (x, norm, planes, units, K, eps), {"BLOCK": block}, num_warps=max(1, min(32, block // 256))
+        )
+    return planes, units
+
+
+def launch_planes(
+    planes: Tensor, units: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    dtype: torch.dtype, plan: Int8Tile, *, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return y (M, N) in a dtype, of x in planes (M, 3, K) int8 with units (M,) float32; the sums are exact."""
+    (M, _, K), N = planes.shape, weight.shape[0] // (2 if gated else 1)
+    y = torch.empty(M, N, dtype=dtype, device=planes.device)
+    if M and N:
+        KERNELS["planes"].launch(
+            (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
+            (planes, units, weight.contiguous(), _dense(scale), _dense(bias), _dense(residual), y, M, N, K),
+            {"EVEN_K": K % plan.block_k == 0, "GATED": gated, **plan.blocks},
+            num_warps=plan.num_warps,
+            num_stages=plan.stages,
+        )
     return y
 
 
@@ -321,7 +386,7 @@ def launch_dynamic(
     KERNELS["dynamic"].launch(
         (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
         (q, x_scale, weight.contiguous(), _dense(scale), _dense(bias), y, M, N, K),
-        {"EVEN_K": K % plan.block_k == 0, "INTEGERS": _integer_cores(q.device), **plan.blocks},
+        {"EVEN_K": K % plan.block_k == 0, "INTEGERS": integer_cores(q.device), **plan.blocks},
         num_warps=plan.num_warps,
         num_stages=plan.stages,
     )

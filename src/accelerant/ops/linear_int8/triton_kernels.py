@@ -4,7 +4,9 @@
 
 Source: 8-bit weights with a scale for each output as in Dettmers et al. 2022, arXiv:2208.07339, section 2; sums in
         int32 with the scales applied after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
+        planes: x = unit (65536 high + 256 middle + low), integers of 8 bits, so that the sums are exact, in any order.
 Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), contiguous; scale and bias (N,), x_scale (M,).
+        planes (M, 3, K) int8, units (M,) float32. If gated, the weight has 2 N rows, gates first.
         Integers are exact in every dtype that they are converted to before a product. Sums in float32. Where Triton has
         no integer tensor cores (Turing), dynamic multiplies in float16, each step exactly. bwd of float32 splits dy
         scale into three numbers of bfloat16, 24 bits in all, whose products with the integers are exact.
@@ -88,35 +90,129 @@ def linear_int8_row(
 
 
 @triton.jit
-def _store(y, scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scale, bias and store a tile of sums (BLOCK_M, BLOCK_N)."""
-    lanes = tl.arange(0, BLOCK_N)
-    in_row = column + lanes < N
-    rows = tl.arange(0, BLOCK_M)
+def _exact(w, x, BITS: tl.constexpr):
+    """Return integers in the dtype of x. BITS: by their bits, in two or four instructions for two of them.
+
+    128 + the lower seven bits is a bfloat16 whose last bits these are; 128, or 256 if the highest bit is set, is
+    subtracted. A float16 has room for all eight bits beside 1024.
+    """
+    if BITS and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 n, low, high, one;
+            mov.b32 one, 0x3F803F80;
+            prmt.b32 n, $2, 0x43434343, 0x4140;
+            and.b32 low, n, 0xFF7FFF7F;
+            lop3.b32 high, n, 0xFF80FF80, 0x80008000, 0xEA;
+            fma.rn.bf16x2 $0, low, one, high;
+            prmt.b32 n, $2, 0x43434343, 0x4342;
+            and.b32 low, n, 0xFF7FFF7F;
+            lop3.b32 high, n, 0xFF80FF80, 0x80008000, 0xEA;
+            fma.rn.bf16x2 $1, low, one, high;
+            }""",
+            "=r,=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    elif BITS and x.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 n, low, high, bias;
+            mov.b32 bias, 0x64806480;
+            xor.b32 n, $2, 0x80808080;
+            prmt.b32 low, n, 0x64646464, 0x4140;
+            prmt.b32 high, n, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, low, bias;
+            sub.rn.f16x2 $1, high, bias;
+            }""",
+            "=r,=r,r",
+            [w],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return w.to(x.dtype)
+
+
+@triton.jit
+def _finished(y, scale_ptr, bias_ptr, column, first, N):
+    """Scale and bias a tile of sums (rows, outputs), of N outputs from the first on."""
+    lanes = column + tl.arange(0, y.shape[1])
     if scale_ptr is not None:
-        y *= tl.load(scale_ptr + column + lanes, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        y *= tl.load(scale_ptr + first + lanes, mask=lanes < N, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + column + lanes, mask=in_row, other=0.0).to(tl.float32)[None, :]
-    at = y_ptr + row.to(tl.int64) * N + column + rows[:, None] * N + lanes[None, :]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(row + rows < M)[:, None] & in_row[None, :])
+        y += tl.load(bias_ptr + first + lanes, mask=lanes < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _store(y, residual_ptr, y_ptr, row, column, M, N):
+    """Store a tile (rows, outputs), with the residual stream added."""
+    rows, lanes = tl.arange(0, y.shape[0]), tl.arange(0, y.shape[1])
+    inside = (row + rows < M)[:, None] & (column + lanes < N)[None, :]
+    at = row.to(tl.int64) * N + column + rows[:, None] * N + lanes[None, :]
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _columns(at, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load the columns from k on of rows; zeros past the end."""
+    if EVEN_K:
+        return tl.load(at + k)
+    else:
+        return tl.load(at + k, mask=(tl.arange(0, BLOCK_K) < K - k)[None, :], other=0)
+
+
+@triton.jit
+def _columns_of(at, there, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load the columns from k on of the rows that are there; zeros for others, of which nothing is read."""
+    if EVEN_K:
+        return tl.load(at + k, mask=there[:, None], other=0)
+    else:
+        return tl.load(at + k, mask=there[:, None] & (tl.arange(0, BLOCK_K) < K - k)[None, :], other=0)
+
+
+@triton.jit
+def _added(w, x, acc, SWAPPED: tl.constexpr):
+    """Return the sums of a tile, (outputs, rows) or swapped, with one step's products added."""
+    if SWAPPED:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    else:
+        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
 
 
 @triton.jit
 def linear_int8_fwd(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr, SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     x_at = _blocks(x_ptr, row, M, K, BLOCK_M, BLOCK_K)
     weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up_at = weight_at + tl.cast(N, tl.int64) * K
+    acc = tl.zeros([BLOCK_M if SWAPPED else BLOCK_N, BLOCK_N if SWAPPED else BLOCK_M], dtype=tl.float32)
+    up = acc
+    there = row + tl.arange(0, BLOCK_M) < M
     for k in range(0, K, BLOCK_K):
-        x, w = _step(x_at, weight_at, k, K, BLOCK_K, EVEN_K)
+        x = _columns_of(x_at, there, k, K, BLOCK_K, EVEN_K)
         if UPCAST:  # the interpreter's bfloat16 products are wrong
             x = x.to(tl.float32)
-        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
-    _store(tl.trans(acc), scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M, BLOCK_N)
+        acc = _added(_exact(_columns(weight_at, k, K, BLOCK_K, EVEN_K), x, BITS), x, acc, SWAPPED)
+        if GATED:
+            up = _added(_exact(_columns(up_at, k, K, BLOCK_K, EVEN_K), x, BITS), x, up, SWAPPED)
+    if not SWAPPED:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    y = _finished(acc, scale_ptr, bias_ptr, column, 0, N)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * _finished(up, scale_ptr, bias_ptr, column, N, N)
+    _store(y, residual_ptr, y_ptr, row, column, M, N)
 
 
 @triton.jit
@@ -137,7 +233,60 @@ def linear_int8_dynamic(
             acc += tl.dot(q.to(tl.float16), tl.trans(w).to(tl.float16)).to(tl.int32)
     rows = row + tl.arange(0, BLOCK_M)
     x_scale = tl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    _store(acc.to(tl.float32) * x_scale, scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M, BLOCK_N)
+    _store(
+        _finished(acc.to(tl.float32) * x_scale, scale_ptr, bias_ptr, column, 0, N), None, y_ptr, row, column, M, N
+    )  # fmt: skip
+
+
+@triton.jit
+def _sums(w, high, middle, low, sums):
+    """Return the three sums of products of a weight and planes with one step's added."""
+    return (
+        tl.dot(w, tl.trans(high), sums[0], out_dtype=tl.int32),
+        tl.dot(w, tl.trans(middle), sums[1], out_dtype=tl.int32),
+        tl.dot(w, tl.trans(low), sums[2], out_dtype=tl.int32),
+    )
+
+
+@triton.jit
+def _joined(sums):
+    """Return 65536 high + 256 middle + low in float32; the products are exact."""
+    return sums[0].to(tl.float32) * 65536.0 + (sums[1].to(tl.float32) * 256.0 + sums[2].to(tl.float32))
+
+
+@triton.jit
+def _whole(sums, units):
+    """Return the sums (rows, outputs) in float32, times the rows' units."""
+    return tl.trans(_joined(sums)) * units[:, None]
+
+
+@triton.jit
+def linear_int8_planes(
+    planes_ptr, units_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K,
+    EVEN_K: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    rows = row + tl.arange(0, BLOCK_M)
+    there = rows < M
+    x_at = planes_ptr + tl.where(there, rows, 0).to(tl.int64)[:, None] * (3 * K) + tl.arange(0, BLOCK_K)[None, :]
+    weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
+    up_at = weight_at + tl.cast(N, tl.int64) * K
+    zeros = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+    sums, ups = (zeros, zeros, zeros), (zeros, zeros, zeros)
+    for k in range(0, K, BLOCK_K):
+        w = _columns(weight_at, k, K, BLOCK_K, EVEN_K)
+        high = _columns_of(x_at, there, k, K, BLOCK_K, EVEN_K)
+        middle = _columns_of(x_at + K, there, k, K, BLOCK_K, EVEN_K)
+        low = _columns_of(x_at + 2 * K, there, k, K, BLOCK_K, EVEN_K)
+        sums = _sums(w, high, middle, low, sums)
+        if GATED:
+            ups = _sums(_columns(up_at, k, K, BLOCK_K, EVEN_K), high, middle, low, ups)
+    units = tl.load(units_ptr + rows, mask=there, other=0.0)
+    y = _finished(_whole(sums, units), scale_ptr, bias_ptr, column, 0, N)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * _finished(_whole(ups, units), scale_ptr, bias_ptr, column, N, N)
+    _store(y, residual_ptr, y_ptr, row, column, M, N)
 
 
 @triton.jit
