@@ -46,13 +46,19 @@ def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device, gated: b
 
 @functools.cache
 def planes_plan(M: int, N: int, device: torch.device, gated: bool) -> Int8Tile:
-    """Return the tile of exact sums of integers; any gives the same bits."""
+    """Return the tile of exact sums of integers; any gives the same bits. Those of one row are the fastest on an H200.
+
+    Llama 3.1 8B's layers, one row: 72 us for a block's 218 MB and 126 us for the output layer's 525 MB.
+    """
     if device.type != "cuda":
         return Int8Tile(16, 32, 32, 4, 2)
-    if M <= 16:
-        return Int8Tile(8 if M <= 8 else 16, 32, 256, 4, 4 if is_hopper(device) else 2)
-    if M <= 64 or not is_hopper(device):
-        return Int8Tile(32, 64, 128, 4, 4 if is_hopper(device) else 2)
+    if not is_hopper(device):
+        return Int8Tile(8 if M <= 8 else 16, 32, 256, 4, 2) if M <= 16 else Int8Tile(32, 64, 128, 4, 2)
+    if M <= 8:
+        few = Int8Tile(8, 16, 512, 2, 4) if N <= 5120 else Int8Tile(8, 32, 256, 2, 4)
+        return few if N <= 8192 else Int8Tile(8, 64, 256, 4, 3)
+    if M <= 64:
+        return Int8Tile(16, 32, 256, 4, 4) if M <= 16 else Int8Tile(32, 64, 128, 4, 4)
     return Int8Tile(64, 64 if gated else 128, 128, 8, 3)
 
 

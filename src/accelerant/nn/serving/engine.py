@@ -574,7 +574,8 @@ class Engine:
             pool = next((graph.pool for _, graph, _ in self._graphs.values()), None)
             graph = Graph("serve")
             # A warm-up writes the keys and values that the step itself writes again.
-            self._graphs[shape] = buffer, graph, graph.capture(self._logits, shape, buffer, warm_up=2, pool=pool)
+            logits = graph.capture(self._logits, shape, buffer, warm_up=2, pool=pool, quick=True)
+            self._graphs[shape] = buffer, graph, logits
         buffer, graph, logits = self._graphs[shape]
         buffer.copy_(host, non_blocking=True)
         graph.replay()

@@ -9,7 +9,7 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Indices, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
-from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants
+from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants, paged_stages
 from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
 from accelerant.ops.decode.steps import KERNELS as _STEPS
 from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
@@ -95,7 +95,7 @@ def _paged_kernel(
     types |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else None)
     types["starts_ptr"] = "*i32" if ragged else None
     fixed = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
-    return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, stages_for(capability))
+    return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, paged_stages(ragged, capability))
 
 
 def _paged_combine(width: int, *, ragged: bool) -> Compilation:

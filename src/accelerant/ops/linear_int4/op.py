@@ -123,10 +123,12 @@ def launch_triton(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None,
 
 
 @functools.cache
-def planes_plan(M: int, device: torch.device) -> Int8Tile:
-    """Return the tile of launch_planes for M rows; any gives the same bits."""
+def planes_plan(M: int, N: int, device: torch.device) -> Int8Tile:
+    """Return the tile of launch_planes for M rows and N outputs; any gives the same bits."""
     if device.type != "cuda":
         return Int8Tile(16, 32, 2, 4, 2)
+    if M <= 8 and N <= 8192:
+        return Int8Tile(8, 32, 8, 2, 2)
     if M <= 16:
         return Int8Tile(8 if M <= 8 else 16, 64, 4, 4, 3 if is_hopper(device) else 2)
     return Int8Tile(32 if M <= 64 else 64, 64, 1, 4, 3 if is_hopper(device) else 2)
@@ -141,7 +143,7 @@ def launch_planes(
     y = torch.empty(M, N, dtype=dtype, device=planes.device)
     if not y.numel():
         return y
-    plan = plan or planes_plan(M, planes.device)
+    plan = plan or planes_plan(M, N, planes.device)
     dense = (None if each is None else each.contiguous() for each in (weight, scale, zero, bias))
     PLANES.launch(
         (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
