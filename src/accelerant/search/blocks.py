@@ -325,7 +325,7 @@ def _maxima_hopper(q: Tensor, x: Tensor, known: Tensor | None, largest: Tensor, 
     for first in range(0, N, step):
         part = x[first : first + step]
         own = None if norms is None else norms[first : first + step]
-        _measured(part, None, own, copy, largest, metric, len(part))
+        _measured(part, None, own if known is None else None, copy, largest, metric, len(part))
         _product(q, copy[: len(part)], own, maxima[:, first // _HOPPER_WIDTH * _SETS :], None, metric)
     return maxima
 
