@@ -278,7 +278,8 @@ class Part:
                 pieces.append(self._tile(factor, minus, tile, rows, covered))
             if at & (at + 1) == 0:
                 pieces = [self._decided(self._joined(pieces))]
-        return self._named(data, self._decided(self._joined(pieces)))
+        found = pieces[0] if len(pieces) == 1 else self._decided(self._joined(pieces))
+        return self._named(data, found)
 
     def among(self, data: Tensor, tiles: list[blocks.Found]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (query, id, score) of what the kernels found, scored by `wide` where that is given."""

@@ -33,8 +33,8 @@ KINDS = ("flat", "ivf", "ivfpq")
 _UNSORTED = 8
 """Lists are sorted again when more than an eighth of the rows lies outside of them."""
 
-_SHARED = 32
-"""Queries for each list of vectors that read it together on a CPU, in a product; fewer do each for itself."""
+_SHARED = 12_000
+"""Scores of a list of vectors from which on a CPU multiplies it with all queries at once; for fewer, each scans it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,12 @@ class Index:
             raise ShapeError(f"{name} must be (rows, {width}), got {tuple(given.shape)}")
         if self.metric == "hamming":
             return given
-        wide = given.double()
+        wide = given.double() if self.metric == "cosine" else given.float()
         norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
         wrong = (~(norms < 1e19)).nonzero()
         if len(wrong):
             raise RangeError(f"row {int(wrong[0, 0])} of {name} has NaN, infinity, or a norm above 1e19")
-        return (wide / norms.clamp(min=1e-300)).float() if self.metric == "cosine" else given.float()
+        return (wide / norms.clamp(min=1e-300)).float() if self.metric == "cosine" else wide
 
     def train(self, x: Any) -> None:
         """Place the centroids, and those of the codes, by k-means on vectors (n, dim); the first `add` does without."""
@@ -382,7 +382,8 @@ class Index:
         """Return what the nearest lists of each query have."""
         metric = "ip" if self.metric == "cosine" else self.metric
         kind: type[_Scanned | _ListSearch] = _Scanned if q.device.type == "cpu" else _ListSearch
-        if state.codes is None and len(q) * nprobe >= _SHARED * (len(state.starts) - 1):  # both are exact
+        lists = len(state.starts) - 1
+        if state.codes is None and len(q) * nprobe * len(state.ids) >= _SHARED * lists**2:  # both are exact
             kind = _ListSearch
         return kind(q, k, metric, state, self.rerank).hits(nprobe, chosen)
 
