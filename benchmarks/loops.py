@@ -10,7 +10,8 @@ as it was has. Then comes the ratio of the times of these first steps, compilati
 to those of the first run as it was ("first steps"). Once a patched model changes nothing more, there follow the ratio
 of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that each
 reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer instead,
-each in a process of its own: with empty caches of compiled kernels ("cold"), and with those of the run before ("warm").
+each in a process of its own: with empty caches of compiled kernels ("cold"), and with all kernels of the run before
+("warm").
 
 On a CPU the models are tiny: a test of results, not of speed.
 """
@@ -483,6 +484,9 @@ def train(family: str, runner: str, device: str, steps: int, moved: int) -> None
     peak = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else 0
     found = {"losses": [float(loss) for loss in losses], "first_s": ends[0] - began, "all_s": all_s, "peak_bytes": peak}
     print(json.dumps(found | {"note": _graphs(report)}))
+    until = time.monotonic() + _CHILD_S / 2
+    while not background.is_ready() and time.monotonic() < until:  # for the warm run
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
