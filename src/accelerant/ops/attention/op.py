@@ -37,7 +37,7 @@ from accelerant.ops.attention.backends import (
     nvidia_capability,
     torch_backward,
     torch_forward,
-    unfolded,
+    with_layout_of,
 )
 from accelerant.ops.attention.launch import (
     MAX_WIDTH,
@@ -295,16 +295,11 @@ def _torch_equivalent(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
     return_lse: bool = False, mask: None = None, segments: None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention by torch's CPU function, with contiguous heads folded into the batch for a contiguous result.
+    """Compute attention by torch's CPU function.
 
     scaled_dot_product_attention is not used, since its choice of a backend changes results and their layout.
     """
-    (B, H, S, D), keys = q.shape, k.shape[2]
-    causal = bool(causal) and S != 1
-    if H == 1 or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        return _on_cpu(q, k, v, 0.0, causal, scale=scale)[0]
-    folded = q.view(B * H, 1, S, D), k.view(B * H, 1, keys, D), v.view(B * H, 1, keys, D)
-    return unfolded(_on_cpu(*folded, 0.0, causal, scale=scale)[0], q)
+    return with_layout_of(q, _on_cpu(q, k, v, 0.0, bool(causal) and q.shape[2] != 1, scale=scale)[0])
 
 
 def _torch_serves(
