@@ -131,6 +131,25 @@ def test_shapes_of_another_class_are_measured_again(clock):
     assert [text.partition(",")[0] for text in report.choices.values()] == ["on our ops", "as it was", "as it was"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_on_a_cpu_a_model_of_transformers_has_only_its_loss_on_our_ops(family):
+    model, inputs = make(family), batch(family)
+    wanted, record = outcome(model, inputs), acl.nn.patch(model) and model.__dict__[RECORD]
+    seen, attention = set(), model.config._attn_implementation
+    for _ in range(6):
+        assert_same(outcome(model, inputs), wanted, rtol=1e-4, atol=1e-5)
+        seen.add((record.ours, record.body, model.config._attn_implementation))
+    assert seen == {(True, False, "sdpa"), (False, False, "sdpa")}
+    del inputs["labels"]
+    if family == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    model.eval()(**inputs)
+    assert list(record.report.choices.values())[-1] == "as it was, which is faster on a CPU"
+    with override(race="off"):
+        model(**inputs)
+    assert (record.ours, record.body, model.config._attn_implementation) == (True, True, attention)
+
+
 @pytest.mark.parametrize("fixed", [0.0, 1000.0])
 @pytest.mark.parametrize("faster", [True, False])
 def test_lengths_may_vary_within_a_class(clock, fixed, faster):

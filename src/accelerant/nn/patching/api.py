@@ -64,8 +64,9 @@ def patch(
         ConfigError: model is no module, or is compiled; an invalid value of padding; a transformers that is too old.
 
     Each kind of call (training or evaluation, dtype, size) runs on our ops or as the model was, whichever is faster in
-    its first calls, up to 18 without CUDA graphs; the report says which. Nothing is measured, and all runs on our ops,
-    with graph=True and with the settings `deterministic` and `race = "off"`.
+    its first calls, up to 18 without CUDA graphs; the report says which. On a CPU a model of transformers has only its
+    loss on our ops, where that is faster. Nothing is measured, and all runs on our ops, with graph=True and with the
+    settings `deterministic` and `race = "off"`.
 
     Outputs and gradients equal the unpatched model's within the tolerance of the dtype, but for the random numbers of
     torch.nn's Dropout. A model without one of transformers can be pickled. The config of a transformers model then

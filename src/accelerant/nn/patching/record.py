@@ -191,10 +191,14 @@ class _Picklable:
 
 @dataclass(eq=False)
 class Mark(_Picklable):
-    """Settings that the replaced methods of a module read, its forward, and the report, where fallbacks are counted."""
+    """Settings that the replaced methods of a module read, its forward, and the report, where fallbacks are counted.
+
+    `loss` says that the module computes a loss.
+    """
 
     report: PatchReport
     attention: bool = False
+    loss: bool = False
     forward: Forward | None = None
     options: dict[str, Any] = field(default_factory=dict)
     plain: bool = False
@@ -205,9 +209,9 @@ class PatchRecord(_Picklable):
     """All changes to a model.
 
     They are modules with marks, the functions in place of forwards and losses, configs that named "sdpa", graphs, and
-    the choice that runs the model. `ours` says whether the replacements are in place, `places` are those that switch()
-    changes: an object, an attribute, and its values as it was and on our ops. `plain` says that the model contains no
-    model of transformers.
+    the choice that runs the model. `ours` says whether losses are in place, `body` whether all else is; `places` are
+    those that switch() changes: an object, an attribute, its values as it was and on our ops, and whether it is of the
+    body. `plain` says that the model contains no model of transformers.
     """
 
     report: PatchReport
@@ -215,14 +219,15 @@ class PatchRecord(_Picklable):
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     losses: list[tuple[Any, Forward, Forward]] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
-    places: list[tuple[Any, str, tuple[Any, Any]]] = field(default_factory=list)
+    places: list[tuple[Any, str, tuple[Any, Any], bool]] = field(default_factory=list)
     ours: bool = True
+    body: bool = True
     plain: bool = False
     graphs: Any = None
     choice: Any = None
 
     def __getstate__(self) -> dict[str, Any]:  # a pickled model is on our ops
-        return self.__dict__ | {"places": [], "ours": True}
+        return self.__dict__ | {"places": [], "ours": True, "body": True}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
@@ -234,9 +239,10 @@ class PatchRecord(_Picklable):
         """Change a module as its Replacement says."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
-            mark = module.__dict__[MARK] = Mark(self.report, False, plan.forward, plain=self.plain)
+            mark = module.__dict__[MARK] = Mark(self.report, forward=plan.forward, plain=self.plain)
             self.marked.append(module)
         mark.attention = mark.attention or plan.attention
+        mark.loss = mark.loss or any(kind == "loss" for kind, _ in plan.changes)
         mark.options |= plan.options
         if plan.forward is not None:
             self.replace_forward(module, plan.forward)
@@ -266,10 +272,12 @@ class PatchRecord(_Picklable):
                     "(accelerate: accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
                 )
 
-    def switch(self, *, ours: bool) -> None:
-        """Put all replacements in place, or what the model had before; what others replaced since stays."""
-        if ours is self.ours:
-            return
+    def switch(self, *, ours: bool, body: bool | None = None) -> None:
+        """Put all replacements in place, or what the model had before; what others replaced since stays.
+
+        `body` is as `ours` by default; False leaves all but losses as it was.
+        """
+        body = ours if body is None else body
         if not self.places:
             for module, forward in self.forwards:
                 kind: Any = type(module)
@@ -277,18 +285,26 @@ class PatchRecord(_Picklable):
                 current: Any = module.__dict__.get("forward")
                 bare = runs_forward(module, forward) and current.__func__.__code__ is getattr(forward, "__code__", None)
                 if bare and mark is not None and mark.forward is forward:  # not what runs the model
-                    self.places.append((module, "forward", (types.MethodType(kind.forward, module), current)))
-            self.places += [(module, "_loss_function", (before, after)) for module, after, before in self.losses]
+                    sides = types.MethodType(kind.forward, module), current
+                    self.places.append((module, "forward", sides, not mark.loss))
+            self.places += [(module, "_loss_function", (before, after), False) for module, after, before in self.losses]
             names = ("sdpa", ATTENTION_NAME)
-            self.places += [(config, "_attn_implementation_internal", names) for config in self.configs]
-        for owner, name, sides in self.places:
-            if owner.__dict__.get(name) is sides[not ours]:
-                owner.__dict__[name] = sides[ours]
-        self.ours = ours
+            self.places += [(config, "_attn_implementation_internal", names, True) for config in self.configs]
+        for owner, name, values, of_body in self.places:
+            before, after = (self.body, body) if of_body else (self.ours, ours)
+            if before is not after and owner.__dict__.get(name) is values[before]:
+                owner.__dict__[name] = values[after]
+        self.ours, self.body = ours, body
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a module computes a loss on our ops."""
+        return any(module.__dict__[MARK].loss for module in self.marked)
 
     def undo(self) -> None:
         """Restore everything."""
-        self.switch(ours=True)
+        if not (self.ours and self.body):
+            self.switch(ours=True)
         for module, _ in self.forwards:
             del module.__dict__["forward"]
             module.__dict__.pop("__getstate__", None)
