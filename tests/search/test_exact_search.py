@@ -369,6 +369,30 @@ def test_the_kernels_choose_the_same_rows(metric, of_queries, of_data, interpret
         assert torch.equal(found.scores, wanted.scores)
 
 
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_the_kernels_have_the_bits_of_the_cpu_in_any_case(interpreted, data):
+    """Drawn sizes around the kernels' tiles, ties, ids in any order, filters, k beyond the rows and the blocks."""
+    dtypes = (torch.float32, torch.float16, torch.int8)
+    metric, dtype, other = (data.draw(st.sampled_from(names)) for names in (("ip", "cosine", "l2"), dtypes, dtypes))
+    rows, queries = data.draw(st.sampled_from((1, 31, 33, 257, 700))), data.draw(st.sampled_from((1, 2, 9)))
+    d, k = data.draw(st.sampled_from((1, 8, 33, 128, 130, 300))), data.draw(st.sampled_from((1, 3, 10, 64, 600)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    levels = data.draw(st.sampled_from((None, 1)))
+    x, q = drawn(generator, rows, d, dtype, levels), drawn(generator, queries, d, other, levels)
+    ids = torch.randperm(3 * rows, generator=generator)[:rows] if data.draw(st.booleans()) else None
+    mask, _ = filter_of(data, generator, rows, queries, ids)
+    found = exact(q, x, k, metric, mask, ids)
+    os.environ.pop("TRITON_INTERPRET")
+    try:
+        wanted = exact(q, x, k, metric, mask, ids)
+    finally:
+        os.environ["TRITON_INTERPRET"] = "1"
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.scores, wanted.scores)
+    assert torch.equal(found.counts, wanted.counts)
+
+
 def test_the_kernels_take_empty_and_small_collections(interpreted):
     x = torch.eye(3)
     assert exact(x, x[:0]).ids.shape == (3, 0)
