@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accelerant.config import launch_log
 from accelerant.search.clusters import ProductQuantizer
 from accelerant.search.llvm_kernels import BLOCK, LANES, ROWS, compiled, features
 
@@ -19,14 +20,22 @@ _QUERIES = 256
 _ROOM = 64
 """Rows that a query keeps beyond those that are wanted, at first."""
 
+_LEAST_WORK = 1 << 21
+"""Operations, about, that a further thread repays."""
+
 _LONG = 1 << 16
 """Elements of the longest vector whose terms the stack of a thread holds."""
 
 
-def _launched(name: tuple[str, ...], count: int, *arguments: Any) -> None:
-    if count:
-        provider, kernel = compiled(*name)
+def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> None:
+    """Launch a kernel on so many indices of so many operations each; little work is done by the calling thread."""
+    if not count:
+        return
+    provider, kernel = compiled(*name)
+    if count * work >= _LEAST_WORK or launch_log.enabled:
         provider.launch(kernel, (count,), (1,), arguments)
+    else:
+        kernel.handle(0, count, *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
 
 
 def padded(x: Tensor | None) -> Tensor | None:
@@ -47,7 +56,12 @@ def tiled(q: Tensor, x: Tensor, extra: Tensor | None, metric: str, *, maxima: bo
     )
     y = torch.empty(blocks if maxima else N, groups * lanes, dtype=torch.float32)
     arguments = (x, x.stride(0), packed, groups, packed if extra is None else extra.contiguous(), y, N, d)
-    _launched(("tiles", "maxima" if maxima else "scores", "ip" if extra is None else metric), blocks, *arguments)
+    _launched(
+        ("tiles", "maxima" if maxima else "scores", "ip" if extra is None else metric),
+        blocks,
+        BLOCK * Q * d,
+        *arguments,
+    )
     return y.T[:Q].contiguous()
 
 
@@ -57,7 +71,7 @@ def scored(q: Tensor, x: Tensor, query: Tensor, row: Tensor, metric: str) -> Ten
         return pair_scores(q[query], x[row], metric)
     q = q.contiguous()
     y = torch.empty(len(row), dtype=torch.float32)
-    _launched(("pairs", metric), len(row), q, x, x.stride(0), query, row, y, q.shape[1])
+    _launched(("pairs", metric), len(row), 4 * q.shape[1], q, x, x.stride(0), query, row, y, q.shape[1])
     return y
 
 
@@ -215,8 +229,9 @@ class Scan:
             tables = scores.new_empty(Q, parts << self.quantizer.bits)
             small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8) if kind == "4" else scores
         centroids, layout = scores if self.tables is None else self.tables, self.layout
+        work = len(probes) * len(layout.filled) * d // (Q * len(layout.starts))
         _launched(
-            ("scan", kind, metric), Q, q.contiguous(), self.data, self.data.stride(0),
+            ("scan", kind, metric), Q, work, q.contiguous(), self.data, self.data.stride(0),
             scores if self.extra is None else self.extra, seen, 0 if len(seen) == 1 else seen.stride(0), layout.starts,
             layout.blocks, probes, offsets, scores if bias is None else bias, limits, margins, scores, rows, counts,
             wanted, room, d, max(int(layout.starts[-1]), 1), centroids, parts, tables, small, levels(parts),
