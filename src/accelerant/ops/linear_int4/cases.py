@@ -62,9 +62,9 @@ KERNELS = (
     _compiled(FEW, "*bf16", torch.bfloat16, zero=False, bits=True),
     _compiled(MANY, "*bf16", torch.bfloat16, zero=True, bits=True),
     _compiled(FEW, "*fp32", torch.float32, zero=False, bits=False),
+    _planes(Int8Tile(16, 32, 1, 4, 2), zero=False, bits=False),
     _planes(Int8Tile(8, 64, 4, 4, 3), zero=False),
     _planes(Int8Tile(8, 32, 8, 2, 2), zero=True),
     _planes(Int8Tile(16, 64, 4, 4, 3), zero=True),
     _planes(Int8Tile(64, 64, 1, 4, 3), zero=False),
-    _planes(Int8Tile(16, 64, 4, 4, 2), zero=True, bits=False),
 )

@@ -25,12 +25,15 @@ from accelerant.ops._library import (
     with_torch_keywords,
 )
 from accelerant.ops.linear_int8.op import Int8Tile, takes_planes, to_planes
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 GROUP = _rows.GROUP
 KERNEL = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_fwd")
-PLANES = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_planes", contracts=False)
+PLANES = TritonKernel(
+    "accelerant.ops.linear_int4.triton_kernels", "linear_int4_planes", contracts=False, targets=CUDA_TARGETS[1:]
+)
 
 FEW = Int8Tile(16, 32, 4, 4, 4)
 """Rows and outputs of a tile, groups loaded at a time, warps and stages; for up to 16 rows."""

@@ -93,6 +93,7 @@ KERNELS = (
     _fwd(launch.SMALL_PLANS["fwd"], scaled=False),
     _dynamic(launch.SMALL_PLANS["dynamic"], integers=False),  # first, since the first is compiled for every target
     *map(_dynamic, (launch.SMALL_PLANS["dynamic"], *launch.DYNAMIC_PLANS[:2])),
+    _planes(Int8Tile(16, 32, 128, 4, 2)),
     _planes(Int8Tile(8, 16, 512, 2, 4), residual=True),
     _planes(Int8Tile(8, 64, 256, 4, 3), gated=True),
     _planes(Int8Tile(32, 64, 128, 4, 4), gated=True),

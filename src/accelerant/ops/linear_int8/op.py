@@ -26,7 +26,7 @@ from accelerant.ops._library import (
     with_torch_keywords,
 )
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
-from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Kernel
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.host import multiplies_bfloat16
@@ -135,9 +135,12 @@ def launch_hopper(
 
 _NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum")
 KERNELS = {  # planes: every tile rounds what it does with its sums in the same way
-    name: TritonKernel("accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}", contracts=name != "planes")
+    name: TritonKernel(
+        "accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}", contracts=name != "planes",
+        targets=CUDA_TARGETS[name == "planes" :],  # Turing's tensor cores have no integers in Triton
+    )
     for name in _NAMES
-}
+}  # fmt: skip
 
 TO_PLANES = TritonKernel("accelerant.ops.decode.triton_kernels", "decode_planes")
 
@@ -339,6 +342,8 @@ _PLANES_COLUMNS = 2**15
 
 def takes_planes(x: Tensor) -> bool:
     """Return whether integers of 24 bits represent rows x, and the device has tensor cores that multiply them."""
+    if torch.version.hip is not None:
+        return False  # untried
     return x.element_size() == 2 and x.shape[-1] <= _PLANES_COLUMNS and integer_cores(x.device)
 
 
