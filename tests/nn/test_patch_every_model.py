@@ -146,7 +146,7 @@ def result(model, inputs):
     """The outcome of a step, or the class of the error that it raises."""
     try:
         return outcome(model, inputs)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         return type(error)
 
 
