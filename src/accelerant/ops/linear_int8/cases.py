@@ -85,7 +85,8 @@ KERNELS = (
     _row(launch.STRIP_PLANS[0], "*fp16", bias=True),
     _row(launch.STRIP_PLANS[0], "*fp32"),
     _fwd(launch.SMALL_PLANS["fwd"], bits=False),  # by Turing, too
-    _fwd(launch.SMALL_PLANS["fwd"], gated=True),
+    _fwd(Int8Tile(64, 64, 64, 4, 5), gated=True, integers=False, bits=False),
+    _fwd(Int8Tile(128, 64, 64, 8, 4), gated=True, integers=False, bits=False),
     _fwd(launch.SMALL_PLANS["fwd"], residual=True, integers=False, bits=False),
     *map(_fwd, launch.FEW_PLANS[:2]),
     *map(_fwd, launch.MATMUL_PLANS[:2]),
