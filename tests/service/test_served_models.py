@@ -584,7 +584,7 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
         (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
         assert {*listening(leader), *listening(follower)} == {"0100007F"}
         os.kill(int(follower), signal.SIGKILL)
-        with pytest.raises(openai.APIError, match=r"the worker of model even ended|the engine failed"):
+        with pytest.raises(openai.APIError, match="the worker of model even ended"):
             list(stream)
         assert [choice.text for choice in client.completions.create(**ask).choices] == expected
         (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()

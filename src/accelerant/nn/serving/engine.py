@@ -343,6 +343,11 @@ class Engine:
         """Whether other processes hold parts of the model."""
         return self._share is not None
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: after `close`, or a failure."""
+        return self._closed
+
     def _cancel(self, request: Request) -> None:
         with self._wake:
             request.cancelled = True

@@ -294,7 +294,9 @@ class ModelWorker(ChildOfModel):
     # --- from the engine to the server -------------------------------------------------------------------------------
 
     def note(self, request: Waiting, choice: int, event: Token | Finished) -> None:
-        """Queue an event for sending."""
+        """Queue an event for sending, unless the engine has failed: then the process ends, and its streams with it."""
+        if self.engine.closed:
+            return
         request.began = True
         told: dict[str, Any] = {"id": request.id, "index": choice}
         if isinstance(event, Token):
