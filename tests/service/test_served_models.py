@@ -562,13 +562,14 @@ def listening(pid):
 
 
 @pytest.mark.slow
-def test_a_model_split_over_processes_answers_as_one_process(tmp_path):
+def test_a_model_split_over_processes_answers_as_one_process(tmp_path, request):
     """Over gloo in place of NCCL; a killed part ends the streams, and the next request is served."""
     require_module("openai")
     write_llama(tmp_path / "even", spare=2)
     reference = load_model(tmp_path / "even")
     given = ["--device", "cpu", "--gpus", "2", "--model", str(tmp_path / "even")]
     server = Server(tmp_path, *given)
+    request.addfinalizer(server.process.kill)  # also of a test that failed
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         prompts = ["hello world", "the quick brown fox" * 30, "a"]
         ask = {"model": "even", "prompt": prompts, "temperature": 0, "max_tokens": 24}
