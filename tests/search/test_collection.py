@@ -100,6 +100,22 @@ def test_lists_find_what_is_there_and_are_saved_with_it(tmp_path, kind, metric):
         Collection(tmp_path, kind="hnsw")
 
 
+def test_lists_saved_at_the_same_versions_of_other_writes_are_not_read(tmp_path):
+    with Collection(tmp_path, dim=DIM, kind="ivf") as made:
+        made.upsert(range(1500), vectors(1500, 0))
+    shutil.copytree(tmp_path / "vectors", tmp_path / "copy")
+    with Collection(tmp_path, kind="ivf") as made:
+        made.upsert(range(1500), vectors(1500, 1))
+        made.build()
+    shutil.rmtree(tmp_path / "vectors")
+    shutil.copytree(tmp_path / "copy", tmp_path / "vectors")
+    x = vectors(1500, 2)
+    with Collection(tmp_path, kind="flat") as restored:
+        restored.upsert(range(1500), x)
+    with Collection(tmp_path) as again:
+        assert again.search(x[:3], 1, nprobe=10**6).ids == [[0], [1], [2]]
+
+
 def test_old_lists_answer_while_new_ones_are_built(tmp_path, monkeypatch):
     x = clustered(3000)
     with Collection(tmp_path, dim=DIM, kind="ivf") as made:

@@ -214,6 +214,17 @@ def test_zero_vectors_under_cosine_score_zero():
     assert hits.scores.tolist() == [[1, 0, -1], [0, 0, 0]]
 
 
+@pytest.mark.parametrize("change", [0, 1e-30, 1e15])
+def test_one_row_of_a_far_norm_under_cosine_changes_no_answer_of_many_queries(change):
+    """Such rows are divided by their norms before the products, which the scan of blocks must not scale again."""
+    x = np.random.default_rng(0).standard_normal((700, 9)).astype(np.float32)
+    x[5] *= np.float32(change)
+    together = exact(x[:17], x, 3, "cosine")
+    alone = [exact(q, x, 3, "cosine") for q in x[:17]]
+    np.testing.assert_array_equal(together.ids, [each.ids for each in alone])
+    np.testing.assert_array_equal(together.scores, [each.scores for each in alone])
+
+
 def test_rows_may_share_an_id():
     x = np.eye(3, dtype=np.float32)
     assert exact(x[0], x, 3, ids=[5, 5, 1]).ids.tolist() == [5, 1, 5]

@@ -173,6 +173,10 @@ class Collection:
             raise
         self._build_if_outdated()
 
+    @property
+    def _list_metric(self) -> str:
+        return "l2" if self.metric == "l2" else "ip"
+
     def _with_saved_lists(self, kind: str | None) -> str:
         """Give the mirror the lists that the folder has of these points; return the kind."""
         if self._folder is None or kind == "flat":
@@ -180,7 +184,7 @@ class Collection:
         for other in KINDS[1:] if kind is None else (kind,):
             file = file_of(self._folder, self._name, other, self._mirror.stamp)
             if file.is_file():
-                self._mirror.lists = Lists.loaded(file, self._mirror.ids, self._device)
+                self._mirror.lists = Lists.loaded(file, self._list_metric, self._mirror.ids, self._mirror.vectors)
                 return other
         return kind or "flat"
 
@@ -191,7 +195,7 @@ class Collection:
             vectors, alive = mirror.vectors, mirror.alive
         if self.kind == "flat" or int(alive.sum()) < LEAST:
             return
-        lists = Lists.built(self.kind, "l2" if self.metric == "l2" else "ip", vectors, alive)
+        lists = Lists.built(self.kind, self._list_metric, vectors, alive)
         with self._lock:
             mirror.lists = lists
 
@@ -374,7 +378,7 @@ class Collection:
             return Matches(
                 [[] for _ in rows], [[] for _ in rows], selected, age, [[] for _ in rows] if payloads else None
             )
-        metric = "l2" if self.metric == "l2" else "ip"
+        metric = self._list_metric
         given = torch.from_numpy(rows).to(data.device)
         if lists is not None:
             scores, nearest = lists.search(given, data, alive, found, nprobe)

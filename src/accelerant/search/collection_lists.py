@@ -71,10 +71,10 @@ class Lists:
         saved.save(file)
 
     @classmethod
-    def loaded(cls, file: Path, ids: Sequence[PointId], device: torch.device) -> Lists | None:
-        """Return the index of a file; None if it is not of these points."""
+    def loaded(cls, file: Path, metric: str, ids: Sequence[PointId], vectors: Tensor) -> Lists | None:
+        """Return the index of a file; None if it is not of these points and their vectors."""
         try:
-            index = Index.load(file, device)
+            index = Index.load(file, vectors.device)
         except (FormatError, UnsupportedCase, OSError):
             return None
         names = _names(ids)
@@ -84,7 +84,10 @@ class Lists:
         rows = order[np.searchsorted(names, wanted, sorter=order).clip(max=len(names) - 1)]
         if not np.array_equal(names[rows], wanted):
             return None
-        index._state = dataclasses.replace(index._state, ids=torch.from_numpy(rows).to(index.device))
+        at, kept = torch.from_numpy(rows).to(index.device), index._state.vectors
+        if index.metric != metric or kept is None or not torch.equal(kept, vectors[at]):
+            return None  # a folder that was copied back may have the same versions of other writes
+        index._state = dataclasses.replace(index._state, ids=at)
         inside = np.zeros(len(names), np.bool_)
         inside[rows] = True
         return cls(index, inside)

@@ -159,7 +159,8 @@ class Scan:
         data: vectors (N, d) float32, or the blocks of codes that the layout packed.
         largest: a bound of the norms of vectors, or of what is added up to those of codes.
         quantizer: of the codes, whose centroids are `tables`, (parts, elements, 2^bits).
-        extra: of the rows, (N + 32,) float32: |x|^2, which l2 subtracts from products, or the factor 1 / |x|.
+        extra: of the rows, (N + 32,) float32: |x|^2, which l2 subtracts from products, or the factor 1 / |x|;
+            None leaves products as they are.
     """
 
     layout: Layout
@@ -224,6 +225,7 @@ class Scan:
         limits = scores.new_full((Q,), torch.finfo(torch.float32).min) if limits is None else limits
         margins = scores.new_zeros(Q) if margins is None else margins
         kind, parts, tables, small = "flat", 1, scores, scores
+        metric = "ip" if self.extra is None else metric
         if self.quantizer is not None:
             kind, parts = str(self.quantizer.bits), len(self.quantizer.centroids)
             tables = scores.new_empty(Q, parts << self.quantizer.bits)
