@@ -106,6 +106,13 @@ def test_batches_hold_similar_lengths_and_each_text_once():
     assert ends == sorted(ends)
 
 
+@pytest.mark.parametrize("text", ["a\ud800", 1, None])
+def test_what_is_no_text_is_refused(tmp_path, text):
+    encoder_folder(tmp_path, "bert", "mean")
+    with pytest.raises(ConfigError, match="not a text of Unicode"):
+        Encoder(tmp_path).encode(["a", text])
+
+
 def test_what_is_no_encoder_is_refused_by_name(tmp_path):
     encoder_folder(tmp_path)
     encoder = Encoder(tmp_path)

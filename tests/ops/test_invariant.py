@@ -6,6 +6,7 @@ import torch
 from accelerant.ops import _invariant, _rows
 from accelerant.ops.linear_int4.op import dequantize_int4
 from accelerant.runtime.dispatch import force
+from accelerant.runtime.streams.graphs import counting
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -43,6 +44,18 @@ def test_a_row_is_the_same_among_any_others(dtype, rng, record_property):
         for _ in range(4):
             some = torch.randperm(len(x))[: rng.randint(1, len(x))]
             assert torch.equal(_invariant.linear(x[some], weight, bias, scale), y[some]), (x.shape, weight.shape, some)
+
+
+def test_calls_are_counted_in_the_ledger_and_in_captured_graphs():
+    x, weight = torch.randn(3, 40), torch.randn(24, 40)
+    for _ in range(2):
+        with counting(lambda device: True) as calls:
+            _invariant.linear(x, weight, gated=True)
+            _invariant.linear(x, weight.to(torch.int8), None, torch.ones(24))
+        counted = {(op, name): count for (op, name, _, _), count in calls.items()}
+        assert counted == {("linear_invariant", "llvm"): 1, ("swiglu_fwd", "torch"): 1}
+        cases = [case for op, *_, case in calls if op == "linear_invariant"]
+        assert cases == ["float32 24x40 float32, any rows", "float32 24x40 int8, any rows"]
 
 
 def test_threads_do_not_change_a_sum(monkeypatch):

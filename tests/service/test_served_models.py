@@ -364,6 +364,8 @@ def test_bodies_that_are_not_read(served, client):
             assert (answer.status_code, set(answer.json()["error"])) == (
                 status, {"message", "type", "param", "code", "request_id"}
             )  # fmt: skip
+        answer = http.post("/v1/embeddings", content=b'{"model": "encoder", "input": ["a", "\\ud800"]}')
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
         assert http.get("/v1/nothing").json()["error"]["code"] == "http_error"
         assert http.get("/v1/completions").status_code == 405
     with pytest.raises(openai.NotFoundError) as found:

@@ -28,6 +28,7 @@ from accelerant.nn.models.tokenizer import read_tokenizer
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
 _BATCH_TOKENS = 8192
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -199,7 +200,13 @@ class Encoder:
         return self.encode_ids(self.tokens(texts))
 
     def tokens(self, texts: Sequence[str], *, truncate: bool = True) -> list[list[int]]:
-        """Return the ids of texts, with the tokens that begin and end each; RangeError for those that would be cut."""
+        """Return the ids of texts, with the tokens that begin and end each.
+
+        Raises ConfigError for half of a surrogate pair, which is no character, and RangeError for texts to be cut.
+        """
+        for text in texts:
+            if not isinstance(text, str) or _SURROGATE.search(text):
+                raise ConfigError(f"not a text of Unicode characters: {clipped(text)}")
         found = self.tokenizer.encode_batch_fast(list(texts))
         for encoding in found if not truncate else ():
             if encoding.overflowing:

@@ -25,9 +25,22 @@ from accelerant.ops.linear_int8.op import Int8Tile
 from accelerant.ops.norm import launch as norm_launch
 from accelerant.ops.swiglu import op as swiglu_op
 from accelerant.runtime.dispatch import Case
+from accelerant.runtime.ledger import OpRecord, count_call, ledger
 
 _TILE_ROWS = 16
 """Rows of each product of a GPU where only a library serves: of float64, or without Triton. Not proven to be exact."""
+
+
+@functools.lru_cache(4096)
+def _record(op: str, implementation: str, device: torch.device, case: tuple[object, ...]) -> OpRecord:
+    """Return the ledger's record of a weight, whatever the rows."""
+    text = " ".join(str(each).removeprefix("torch.") for each in case)
+    key = (op, implementation, device.type, str(device), f"{text}, any rows")
+    return ledger().record(OpRecord(*key, implementation != "torch", reason="its rows do not change one another"))
+
+
+def _count(op: str, implementation: str, x: Tensor, *case: object) -> None:
+    count_call(_record(op, implementation, x.device, (x.dtype, *case)))
 
 
 @functools.cache
@@ -81,11 +94,14 @@ def linear(
     """
     with torch.no_grad():
         if not _on_cpu(x) and not _refuses_triton(x):
+            _count("linear_invariant", "triton", x, "x".join(map(str, weight.shape)), weight.dtype)
             return _by_triton(x, weight, bias, scale, zero, norm, eps, residual, gated)
         h = rms_norm(x, norm, eps)
         if weight.dtype == torch.uint8 and scale is not None:
             y = ops.linear_int4(h, weight, scale, zero, bias)
         else:
+            name = "llvm" if _on_cpu(x) else "torch"
+            _count("linear_invariant", name, x, "x".join(map(str, weight.shape)), weight.dtype)
             if scale is not None and (not _on_cpu(x) or x.dtype == torch.float64):
                 wide = torch.promote_types(x.dtype, torch.float32)
                 weight, scale = (weight * scale[:, None].to(wide)).to(x.dtype), None
@@ -123,6 +139,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     N = x.shape[-1]
     if _on_cpu(x) or _refuses_triton(x):
         return ops.rms_norm(x, weight, eps=eps)
+    _count("rms_norm_fwd", "triton", x, N)
     plan = None if N > norm_launch.WIDE_FORWARD else norm_launch.forward_plan(N, centre=False)
     y = norm_launch.launch_forward(False, x, weight, None, eps, statistics=False, plan=plan)[0]
     assert y is not None  # for the type checker
@@ -132,11 +149,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """Return ops.swiglu of x, on a CPU by torch's exp: its silu has another function where threads' shares end."""
     if _on_cpu(x):
+        _count("swiglu_fwd", "torch", x, x.shape[-1])
         gate, up = x.chunk(2, -1)
         total = torch.exp(-gate).add_(1)
         return torch.div(gate, total, out=total).mul_(up)
     if _refuses_triton(x):
         return ops.swiglu(x)
+    _count("swiglu_fwd", "triton", x, x.shape[-1])
     return swiglu_op.launch_forward(x, None, swiglu_op.row_plan(x.shape[-1] // 2))
 
 

@@ -635,6 +635,15 @@ def sole_record(
     return _ledger.record(OpRecord(*key, True, (), size_bytes, operations, reason=reason))
 
 
+def count_call(record: OpRecord) -> None:
+    """Count a call without a time, and notify `explain`; no event is recorded, so a graph may be captured meanwhile."""
+    with _ledger.lock:
+        record.calls += 1
+    for observer in list(observers):
+        names = (record.op, record.case, record.device, record.implementation)
+        observer(Decision(*names, own=record.own, reason=record.reason))
+
+
 class RecordedLaunch:
     """Counts a block as one call, times a sample, and notifies `explain`; an unusable device becomes DeviceLost."""
 

@@ -376,7 +376,9 @@ def test_an_answer_can_say_what_computed_it(model):
     assert found["invariant"]
     assert found["fallbacks"] == []
     calls = {row["op"]: row["calls"] for row in found["ops"]}
-    assert calls["attention_paged_fwd"] == 2 * 3  # layers and steps
+    assert calls["attention_paged_fwd"] == calls["swiglu_fwd"] == 2 * 3  # layers and steps
+    assert calls["rms_norm_fwd"] == (2 * 2 + 1) * 3
+    assert calls["linear_invariant"] == (2 * 4 + 1) * 3  # of each layer qkv, output, gate and up, down
     assert len(found["weights_sha256"]) == 64
     other = copy.deepcopy(model)
     other.embed.weight.data[3, 5] += 1e-3
