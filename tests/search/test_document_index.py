@@ -201,6 +201,22 @@ def test_the_commands_index_and_ask(command_line, tmp_path, encoder, library):
     assert command_line("rag", "ask", line, "--index", tmp_path / "absent")[0] == 2
 
 
+def test_the_command_makes_lists_that_questions_read(command_line, tmp_path, encoder):
+    text = " ".join(f"w{(i * i + i // 7) % 60}" for i in range(2300))
+    (tmp_path / "a.txt").write_text(text)
+    place = ("--index", tmp_path / "index", "--device", "cpu")
+    arguments = ("--encoder", encoder, "--tokens", 2, "--overlap", 0, "--kind", "ivf")
+    status, output, errors = command_line("rag", "index", tmp_path / "a.txt", *arguments, *place, "--json")
+    assert (status, json.loads(output)["chunks"] >= 1024) == (0, True), errors
+    with DocumentIndex(tmp_path / "index", device="cpu") as index:
+        assert (index._collection.kind, index._collection._mirror.lists is None) == ("ivf", False)
+        chunk = " ".join(text.split()[:2])
+        assert [source.text for source in index.sources(chunk, 1)] == [chunk]
+    wrong = ("--encoder", encoder, "--index", tmp_path / "none", "--kind", "hnsw")
+    status, _, errors = command_line("rag", "index", tmp_path / "a.txt", *wrong)
+    assert (status, errors.count("\n"), (tmp_path / "none").exists()) == (2, 1, False), errors
+
+
 def test_the_commands_search_vectors_of_files(command_line, tmp_path):
     rows = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
     np.save(tmp_path / "rows.npy", rows)

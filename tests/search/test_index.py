@@ -476,3 +476,15 @@ def test_files_that_lie_of_ids_factors_and_metrics_are_refused(tmp_path):
         (tmp_path / "index").write_bytes(lying)
         with pytest.raises(FormatError, match=match):
             Index.load(tmp_path / "index")
+
+
+def test_ids_at_the_end_of_int64_and_beyond():
+    x, last = np.eye(3, dtype=np.float32), 2**63 - 1
+    index = Index(3)
+    index.add(x, [last, 5, 7])
+    assert index.search(x[0], mask=slice(6, None)).ids.tolist() == [last, 7]
+    assert index.search(x[1], mask=[np.uint8(5), np.uint8(7)]).ids.tolist() == [5, 7]  # a list has ids, not bits
+    with pytest.raises(ShapeError, match="a slice of ids"):
+        index.search(x[0], mask=slice(0.5, None))
+    assert index.remove([5, 2**64, -1]) == index.remove({7, 2**70}) == 1
+    assert index.ids.tolist() == [last]

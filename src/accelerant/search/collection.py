@@ -20,7 +20,7 @@ from accelerant.errors import ConfigError, RangeError, ShapeError
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.registry import DeviceLike, find_device
-from accelerant.search.collection_lists import LEAST, Lists, file_of, files_of
+from accelerant.search.collection_lists import LEAST, Lists, file_of, files_of, require_kind
 from accelerant.search.exact import checked_k, exact
 from accelerant.search.index import KINDS
 from accelerant.search.payload_filter import Evaluator, Mask, Table
@@ -154,8 +154,7 @@ class Collection:
     ) -> None:  # fmt: skip
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise ConfigError(f"a collection's name is that of a folder, without slashes; got {clipped(name)}")
-        if kind not in (None, *KINDS):
-            raise ConfigError(f"a collection's kind is {', '.join(KINDS)}, got {clipped(kind)}")
+        require_kind(kind)
         self._device = torch.device(find_device(device, torch_tensors=True).torch_device)
         remote = not isinstance(location, (str, Path)) or str(location).startswith(("http://", "https://"))
         self._store: Store = (

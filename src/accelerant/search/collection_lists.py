@@ -13,15 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.runtime.files import clipped
 from accelerant.search.exact import exact
-from accelerant.search.index import Index
+from accelerant.search.index import KINDS, Index
 from accelerant.search.lists import best
 from accelerant.search.payload_filter import Mask
 from accelerant.search.qdrant import PointId
 
 LEAST = 1024
 """Points from which on lists are built; fewer are searched as fast without."""
+
+
+def require_kind(kind: str | None) -> None:
+    """Raise ConfigError for what is no kind of a collection."""
+    if kind not in (None, *KINDS):
+        raise ConfigError(f"a collection's kind is {', '.join(KINDS)}, got {clipped(kind)}")
 
 
 @dataclass(frozen=True, slots=True)

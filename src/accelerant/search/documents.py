@@ -22,6 +22,7 @@ from accelerant.nn.train.corpus import Reading
 from accelerant.runtime.files import clipped, decode_json, read_regular, typed, write_atomic
 from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.search.collection import Collection
+from accelerant.search.collection_lists import require_kind
 
 __all__ = ["DocumentIndex", "Indexed", "Source"]
 
@@ -99,6 +100,7 @@ class DocumentIndex:
         self, path: str | Path, *, encoder: str | Path | None = None, tokens: int | None = None,
         overlap: int | None = None, kind: str | None = None, device: DeviceLike = "cpu",
     ) -> None:  # fmt: skip
+        require_kind(kind)
         self._folder, self._device = Path(path), find_device(device, torch_tensors=True).torch_device
         described = self._folder / _ABOUT
         made = _read(described) if described.is_file() else None

@@ -40,14 +40,18 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
     if mask is None:
         return Selection()
     if isinstance(mask, slice):
-        if mask.step not in (None, 1) or any((bound or 0) < 0 for bound in (mask.start, mask.stop)):
+        start, stop = 0 if mask.start is None else mask.start, 1 << 63 if mask.stop is None else mask.stop
+        integers = isinstance(start, (int, np.integer)) and isinstance(stop, (int, np.integer))
+        if mask.step not in (None, 1) or not integers or start < 0 or stop < 0:
             raise ShapeError(f"a slice of ids has a step of 1 and no negative bound, got {mask}; range() has others")
-        mask = range(mask.start or 0, (1 << 63) - 1 if mask.stop is None else mask.stop)
+        mask = range(start, stop)
     if isinstance(mask, range):
         return _of_range(mask, count, ids)
     if isinstance(mask, (set, frozenset)):
         mask = list(mask)
-    if isinstance(mask, (list, tuple)) and all(type(name) is int for name in mask):  # no row has an id beyond int64
+    if isinstance(mask, (list, tuple)) and all(
+        isinstance(name, (int, np.integer)) and type(name) is not bool for name in mask
+    ):  # no row has an id beyond int64
         mask = np.array([name for name in mask if -(1 << 63) <= name < 1 << 63], np.int64)
     given = tensor(mask, "mask")
     if given.dtype == torch.uint8 and given.dim():

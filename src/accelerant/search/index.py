@@ -297,7 +297,7 @@ class Index:
         """Remove the vectors with these ids (a list, set, array or range), and return how many there were."""
         if ids is None:
             raise ConfigError("remove needs ids, got None")
-        if not isinstance(ids, (slice, range, set, frozenset)):
+        if not isinstance(ids, (slice, range, set, frozenset, list, tuple)):
             given = tensor(ids, "ids")
             ids = given.long() if given.dtype == torch.uint8 or not given.numel() else given  # no bits, as of a mask
         with self._lock:
