@@ -1,5 +1,6 @@
 """OpenAI's routes, by the client that OpenAI writes, in front of small random models."""
 
+import asyncio
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from accelerant.nn import Encoder
 from accelerant.nn.models.loading import load_model
 from accelerant.service.keys import KeyStore
 from accelerant.service.served_models.admission import FairQueue
+from accelerant.service.served_models.routes import _Streamed
 from accelerant.service.served_models.worker import ChildOfModel, Waiting, _end_process
 from accelerant.service.settings import ServiceSettings
 from requirements import require_module
@@ -417,6 +419,24 @@ def test_disconnections_leak_no_blocks(served, count):
     eventually(lambda: gauges(served, "accelerant_model_running") == {"tiny": 0})
     eventually(lambda: gauges(served, "accelerant_model_blocks_used") == {"tiny": 0})
     assert gauges(served, "accelerant_model_queued")["tiny"] == 0
+
+
+def test_a_client_that_leaves_before_the_first_part_of_a_stream_ends_its_request():
+    """Its connection takes no more yet, as after an earlier answer that it has not read."""
+    ended = []
+
+    async def parts():
+        yield "data: {}"
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(_Streamed(parts(), lambda: ended.append(1))(scope, receive, send))
+    assert ended == [1]
 
 
 def test_a_queue_that_is_full_refuses_and_says_when_to_come_back(served):

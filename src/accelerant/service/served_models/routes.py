@@ -14,13 +14,14 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from accelerant.service.errors import Cancelled, DeadlineExceeded, Refused, refusal_of
 from accelerant.service.guard import authorize, openai_error, read_body
@@ -281,17 +282,23 @@ async def _generate(
     finally:
         if not body.stream:
             process.end(stream)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_ended(chunks, process, stream), media_type="text/event-stream", headers=headers)
+    return _Streamed(chunks, functools.partial(process.end, stream))
 
 
-async def _ended(chunks: AsyncIterator[str], process: ModelProcess, stream: Stream) -> AsyncIterator[str]:
-    """Yield the parts of a stream, and forget it at its end, or when its client is gone."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    finally:
-        process.end(stream)
+class _Streamed(StreamingResponse):
+    """A stream, whose request is forgotten at its end, or when its client is gone, even before the first part."""
+
+    def __init__(self, chunks: AsyncIterator[str], end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the parts."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 async def _chunks(
