@@ -195,7 +195,8 @@ def test_runs_of_the_trainer_in_processes_of_their_own(cpu, monkeypatch):
             assert 0 < rows["bert", cache, runner].cold_ms < 1e3 * rows["bert", cache, runner].p50
 
     def other(family, runner, *rest):
-        return {"losses": [1.0, 2.0 + (runner != "torch")], "first_s": 1.0, "all_s": 2.0, "peak_bytes": 0}
+        losses = [1.0, 2.0 + (runner != "torch")]
+        return {"losses": losses, "first_s": 1.0, "all_s": 2.0, "peak_bytes": 0, "note": ""}
 
     monkeypatch.setattr(loops, "_run_child", other)
     with pytest.raises(

@@ -158,9 +158,9 @@ class _SplitAttention(LlamaAttention):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
         return _leave(super().forward(_enter(x, self.mesh), cos, sin, cache), self.mesh, self.sums)
 
-    def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        if norm is None:
-            return x
+    def _normalized(self, x: Tensor, norm: RMSNorm | None, invariant: bool) -> Tensor:
+        if norm is None or invariant:  # without gradients
+            return super()._normalized(x, norm, invariant)
         return ops.rms_norm(x, _enter(norm.weight, self.mesh), eps=rms_eps(norm, x))  # each process has other heads
 
 

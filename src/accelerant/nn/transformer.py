@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant._renamed import missing_arguments, understood_arguments
+from accelerant.config import settings
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import (
     LayerNorm,
@@ -30,6 +31,7 @@ from accelerant.ops.attention.op import attend_by_torch
 from accelerant.ops.matmul.op import ONEDNN_LEAST
 from accelerant.ops.norm.op import torch_composite
 from accelerant.ops.transformer.block import BlockSpec, ColumnSums, fused_attention, fused_block, fused_mlp
+from accelerant.runtime.compilation.triton import interpreting
 
 
 class MLP(nn.Module):
@@ -262,7 +264,8 @@ class TransformerBlock(nn.Module):
 
     def _is_by_torch(self, x: Tensor) -> bool:
         """Return whether our products of x on a CPU would be torch's, so that calls of modules and ops cost time."""
-        return x.is_cpu and (compute_dtype(x) != torch.float32 or x.numel() * self.mlp.up.out_features < ONEDNN_LEAST)
+        small = x.is_cpu and (compute_dtype(x) != torch.float32 or x.numel() * self.mlp.up.out_features < ONEDNN_LEAST)
+        return small and not interpreting() and not settings().implementation
 
     def _by_torch(self, x: Tensor) -> Tensor:
         """Apply the block by torch's functions, of which the ledger counts attention."""

@@ -298,7 +298,10 @@ class LlamaAttention(nn.Module):
         """Return queries, keys and values, (..., heads, head width), of qkv's result, normalized where they are."""
         heads = qkv.unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_width))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        return _normalized(self.q_norm, q, invariant), _normalized(self.k_norm, k, invariant), v
+        return self._normalized(q, self.q_norm, invariant), self._normalized(k, self.k_norm, invariant), v
+
+    def _normalized(self, x: Tensor, norm: RMSNorm | None, invariant: bool) -> Tensor:
+        return _normalized(norm, x, invariant)
 
 
 class GatedMLP(nn.Module):
