@@ -164,6 +164,18 @@ def steps(family, lengths, style="none", seed=0):
     return [drawn(rng, family, length, style, labels=1.0) for length in lengths]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_labels_without_a_length_give_the_models_own_error(family):
+    model = make(family)
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "labels": torch.tensor(1)}
+    errors = []
+    for each in (model, patched(model)):
+        with pytest.raises(Exception) as raised:  # noqa: PT011  which one is the model's affair
+            each(**batch)
+        errors.append((type(raised.value), str(raised.value)))
+    assert errors[0] == errors[1]
+
+
 def test_no_bucket_is_longer_than_the_model_allows():
     model = make("gpt2")
     other = patched(model)

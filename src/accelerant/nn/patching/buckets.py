@@ -22,10 +22,7 @@ from accelerant.nn.patching.capture import POSITIONS, Padding, Reason, flattened
 from accelerant.nn.patching.host import HostWork
 
 _PARTS = 7  # buckets between 0 and the longest call, of one width in its upper half: about 12% more tokens
-_MOST_PADDING = (
-    0.12,
-    0.2,
-)  # of tokens of one length and of two, in the mean, above which a length gets graphs of its own
+_MOST_PADDING = 0.12, 0.2  # of tokens of one length, of two: in the mean, above which lengths get graphs of their own
 _MOST_BUCKETS = 16
 _MULTIPLE, ALIGNED = 4, 16  # of which lengths of buckets are, long ones of the second: they have the same kernels
 _MOST_PLANS = 1024  # keys of calls that are remembered
@@ -212,7 +209,7 @@ class Buckets:
         given = dict(zip(names, values, strict=False))
         if len(given) < len(values) or not self._allows(given):
             return None  # an argument given twice, or too many: the model raises
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 1}
         groups = [[name for name in group if name in tensors] for group in self._groups]
         groups = [group for group in groups if group]
         lengths = [{tensors[name].shape[1] for name in group} for group in groups]
