@@ -65,6 +65,22 @@ def random_convolutions(generator, count):
     return IntegerNetwork(Network(tuple(layers)), weights, offsets)
 
 
+def with_extremes(generator, network):
+    """Return the network with limits of multipliers, biases and weights, and sums that are halves of both signs."""
+    layers, weights, biases = [], [], []
+    for layer, weight, bias in zip(network.network.layers, network.weights, network.biases, strict=True):
+        common, *some = generator.choice([1, 2, 3, 1 << 14, 1 << 16, (1 << 17) - 1, 1 << 17], 1 + layer.outputs)
+        of_channels = tuple(map(int, some))
+        skip = int(generator.choice([0, 1, 1 << 23, 1 << 24, 1 << 25])) if layer.skip else 0
+        multiplier = int(common) if generator.random() < 0.5 else of_channels
+        layers.append(layer._replace(multiplier=multiplier, skip_multiplier=skip))
+        halves = [-(1 << 23), (1 << 23) - 1, -192, -64, 0, 64, 192]  # 64 * 2^17 is half of 2^24
+        values = [[-128, 127], [-64, 0, 64], [0]][int(generator.integers(3))]
+        weights.append(generator.choice(values, weight.shape).astype(np.int8) if generator.random() < 0.5 else weight)
+        biases.append(generator.choice(halves, bias.shape) if generator.random() < 0.7 else bias)
+    return IntegerNetwork(network.network._replace(layers=tuple(layers)), weights, biases)
+
+
 def random_input(generator, network, batch=1):
     return generator.integers(-128, 128, (batch, *network.network.layers[0].input_shape)).astype(np.int8)
 

@@ -67,6 +67,13 @@ def assert_refused(commitment, x, y, proof, reason=None, *, specified=True):
             specification.check(commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
 
 
+def speaker_of(committed, x, y):
+    """Return the transcript of a prover who claims that the committed network maps x to y."""
+    root, batch = committed.commitment.checked.root, len(x).to_bytes(8, "little")
+    public = committed.network.network.encode()
+    return prover.Speaker(PROOF_HEADER, PROOF_HEADER, public, root, batch, x.tobytes(), y.tobytes())
+
+
 # --- another statement -----------------------------------------------------------------------------------------------
 
 
@@ -153,6 +160,44 @@ def test_constants_are_bound_to_the_commitment(honest, monkeypatch):
 
 
 # --- every byte ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["proof", "commitment"])
+def test_every_byte(honest, what, rng, monkeypatch):
+    """A bit of each byte: of what a tree reads, whose reading alone is repeated, and of all messages before."""
+    committed, x, y, proof = honest
+    data = proof if what == "proof" else committed.commitment.to_bytes()
+    call = (lambda data: check(committed.commitment, x, y, data)) if what == "proof" else ModelCommitment
+    tried = []
+
+    def changed(part, at):
+        return part[:at] + bytes([part[at] ^ 1 << rng.randrange(8)]) + part[at + 1 :]
+
+    def reading(true):
+        def read(self, channel, *arguments):
+            whole, begin = channel.proof, channel.at
+            result = true(self, channel, *arguments)
+            part = whole[begin : channel.at]
+            for at in range(len(part)):
+                channel.proof, channel.at = changed(part, at), 0
+                with pytest.raises(RejectedProofError, match="Merkle tree"):
+                    true(self, channel, *arguments)
+            channel.proof, channel.at = whole, begin + len(part)
+            tried.append(len(part))
+            return result
+
+        return read
+
+    opened = verifier.Tree.open
+    again = reading(lambda self, channel, index: opened(self, index))
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier.Tree, "__init__", reading(verifier.Tree.__init__))
+        patch.setattr(verifier.Tree, "open", lambda self, index: again(self, self.channel, index))
+        call(data)
+    for at in range(len(data) - sum(tried)):
+        with pytest.raises((RejectedProofError, FormatError)):
+            call(changed(data, at))
 
 
 @pytest.mark.search(2)
@@ -366,10 +411,7 @@ def test_values_out_of_their_tables(honest, lie):
     assert (forged != y).any()
     statement = forged.copy()  # also said in the transcript
     run = LyingProof(committed, x, lie)
-    run.y, run.speaker = statement, prover.Speaker(
-        PROOF_HEADER, PROOF_HEADER, committed.network.network.encode(), committed.commitment.checked.root,
-        (1).to_bytes(8, "little"), x.tobytes(), statement.tobytes(),
-    )  # fmt: skip
+    run.y, run.speaker = statement, speaker_of(committed, x, statement)
     assert_refused(committed.commitment, x, statement, run.run()[1], "a lookup is not in its table")
     assert_refused(committed.commitment, x, statement, proof)
 
@@ -580,10 +622,7 @@ def test_a_false_claim_on_a_committed_table(honest, rounds, reason, monkeypatch)
         run.padded_output.shape
     )
     run.y = committed.network.outward(run.padded_output)
-    run.speaker = prover.Speaker(
-        PROOF_HEADER, PROOF_HEADER, committed.network.network.encode(), committed.commitment.checked.root,
-        (1).to_bytes(8, "little"), x.tobytes(), run.y.tobytes(),
-    )  # fmt: skip
+    run.speaker = speaker_of(committed, x, run.y)
     challenge, bind, one_round, drawn, error = run.speaker.challenge, prover.bind_columns, prover.sumcheck_round, [], []
 
     def corrected(tables):
@@ -644,6 +683,191 @@ def test_weights_in_the_padding_do_not_count(generator, monkeypatch):
     assert_refused(other.commitment, x, y, proof, "the product of layer")
     monkeypatch.setattr(verifier, "eq_below", lambda point, count: protocol.ONE)
     check(other.commitment, x, y, proof)
+
+
+# --- other encodings, trees, degrees and shapes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["messages", "leaves"])
+def test_zeros_that_are_written_as_p(honest, where, monkeypatch):
+    """Overflows are zeros here: their claims, and their words in leaves, which the tree then contains so."""
+    committed, x, _, _ = honest
+    run, zero, changed = InferenceProof(committed, x), bytes(8), []
+    send, leaves = run.speaker.send, prover.CommittedTable._leaves
+
+    def said(data):
+        if len(data) % 16 == 0 and len(data) > 32:  # elements
+            changed.append(zero in (words := [data[i : i + 8] for i in range(0, len(data), 8)]))
+            data = b"".join(P.to_bytes(8, "little") if word == zero else word for word in words)
+        send(data)
+
+    def with_p(table, coset):
+        words = leaves(table, coset)
+        changed.append((words == 0).any())
+        return np.where(words == 0, np.uint64(P), words)
+
+    if where == "messages":
+        run.speaker.send = said
+    else:
+        monkeypatch.setattr(prover.CommittedTable, "_leaves", with_p)
+    assert_refused(committed.commitment, x, *run.run(), "not below the modulus")
+    assert any(changed)
+
+
+@pytest.mark.parametrize("prefix", [b"leaf", b"node"])
+def test_leaves_are_no_nodes(honest, prefix, monkeypatch):
+    """Trees that hash leaves as nodes, or nodes as leaves, so that one could be taken for the other."""
+    committed, x, _, _ = honest
+    monkeypatch.setattr(prover, "hashed", lambda rows, _, space, true=prover.hashed: true(rows, prefix, space))
+    assert_refused(committed.commitment, x, *committed.prove(x), "an opening does not match its Merkle tree")
+
+
+@pytest.mark.parametrize("table", [0, 1])
+def test_columns_in_another_order(honest, table, monkeypatch):
+    """A tree of the witness or of h that has its columns exchanged, under claims that are true."""
+    committed, x, _, _ = honest
+    numbers, leaves = itertools.count(), prover.CommittedTable._leaves
+    monkeypatch.setattr(
+        prover.CommittedTable, "_leaves",
+        lambda self, coset: leaves(self, coset)[:, ::-1] if next(numbers) // 4 == table else leaves(self, coset),
+    )  # fmt: skip
+    assert_refused(committed.commitment, x, *committed.prove(x), "a fold of the code is wrong")
+
+
+def test_activations_of_two_layers_exchanged(honest):
+    committed, x, _, _ = honest
+    run = InferenceProof(committed, x)
+    run.layout.rows[:2] = reversed(run.layout.rows[:2])
+    assert_refused(committed.commitment, x, *run.run(), "the claims on committed tables do not hold")
+
+
+@pytest.mark.search(1)
+def test_round_polynomials_of_a_higher_degree(honest, rng, record_property):
+    """A round of a sumcheck with one more value, which a verifier who read lengths would interpolate."""
+    committed, x, _, _ = honest
+    for i in range(examples := 6):
+        calls, wrong, true = itertools.count(), rng.randrange(37), prover.sumcheck_round
+
+        def one_round(speaker, tables, degree, combine, calls=calls, wrong=wrong, true=true):
+            return true(speaker, tables, degree + (next(calls) == wrong), combine)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prover, "sumcheck_round", one_round)
+            forged = committed.prove(x)
+        assert next(calls) >= 37
+        assert_refused(committed.commitment, x, *forged, specified=i % 3 == 0)
+    record_property("examples", examples)
+
+
+@pytest.mark.parametrize("changes", [{"QUERIES": 8}, {"LOG_FINAL": 7}, {"LOG_ARITY": 2}, {"LOG_CAP": 2}], ids=str)
+def test_other_parameters(honest, changes, monkeypatch):
+    """A prover with fewer queries, a longer last message, other folds or a lower cap."""
+    committed, x, _, _ = honest
+    for name, value in changes.items():
+        for module in (protocol, prover):
+            monkeypatch.setattr(module, name, value, raising=False)
+    forged = InferenceProof(committed, x).run()
+    monkeypatch.undo()
+    assert_refused(committed.commitment, x, *forged)
+
+
+def test_the_padding_of_a_batch(honest):
+    """Three inputs have the tables of four: the fourth is of zeros, and is no part of a statement."""
+    committed, x, _, _ = honest
+    four = np.concatenate((x, -x, x // 2, x * 0))
+    for fourth, reason in ((x * 0, None), (x, "the image of layer 0 is wrong")):
+        four[3:] = fourth
+        run = InferenceProof(committed, four)
+        run.y = run.y[:3]
+        run.speaker = speaker_of(committed, four[:3], run.y)
+        y, proof = run.run()
+        if reason is None:
+            check(committed.commitment, four[:3], y, proof)
+            assert_refused(committed.commitment, four, committed.network(four), proof)
+        else:
+            assert_refused(committed.commitment, four[:3], y, proof, reason)
+
+
+def test_proofs_of_parts_of_a_network(honest):
+    """Proofs of the first layer and of the others, apart or joined, are none of the network; nor is its of them."""
+    committed, x, y, proof = honest
+    network = committed.network
+    parts = [slice(1), slice(1, 3)]
+    provers = [
+        Prover(IntegerNetwork(Network(network.network.layers[each]), network.weights[each], network.biases[each]))
+        for each in parts
+    ]
+    between, first = provers[0].prove(x)
+    last, second = provers[1].prove(between)
+    assert (last == y).all()
+    for joined in (first, second, first + second[len(PROOF_HEADER) :], first[:-1000] + second[-1000:]):
+        assert_refused(committed.commitment, x, y, joined)
+    assert_refused(provers[1].commitment, between, y, proof)
+    at = len(PROOF_HEADER) + (1 << shape_bits((2, 1, 1)))
+    for size in (32, 64, 2000):  # the witness of one, the arguments of the other
+        assert_refused(provers[1].commitment, between, y, second[:at] + proof[at:][:size] + second[at + size :])
+
+
+def test_multiplicities_of_equal_rows_only_can_be_exchanged(honest, monkeypatch):
+    """Rows of padding are equal to the first row: their counts may be anywhere, and add up modulo p."""
+    committed, x, y, _ = honest
+    run = InferenceProof(committed, x)
+    tables, size = run.layout.tables, run.layout.log_table
+    rows = list(zip(*protocol.table_rows(tables, size), strict=True))
+    true, last = np.bincount, len(rows) - 1
+    assert rows[last] == rows[0] != rows[5]
+    for other, reason in ((last, None), (5, "a lookup is not in its table")):
+
+        def counts(values, minlength, other=other):
+            found = true(values, minlength=minlength).astype(object)
+            found[0], found[other] = (found[0] + 7) % P, (found[other] - 7) % P  # one of them is p - 7
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(proofs.np, "bincount", counts)
+            forged = InferenceProof(committed, x).run()
+        if reason is None:
+            check(committed.commitment, x, *forged)
+            specification.check(committed.commitment.to_bytes(), 1, x.tobytes(), y.tobytes(), forged[1])
+        else:
+            assert_refused(committed.commitment, x, *forged, reason)
+
+
+@pytest.mark.search(2)
+def test_no_value_that_a_prover_computes_can_be_changed(convolutions, rng, record_property):
+    """An entry of the result of one operation on arrays, by a random amount: the proof is the same, or refused."""
+    committed, x, y, proof = convolutions
+    operations = ("mul", "dot", "total", "inverse", "encode", "encode_coset", "byte_products", "eq_table")
+
+    def with_fault(wrong, amount):
+        calls = itertools.count()
+
+        def faulty(true):
+            def operation(*arguments):
+                result = true(*arguments)
+                if next(calls) == wrong and result.size:
+                    result = result.copy()
+                    at = rng.randrange(result.size)
+                    result.reshape(-1)[at] = (int(result.reshape(-1)[at]) + amount) % P
+                return result
+
+            return operation
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in operations:
+                patch.setattr(ext, name, faulty(getattr(ext, name)))
+            return committed.prove(x), next(calls)
+
+    _, count = with_fault(None, 0)
+    refused = 0
+    for i in range(examples := 12):
+        (same, forged), _ = with_fault(rng.randrange(count), rng.choice([1, P - 1, rng.randrange(1, P)]))
+        assert (same == y).all()
+        if forged != proof:
+            assert_refused(committed.commitment, x, y, forged, specified=i % 4 == 0)
+            refused += 1
+    assert refused
+    record_property("examples", examples)
 
 
 def test_elements_have_one_encoding():

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from integer_networks import by_channel, evaluated, random_convolutions, random_input, random_network
+from integer_networks import (
+    by_channel,
+    evaluated,
+    random_convolutions,
+    random_input,
+    random_network,
+    with_extremes,
+)
 from torch import nn
 
 import accelerant as acl
@@ -73,7 +80,7 @@ def assert_equal_everywhere(generator, device, networks, inputs):
     for i in range(networks):
         widths = [int(generator.integers(1, 200)) for _ in range(3)]
         network = random_network(generator, widths) if i % 4 == 0 else random_convolutions(generator, 4)
-        network = by_channel(generator, network)
+        network = (by_channel, with_extremes)[i // 4 % 2](generator, network)
         x = random_input(generator, network, inputs)
         y = network(x)
         theirs = torch_network(network).to(device)(torch.from_numpy(x).to(device)).cpu().numpy()
@@ -84,8 +91,8 @@ def assert_equal_everywhere(generator, device, networks, inputs):
 
 @pytest.mark.search(1)
 def test_torch_numpy_and_integers_agree(generator, record_property):
-    assert_equal_everywhere(generator, "cpu", 10, 1000)
-    record_property("examples", 10_000)
+    assert_equal_everywhere(generator, "cpu", 40, 2500)
+    record_property("examples", 100_000)
 
 
 @pytest.mark.gpu
