@@ -23,16 +23,8 @@ from typing import Any
 import torch
 
 from accelerant._renamed import renamed_arguments
-from accelerant.accelerator.methods import (
-    METHODS,
-    ArrayOrigin,
-    Operations,
-    Results,
-    Tensors,
-    joined_arguments,
-    tensors_of,
-    to_tensors,
-)
+from accelerant.accelerator import methods
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Results, Tensors, joined_arguments, tensors_of
 from accelerant.errors import AccelerantError, ConfigError, ShapeError, TimeLimitExceeded, UnsupportedCase
 
 _SMALL_BYTES = {"cpu": 1 << 16}
@@ -92,7 +84,7 @@ _Member = tuple[PendingCall, Tensors, ArrayOrigin]
 """A call of a group, its arrays as tensors where they are, and what they were."""
 
 
-class Batch(Operations):
+class Batch(methods.Operations):
     """Records calls until its block ends, then runs them in `launches` groups; see Accelerator.batch().
 
     Args:
@@ -205,7 +197,7 @@ class Batch(Operations):
         """Return the key of calls that become one with this one, its call on tensors, and whether all these join."""
         known = self._known.get(signature)
         if known is None:
-            tensors, origin = to_tensors(call.name, arrays, None)
+            tensors, origin = methods.to_tensors(call.name, arrays, None)
             known = (*self._key(call, tensors, origin), origin)
             if signature:
                 self._known[signature] = known

@@ -21,31 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 import torch
 
+from accelerant import errors
+from accelerant.accelerator import methods
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
-from accelerant.accelerator.methods import (
-    METHODS,
-    ArrayOrigin,
-    Operations,
-    Results,
-    Tensors,
-    metas_of,
-    scratch_of,
-    sizes_of,
-    tensors_of,
-    to_tensors,
-)
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Results, Tensors, scratch_of, tensors_of, to_tensors
 from accelerant.accelerator.split import Split, devices_worth_using, run_on_devices, split_along_rows, work_s
 from accelerant.algebra.field.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
-from accelerant.errors import (
-    AccelerantError,
-    BackendUnavailable,
-    ConfigError,
-    FallbackWarning,
-    OutOfMemory,
-    UnsupportedCase,
-)
+from accelerant.errors import ConfigError, OutOfMemory, UnsupportedCase
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
@@ -175,7 +159,7 @@ class OperationMetrics:
         return figures
 
 
-class Accelerator(Operations):
+class Accelerator(methods.Operations):
     """A device and its operations. May be called from several threads.
 
     >>> acc = acl.Accelerator(device="cuda:1")
@@ -251,7 +235,7 @@ class Accelerator(Operations):
             if not numbered:
                 return registry.find_device(given)
             return registry.find_device(given, index=device)  # type: ignore[arg-type]  # it refuses what is no number
-        except BackendUnavailable as error:
+        except errors.BackendUnavailable as error:
             if self._policy == "forbid":
                 raise
             with override(backend="auto"):
@@ -286,7 +270,7 @@ class Accelerator(Operations):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise AccelerantError("this Accelerator was closed; make a new one")
+            raise errors.AccelerantError("this Accelerator was closed; make a new one")
         self._provider.check_running()  # prepared launches do not pass through the provider
 
     @property
@@ -636,8 +620,8 @@ class Accelerator(Operations):
         size, limit = self.config.batch_size, self.config.memory_limit_bytes
         sums = name in ("msm", "ntt")  # which keep time limits themselves
         if limit is not None and METHODS[name].scratch:
-            inputs, result = sizes_of(name, tensors, options)
-            fitting = self._rows_that_fit(name, metas_of(name, tensors), options, inputs, result)
+            inputs, result = methods.sizes_of(name, tensors, options)
+            fitting = self._rows_that_fit(name, methods.metas_of(name, tensors), options, inputs, result)
             if fitting is not None:
                 return split_along_rows(name, tensors, options), min(size or fitting, fitting)
         if size is not None and not sums:
@@ -658,11 +642,11 @@ class Accelerator(Operations):
         """Return the bytes of inputs, and of result and scratch, 0 without a limit; OutOfMemory if parts pass it."""
         if self.config.memory_limit_bytes is None:
             return 0, 0
-        inputs, result = sizes_of(name, arrays, options)
+        inputs, result = methods.sizes_of(name, arrays, options)
         if not METHODS[name].scratch and inputs + result <= self.config.memory_limit_bytes:
             return inputs, result
         try:
-            metas = metas_of(name, arrays)
+            metas = methods.metas_of(name, arrays)
         except Exception:  # noqa: BLE001 - a call that the operation refuses, with its own words, when it runs
             metas = ()
         rows = self._rows_that_fit(name, metas, options, inputs, result)
@@ -696,7 +680,7 @@ class Accelerator(Operations):
     def _announce(self, op: str, unused: str, ran: str, reason: str) -> None:
         first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))
         if first or self._policy == "warn" or op == "Accelerator":  # each says which device it is on
-            warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
+            warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", errors.FallbackWarning, stacklevel=4)
 
 
 def _rows_between_checks(name: str, cut: Split, options: dict[str, Any]) -> int:

@@ -23,15 +23,8 @@ from typing import Any
 
 import torch
 
-from accelerant.accelerator.methods import (
-    DEFAULT_CURVE,
-    DEFAULT_FIELD,
-    METHODS,
-    Results,
-    Tensors,
-    joined_arguments,
-    tensors_of,
-)
+from accelerant.accelerator import methods
+from accelerant.accelerator.methods import METHODS, Results, Tensors
 from accelerant.algebra.field.field import prime_field
 from accelerant.zk.elliptic_curve import curve as curve_named
 
@@ -83,12 +76,12 @@ def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *,
     """Return a call as one that divides into parts, with `heads` attention's, too; None for one that cannot."""
     method, first = METHODS[name], tensors[0]
     if name == "msm" and first.ndim in (2, 3) and first.shape[-2:-1] == tensors[1].shape[:1]:
-        return Split(tensors, 2, (first.shape[-2],), options.get("curve", DEFAULT_CURVE))
-    if name == "ntt" and first.ndim > 1 + (prime_field(options.get("field", DEFAULT_FIELD)).limbs > 1):
+        return Split(tensors, 2, (first.shape[-2],), options.get("curve", methods.DEFAULT_CURVE))
+    if name == "ntt" and first.ndim > 1 + (prime_field(options.get("field", methods.DEFAULT_FIELD)).limbs > 1):
         return Split(tensors, 1, (first.shape[0],))
     if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
         return None
-    count = joined_arguments(name, tensors, options)
+    count = methods.joined_arguments(name, tensors, options)
     one_row = first.ndim < 2 and (method.merge == "rows" or count < len(tensors))
     if not count or not first.ndim or (one_row and method.merge != "first"):
         return None
@@ -137,7 +130,7 @@ def run_on_devices(name: str, cut: Split, options: Mapping[str, Any], devices: S
     def run(part: Tensors, stream: torch.cuda.Stream | None) -> Tensors:
         on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
         with torch.no_grad(), on_stream:
-            return tensors_of(METHODS[name].run(*part, **options))
+            return methods.tensors_of(METHODS[name].run(*part, **options))
 
     with ThreadPoolExecutor(len(devices), "accelerant-split") as threads:
         tasks = [

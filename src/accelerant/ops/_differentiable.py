@@ -40,17 +40,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from accelerant.config import choice_overrides
-from accelerant.ops._library import (
-    active_modes,
-    autocasts,
-    below_autograd,
-    define,
-    is_ordinary,
-    keys_of,
-    ordinary_keys,
-    own_arguments,
-    transforming,
-)
+from accelerant.ops import _library
+from accelerant.ops._library import active_modes, autocasts, define, is_ordinary, keys_of, own_arguments, transforming
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import FEW_ELEMENTS, observers, torch_wants_determinism
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
@@ -536,7 +527,7 @@ class DifferentiableOp:
             x = args[position]
             if x is not None:
                 if cpu is None or not x.is_cpu or type(x) not in _TENSORS:
-                    if not ordinary_keys.get(keys_of(x).raw_repr()) and not is_ordinary(x):
+                    if not _library.ordinary_keys.get(keys_of(x).raw_repr()) and not is_ordinary(x):
                         return self._cut(self._op(*args))
                     cpu = None
                 learns = learns or x.requires_grad
@@ -592,7 +583,7 @@ class DifferentiableOp:
         """Return the call of an autograd function for traced tensors, which see every result."""
 
         def forward(ctx: Any, *args: Any) -> Any:
-            with below_autograd():
+            with _library.below_autograd():
                 results = self._op(*args)
             return self._save(ctx, args, results, self._outputs)
 
@@ -659,7 +650,7 @@ class DifferentiableOp:
         args = (*dys, *ctx.saved_tensors, *ctx.options, needs)
         results: Sequence[Tensor | None]
         watched = active_modes() or forward_ad._current_level >= 0 or transforming()  # is_plain, inlined
-        if watched or not (ordinary_keys.get(keys_of(first).raw_repr()) or is_ordinary(first)):
+        if watched or not (_library.ordinary_keys.get(keys_of(first).raw_repr()) or is_ordinary(first)):
             traced = self._op_backward(*args[:-1], list(needs))
             results = traced if isinstance(traced, (tuple, list)) else (traced,)
         elif is_grad_enabled():

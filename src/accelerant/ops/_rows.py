@@ -23,17 +23,9 @@ from torch import Tensor
 from accelerant.config import launch_log
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime import registry
+from accelerant.runtime.compilation import llvm
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource, builder_key
-from accelerant.runtime.compilation.llvm import (
-    FunctionBuilder,
-    Operand,
-    Value,
-    Variable,
-    lane_constants,
-    program,
-    suffix,
-    vector,
-)
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, program, suffix, vector
 from accelerant.runtime.provider import ComputeProvider
 
 GROUP = 128  # columns of an int4 weight that share a scale and a zero
@@ -142,7 +134,9 @@ class _RowsWriter:
             with code.loop(0, full, self.lanes) as k:
                 self._add([self._weight(w, k) for w in weights], xs, k, sums)
             with code.when(code.compare("sgt", left, 0)):
-                inside = code.compare("slt", lane_constants("i64", range(self.lanes)), code.broadcast(left, self.lanes))
+                inside = code.compare(
+                    "slt", llvm.lane_constants("i64", range(self.lanes)), code.broadcast(left, self.lanes)
+                )
                 self._add([self._weight(w, full, inside) for w in weights], xs, full, sums, inside)
         for line, of_line in zip(lines, sums, strict=True):
             scale = code.load("float", "%scale", line) if kernel.kind == "int8" else None

@@ -39,18 +39,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from accelerant import runtime
+from accelerant import errors, runtime
 from accelerant._renamed import renamed_arguments
-from accelerant.errors import (
-    BackendUnavailable,
-    CompileError,
-    ConfigError,
-    DeviceLost,
-    LaunchError,
-    OutOfMemory,
-    ShapeError,
-    TimeLimitExceeded,
-)
+from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.files import JsonRecord
@@ -234,7 +225,7 @@ class Event(ABC):
         while not self.done():
             waited = time.perf_counter() - began
             if timeout is not None and waited > timeout:
-                raise TimeLimitExceeded(f"the device's work was not done within {timeout} s")
+                raise errors.TimeLimitExceeded(f"the device's work was not done within {timeout} s")
             time.sleep(poll_pause_s(waited))
 
     def same_kind(self, later: Event) -> Self:
@@ -732,7 +723,7 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
         raise LaunchError(f"kernel source {source.name!r} has the entries {', '.join(source.entries)}; got {entry!r}")
     for position, kind in enumerate(source.entries[entry]):
         if not kind.startswith("*") and kind not in (*SCALAR_CTYPES, "struct"):
-            raise CompileError(f"kernel {entry!r}, argument {position}: unknown argument type {kind!r}")
+            raise errors.CompileError(f"kernel {entry!r}, argument {position}: unknown argument type {kind!r}")
     return entry
 
 

@@ -28,16 +28,9 @@ import numpy.typing as npt
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, UnsupportedDtype
 from accelerant.runtime import registry
+from accelerant.runtime.compilation import signatures
 from accelerant.runtime.compilation.kernel import CompileOptions, Kernel, KernelSource
-from accelerant.runtime.compilation.signatures import (
-    REPORT_BYTES,
-    Parameter,
-    checked_source,
-    dialect_of,
-    entry_of,
-    raise_if_out_of_bounds,
-    without_comments,
-)
+from accelerant.runtime.compilation.signatures import REPORT_BYTES, Parameter
 from accelerant.runtime.files import read_regular
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
@@ -87,7 +80,7 @@ def kernel(
         ConfigError: the file cannot be read, or an argument of this function is invalid.
     """
     text, path = _read(source)
-    dialect = dialect_of(text, str(path or "the text"))
+    dialect = signatures.dialect_of(text, str(path or "the text"))
     chosen = options or CompileOptions()
     if not isinstance(chosen, CompileOptions):
         raise ConfigError(f"options must be CompileOptions, got {options!r}")
@@ -96,7 +89,7 @@ def kernel(
     if path is not None and "#" in text:
         chosen = dataclasses.replace(chosen, include=(*chosen.include, path.absolute().parent))
     if arguments is None:
-        entry, parameters = entry_of(text, dialect, name, chosen.macros)
+        entry, parameters = signatures.entry_of(text, dialect, name, chosen.macros)
     elif name is None:
         raise ConfigError("arguments= are those of a kernel: name it")
     else:
@@ -193,7 +186,7 @@ class UserKernel:
                 self._measures[i] = (pointers[found[1]], found[2], int(found[3]))
         self._strided = {array for array, name, _ in self._measures.values() if name == "stride"}
         self._given = len(parameters) - len(self._measures)
-        text = without_comments(str(source.dialects[dialect]))
+        text = signatures.without_comments(str(source.dialects[dialect]))
         self._by_rows = re.search(_SECOND_AXIS[dialect], text) is not None
         limit = re.search(r"(?:ACL_BLOCK|__launch_bounds__)\s*\(\s*(\d+)", text)
         self._most_threads = min(int(limit[1]), 1024) if limit else 1024
@@ -306,7 +299,7 @@ class UserKernel:
             provider.synchronize(device.index)
             found = provider.copy_to_host(report, np.uint8, (REPORT_BYTES,))
             result = self._finish(values, staged, provider)
-            raise_if_out_of_bounds(found, self.name, self.parameters)
+            signatures.raise_if_out_of_bounds(found, self.name, self.parameters)
             return result
 
         named = f"kernel {self.name!r} ({record.case} on {record.device})"
@@ -486,7 +479,7 @@ class UserKernel:
                     f"kernel {self.name!r} is {_LANGUAGES[self.dialect]}; {device.backend} takes {known}; pass arrays "
                     "of the host (x.cpu()), or of a device that takes it"
                 )
-            source = checked_source(self._source, self.dialect, self.parameters) if debug else self._source
+            source = signatures.checked_source(self._source, self.dialect, self.parameters) if debug else self._source
             if source is None:
                 _log.warning("kernel %s: its text does not show its arguments, so bounds are not checked", self.name)
             compiled = provider.compile(source or self._source, entry=self.name, device=device.index)

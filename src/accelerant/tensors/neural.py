@@ -16,19 +16,9 @@ from torch._decomp import decomposition_table
 
 from accelerant.config import settings
 from accelerant.runtime.dispatch.operation import recoverable
+from accelerant.tensors import table
 from accelerant.tensors.dispatch import aten, note_fallback, register
-from accelerant.tensors.table import (
-    dim_of,
-    elementwise,
-    expression,
-    on_device,
-    operand,
-    reduced,
-    reduction,
-    spreads,
-    strided,
-    wide,
-)
+from accelerant.tensors.table import dim_of, elementwise, expression, operand, reduction, strided, wide
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice
 
 # --- matrix products -------------------------------------------------------------------------------------------------
@@ -71,7 +61,7 @@ register("bmm.default")(_product)
 
 
 def _added(place: TensorDevice, x: Any, product: DeviceTensor, beta: Any, alpha: Any) -> Any:
-    if not spreads(x.shape, product.shape) or x.dtype != product.dtype:
+    if not table.spreads(x.shape, product.shape) or x.dtype != product.dtype:
         raise RuntimeError(
             f"a tensor of {x.dtype} and shape {tuple(x.shape)} cannot be added to the product, "
             f"of {product.dtype} and {tuple(product.shape)}"
@@ -178,7 +168,7 @@ def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, 
     dims = list(range(x.dim() - len(shape), x.dim()))
     count = float(math.prod(shape))
     if not x.numel():
-        return place.empty(x.shape, x.dtype), *(place.empty(reduced(x.shape, dims), x.dtype) for _ in range(2))
+        return place.empty(x.shape, x.dtype), *(place.empty(table.reduced(x.shape, dims), x.dtype) for _ in range(2))
     mean = reduction(place, "sum", (x,), dims, wide(x.dtype), post="a / s0", scalars=(count,), keepdim=True)
     rstd = reduction(
         place, "sum", (x, mean), dims, wide(x.dtype), pre="(x0 - x1) * (x0 - x1)", post="1 / sqrt(a / s0 + s1)",
@@ -392,7 +382,7 @@ def _nll_loss_backward(
 def _mse_loss(place: TensorDevice, x: Any, y: Any, reduce: int = 1) -> Any:
     if x.dtype != y.dtype or not x.dtype.is_floating_point:
         return NotImplemented
-    y = on_device(place, y)
+    y = table.on_device(place, y)
     if reduce == 0 or x.shape != y.shape:
         return NotImplemented if reduce else elementwise(place, "({0} - {1}) * ({0} - {1})", (x, y), x.dtype)
     post, count = ("a / s0", (float(x.numel()),)) if reduce == 1 else ("a", ())

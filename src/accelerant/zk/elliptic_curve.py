@@ -19,15 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant._renamed import renamed_arguments
-from accelerant.algebra.curve import launch
+from accelerant.algebra.curve import encoding, launch
 from accelerant.algebra.curve import parameters as table
-from accelerant.algebra.curve.encoding import (
-    PointLayout,
-    decode_points,
-    encode_points,
-    points_from_bytes,
-    points_to_bytes,
-)
+from accelerant.algebra.curve.encoding import PointLayout, decode_points
 from accelerant.algebra.curve.pairing import Fq12, product, product_is_one
 from accelerant.algebra.curve.parameters import Curve, Family, curve_of, family_of
 from accelerant.algebra.field.field import PrimeField, prime_field
@@ -119,7 +113,7 @@ class EllipticCurve:
         """Return points, concatenated, in a layout of algebra/curve/encoding.py: evm, uncompressed or compressed."""
         words = _host_points(self.parameters, points, "points")
         words = words.reshape(words.size // math.prod(self.shape), *self.shape)
-        return points_to_bytes(self.parameters, decode_points(self.parameters, words), layout)
+        return encoding.points_to_bytes(self.parameters, decode_points(self.parameters, words), layout)
 
     def from_bytes(
         self, data: bytes | bytearray | memoryview, layout: PointLayout = "compressed", *, check: bool = True
@@ -138,7 +132,9 @@ class EllipticCurve:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
-        words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout))
+        words = encoding.encode_points(
+            self.parameters, encoding.points_from_bytes(self.parameters, bytes(data), layout)
+        )
         if check:
             operands.points_inward(
                 self.parameters, ArrayOperand(words, HOST, words.shape[:1]), HOST, "points", "subgroup"

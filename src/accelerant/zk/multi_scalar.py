@@ -18,20 +18,10 @@ import numpy as np
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
+from accelerant.algebra.field import memory_space
 from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import (
-    HOST,
-    ArrayOperand,
-    DeviceVerdict,
-    MemorySpace,
-    in_kind,
-    is_tensor,
-    space_at,
-    space_of,
-    spaces_at,
-    stacked,
-)
+from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, is_tensor, space_at, space_of
 from accelerant.algebra.msm.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.algebra.msm.cpu import scratch_bytes as host_scratch_bytes
 from accelerant.algebra.msm.device import DeviceBases, canonical, start_msm
@@ -148,7 +138,7 @@ class FixedBase:
         """
         self._parameters, level = curve_of(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
-        spaces = [operand.space] if device is devices is None else spaces_at(device, devices)
+        spaces = [operand.space] if device is devices is None else memory_space.spaces_at(device, devices)
         self.curve, self.n, self.space = self._parameters.name, _count(self._parameters, operand), spaces[0]
         bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
         self._parts = in_threads(
@@ -286,7 +276,7 @@ def sums_outward(
     if space is HOST:
         return operands.points_outward(curve, sums, space, leading, operand)
     words = canonical(curve, sums).reshape(*leading, *curve.shape)
-    return words if operand.tensor is None else in_kind(space.load(words), space, operand.tensor.device)
+    return words if operand.tensor is None else memory_space.in_kind(space.load(words), space, operand.tensor.device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -328,7 +318,7 @@ def _inward_by_one(
     The other function waits for the device and returns the error; sums may start before.
     """
     space, n = operand.space, _count(curve, operand)
-    verdict, words = DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
+    verdict, words = memory_space.DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
     converted = launch.inward(space, curve, words, scalars, verdict)
 
     def check() -> FormatError | None:
@@ -359,7 +349,7 @@ def _scalar_rows(
     Scalars on a device, which are returned too, are checked by the returned function, which waits for the device;
     kernels accept any scalars, so sums may start before. Other scalars are checked here.
     """
-    scalars = stacked(scalars, "scalars")
+    scalars = memory_space.stacked(scalars, "scalars")
     field, known = curve.scalars, isinstance(scalars, (list, tuple, FieldArray))
     if isinstance(scalars, FieldArray):
         operand = field_operand(field, scalars)

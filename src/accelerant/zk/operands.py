@@ -18,15 +18,9 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points, hexadecimal
 from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field import memory_space
 from accelerant.algebra.field.field import FieldArray
-from accelerant.algebra.field.memory_space import (
-    HOST,
-    ArrayOperand,
-    MemorySpace,
-    array_operand,
-    in_kind,
-    stacked,
-)
+from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, stacked
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import whole
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
@@ -48,7 +42,7 @@ _TESTS: dict[PointCheck, tuple[launch.Test, ...]] = {
 
 def tailed_operand(field: Field, x: Any, name: str, tail: Shape) -> ArrayOperand:
     """Return an array of a field's words whose last axes are `tail`; ShapeError for others."""
-    operand = array_operand(field, x, name, "of Python")
+    operand = memory_space.array_operand(field, x, name, "of Python")
     shape = tuple(x.shape)
     if shape[-len(tail) :] != tail:
         raise ShapeError(f"{name} must be (..., {', '.join(map(str, tail))}), got {shape}")
@@ -151,7 +145,7 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
     canonical = launch.from_montgomery(space, curve, words)
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
     device = None if tensor is None else tensor.device
-    return in_kind(canonical.reshape((*leading, *curve.shape)), space, device)
+    return memory_space.in_kind(canonical.reshape((*leading, *curve.shape)), space, device)
 
 
 # --- points and scalars in either order ------------------------------------------------------------------------------

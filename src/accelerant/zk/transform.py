@@ -7,17 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from accelerant.algebra.field import memory_space
 from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
-from accelerant.algebra.field.memory_space import (
-    DeviceVerdict,
-    MemorySpace,
-    is_tensor,
-    signed_view,
-    space_at,
-    spaces_at,
-    stacked,
-)
+from accelerant.algebra.field.memory_space import is_tensor, space_at
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
@@ -92,14 +85,14 @@ def ntt(
         y = _checked_at_once(prime.parameters, x, inverse, order)
         if y is not None:
             return y
-    x = stacked(x, "x")
+    x = memory_space.stacked(x, "x")
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
         x = prime.encode(x, reduce=reduce)
     _check_points(prime.parameters, x.shape)
     g = _coset(prime, coset)
     target = None if out is None else _target(x, out, device)
 
-    def run(space: MemorySpace, parameters: Field, words: Any) -> Any:
+    def run(space: memory_space.MemorySpace, parameters: Field, words: Any) -> Any:
         return transform(space, parameters, words, inverse=inverse, coset=g, order=order, out=target)
 
     answer = prime._each(run, (x,), device, reduce)
@@ -114,7 +107,7 @@ def _of_array(x: FieldArray, device: DeviceLike, devices: Devices, *, coset: Any
         x = x if device is None else x.moved(space_at(device))
         return FieldArray(x.field, x.space, transform(x.space, field, x.words, coset=g, **options), home=x.home)
     rows = x.reshape(-1, x.shape[-1])
-    used = spaces_at(device, devices)[: max(1, len(rows))]
+    used = memory_space.spaces_at(device, devices)[: max(1, len(rows))]
     bounds = [len(rows) * i // len(used) for i in range(len(used) + 1)]
     parts = in_threads(
         lambda space, first, last: ntt(rows[first:last].moved(space), coset=g, **options).moved(x.space).words,
@@ -129,7 +122,7 @@ def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
     if space is None or not x.numel():
         return None
     _check_points(field, x.shape)
-    verdict = DeviceVerdict.of(space)
+    verdict = memory_space.DeviceVerdict.of(space)
     y = space.unsigned(transform(space, field, x, inverse=inverse, coset=1, order=order, verdict=verdict))
     return None if verdict.is_set() else y
 
@@ -187,7 +180,7 @@ def _target(x: Any, out: Any, device: Any) -> Any:
         raise ShapeError("out must be x or other memory; here it overlaps x")
     if not is_tensor(out):
         return out
-    return out.detach().numpy() if _on_host(out) else signed_view(out)
+    return out.detach().numpy() if _on_host(out) else memory_space.signed_view(out)
 
 
 _DEVICE_ALIGNMENT = 16

@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from accelerant.accelerator.fusion import recorder
 from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel
 from accelerant.accelerator.fusion.functions import NAMES
 from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Input, Output, gradient_of
 from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
 from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
-from accelerant.accelerator.fusion.recorder import (
-    DTYPES,
-    ArrayView,
-    Domain,
-    Recording,
-    Returned,
-    Traced,
-    Viewed,
-    view_of,
-)
+from accelerant.accelerator.fusion.recorder import DTYPES, ArrayView, Domain, Recording, Viewed, view_of
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
 from accelerant.config import choice_overrides
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
@@ -264,7 +256,7 @@ class _Trace(NamedTuple):
     """One run of the function, see Recording; `reads` is what it read besides its arrays, None if unknown."""
 
     program: FusedProgram
-    returned: tuple[Returned, ...]
+    returned: tuple[recorder.Returned, ...]
     single: bool
     captured: tuple[Any, ...]
     reads: Reads | None
@@ -353,7 +345,7 @@ class FusedFunction:
                 result = quick(args)
                 if result is not None:
                     return result
-        if torch.compiler.is_compiling() or any(isinstance(x, Traced) for x in (*args, *options.values())):
+        if torch.compiler.is_compiling() or any(isinstance(x, recorder.Traced) for x in (*args, *options.values())):
             return self._function(*args, **options)
         out = options.pop("out", None) if self._writes_out else None
         call = _Call.of(args, options)

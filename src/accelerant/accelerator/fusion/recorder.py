@@ -19,16 +19,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from accelerant.accelerator.fusion.graph import (
-    Expr,
-    ExpressionGraph,
-    FusedProgram,
-    Input,
-    Output,
-    computed_in,
-    layout_of,
-    leading_to,
-)
+from accelerant.accelerator.fusion import graph
+from accelerant.accelerator.fusion.graph import Expr, FusedProgram, Input, computed_in
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._library import FLOATING, name_of
 
@@ -360,7 +352,7 @@ class Recording:
         With `views` the inputs are views of the arguments, not these themselves: the views that are given, and those
         that the run adds. A `dry` run finds all of them and their shapes.
         """
-        self.graph, self.domain, self.of_torch, self.as_numpy = ExpressionGraph(), domain, of_torch, as_numpy
+        self.graph, self.domain, self.of_torch, self.as_numpy = graph.ExpressionGraph(), domain, of_torch, as_numpy
         self.reads_shape, self.dry = views is not None, dry
         self.views: list[ArrayView] | None = None if views is None else list(views)
         self._wanted = len(views or ())
@@ -412,7 +404,7 @@ class Recording:
             if not isinstance(y, Traced):
                 raise UnsupportedCase(f"fuse: result {number} is a {type(y).__name__}, not computed from the arguments")
             expr = y.expr.convert(computed_in(y.dtype))
-            results.append(Output(expr.index, layout_of(expr.node), y.dtype))
+            results.append(graph.Output(expr.index, graph.layout_of(expr.node), y.dtype))
             shapes.append(Returned(y.ndim, expr.node.by_row, expr.node.by_column, y.dropped, y._size))
         given = self.inputs if self.views is None else self._given()
         count = len(given)
@@ -426,7 +418,7 @@ class Recording:
         """Return the views that results are made of, and their shapes."""
         assert self.views is not None  # for the type checker
         nodes = self.graph.nodes
-        needed = leading_to(nodes, [y.expr.index for y in outputs if isinstance(y, Traced)])
+        needed = graph.leading_to(nodes, [y.expr.index for y in outputs if isinstance(y, Traced)])
         indices = sorted({nodes[i].value for i in needed if nodes[i].op == "input" and nodes[i].value < _OUTSIDE})
         return [(self.views[i], self.sizes[i]) for i in indices]
 

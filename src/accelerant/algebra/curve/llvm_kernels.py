@@ -25,17 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accelerant.algebra.curve.llvm_points import (
-    Element,
-    Elements,
-    Pair,
-    Scratch,
-    batch_add,
-    functions,
-    public_digits,
-    store_point,
-    to_projective,
-)
+from accelerant.algebra.curve import llvm_points
+from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, store_point, to_projective
 from accelerant.algebra.curve.parameters import curve_of, endomorphism
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field.llvm_kernels import SOURCES, entry_functions, host_form, packed_field
@@ -113,7 +104,7 @@ def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, packed, code)
     count = _PACKS // k.degree
     size, block = 2 * k.size, count * packed.lanes
-    scratch = Scratch(k.space(count), k.space(count), code.stack("i8", count))
+    scratch = llvm_points.Scratch(k.space(count), k.space(count), code.stack("i8", count))
     stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, block) as base:
         last = code.smin(code.i64("add nsw", base, block), stop)
@@ -129,7 +120,7 @@ def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 
             return Pair(lambda: (k.read(p, 0), k.read(q, 0)), lambda: (k.read(p, 1), k.read(q, 1)), write)
 
-        batch_add(k, code.i64("sdiv", rounded, packed.lanes), pair, scratch, packed.memory_radix)
+        llvm_points.batch_add(k, code.i64("sdiv", rounded, packed.lanes), pair, scratch, packed.memory_radix)
 
 
 def _neg(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
@@ -223,7 +214,7 @@ def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder)
     # For BLS12's G1 the eigenvalue is x^2 - 1, x with six bits set: a third less work than by its own digits.
     root = math.isqrt(test.eigenvalue + 1)
     squared = root * root == test.eigenvalue + 1
-    digits, odd = public_digits(root if squared else test.eigenvalue)
+    digits, odd = llvm_points.public_digits(root if squared else test.eigenvalue)
     listed = code.table("eigenvalue_digits", "i8", digits)
     factors = [curve.coordinates.parts(factor) for factor in (test.x_factor, test.y_factor)]
     point, multiple = k.space(3), k.space(3)
@@ -284,4 +275,6 @@ def curve_program(
 def _text(name: str, entry: str, form: str) -> str:
     curve = curve_of(name)
     packed = packed_field(curve.coordinates.base, form)
-    return program([*functions(name, form), *entry_functions("curve", ENTRIES, entry, POINTERS, curve, packed)])
+    return program(
+        [*llvm_points.functions(name, form), *entry_functions("curve", ENTRIES, entry, POINTERS, curve, packed)]
+    )

@@ -29,16 +29,8 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Coordinates, signed_windows
 from accelerant.algebra.field.llvm_kernels import packed_field
 from accelerant.algebra.field.llvm_packed import LIMB_BITS, PackedField, all_zero, hide, limb_of, rotated, word_of
-from accelerant.runtime.compilation.llvm import (
-    NOINLINE,
-    FunctionBuilder,
-    Operand,
-    Value,
-    Variable,
-    constant,
-    lane_constants,
-    vector,
-)
+from accelerant.runtime.compilation import llvm
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, constant, vector
 
 Element = tuple[str, ...]
 
@@ -110,7 +102,7 @@ class Packs:
         """Return whether a lane is set, as an i1."""
         return mask if self._single else code.compare("ne", code.bitcast(mask, "i8"), 0)
 
-    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
+    def joined(self, code: FunctionBuilder, values: Sequence[llvm.Operand]) -> Value:
         """Return a vector of one i64 per lane."""
         numbers = [Value(str(value), "i64") for value in values]
         return numbers[0] if self._single else code.join(numbers)
@@ -128,7 +120,7 @@ class Packs:
 
     def lanes(self, chosen: Sequence[bool]) -> Value:
         """Return a constant mask."""
-        return constant("i1", chosen[0]) if self._single else lane_constants("i1", chosen)
+        return constant("i1", chosen[0]) if self._single else llvm.lane_constants("i1", chosen)
 
     def _limbs(self, code: FunctionBuilder, pack: str) -> list[Value]:
         return code.parts(Value(pack, self.packed.type))
@@ -152,7 +144,7 @@ def _unpack(code: FunctionBuilder, a: Value, b: Value, odd: int) -> Value:
 class Cell:
     """A variable element."""
 
-    parts: Sequence[Variable]
+    parts: Sequence[llvm.Variable]
 
     def get(self) -> Element:
         """Append a load of the element."""

@@ -22,19 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.field import launch, parameters
+from accelerant.algebra.field import launch, memory_space, parameters
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.memory_space import (
-    HOST,
-    ArrayOperand,
-    MemorySpace,
-    array_operand,
-    common_space,
-    in_kind,
-    is_tensor,
-    space_at,
-    stacked,
-)
+from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, in_kind, space_at
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import clipped
@@ -211,7 +201,7 @@ class PrimeField:
     ) -> Any:
         """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, ("x", "y"), strict=False)]
-        space = common_space(device, ("x", "y"), operands)
+        space = memory_space.common_space(device, ("x", "y"), operands)
         words = _broadcast(self.parameters, space, [operand.moved(space) for operand in operands])
         result = run(space, self.parameters, *words, *options)
         tensor = next((operand.tensor for operand in operands if not operand.free), None)
@@ -221,14 +211,14 @@ class PrimeField:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
         if not isinstance(reduce, bool | np.bool_):  # "no" would mean yes
             raise ConfigError(f"reduce must be True or False, got {clipped(reduce)}")
-        field, x = self.parameters, stacked(x, name)
+        field, x = self.parameters, memory_space.stacked(x, name)
         if isinstance(x, (int, np.integer, list, tuple)) or (isinstance(x, np.ndarray) and x.dtype == object):
             return ArrayOperand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
         if isinstance(x, FieldArray):
             raise UnsupportedDtype(
                 f"{name} is a FieldArray: use its operators, or give its .canonical() words to the field's functions"
             )
-        operand = array_operand(field, x, name, "Python integers")
+        operand = memory_space.array_operand(field, x, name, "Python integers")
         if reduce:
             words = launch.elementwise(operand.space, field, "reduce", "canonical", operand.words)
             return operand._replace(words=words)
@@ -445,7 +435,9 @@ class FieldArray:
 
     def __eq__(self, other: object) -> Any:
         """Compare element by element; return booleans of NumPy, or of torch on its device."""
-        if not isinstance(other, (int, np.integer, list, tuple, np.ndarray, FieldArray)) and not is_tensor(other):
+        if not isinstance(other, (int, np.integer, list, tuple, np.ndarray, FieldArray)) and not memory_space.is_tensor(
+            other
+        ):
             return NotImplemented
         x, y = self._together(self, other)
         return self.space.equal(x, y, len(host.tail_of(self.field.parameters)))

@@ -29,14 +29,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerant.algebra.field.llvm_packed import (
-    PackedBabyBear,
-    PackedField,
-    PackedGoldilocks,
-    PackedIfma,
-    PackedLimbs,
-    PackedMersenne61,
-)
+from accelerant.algebra.field import llvm_packed
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import LlvmProgram
@@ -71,12 +65,12 @@ def packed_field(field: Field, form: str) -> PackedField:
     if form not in FORMS:
         raise ConfigError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
     if field.name == "goldilocks":
-        return PackedGoldilocks(field, 8 if form == "vector" else 1)
+        return llvm_packed.PackedGoldilocks(field, 8 if form == "vector" else 1)
     if field.name == "mersenne61":
-        return PackedMersenne61(field, 8 if form == "vector" else 1)
+        return llvm_packed.PackedMersenne61(field, 8 if form == "vector" else 1)
     if field.word_bits == 32:
-        return PackedBabyBear(field, 16 if form == "vector" else 1)
-    return PackedIfma(field) if form == "vector" else PackedLimbs(field)
+        return llvm_packed.PackedBabyBear(field, 16 if form == "vector" else 1)
+    return llvm_packed.PackedIfma(field) if form == "vector" else llvm_packed.PackedLimbs(field)
 
 
 def field_kernels(name: str, entry: str = "", form: str = "") -> LlvmProgram:

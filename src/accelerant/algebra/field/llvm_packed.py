@@ -39,16 +39,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.runtime.compilation.llvm import (
-    NOINLINE,
-    REGISTERS,
-    FunctionBuilder,
-    Operand,
-    Value,
-    constant,
-    lane_constants,
-    vector,
-)
+from accelerant.runtime.compilation import llvm
+from accelerant.runtime.compilation.llvm import REGISTERS, FunctionBuilder, Operand, Value, constant, vector
 
 ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
 """Arguments of the functions that read or write elements of an array."""
@@ -105,7 +97,9 @@ class PackedField(Protocol):
         functions = []
         for name, packs in (("mul", ("%x", "%y")), ("square", ("%x",))):
             called, arguments = f"{self.field.name}_{name}_call", [f"{self.type} {pack}" for pack in packs]
-            code = FunctionBuilder(called, arguments, self.type, linkage=f"internal {REGISTERS}", attributes=NOINLINE)
+            code = FunctionBuilder(
+                called, arguments, self.type, linkage=f"internal {REGISTERS}", attributes=llvm.NOINLINE
+            )
             code.ret(self.call(code, name, *packs))
             functions.append(code)
         return functions
@@ -262,7 +256,7 @@ class _PackedWords(PackedField):
 
     def _mask(self, code: FunctionBuilder) -> Value:
         bound = code.broadcast(code.op("sub", "%stop", "%i"), self.lanes)
-        return code.compare("sgt", bound, lane_constants("i64", range(self.lanes)))
+        return code.compare("sgt", bound, llvm.lane_constants("i64", range(self.lanes)))
 
     def _load(self, code: FunctionBuilder) -> Operand:
         address = code.at(self._word, "%x", "%i")
@@ -483,7 +477,10 @@ class PackedIfma(PackedField):
         bound = code.broadcast(code.op("mul", code.op("sub", "%stop", "%i"), self._words), _LANES)
         first = code.at(f"[{self._words} x i64]", "%x", "%i")
         return [
-            (code.at("i8", first, 64 * j), code.compare("sgt", bound, lane_constants("i64", range(8 * j, 8 * j + 8))))
+            (
+                code.at("i8", first, 64 * j),
+                code.compare("sgt", bound, llvm.lane_constants("i64", range(8 * j, 8 * j + 8))),
+            )
             for j in range(self._words)
         ]
 

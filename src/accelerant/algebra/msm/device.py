@@ -26,16 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.curve import weierstrass
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.weierstrass import (
-    Affine,
-    Curve,
-    Jacobian,
-    jacobian_add,
-    jacobian_double,
-    jacobian_from_affine,
-    jacobian_to_affine,
-)
+from accelerant.algebra.curve.weierstrass import Curve, Jacobian
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.msm.cpu import doublings
@@ -330,20 +323,20 @@ def reduce_by_python(curve: Curve[Any], window: int, sums: U64) -> U64:
     size, data = k.base.size_bytes, sums.astype("<u8").tobytes()
     values = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
     elements = [k.join(values[i : i + k.degree]) for i in range(0, len(values), k.degree)]
-    total = jacobian_from_affine(curve, None)
+    total = weierstrass.jacobian_from_affine(curve, None)
     for w in reversed(range(windows)):
         total = _doubled(curve, total, window if w < windows - 1 else 0)
         for chunk in range(chunks):
             x, y, z = elements[3 * (chunk * windows + w) :][:3]
-            total = jacobian_add(curve, total, (k.mul(x, z), k.mul(y, k.square(z)), z))
-    return _scaled(curve, [jacobian_to_affine(curve, total)], montgomery_radix(k.base)).reshape(-1)
+            total = weierstrass.jacobian_add(curve, total, (k.mul(x, z), k.mul(y, k.square(z)), z))
+    return _scaled(curve, [weierstrass.jacobian_to_affine(curve, total)], montgomery_radix(k.base)).reshape(-1)
 
 
 def _doubled(curve: Curve[Any], point: Jacobian[Any], times: int) -> Jacobian[Any]:
     """Return 2^times P by jacobian_double; over Fq without calls of methods, which take a third of its time."""
     if curve.coordinates.degree > 1:
         for _ in range(times):
-            point = jacobian_double(curve, point)
+            point = weierstrass.jacobian_double(curve, point)
         return point
     (x, y, z), p = point, curve.coordinates.base.modulus
     for _ in range(times):
@@ -373,6 +366,6 @@ def canonical(curve: Curve[Any], points: U64) -> U64:
     return _scaled(curve, decode_points(curve, points), pow(montgomery_radix(base), -1, base.modulus))
 
 
-def _scaled(curve: Curve[Any], points: Iterable[Affine[Any]], factor: int) -> U64:
+def _scaled(curve: Curve[Any], points: Iterable[weierstrass.Affine[Any]], factor: int) -> U64:
     times, factor = curve.coordinates.times, factor % curve.coordinates.base.modulus
     return encode_points(curve, [p if p is None else (times(p[0], factor), times(p[1], factor)) for p in points])

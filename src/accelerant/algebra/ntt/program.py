@@ -6,17 +6,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from accelerant.algebra.field import program
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.program import (
-    BLOCK,
-    CudaProgram,
-    accessors,
-    defined,
-    field_text,
-    field_wgsl,
-    montgomery_radix,
-    read_files,
-)
+from accelerant.algebra.field.program import BLOCK, defined, montgomery_radix
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError
@@ -95,7 +87,7 @@ def _dialects(
         return _field_text(field, dialect) + write(dialect)
 
     folders = ("algebra/field", "algebra/ntt")
-    cuda = CudaProgram(f"{field} {arguments}", folders, functools.partial(text, "cuda"))
+    cuda = program.CudaProgram(f"{field} {arguments}", folders, functools.partial(text, "cuda"))
     others = {} if wgsl is None else {"wgsl": wgsl}
     return LazyDialects(portable=functools.partial(text, "portable"), cuda=lambda: cuda, **others)
 
@@ -103,14 +95,14 @@ def _dialects(
 @functools.cache
 def _field_text(field: Field, dialect: str) -> str:
     """Return the field with the prefix F, the same for all programs of a plan."""
-    return field_text(field, "F", dialect)
+    return program.field_text(field, "F", dialect)
 
 
 _DEVICE = {"portable": "device_c.h", "cuda": "device_cuda.h"}
 
 
 def _files(*names: str) -> str:
-    return read_files("algebra/ntt", *names)
+    return program.read_files("algebra/ntt", *names)
 
 
 _POWERS = ("log_rows", "log_count", "log_steps", "log_unit", "by_bits", "by_row", "by_column")
@@ -133,7 +125,7 @@ def _pass_wgsl(field: Field, variant: Variant, tile: Tile) -> str:
 def _wgsl(field: Field, arrays: Sequence[str], scalars: Sequence[str], values: Mapping[str, int | bool]) -> str:
     """Return declarations, the field, and functions on the elements of each array."""
     declared = bindings(dict.fromkeys(arrays, "u32"), dict.fromkeys(scalars, "i64")) + constants(values)
-    return declared + field_wgsl(field, montgomery_radix(field) == 1) + "".join(map(accessors, arrays))
+    return declared + program.field_wgsl(field, montgomery_radix(field) == 1) + "".join(map(program.accessors, arrays))
 
 
 def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, checked: bool, dialect: str) -> str:

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError
+from accelerant.runtime.compilation import kernel
 from accelerant.runtime.compilation.cache import kernel_key
-from accelerant.runtime.compilation.kernel import (
-    Binary,
-    Builder,
-    KernelSource,
-    Resources,
-    first_line,
-    header_hashes,
-    portable_header,
-)
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, portable_header
 from accelerant.runtime.compilation.signatures import host_code
 
 DIALECTS = ("cuda", "portable", "triton")  # dialects that are compiled, the preferred first
@@ -45,7 +38,7 @@ def cuda_key(source: KernelSource, target: str) -> str:
             *source.raw_options,
             *[source.shared_bytes] * bool(source.shared_bytes),
         ],
-        headers=[header_hashes(program, folders), toolkit_headers(program)] if isinstance(program, str) else [],
+        headers=[kernel.header_hashes(program, folders), toolkit_headers(program)] if isinstance(program, str) else [],
         fixed={} if dialect == "triton" else _FIXED,  # Triton's are in its Builder's key
         target=target,
         compiler=compiler_version(source),
@@ -61,7 +54,7 @@ def compiler_version(source: KernelSource) -> str:
 def compile_cuda(source: KernelSource, target: str) -> Binary:
     """Compile for an architecture ("sm_90a"), without driver or device; raise CompileError with the log."""
     dialect, program = source.pick(DIALECTS)
-    if isinstance(program, Builder):
+    if isinstance(program, kernel.Builder):
         built = program.build(target)
         if isinstance(built, Binary):
             source.refuse_options(type(program).__name__)
@@ -129,7 +122,7 @@ def run_nvrtc(
     standard = _standard_headers(any(Path(folder, "cuda", "std").is_dir() for folder in folders))
     if portable:
         quiet = f"#pragma nv_diag_suppress 177\n{portable_header()}\n#pragma nv_diag_default 177"  # unused functions
-        text = f"{quiet}\n{first_line(name)}\n{text}"
+        text = f"{quiet}\n{kernel.first_line(name)}\n{text}"
     _, program = nvrtc.nvrtcCreateProgram(
         text.encode(), name.encode(), len(standard), [*map(str.encode, standard.values())], [*map(str.encode, standard)]
     )

@@ -39,16 +39,8 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.memory.limits import (
-    CUDA_GRANULARITY,
-    LiveSet,
-    available_bytes,
-    is_out_of_memory,
-    peak_recorded,
-    predicting,
-    size_text,
-    storage_bytes,
-)
+from accelerant.runtime.memory import limits
+from accelerant.runtime.memory.limits import CUDA_GRANULARITY, LiveSet, available_bytes, size_text, storage_bytes
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """An optimizer, or what makes one from a list of parameters: torch.optim.AdamW, lambda ps: SGD(ps, lr=0.1)."""
@@ -169,7 +161,7 @@ def predict_step(
         with (
             restored_state(step, torch.device("meta")),
             torch.autograd.set_multithreading_enabled(False),
-            predicting() as fake,
+            limits.predicting() as fake,
         ):
             state = {name: _faked(fake, tensor, device) for name, tensor in step.tensors().items()}
             fakes = make_inputs(fake)
@@ -336,7 +328,7 @@ def measure_step(
         try:
             if device.type == "cuda":
                 held = storage_bytes([state, inputs], "cuda", CUDA_GRANULARITY)
-                with peak_recorded(device) as record:
+                with limits.peak_recorded(device) as record:
                     run()
                 return held + record.growth_bytes
             live = LiveSet(device.type, limit_bytes=limit_bytes)
@@ -703,7 +695,7 @@ class _Search:
             inputs = with_batch(self._inputs, rows, self._device)
             peak = measure_step(self._step, inputs, self._device, limit_bytes=self._budget, placeholder=optimizer)
         except (OutOfMemory, RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not limits.is_out_of_memory(error):
                 raise
         # The error is released here, with the tensors of its traceback.
         self._runs.append((rows, peak))

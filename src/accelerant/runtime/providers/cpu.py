@@ -29,29 +29,12 @@ import numpy.typing as npt
 
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
-from accelerant.runtime import provider
+from accelerant.runtime import host, provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.host_c import c_compiler, c_key, compile_c, load_c
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource
-from accelerant.runtime.host import (
-    control_group_room,
-    fork_safe,
-    host_memory,
-    processor_facts,
-    processor_name,
-    usable_cores,
-)
-from accelerant.runtime.provider import (
-    SCALAR_CTYPES,
-    Arguments,
-    Buffer,
-    ComputeDevice,
-    ComputeProvider,
-    CountedMemory,
-    Event,
-    MemoryCounter,
-    MemoryInfo,
-)
+from accelerant.runtime.host import control_group_room, host_memory, usable_cores
+from accelerant.runtime.provider import Buffer, ComputeDevice, CountedMemory, Event, MemoryCounter, MemoryInfo
 
 _ALIGNMENT = 256
 _LEVEL = 3
@@ -84,7 +67,7 @@ class _HostTime(Event):
         return (self.same_kind(later).seconds - self.seconds) * 1e3
 
 
-class CpuProvider(ComputeProvider):
+class CpuProvider(provider.ComputeProvider):
     """The CPU as one device, whose `cores` share each launch; `wait_for` waits for other processes' compiler."""
 
     name: ClassVar[str] = "cpu"
@@ -99,7 +82,7 @@ class CpuProvider(ComputeProvider):
 
     def __init__(self) -> None:
         self.cores = usable_cores()
-        self._lock = fork_safe(threading.Lock())
+        self._lock = host.fork_safe(threading.Lock())
         self._counter = MemoryCounter()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
@@ -116,10 +99,10 @@ class CpuProvider(ComputeProvider):
         return ComputeDevice(
             backend=self.name,
             index=0,
-            name=processor_name(),
+            name=host.processor_name(),
             memory_bytes=host_memory().get("MemTotal", 0),
             architecture=platform.machine(),
-            properties={"cores": self.cores, "system": platform.platform(terse=True), **processor_facts()},
+            properties={"cores": self.cores, "system": platform.platform(terse=True), **host.processor_facts()},
             torch_type=self.torch_type,
         )
 
@@ -160,7 +143,9 @@ class CpuProvider(ComputeProvider):
             key, lambda: self._build(source, program), name=source.name, target=self._cpu,
             compiler=_llvm_version() if dialect == "llvm" else c_compiler()[1],
         )  # fmt: skip
-        types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in source.entries[entry]]
+        types = [
+            ctypes.c_void_p if kind.startswith("*") else provider.SCALAR_CTYPES[kind] for kind in source.entries[entry]
+        ]
         if dialect == "portable":
             handle, least_share = load_c(binary, entry, types), _LEAST_SHARE // 4
         else:
@@ -186,7 +171,12 @@ class CpuProvider(ComputeProvider):
         )  # fmt: skip
 
     def launch(
-        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: provider.Arguments,
+        stream: object | None = None,
     ) -> None:
         provider.check_launch(kernel, self.name, grid, block, args)
         values = [_value(kernel, i, arg) for i, arg in enumerate(args)]

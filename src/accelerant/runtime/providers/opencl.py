@@ -35,16 +35,7 @@ from accelerant.runtime.compilation.kernel import (
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.monitoring.monitor import publish
-from accelerant.runtime.provider import (
-    SCALAR_CTYPES,
-    Arguments,
-    Buffer,
-    ComputeDevice,
-    CountedMemory,
-    Event,
-    MemoryCounter,
-    Pointer,
-)
+from accelerant.runtime.provider import Buffer, ComputeDevice, CountedMemory, Event
 from accelerant.runtime.providers.drivers import DriverProvider
 
 _PROBE = """
@@ -60,7 +51,7 @@ if not devices:
     sys.exit("no OpenCL driver shows a device")
 """
 _OPTIONS = ("-cl-std=CL1.2",)
-_SCALARS = {kind: np.dtype(ctype).type for kind, ctype in SCALAR_CTYPES.items()}
+_SCALARS = {kind: np.dtype(ctype).type for kind, ctype in provider.SCALAR_CTYPES.items()}
 
 
 class _ClEvent(Event):
@@ -159,7 +150,12 @@ class OpenclProvider(DriverProvider):
         )  # fmt: skip
 
     def launch(
-        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: provider.Arguments,
+        stream: object | None = None,
     ) -> None:
         provider.check_launch(kernel, self.name, grid, block, args)
         values = [
@@ -235,7 +231,7 @@ class _OpenclDevice:
         self.queue = cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
         self.pool = MemoryPool(ImmediateAllocator(self.queue))
         self.identity = " ".join((device.platform.version, device.name, device.driver_version))
-        self.counter = MemoryCounter()
+        self.counter = provider.MemoryCounter()
         self.memory_bytes = int(device.global_mem_size)
         self._types = cl.device_type
 
@@ -268,7 +264,7 @@ class _OpenclDevice:
         self.pool.free_held()
 
 
-def _memory(buffer: Pointer, where: str) -> Any:
+def _memory(buffer: provider.Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
     return provider.check_owner(buffer, CountedMemory, "opencl", where).memory

@@ -31,18 +31,8 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import (
-    U64,
-    Cursor,
-    FileFormat,
-    FilePath,
-    MappedFile,
-    check_below,
-    prime_bytes,
-    read_family,
-    words_of,
-    write_container,
-)
+from accelerant.zk.formats import container
+from accelerant.zk.formats.container import U64, Cursor, FileFormat, FilePath, MappedFile, prime_bytes, read_family
 
 Terms = npt.NDArray[np.void]
 
@@ -276,7 +266,7 @@ def write_r1cs(
         _sorted_terms(name, terms, n_constraints, n_wires, pairing.r) for name, terms in (("a", a), ("b", b), ("c", c))
     ]
     combinations = _combinations(matrices, n_constraints)
-    write_container(path, _LAYOUT, {_HEADER: [header], _CONSTRAINTS: [combinations], _LABELS: [wired]})
+    container.write_container(path, _LAYOUT, {_HEADER: [header], _CONSTRAINTS: [combinations], _LABELS: [wired]})
 
 
 def _sorted_terms(name: str, terms: Terms, n_constraints: int, n_wires: int, modulus: int) -> Terms:
@@ -353,7 +343,7 @@ class Witness(MappedFile):
 
     def check(self) -> None:
         """Check that all values are below r; call it before using them. The error names the first one's offset."""
-        check_below(self, _VALUES, self._field, self.values)
+        container.check_below(self, _VALUES, self._field, self.values)
 
     def __repr__(self) -> str:
         return f"Witness({str(self.path)!r}, {self.family}, {self.n_values} values)"
@@ -372,8 +362,8 @@ def write_wtns(path: FilePath, family: str, values: Any) -> None:
         OSError: the file cannot be written.
     """
     pairing = family_of(family)
-    words = words_of(values, pairing.g1.scalars.limbs, len(values), "values")
+    words = container.words_of(values, pairing.g1.scalars.limbs, len(values), "values")
     if not _begins_with_one(words):
         raise ConfigError("values[0] must be 1, the value of wire 0")
     header = prime_bytes(pairing, "r") + struct.pack("<I", len(words))
-    write_container(path, _WITNESS_LAYOUT, {_WITNESS_HEADER: [header], _VALUES: [words]}, secret=True)
+    container.write_container(path, _WITNESS_LAYOUT, {_WITNESS_HEADER: [header], _VALUES: [words]}, secret=True)

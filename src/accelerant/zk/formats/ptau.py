@@ -29,23 +29,8 @@ import numpy as np
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats.container import (
-    U64,
-    FileFormat,
-    FilePath,
-    Label,
-    MappedFile,
-    Payload,
-    check_points,
-    contribution_payloads,
-    montgomery_points,
-    point_words,
-    prime_bytes,
-    read_contributions,
-    read_family,
-    words_of,
-    write_container,
-)
+from accelerant.zk.formats import container
+from accelerant.zk.formats.container import U64, point_words, words_of
 
 Powers = Literal["tau_g1", "tau_g2", "alpha_g1", "beta_g1"]
 
@@ -61,7 +46,7 @@ _NAMES = {
     _CONTRIBUTIONS: "contributions",
     **{number + _LAGRANGE: f"Lagrange {name}" for name, (number, _) in _POWERS.items()},
 }  # fmt: skip
-_LAYOUT = FileFormat("ptau", b"ptau", 1, _NAMES, (*range(_HEADER, _CONTRIBUTIONS + 1),))
+_LAYOUT = container.FileFormat("ptau", b"ptau", 1, _NAMES, (*range(_HEADER, _CONTRIBUTIONS + 1),))
 
 CONTRIBUTION_POINTS: dict[str, int] = {
     "tau_g1": 1, "tau_g2": 2, "alpha_g1": 1, "beta_g1": 1, "beta_g2": 2,
@@ -86,13 +71,13 @@ class PtauContribution:
         next_challenge: 64 bytes.
     """
 
-    label: Label
+    label: container.Label
     points: Mapping[str, U64]
     partial_hash: bytes
     next_challenge: bytes
 
 
-class Ptau(MappedFile):
+class Ptau(container.MappedFile):
     """A memory-mapped .ptau file.
 
     Points are words in Montgomery form. Arrays are read-only views of the file and may be unaligned.
@@ -109,7 +94,7 @@ class Ptau(MappedFile):
 
     def _read(self) -> None:
         cursor = self.cursor(_HEADER)
-        self._family = read_family(cursor, "q")
+        self._family = container.read_family(cursor, "q")
         self.family = self._family.name
         at = cursor.at
         self.power, self.ceremony_power = cursor.number("power"), cursor.number("ceremonyPower")
@@ -126,7 +111,7 @@ class Ptau(MappedFile):
                 self.require(number + shift)
                 self.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
         cursor = self.cursor(_CONTRIBUTIONS)
-        found = read_contributions(cursor, self._family, CONTRIBUTION_POINTS, _HASHES)
+        found = container.read_contributions(cursor, self._family, CONTRIBUTION_POINTS, _HASHES)
         self.contributions = tuple(PtauContribution(label, points, **hashes) for label, points, hashes in found)
 
     @property
@@ -192,10 +177,10 @@ class Ptau(MappedFile):
             return self._family.g2 if words.shape[-1] == point_words(self._family, 2) else self._family.g1
 
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
-            check_points(self, number, curve_of(words), words, subgroup=subgroup)
+            container.check_points(self, number, curve_of(words), words, subgroup=subgroup)
         for number, words in ((_TAU_G1, self.powers("tau_g1")), (_TAU_G2, self.powers("tau_g2"))):
             curve = curve_of(words)
-            generator = montgomery_points(curve, encode_points(curve, [curve.generator]))
+            generator = container.montgomery_points(curve, encode_points(curve, [curve.generator]))
             if not np.array_equal(words[:1], generator):
                 raise self.error(number, 0, f"the first power is not the generator of {curve.name}")
         if not self.contributions:
@@ -225,7 +210,7 @@ def _count(name: str, power: int, *, lagrange: bool = False) -> int:
 
 
 def write_ptau(
-    path: FilePath,
+    path: container.FilePath,
     family: str,
     *,
     power: int,
@@ -260,8 +245,8 @@ def write_ptau(
     if lagrange is not None and set(lagrange) != set(_POWERS):
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
     points = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
-    sections: dict[int, list[Payload]] = {
-        _HEADER: [prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
+    sections: dict[int, list[container.Payload]] = {
+        _HEADER: [container.prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
         **{
             number: [words_of(points[name], point_words(pairing, degree), _count(name, power), name)]
             for name, (number, degree) in _POWERS.items()
@@ -273,11 +258,11 @@ def write_ptau(
         if set(contribution.points) != set(CONTRIBUTION_POINTS):
             wanted = ", ".join(CONTRIBUTION_POINTS)
             raise ConfigError(f"a contribution's points must be {wanted}, got {list(contribution.points)}")
-        sections[_CONTRIBUTIONS] += contribution_payloads(
+        sections[_CONTRIBUTIONS] += container.contribution_payloads(
             pairing, CONTRIBUTION_POINTS, contribution.points, _HASHES, contribution
         )
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]
         count = _count(name, power, lagrange=True)
         sections[number + _LAGRANGE] = [words_of(words, point_words(pairing, degree), count, f"lagrange {name}")]
-    write_container(path, _LAYOUT, sections)
+    container.write_container(path, _LAYOUT, sections)

@@ -31,25 +31,8 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import (
-    U64,
-    FileFormat,
-    FilePath,
-    Label,
-    MappedFile,
-    Payload,
-    check_below,
-    check_points,
-    check_size,
-    contribution_payloads,
-    point_words,
-    prime_bytes,
-    read_contributions,
-    read_family,
-    read_points,
-    words_of,
-    write_container,
-)
+from accelerant.zk.formats import container
+from accelerant.zk.formats.container import U64, Payload, check_points, point_words, prime_bytes, read_family, words_of
 from accelerant.zk.formats.forgeable import why_forgeable
 
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
@@ -57,7 +40,7 @@ _NAMES = {
     _PROTOCOL: "protocol", _HEADER: "header", _IC: "IC", _COEFFICIENTS: "coefficients", _A: "A", _B1: "B1", _B2: "B2",
     _C: "C", _H: "H", _CONTRIBUTIONS: "contributions",
 }  # fmt: skip
-_LAYOUT = FileFormat("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
+_LAYOUT = container.FileFormat("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
 _GROTH16 = 1
 _OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
 _HEADER_POINTS = {"alpha1": 1, "beta1": 1, "beta2": 2, "gamma2": 2, "delta1": 1, "delta2": 2}
@@ -83,7 +66,7 @@ class ZkeyContribution:
         transcript: hash of the preceding contributions.
     """
 
-    label: Label
+    label: container.Label
     delta_after: U64
     g1_s: U64
     g1_sx: U64
@@ -107,7 +90,7 @@ def _section(number: int, description: str) -> Any:
     return property(points, doc=description)
 
 
-class Zkey(MappedFile):
+class Zkey(container.MappedFile):
     """A memory-mapped Groth16 .zkey file.
 
     Points are words in Montgomery form, as the kernels use them. Arrays are read-only views of the file and may be
@@ -143,12 +126,14 @@ class Zkey(MappedFile):
         self.n_coefficients = self.cursor(_COEFFICIENTS).number("the number of coefficients")
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
         self.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
-        check_below(self, _IC, self._family.fq, self.ic)
+        container.check_below(self, _IC, self._family.fq, self.ic)
         self.circuit_hash, contributions = b"", list[ZkeyContribution]()
         if _CONTRIBUTIONS in self.sections:
             cursor = self.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
-            for label, points, hashes in read_contributions(cursor, self._family, _CONTRIBUTION_POINTS, _HASHES):
+            for label, points, hashes in container.read_contributions(
+                cursor, self._family, _CONTRIBUTION_POINTS, _HASHES
+            ):
                 contributions.append(ZkeyContribution(label, **points, transcript=hashes["transcript"]))
         self.contributions = tuple(contributions)
 
@@ -167,7 +152,7 @@ class Zkey(MappedFile):
         if size & (size - 1) or not self.n_public < size <= 1 << most:
             bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
             raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
-        points = read_points(cursor, family, _HEADER_POINTS)
+        points = container.read_points(cursor, family, _HEADER_POINTS)
         self.alpha1, self.beta1, self.beta2, self.gamma2, self.delta1, self.delta2 = points.values()
         cursor.end()
 
@@ -283,7 +268,7 @@ class Zkey(MappedFile):
 
 
 def write_zkey(
-    path: FilePath,
+    path: container.FilePath,
     family: str,
     *,
     n_public: int,
@@ -344,11 +329,13 @@ def write_zkey(
         _COEFFICIENTS: [_COUNT.pack(len(coefficients)), np.ascontiguousarray(coefficients)],
         **points,
         _CONTRIBUTIONS: [
-            check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
+            container.check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
             _COUNT.pack(len(contributions)),
         ],
     }
     for contribution in contributions:
         given = {name: getattr(contribution, name) for name in _CONTRIBUTION_POINTS}
-        sections[_CONTRIBUTIONS] += contribution_payloads(pairing, _CONTRIBUTION_POINTS, given, _HASHES, contribution)
-    write_container(path, _LAYOUT, sections)
+        sections[_CONTRIBUTIONS] += container.contribution_payloads(
+            pairing, _CONTRIBUTION_POINTS, given, _HASHES, contribution
+        )
+    container.write_container(path, _LAYOUT, sections)

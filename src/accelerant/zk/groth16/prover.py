@@ -33,15 +33,8 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.runtime.registry import DeviceLike
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import (
-    U64,
-    HostKey,
-    ProgressCallback,
-    ProvingKey,
-    Stages,
-    UnreducedError,
-    spaces_of,
-)
+from accelerant.zk.groth16 import keys
+from accelerant.zk.groth16.keys import U64, ProgressCallback, Stages
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import Statement, VerificationKey
@@ -282,11 +275,11 @@ def prove(
     return Prover(zkey, device=device, devices=devices).prove(witness)
 
 
-def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> ProvingKey:
+def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> keys.ProvingKey:
     """Read a key into the memory of a device, or of several; errors as those of Prover."""
-    spaces = spaces_of(device, zkey.domain_size, devices)
+    spaces = keys.spaces_of(device, zkey.domain_size, devices)
     if spaces == (HOST,):
-        return HostKey(zkey, stages)
+        return keys.HostKey(zkey, stages)
     from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU
 
     return DeviceKey(zkey, spaces, stages)
@@ -297,7 +290,7 @@ def _reduced(witness: Witness) -> Iterator[None]:
     """Turn UnreducedError into an error that names the value in the file."""
     try:
         yield
-    except UnreducedError:
+    except keys.UnreducedError:
         witness.check()
         raise FormatError(f"{witness.path} has changed while it was read") from None
 
