@@ -16,24 +16,12 @@ import pytest
 import torch
 
 import accelerant
-from accelerant import Accelerator, AcceleratorConfig, ComputeBackend, ops
+from accelerant import Accelerator, AcceleratorConfig, ComputeBackend, errors, ops
 from accelerant.accelerator import facade, methods
 from accelerant.accelerator.methods import METHODS, sizes_of
 from accelerant.algebra.field.parameters import field_of
 from accelerant.config import override, settings
-from accelerant.errors import (
-    AccelerantError,
-    BackendUnavailable,
-    ConfigError,
-    FallbackWarning,
-    FormatError,
-    LaunchError,
-    OutOfMemory,
-    ShapeError,
-    TimeLimitExceeded,
-    UnsupportedCase,
-    UnsupportedDtype,
-)
+from accelerant.errors import BackendUnavailable, ConfigError, FallbackWarning, FormatError, UnsupportedDtype
 from accelerant.ops.registry import public_ops
 from accelerant.runtime import registry, time_limit
 from accelerant.runtime.streams.transfer import copy_async
@@ -256,7 +244,9 @@ def test_strings_and_strangers_are_refused(acc):
         __cuda_array_interface__={"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3}
     )
     for call in (acc.gelu, lambda x: accelerant.kernel("ACL_KERNEL void f(ACL_GLOBAL float *y) {}")(1, 1, x)):
-        with pytest.raises((UnsupportedDtype, LaunchError), match=r"wanted an array .*; torch.as_tensor\(x\) shares"):
+        with pytest.raises(
+            (UnsupportedDtype, errors.LaunchError), match=r"wanted an array .*; torch.as_tensor\(x\) shares"
+        ):
             call(numba)
     with pytest.raises(UnsupportedDtype):
         acc.gelu([["ragged"], [1.0, 2.0]])
@@ -266,7 +256,7 @@ def test_strings_and_strangers_are_refused(acc):
         acc.field_add([0.5], [0])
     with pytest.raises(FormatError, match=rf"x\[1\] .* is {P}"):
         acc.field_add([0, P], [0, 0])
-    with pytest.raises(ShapeError):
+    with pytest.raises(errors.ShapeError):
         acc.field_add([1, 2, 3], [1, 2])
 
 
@@ -331,7 +321,7 @@ def test_field_arrays_of_several_limbs_are_neither_cut_nor_joined_within_an_elem
 def test_words_that_are_not_the_fields_are_refused(acc):
     with pytest.raises(ConfigError, match="unknown field 'cornfield'; known are goldilocks, babybear"):
         acc.field_mul([1], [2], field="cornfield")
-    with pytest.raises(ShapeError, match=r"y must end in an axis of the 4 limbs of bn254_fr, got shape \(3,\)"):
+    with pytest.raises(errors.ShapeError, match=r"y must end in an axis of the 4 limbs of bn254_fr, got shape \(3,\)"):
         acc.field_sub([1], np.zeros(3, np.uint64), field="bn254_fr")
     with pytest.raises(UnsupportedDtype, match="x must be uint64, got int64: view it"):
         acc.field_add(torch.zeros(3, dtype=torch.int64), [1, 2, 3])
@@ -349,7 +339,7 @@ def test_transforms_of_goldilocks_by_default(acc):
     shifted = acc.ntt([1, 2, 3, 4], coset=7, order="natural_to_bit_reversed")
     back = acc.ntt(shifted, coset=7, order="bit_reversed_to_natural", inverse=True)
     assert back.tolist() == [1, 2, 3, 4]
-    with pytest.raises(ShapeError, match="power of two of points from 2 to 2\\^27, got 3"):
+    with pytest.raises(errors.ShapeError, match="power of two of points from 2 to 2\\^27, got 3"):
         acc.ntt([1, 2, 3])
     assert acc.metrics()["ntt"]["errors"] == 1
     for each in (acc, acc.batch()):
@@ -435,13 +425,13 @@ def test_close_waits_for_submitted_calls():
     acc.close()
     assert all(call.done() for call in calls)
     assert calls[1].result().tolist() == calls[2].result().result().tolist() == [0.0]
-    with pytest.raises(AccelerantError, match="was closed"):
+    with pytest.raises(errors.AccelerantError, match="was closed"):
         acc.submit(acc.gelu, [0.0])
 
 
 def test_a_submitted_call_that_closes_is_an_error():
     acc = Accelerator("cpu")
-    with pytest.raises(AccelerantError, match="waits for itself"):
+    with pytest.raises(errors.AccelerantError, match="waits for itself"):
         acc.submit(acc.close).result(60)
     acc.close()
 
@@ -451,7 +441,7 @@ def test_use_after_close_is_an_error():
     acc.close()
     acc.close()
     for use in (lambda: acc.gelu([1.0]), acc.memory, acc.synchronize, acc.benchmark, acc.__enter__):
-        with pytest.raises(AccelerantError, match="was closed"):
+        with pytest.raises(errors.AccelerantError, match="was closed"):
             use()
     assert "closed" in repr(acc)
 
@@ -529,7 +519,7 @@ def test_a_benchmark_that_cannot_run_is_refused(acc):
     with pytest.raises(ConfigError, match="iterations must be a whole number"):
         acc.benchmark("gelu", x, iterations=0)
     small = AcceleratorConfig(memory_limit_bytes=8)
-    with Accelerator("cpu", config=small) as limited, pytest.raises(OutOfMemory, match="the limit is 8"):
+    with Accelerator("cpu", config=small) as limited, pytest.raises(errors.OutOfMemory, match="the limit is 8"):
         limited.benchmark("gelu", x)
 
 
@@ -561,11 +551,13 @@ def test_lists_of_what_is_no_real_number_are_refused(x):
 def test_a_call_past_its_time_or_memory_limit_says_so():
     x = np.zeros((100, 1000), np.float32)
     slow = AcceleratorConfig(batch_size=1, timeout_s=1e-9)
-    with Accelerator("cpu", config=slow) as acc, pytest.raises(TimeLimitExceeded, match=r"gelu: .* of 100 rows"):
+    with Accelerator("cpu", config=slow) as acc, pytest.raises(errors.TimeLimitExceeded, match=r"gelu: .* of 100 rows"):
         acc.gelu(x)
     small = AcceleratorConfig(memory_limit_bytes=799_999)
     with Accelerator("cpu", config=small) as acc:
-        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 800,000 bytes; the limit is 799,999"):
+        with pytest.raises(
+            errors.OutOfMemory, match="gelu: inputs and result take 800,000 bytes; the limit is 799,999"
+        ):
             acc.gelu(x)
         acc.gelu(x[:50])
         with pytest.raises(UnsupportedDtype, match="cannot take this numpy array"):
@@ -587,7 +579,7 @@ def test_the_time_limit_holds_for_calls_in_one_piece(call, monkeypatch):
     now = iter([0.0, 0.5, *[2.0] * 10])
     monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: next(now)))
     with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1.0)) as acc:
-        with pytest.raises(TimeLimitExceeded, match=r"2 s of at most 1 s at its end"):
+        with pytest.raises(errors.TimeLimitExceeded, match=r"2 s of at most 1 s at its end"):
             call(acc)
         monkeypatch.undo()
         call(acc)
@@ -756,7 +748,7 @@ def test_a_backend_without_torch_tensors_has_operations_and_falls_back_for_the_r
                 (acc.layer_norm(q, q[0, 0, 0], q[0, 0, 1]), host.layer_norm(q, q[0, 0, 0], q[0, 0, 1])),
             ):
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        with pytest.raises(UnsupportedCase, match=f"{backend}:0 has no kernel for this call"):
+        with pytest.raises(errors.UnsupportedCase, match=f"{backend}:0 has no kernel for this call"):
             acc.conv2d(np.ones((1, 1, 3, 3), np.float32), np.ones((1, 1, 2, 2), np.float32))
         np.testing.assert_allclose(acc.gelu([1.0, -2.0]), [0.841345, -0.0455], rtol=1e-3)
         acc.synchronize()
@@ -772,14 +764,14 @@ def test_a_backend_without_torch_tensors_has_operations_and_falls_back_for_the_r
 
 def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):
     def failing(*_, **__):
-        raise LaunchError("refused")
+        raise errors.LaunchError("refused")
 
     acc = Accelerator("cpu")
     monkeypatch.setattr(acc, "device", registry.find_device("cpu"))
     monkeypatch.setitem(METHODS, "gelu", replace(METHODS["gelu"], run=failing))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(LaunchError, match="refused"):
+        with pytest.raises(errors.LaunchError, match="refused"):
             acc.gelu([1.0])
     assert acc.metrics()["gelu"]["errors"] == 1
 
@@ -822,7 +814,7 @@ def test_the_end_of_a_batch_raises_the_first_error_after_the_other_calls(acc):
     stranger = batch.gelu("abc")
     unlike = batch.layer_norm(x, x[0], eps="small")  # an error of the op itself
     after = batch.softmax(x)
-    with pytest.raises(AccelerantError, match="has not ended yet"):
+    with pytest.raises(errors.AccelerantError, match="has not ended yet"):
         good.result()
     with pytest.raises(FormatError, match="not below the modulus") as raised, batch:
         pass
@@ -881,7 +873,10 @@ def test_a_batch_keeps_the_memory_limit():
         batch = acc.batch()
         answers = [batch.gelu(x) for _ in range(5)]  # 8,000 bytes each with its result: two at a time
         batch.gelu(np.zeros(3000, np.float32))
-        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"), batch:
+        with (
+            pytest.raises(errors.OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"),
+            batch,
+        ):
             pass
         assert batch.launches == 3
         for answer in answers:
@@ -912,11 +907,11 @@ def test_the_memory_limit_counts_the_result_exactly(case):
         getattr(acc, name)(*arrays)
     message = f"inputs and result take {needed:,} bytes; the limit is {needed - 1:,}"
     with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=needed - 1)) as acc:
-        with pytest.raises(OutOfMemory, match=message):
+        with pytest.raises(errors.OutOfMemory, match=message):
             getattr(acc, name)(*arrays)
         batch = acc.batch()
         getattr(batch, name)(*arrays)
-        with pytest.raises(OutOfMemory, match=message), batch:
+        with pytest.raises(errors.OutOfMemory, match=message), batch:
             pass
 
 
@@ -954,10 +949,10 @@ def test_a_batch_keeps_the_time_limit():
     with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1e-9)) as acc:
         batch = acc.batch()
         answers = [batch.gelu([1.0]), batch.gelu([2.0])]
-        with pytest.raises(TimeLimitExceeded), batch:
+        with pytest.raises(errors.TimeLimitExceeded), batch:
             pass
         for answer in answers:
-            with pytest.raises(TimeLimitExceeded, match=r"gelu: .* of at most 1e-09 s"):
+            with pytest.raises(errors.TimeLimitExceeded, match=r"gelu: .* of at most 1e-09 s"):
                 answer.result()
 
 
@@ -967,7 +962,7 @@ def test_a_batch_falls_back_as_a_call_does(policy, monkeypatch):
 
     def fails_once(x, **options):
         if not failures:
-            failures.append(LaunchError("refused"))
+            failures.append(errors.LaunchError("refused"))
             raise failures[0]
         return run(x, **options)
 

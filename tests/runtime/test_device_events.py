@@ -13,19 +13,11 @@ import accelerant as acl
 from accelerant.errors import ConfigError, DeviceLost
 from accelerant.runtime import registry
 from accelerant.runtime.monitoring import monitor
-from accelerant.runtime.monitoring.monitor import (
-    Sample,
-    event_counts,
-    events_between,
-    publish,
-    subscribe,
-    to_prometheus,
-    watch_devices,
-)
+from accelerant.runtime.monitoring.monitor import events_between, subscribe, to_prometheus, watch_devices
 from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.providers.cuda_launch import cuda_error
 
-QUIET = Sample("cuda:0", "H200", 0.0, slow_down=(), ecc_corrected=2, ecc_uncorrected=0)
+QUIET = monitor.Sample("cuda:0", "H200", 0.0, slow_down=(), ecc_corrected=2, ecc_uncorrected=0)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +74,7 @@ def test_a_watch_calls_back_and_counts(monkeypatch):
         assert arrived.wait(30)
         state["slow"] = ("thermal",)  # the last reading is made when the block ends
     assert seen == [("cpu:0", "ecc_uncorrected", "2 new"), ("cpu:0", "slow_down", "thermal")]
-    assert event_counts() == {("cpu:0", "ecc_uncorrected"): 1, ("cpu:0", "slow_down"): 1}
+    assert monitor.event_counts() == {("cpu:0", "ecc_uncorrected"): 1, ("cpu:0", "slow_down"): 1}
     assert samples[-1].slow_down == ("thermal",)
     assert all(item.processes is None for item in samples)
     state["ecc"] = 11
@@ -102,7 +94,7 @@ def test_a_listener_that_fails_takes_nothing_down(caplog):
         raise ValueError("the listener's")
 
     with subscribe(fails), subscribe(seen.append):
-        publish("cuda:0", "ecc_corrected", "1 new")
+        monitor.publish("cuda:0", "ecc_corrected", "1 new")
     assert str(seen[0]) == "cuda:0 ecc_corrected: 1 new"
     assert seen[0].to_dict()["kind"] == "ecc_corrected"
     assert "the listener's" in caplog.text

@@ -13,21 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.runtime.files import (
-    _FRESH_S,
-    MAX_DEPTH,
-    AtomicFile,
-    clipped,
-    decode_json,
-    escaped,
-    is_virtual,
-    open_regular,
-    plain,
-    read_regular,
-    remove_folder_of,
-    typed,
-    write_atomic,
-)
+from accelerant.runtime import files
+from accelerant.runtime.files import _FRESH_S, MAX_DEPTH, clipped, decode_json, open_regular, plain, typed, write_atomic
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -140,8 +127,8 @@ def test_a_bound_is_printed_rounded_up(value, digits):
 
 def test_untrusted_text_is_one_line_without_control_characters():
     hostile = "a\x1b]0;title\x07\r\nb\u202ec\ud800\x9b2J\u2028"
-    assert escaped(hostile) == r"a\x1b]0;title\x07\r\nb\u202ec\ud800\x9b2J\u2028"
-    assert escaped("naïve 文 'x'") == "naïve 文 'x'"
+    assert files.escaped(hostile) == r"a\x1b]0;title\x07\r\nb\u202ec\ud800\x9b2J\u2028"
+    assert files.escaped("naïve 文 'x'") == "naïve 文 'x'"
     assert len(clipped("x" * 10**6)) < 100
 
 
@@ -158,17 +145,17 @@ def test_pipes_devices_folders_and_impossible_names_are_refused_at_once(tmp_path
             assert raised.value.filename == str(path)
     for name in ("a\0b", "\ud800"):
         with pytest.raises(OSError, match="no name of a file"):
-            read_regular(name)
+            files.read_regular(name)
 
 
 def test_files_of_the_system_are_empty_and_large_ones_are_refused(tmp_path):
-    assert read_regular("/proc/self/environ") == b""
-    assert is_virtual("/proc/self/environ")
-    assert not is_virtual(tmp_path)
+    assert files.read_regular("/proc/self/environ") == b""
+    assert files.is_virtual("/proc/self/environ")
+    assert not files.is_virtual(tmp_path)
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match=r"it has 1,099,511,627,776 bytes, more than 67,108,864"):
-        read_regular(tmp_path / "sparse")
+        files.read_regular(tmp_path / "sparse")
 
 
 def test_a_symlink_is_read_but_not_written_through(path):
@@ -182,7 +169,7 @@ def test_a_symlink_is_read_but_not_written_through(path):
     assert not path.with_name("absent.txt").exists()
     link.unlink()
     link.symlink_to("kept.txt")
-    assert read_regular(link) == b"before"
+    assert files.read_regular(link) == b"before"
 
 
 # --- atomic writes ---------------------------------------------------------------------------------------------------
@@ -209,7 +196,7 @@ def test_a_device_a_pipe_a_folder_and_standard_output_are_not_replaced(path, tmp
     (tmp_path / "output").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
     for name in ("pipe", "folder", "device", "output"):
         with pytest.raises(OSError, match=f"it is not a regular file: '.*/{name}'"):
-            AtomicFile(tmp_path / name)
+            files.AtomicFile(tmp_path / name)
     (tmp_path / "link").symlink_to("kept.txt")
     for name in ("link", "absent"):
         write_atomic(tmp_path / name, b"after")
@@ -217,7 +204,7 @@ def test_a_device_a_pipe_a_folder_and_standard_output_are_not_replaced(path, tmp
 
 
 def test_readers_see_the_old_file_until_the_commit(path):
-    with AtomicFile(path) as file:
+    with files.AtomicFile(path) as file:
         file.write(b"af")
         assert path.read_bytes() == b"before"
         file.write(b"ter")
@@ -308,7 +295,7 @@ def test_the_temporary_file_of_a_killed_writer_is_removed_by_the_next_one(path, 
 
 
 def test_the_temporary_file_of_a_living_writer_stays(path, half_written):
-    with AtomicFile(path) as slow:
+    with files.AtomicFile(path) as slow:
         slow.write(b"slow")
         slow.flush()
         time.sleep(2 * _FRESH_S)
@@ -359,10 +346,10 @@ def test_a_temporary_folder_goes_with_the_process_that_made_it(tmp_path):
     (folder / "file").touch()
     child = os.fork()  # which has what its parent has registered with atexit
     if child == 0:
-        remove_folder_of(maker, str(folder))
+        files.remove_folder_of(maker, str(folder))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert (folder / "file").exists()
-    remove_folder_of(maker, str(folder))
+    files.remove_folder_of(maker, str(folder))
     assert not folder.exists()
-    remove_folder_of(maker, str(folder))  # gone already: no error
+    files.remove_folder_of(maker, str(folder))  # gone already: no error

@@ -12,19 +12,10 @@ import torch
 from probes import CPU, operation
 
 from accelerant.errors import LaunchError
-from accelerant.runtime import html_page
+from accelerant.runtime import html_page, ledger
 from accelerant.runtime.dispatch import Case, Implementation
 from accelerant.runtime.html_page import text_table
-from accelerant.runtime.ledger import (
-    FallbackRecord,
-    Ledger,
-    OpRecord,
-    merged,
-    metric_family,
-    prometheus_text,
-    quantile,
-    sections,
-)
+from accelerant.runtime.ledger import FallbackRecord, merged, quantile
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, counting
 
 
@@ -217,7 +208,7 @@ def test_a_reason_is_no_label_of_a_counter(book, op):
 
 @pytest.mark.parametrize("text", ['a"b', "a\\", 'a\\"b', "a\nb", 'a\\nb", op="c'])
 def test_labels_are_escaped_as_prometheus_reads_them(text):
-    *_, written = metric_family("calls", "counter", "", [({"op": text, "ran": "b"}, 1)])
+    *_, written = ledger.metric_family("calls", "counter", "", [({"op": text, "ran": "b"}, 1)])
     found = re.fullmatch(r'calls\{op="((?:[^"\\\n]|\\[\\"n])*)",ran="b"\} 1', written)
     assert found
     assert re.sub(r"\\(.)", lambda part: {"n": "\n"}.get(part[1], part[1]), found[1]) == text
@@ -232,8 +223,10 @@ def test_quantiles_are_numpys():
 
 def test_ledgers_of_several_processes_add_up():
     def exported(calls, ms, device="cpu"):
-        book = Ledger()
-        row = OpRecord("gelu_fwd", "torch", "cpu", device, "8 float32", own=False, bytes_per_call=64, calls=calls)
+        book = ledger.Ledger()
+        row = ledger.OpRecord(
+            "gelu_fwd", "torch", "cpu", device, "8 float32", own=False, bytes_per_call=64, calls=calls
+        )
         book.record(row).samples_ms.append(ms)
         for _ in range(calls):
             book.fallback(FallbackRecord("gelu_fwd", "8 float32", "triton", "torch", "no Triton"))
@@ -248,7 +241,7 @@ def test_ledgers_of_several_processes_add_up():
     assert whole["ops"][0]["ms_total"] == 2 * 5.0 + 3 * 7.0
     assert [row["count"] for row in whole["fallbacks"]] == [6]
     assert [row["replays"] for row in whole["graphs"]] == [6]
-    lines = [line.rsplit(" ", 1)[0] for line in prometheus_text(whole).splitlines() if not line.startswith("#")]
+    lines = [line.rsplit(" ", 1)[0] for line in ledger.prometheus_text(whole).splitlines() if not line.startswith("#")]
     assert len(lines) == len(set(lines))
     assert merged([]) == {"ops": [], "fallbacks": [], "graphs": [], "phases": []}
 
@@ -274,7 +267,7 @@ def test_a_phase_has_its_calls_and_the_time_that_no_op_has(book, op, sleeper):
     phases = {phase["phase"]: phase for phase in book.to_dict()["phases"]}
     counted = {name: {row["op"]: row["calls"] for row in phase["ops"]} for name, phase in phases.items()}
     assert counted == {"training": {"sleeper": 4}, "evaluation": {"graph_probe": 1}}
-    training, evaluation, outside = sections(json.loads(book.to_json()))
+    training, evaluation, outside = ledger.sections(json.loads(book.to_json()))
     assert training.seconds >= 0.008
     assert evaluation.seconds >= 0.01
     assert [row["calls"] for row in outside.rows] == [1]

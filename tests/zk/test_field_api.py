@@ -12,15 +12,9 @@ import pytest
 import torch
 
 import accelerant
+from accelerant import errors
 from accelerant.algebra.field import parameters
-from accelerant.errors import (
-    BackendUnavailable,
-    ConfigError,
-    FormatError,
-    ShapeError,
-    UnsupportedCase,
-    UnsupportedDtype,
-)
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.ledger import ledger
@@ -317,7 +311,7 @@ def test_a_device_that_is_not_there(one_of_each):
         one_of_each.neg([1], device="cpu:x")
     with pytest.raises(ConfigError, match="there is no number 7"):
         one_of_each.neg([1], device="cpu:7")
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(errors.BackendUnavailable):
         one_of_each.neg([1], device="rocm")
     assert one_of_each.decode(one_of_each.neg([0], device=registry.find_device("cpu"))) == [0]
 

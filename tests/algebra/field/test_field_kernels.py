@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 from ptx_emulator import WORD, execute, parsed
 
+from accelerant.algebra.field import program
 from accelerant.algebra.field.parameters import FIELDS, Field
-from accelerant.algebra.field.program import (
-    BLOCK,
-    INVERSES,
-    entries,
-    field_text,
-    grid_and_block,
-    kernel_source,
-    montgomery_radix,
-)
+from accelerant.algebra.field.program import BLOCK, entries, field_text, grid_and_block, kernel_source, montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource, portable_header
@@ -416,7 +409,7 @@ def unreduced(field, value):
 def test_entries_are_exact(provider, name, entry):
     field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
     exponents = (0, 1, 0x1_0000_0000_0000_0005, field.modulus - 2) if "pow" in entry else (0,)
-    for n in (0, 1, 255, 257, *((BLOCK * INVERSES + 300,) if "inv" in entry else ())):
+    for n in (0, 1, 255, 257, *((BLOCK * program.INVERSES + 300,) if "inv" in entry else ())):
         x, y = elements(field, n), elements(field, n, seed=1)
         if entry in ("field_reduce", "field_to_montgomery"):
             x = [unreduced(field, value) if i % 3 == 0 else value for i, value in enumerate(x)]
