@@ -98,7 +98,9 @@ class AtomicFile:
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
         self.path = path
-        _require_replaceable(path)
+        of_process = os.path.islink(path) and os.readlink(path).startswith("/proc/")  # as /dev/stdout is
+        if of_process or (os.path.exists(path) and not os.path.isfile(path)):  # root may replace /dev/null for all
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         remove_leftovers(path.parent, path.name)
         self.temporary = temporary_path(path)
         try:
@@ -151,13 +153,6 @@ class AtomicFile:
         self.discard()
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
             raise self._named(error) from None
-
-
-def _require_replaceable(path: Path) -> None:
-    """Raise OSError where a rename would destroy what is no file of data: root may replace /dev/null for all users."""
-    of_process = os.path.islink(path) and os.readlink(path).startswith("/proc/")  # as /dev/stdout is
-    if of_process or (os.path.exists(path) and not os.path.isfile(path)):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 _TEMPORARY = re.compile(r"(\..*\.)[0-9]+\.[0-9a-f]{8}\.tmp", re.DOTALL)

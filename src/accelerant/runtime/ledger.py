@@ -639,6 +639,11 @@ def count_call(record: OpRecord) -> None:
     """Count a call without a time, and notify `explain`; no event is recorded, so a graph may be captured meanwhile."""
     with _ledger.lock:
         record.calls += 1
+    _notify(record)
+
+
+def _notify(record: OpRecord) -> None:
+    """Call the observers with the decision that a record of a sole implementation stands for."""
     for observer in list(observers):
         names = (record.op, record.case, record.device, record.implementation)
         observer(Decision(*names, own=record.own, reason=record.reason))
@@ -670,10 +675,7 @@ class RecordedLaunch:
         if self._start is not None:
             _ledger.end(record, self._start, self._provider, self._index)
         if observers:
-            names = (record.op, record.case, record.device, record.implementation)
-            decision = Decision(*names, own=True, reason=record.reason)
-            for observer in list(observers):
-                observer(decision)
+            _notify(record)
 
 
 def compiled(space: LaunchMemory, source: KernelSource, entry: str) -> Kernel:

@@ -584,7 +584,7 @@ class LiveSet(TorchDispatchMode):
         self._granularity = granularity
         self._limit = limit_bytes
         self._watch = watch
-        self._storages: dict[int, _LiveStorage] = {}
+        self._storages: dict[int, tuple[object, int, int]] = {}  # a weak reference, the size, and when first seen
         self._clock = 0
         self._peak_clock = 0
 
@@ -616,7 +616,7 @@ class LiveSet(TorchDispatchMode):
         """Return the bytes of the tree's storages that existed when the peak was reached."""
         keys = {_key(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
         storages = [self._storages[key] for key in keys if key in self._storages]
-        return sum(storage.size_bytes for storage in storages if storage.born <= self._peak_clock)
+        return sum(size_bytes for _, size_bytes, born in storages if born <= self._peak_clock)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -638,38 +638,24 @@ class LiveSet(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.device.type != self._device_type:
-            return
-        key = _key(tensor)
+        key = _key(tensor) if tensor.device.type == self._device_type else None
         if key is None:  # no storage: sparse tensors, some subclasses
             return
         storage = tensor.untyped_storage()
-        rounded = -(-storage.nbytes() // self._granularity) * self._granularity
-        known = self._storages.get(key)
-        if known is None:
+        if key not in self._storages:
             self._clock += 1
-            reference = weakref.ref(storage, lambda _: self._drop(key))
-            self._storages[key] = _LiveStorage(reference, rounded, self._clock)
-            self.live_bytes += rounded
-        elif known.size_bytes != rounded:  # resized in place
-            self.live_bytes += rounded - known.size_bytes
-            known.size_bytes = rounded
+            self._storages[key] = weakref.ref(storage, lambda _: self._drop(key)), 0, self._clock
+        reference, size_bytes, born = self._storages[key]
+        rounded = -(-storage.nbytes() // self._granularity) * self._granularity
+        if size_bytes != rounded:  # new, or resized in place
+            self._storages[key] = reference, rounded, born
+            self.live_bytes += rounded - size_bytes
         if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self._peak_clock = self.live_bytes, self._clock
+            self.reset_peak()
 
     def _drop(self, key: int) -> None:
-        storage = self._storages.pop(key, None)
-        if storage is not None:
-            self.live_bytes -= storage.size_bytes
-
-
-@dataclass(slots=True)
-class _LiveStorage:
-    """A storage that is alive: a weak reference to it, its size, and when it was first seen."""
-
-    reference: object
-    size_bytes: int
-    born: int
+        if (storage := self._storages.pop(key, None)) is not None:
+            self.live_bytes -= storage[1]
 
 
 def _key(tensor: Tensor) -> int | None:

@@ -35,7 +35,7 @@ from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import OpRecord, ledger, metric_family
 from accelerant.runtime.monitoring import readers
-from accelerant.runtime.monitoring.readers import FIGURES, ProcessMemory, Reader
+from accelerant.runtime.monitoring.readers import FIGURES, ProcessMemory, TableReader
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.registry import DeviceLike
 
@@ -74,11 +74,11 @@ class Sample(JsonRecord):
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
 
 
-_readers: dict[tuple[str, int], Reader] = {}
+_readers: dict[tuple[str, int], TableReader] = {}
 _readers_lock = fork_safe(threading.Lock())
 
 
-def _new_reader(device: ComputeDevice) -> Reader:
+def _new_reader(device: ComputeDevice) -> TableReader:
     """Return the reader for a device's backend; other backends report only the total of memory."""
     if not device.available:
         raise BackendUnavailable(device.backend, device.reason)
@@ -272,23 +272,8 @@ _OP_NUMBERS = ("calls", "ms", "J")
 
 
 _MEASURED = ("energy_j", "power_w", "temperature_c")
-
-
-class _Sampler:
-    """The readings of a device: time.perf_counter() and the figures, with the reasons for absent ones."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.readings: list[tuple[float, dict[str, float]]] = []
-        self.reasons: dict[str, str] = {}
-
-    def read(self) -> None:
-        figures, reasons = self._reader.read(_MEASURED)
-        self.readings.append((time.perf_counter(), figures))
-        self.reasons.update(reasons)
-
-    def series(self, name: str) -> list[tuple[float, float]]:
-        return [(seconds, figures[name]) for seconds, figures in self.readings if name in figures]
+_Readings = list[tuple[float, dict[str, float]]]
+"""Times of time.perf_counter(), and the figures then."""
 
 
 @contextmanager
@@ -324,15 +309,22 @@ def measure(device: DeviceLike = None, interval_s: float = 0.05, *, kernels: boo
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
     target = registry.find_device(device)
-    sampler = _Sampler(_new_reader(target))
-    provider = registry.create(target.backend)
+    reader, provider = _new_reader(target), registry.create(target.backend)
+    readings: _Readings = []
+    reasons: dict[str, str] = {}
+
+    def read() -> None:
+        figures, absent = reader.read(_MEASURED)
+        readings.append((time.perf_counter(), figures))
+        reasons.update(absent)
+
     measurement = Measurement(target.label)
     provider.synchronize(target.index)
     before = {id(record): record.calls for record in ledger().records()}
     with _kernels_of(measurement, target, kernels), _peak_of(measurement, target):
-        sampler.read()
+        read()
         try:
-            with every(interval_s, sampler.read, "accelerant-monitor"):
+            with every(interval_s, read, "accelerant-monitor"):
                 began = time.perf_counter()
                 try:
                     yield measurement
@@ -340,8 +332,8 @@ def measure(device: DeviceLike = None, interval_s: float = 0.05, *, kernels: boo
                 finally:
                     measurement.seconds = time.perf_counter() - began
         finally:
-            sampler.read()
-            _add_readings(measurement, sampler)
+            read()
+            _add_readings(measurement, readings, reasons)
             _share(measurement, target, before)
 
 
@@ -404,28 +396,28 @@ def _kernels_of(measurement: Measurement, device: ComputeDevice, wanted: bool) -
     measurement.kernels = tuple(sorted(found, key=lambda kernel: -kernel.time_ms))
 
 
-def _add_readings(measurement: Measurement, sampler: _Sampler) -> None:
-    counts, powers = sampler.series("energy_j"), sampler.series("power_w")
-    measurement.readings = len(sampler.readings)
-    measurement.power_peak_w = max((watts for _, watts in powers), default=None)
+def _add_readings(measurement: Measurement, readings: _Readings, reasons: Mapping[str, str]) -> None:
+    counts, powers, celsius = ([(s, found[name]) for s, found in readings if name in found] for name in _MEASURED)
+    measurement.readings = len(readings)
     if len(counts) > 1 and counts[-1][1] > counts[0][1]:
         measurement.energy_j, measurement.energy_source = counts[-1][1] - counts[0][1], "counter"
     elif len(powers) > 1:
         joules = sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(powers))  # trapezoidal rule
         measurement.energy_j, measurement.energy_source = joules, "power"
     else:
-        measurement.reasons["energy_j"] = sampler.reasons.get("energy_j", "the counter did not move")
-        measurement.reasons["power_mean_w"] = measurement.reasons["energy_j"]
-    if measurement.power_peak_w is None:
-        measurement.reasons["power_peak_w"] = sampler.reasons.get("power_w", "")
+        reason = reasons.get("energy_j", "the counter did not move")
+        measurement.reasons |= {"energy_j": reason, "power_mean_w": reason}
     if measurement.energy_j is not None:
-        measurement.power_mean_w = measurement.energy_j / (sampler.readings[-1][0] - sampler.readings[0][0])
-    series = [celsius for _, celsius in sampler.series("temperature_c")]
-    if series:
-        measurement.temperature_start_c, measurement.temperature_end_c = series[0], series[-1]
-        measurement.temperature_peak_c = max(series)
+        measurement.power_mean_w = measurement.energy_j / (readings[-1][0] - readings[0][0])
+    if powers:
+        measurement.power_peak_w = max(watts for _, watts in powers)
     else:
-        measurement.reasons["temperature_c"] = sampler.reasons.get("temperature_c", "")
+        measurement.reasons["power_peak_w"] = reasons.get("power_w", "")
+    if celsius:
+        measurement.temperature_start_c, measurement.temperature_end_c = celsius[0][1], celsius[-1][1]
+        measurement.temperature_peak_c = max(degrees for _, degrees in celsius)
+    else:
+        measurement.reasons["temperature_c"] = reasons.get("temperature_c", "")
 
 
 def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, int]) -> None:

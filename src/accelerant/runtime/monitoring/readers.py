@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.monitoring.nvidia import slow_down_reasons
@@ -48,13 +48,6 @@ class ProcessMemory:
     memory_bytes: int | None
 
 
-class Reader(Protocol):
-    """Reads figures of one device."""
-
-    def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the figures that are present, and a reason for each of the other names."""
-
-
 class TableReader:
     """A reader made of a function for each figure, which may raise Absent; `otherwise` is the reason for others."""
 
@@ -66,7 +59,7 @@ class TableReader:
         self._errors: tuple[type[Exception], ...] = (Absent, OSError, ValueError, *errors)
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See Reader."""
+        """Return the figures that are present, and a reason for each of the other names."""
         figures: dict[str, Any] = {}
         reasons: dict[str, str] = {}
         for name in names:
@@ -83,7 +76,7 @@ class TableReader:
 # --- NVIDIA ----------------------------------------------------------------------------------------------------------
 
 
-def cuda_reader(device: ComputeDevice) -> Reader:
+def cuda_reader(device: ComputeDevice) -> TableReader:
     """Return a reader of NVML if nvidia-ml-py is installed and starts, else of torch."""
     import torch
 
@@ -120,7 +113,7 @@ def nvml_missing() -> str:
 _OF_THE_GPU = ("power_w", "energy_j", "utilisation_percent")
 
 
-def _nvml_reader(nvml: Any, handle: Any) -> Reader:
+def _nvml_reader(nvml: Any, handle: Any) -> TableReader:
     """Return a reader of a GPU or a MIG slice, whose temperature, clocks and memory errors are its GPU's."""
     gpu = handle
     is_slice = False
@@ -177,7 +170,7 @@ def _number(text: object) -> float | None:
 # --- AMD -------------------------------------------------------------------------------------------------------------
 
 
-def amdsmi_reader(device: ComputeDevice) -> Reader:
+def amdsmi_reader(device: ComputeDevice) -> TableReader:
     """Return a reader of amdsmi, a package of ROCm; torch finds the device's handle."""
     import torch
 
@@ -243,7 +236,7 @@ def _amd_number(value: object) -> float:
 # --- Apple -----------------------------------------------------------------------------------------------------------
 
 
-def apple_reader() -> Reader:
+def apple_reader() -> TableReader:
     """Return a reader of torch.mps: this process's memory, and the most that the system recommends to use."""
     import torch
 
@@ -261,7 +254,7 @@ _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal")
 _LOADS = ("utilisation_percent", "core_percents")
 
 
-class CpuReader:
+class CpuReader(TableReader):
     """Reads the CPU's figures; `total_bytes` is for systems without /proc, `root` for tests."""
 
     def __init__(self, total_bytes: int = 0, root: Path = Path("/")) -> None:
@@ -269,7 +262,7 @@ class CpuReader:
         self._sys = root / "sys"
         self._total_bytes = total_bytes
         self._lock = fork_safe(threading.Lock())
-        self._table = TableReader(
+        super().__init__(
             {
                 "utilisation_percent": lambda: self._busy()["cpu"],
                 "core_percents": lambda: tuple(share for name, share in self._busy().items() if name != "cpu"),
@@ -295,17 +288,17 @@ class CpuReader:
         self._throttled: int | None = None
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Read figures as Reader.read does; waits 0.1 s for the load if there is no recent reading."""
+        """Read figures; waits 0.1 s for the load if there is no recent reading."""
         with self._lock:
             if not any(name in _LOADS for name in names):
-                return self._table.read(names)
+                return super().read(names)
             if time.monotonic() - self._earlier_s > _STALE_S:
                 self._earlier_s, self._earlier_ticks = time.monotonic(), self._read_ticks()
-                self._table.read(["power_w"])
+                super().read(["power_w"])
             time.sleep(max(0.0, self._earlier_s + _LEAST_S - time.monotonic()))
             self._ticks = self._read_ticks()
             now_s = time.monotonic()
-            result = self._table.read(names)
+            result = super().read(names)
             self._earlier_s, self._earlier_ticks = now_s, self._ticks
             return result
 

@@ -99,12 +99,6 @@ def without_collection(*, collect: bool = True) -> Iterator[None]:
             gc.enable()
 
 
-def _end_drawing() -> None:
-    """End the capture that a failed one leaves the random number generator in, so that later draws work."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device="cuda")
-
-
 @contextmanager
 def _begun(
     graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None, capture_error_mode: str
@@ -167,7 +161,9 @@ class Graph:
             except BaseException:
                 torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own current if the capture's end raises
                 self._ledger.release(self._ledger.captured(self.name, calls))
-                _end_drawing()
+                # Ends the capture that a failed one leaves the random number generator in, so that later draws work.
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                    torch.zeros(1, device="cuda")
                 raise
         manifest = self._ledger.captured(self.name, calls)
         weakref.finalize(self, self._ledger.release, manifest)

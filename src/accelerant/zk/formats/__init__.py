@@ -23,22 +23,8 @@ from accelerant.zk.formats.ptau import Ptau, PtauContribution, write_ptau
 from accelerant.zk.formats.zkey import COEFFICIENT, Zkey, ZkeyContribution, write_zkey
 
 __all__ = [
-    "COEFFICIENT",
-    "TERM",
-    "CustomGate",
-    "Label",
-    "Ptau",
-    "PtauContribution",
-    "R1cs",
-    "Witness",
-    "Zkey",
-    "ZkeyContribution",
-    "describe",
-    "open_file",
-    "write_ptau",
-    "write_r1cs",
-    "write_wtns",
-    "write_zkey",
+    "COEFFICIENT", "TERM", "CustomGate", "Label", "Ptau", "PtauContribution", "R1cs", "Witness", "Zkey",
+    "ZkeyContribution", "describe", "open_file", "write_ptau", "write_r1cs", "write_wtns", "write_zkey",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker reports the names that are not there

@@ -221,9 +221,9 @@ class KeyPart:
         return KeySums(inputs_, sum_, times)
 
     def _vectors(self, n: int) -> _Vectors:
-        """Return vectors for a witness of n values: captured ones, if a set of them is free, else new ones.
+        """Return vectors for a witness of n values: captured ones, if a set is free, else new ones.
 
-        Captures the sums of new ones from the third call on.
+        Captures the quotient and the sums of new ones from the third call on.
         """
         for vectors in self._captured:
             if all(end.done() for end in vectors.ends):
@@ -239,7 +239,11 @@ class KeyPart:
 
         try:
             with without_collection(collect=False):
-                self._capture(vectors)
+                if self._rows is not None:
+                    quotient = self._queues.captured(0, "quotient", self._rows.quotient, vectors.witness)
+                    vectors.quotient, vectors.graph = quotient
+                for name, section in self._sections.items():
+                    section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ledger().fallback(FallbackRecord("msm", f"proof on {self.label}", "graph", "eager", reason))
@@ -248,19 +252,8 @@ class KeyPart:
         self._captured.append(vectors)
         return vectors
 
-    def _capture(self, vectors: _Vectors) -> None:
-        """Capture the quotient of a witness and the sums."""
-        if self._rows is not None:
-            quotient = self._queues.captured(0, "quotient", self._rows.quotient, vectors.witness)
-            vectors.quotient, vectors.graph = quotient
-        for name, section in self._sections.items():
-            section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
-
     def await_read(self) -> None:
-        """Wait until the last witness has been read, which pinned memory must not change before.
-
-        DeviceLost in a forked child, which has none of the threads that read the next one.
-        """
+        """Wait until the last witness has been read; DeviceLost in a forked child, which has none of the reading threads."""
         if self._read is None:
             self.space.provider.memory(self.space.index)
         else:
@@ -336,7 +329,8 @@ class DeviceKey:
                     part.await_read()
                 bounds = [len(self._witness) * i // _PARTS for i in range(_PARTS + 1)]
                 rows = list(itertools.pairwise(bounds))
-                read = [self._threads.submit(self._copy, witness, *some) for some in rows]
+                copied = self._witness
+                read = [self._threads.submit(witness.copy_values, i, copied[i:j]) for i, j in rows]
                 try:
                     copies, starts = zip(*[part.receive(self._witness) for part in self._parts], strict=True)
                     for done, some in zip(read, rows, strict=True):
@@ -373,9 +367,6 @@ class DeviceKey:
             }
 
         return KeySums(public, sum_, spans)
-
-    def _copy(self, witness: Witness, first: int, last: int) -> None:
-        witness.copy_values(first, self._witness[first:last])
 
     def explain(self) -> str:
         """See ProvingKey; one line per section and device."""
@@ -555,13 +546,9 @@ class Queues:
 
             # One more for copies, which must not wait for the work of a queue
             self._streams = [Stream(space.label, priority=-1 if number == 0 else 0) for number in range(count + 1)]
+        self.captures = bool(self._streams)  # whether launches can be captured
         self._copied: deque[Event] = deque()
         self._results: dict[Any, list[Any]] = {}
-
-    @property
-    def captures(self) -> bool:
-        """True where launches can be captured."""
-        return bool(self._streams)
 
     def captured(self, number: int, name: str, call: Callable[..., T], *args: Any) -> tuple[T, Graph]:
         """Return the result of a call that launches on a queue, in memory that replays of the graph write."""

@@ -203,7 +203,10 @@ def check_inputs(public: Iterable[Any], family: Family, name: str, n_public: int
         raise FormatError(f"{name} has {found} {more}inputs; the verification key is for {n_public}")
     for i, value in enumerate(values):
         if isinstance(value, str):
-            values[i] = value = _text_number(value, f"{name}[{i}]")
+            if not _DECIMAL.fullmatch(value) and not _HEXADECIMAL.fullmatch(value):
+                wanted = f'{name}[{i}] must be an integer, or text such as "33" or "0x21"'
+                raise FormatError(f"{wanted}, got {abbreviated(value)}")
+            values[i] = value = int(value, 0)
         if isinstance(value, bool) or not isinstance(value, int):
             raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {clipped(value)}")
         values[i] = value = operator.index(value)
@@ -343,12 +346,6 @@ def _number(value: object, below: int, what: str) -> int:
     if number >= below:
         raise FormatError(f"{what} is {number}, not below the modulus {below}")
     return number
-
-
-def _text_number(text: str, what: str) -> int:
-    if not _DECIMAL.fullmatch(text) and not _HEXADECIMAL.fullmatch(text):
-        raise FormatError(f'{what} must be an integer, or text such as "33" or "0x21", got {abbreviated(text)}')
-    return int(text, 0)
 
 
 def point_from_json(value: object, curve: Curve[Any], what: str) -> Any:

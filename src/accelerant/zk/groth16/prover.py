@@ -197,7 +197,9 @@ class Prover:
                     inputs = key.public()
                 with stages("blinding"):  # while a device computes the sums
                     public = tuple(field_words.decode(self._field, inputs))
-                    statement = self._statement(public) if verify else None
+                    statement = Statement(self.verification_key, public) if verify else None
+                    if statement is not None and self._key.label != HOST.label:  # else nothing runs meanwhile
+                        statement.prepare()
                 sum_a, sum_b1 = key.sum("A"), key.sum("B1")
                 with stages("blinding"):
                     a = _sum(g1, self._g1["alpha1"], sum_a, delta1[:1])
@@ -208,7 +210,11 @@ class Prover:
             with stages("proof"):
                 b2 = _sum(g2, self._g2["beta2"], sum_b2, s_delta2)
                 c = _sum(g1, c, sum_c, sum_h)
-                proof = self._assembled(a, b2, c, public)
+                (pi_a, pi_c), (pi_b,) = (
+                    decode_points(curve, launch.from_montgomery(HOST, curve, points))
+                    for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
+                )
+                proof = Proof(self.family, pi_a, pi_b, pi_c, public)
             if statement is not None:
                 with stages("verification"):
                     self._verify(statement, proof)
@@ -238,20 +244,6 @@ class Prover:
         delta1: U64 = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
         delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
         return delta1, delta2
-
-    def _assembled(self, a: U64, b2: U64, c: U64, public: tuple[int, ...]) -> Proof:
-        g1, g2 = self._pairing.g1, self._pairing.g2
-        (pi_a, pi_c), (pi_b,) = (
-            decode_points(curve, launch.from_montgomery(HOST, curve, points))
-            for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
-        )
-        return Proof(self.family, pi_a, pi_b, pi_c, public)
-
-    def _statement(self, public: tuple[int, ...]) -> Statement:
-        statement = Statement(self.verification_key, public)
-        if self._key.label != HOST.label:  # else nothing runs meanwhile
-            statement.prepare()
-        return statement
 
     def _verify(self, statement: Statement, proof: Proof) -> None:
         try:

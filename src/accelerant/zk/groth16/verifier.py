@@ -222,11 +222,42 @@ class VerificationKey:
     def to_solidity(self, name: str = "Groth16Verifier") -> str:
         """Return a Solidity contract that verifies proofs for this key, on BN254.
 
+        Its verifyProof(uint256[2], uint256[2][2], uint256[2], uint256[nPublic]) is that of snarkjs's contract; the last
+        argument is absent for a circuit without public inputs, since Solidity has no arrays of length 0. It answers as
+        `verify`, but False where that raises: it checks that public inputs are below r and coordinates below q; the
+        pairing's contract checks that points are on their curves and B in the subgroup. Source: EIP-196 (addition 0x06
+        and multiplication 0x07 in G1) and EIP-197 (product of pairings 0x08, c1 before c0).
+
         Raises:
             UnsupportedCase: the key is on BLS12-381.
             ConfigError: the name is not an identifier of Solidity.
         """
-        return verifier_contract(self, name)
+        family = family_of(self.family)
+        if self.family != "bn254":
+            raise UnsupportedCase(
+                f"contracts of Solidity verify proofs on BN254 (EIP-197); this key is on {self.family}"
+            )
+        taken = isinstance(name, str) and (name in _RESERVED | _OWN or _NUMBERED.fullmatch(name))
+        if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or taken:
+            wanted = "a contract's name must be an identifier of Solidity that is not taken"
+            raise ConfigError(f"{wanted}, got {clipped(name)}")
+        (alpha,) = decode_points(family.g1, self.alpha[None])
+        beta, gamma, delta = decode_points(family.g2, np.stack([self.beta, self.gamma, self.delta]))
+        ic = [point or (0, 0) for point in decode_points(family.g1, self.ic)]
+        terms = [f"        if (!addTerm(sum, {x}, {y}, input[{i}])) return false;\n" for i, (x, y) in enumerate(ic[1:])]
+
+        def assigned(at: int, values: Iterable[int]) -> str:
+            return "\n".join(f"        pairs[{at + i}] = {value};" for i, value in enumerate(values))
+
+        def second(at: int, point: Any) -> str:
+            return assigned(at, [part for coordinate in point for part in reversed(coordinate)])
+
+        return _TEMPLATE.format(
+            version=__version__, count=self.n_public, name=name, q=family.q, r=family.r, ic0=ic[0], terms="".join(terms),
+            parameter=f",\n        uint256[{self.n_public}] calldata input" if self.n_public else "",
+            alpha_beta=f"{assigned(6, alpha)}\n{second(8, beta)}", gamma=second(14, gamma), delta=second(20, delta),
+            add_term=_ADD_TERM if self.n_public else "",
+        )  # fmt: skip
 
 
 def _copied(value: Any, name: str) -> U64:
@@ -501,46 +532,3 @@ _ADD_TERM = """
         }
     }
 """
-
-
-def verifier_contract(key: VerificationKey, name: str = "Groth16Verifier") -> str:
-    """Return the source of a contract with verifyProof(uint256[2], uint256[2][2], uint256[2], uint256[nPublic]).
-
-    Its signature is that of snarkjs's contract; the last argument is absent for a circuit without public inputs, since
-    Solidity has no arrays of length 0. It answers as `verify`, but False where that raises: it checks that public
-    inputs are below r and coordinates below q; the pairing's contract checks that points are on their curves and B in
-    the subgroup. Source: EIP-196 (addition 0x06 and multiplication 0x07 in G1) and EIP-197 (product of pairings 0x08,
-    c1 before c0).
-    """
-    family = family_of(key.family)
-    if key.family != "bn254":
-        raise UnsupportedCase(f"contracts of Solidity verify proofs on BN254 (EIP-197); this key is on {key.family}")
-    taken = isinstance(name, str) and (name in _RESERVED | _OWN or _NUMBERED.fullmatch(name))
-    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or taken:
-        raise ConfigError(f"a contract's name must be an identifier of Solidity that is not taken, got {clipped(name)}")
-    (alpha,) = decode_points(family.g1, key.alpha[None])
-    beta, gamma, delta = decode_points(family.g2, np.stack([key.beta, key.gamma, key.delta]))
-    ic = [point or (0, 0) for point in decode_points(family.g1, key.ic)]
-
-    def second(at: int, point: Any) -> str:
-        return _assigned(at, [part for coordinate in point for part in reversed(coordinate)])
-
-    terms = [f"        if (!addTerm(sum, {x}, {y}, input[{i}])) return false;\n" for i, (x, y) in enumerate(ic[1:])]
-    return _TEMPLATE.format(
-        version=__version__,
-        count=key.n_public,
-        name=name,
-        q=family.q,
-        r=family.r,
-        parameter=f",\n        uint256[{key.n_public}] calldata input" if key.n_public else "",
-        ic0=ic[0],
-        terms="".join(terms),
-        alpha_beta=_assigned(6, alpha) + "\n" + second(8, beta),
-        gamma=second(14, gamma),
-        delta=second(20, delta),
-        add_term=_ADD_TERM if key.n_public else "",
-    )
-
-
-def _assigned(at: int, values: Any) -> str:
-    return "\n".join(f"        pairs[{at + i}] = {value};" for i, value in enumerate(values))
