@@ -24,10 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def group_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the processes of a group or of a mesh of one dimension; None for all.
-
-    Raises ConfigError if torch.distributed is not initialized, or for a mesh of several dimensions.
-    """
+    """Return the processes of a group or of a mesh of one dimension, all for None; ConfigError for others."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("torch.distributed is not initialized: start with torchrun and call init_process_group")
     if isinstance(mesh, DeviceMesh):

@@ -51,10 +51,7 @@ def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _leave(x: Tensor, mesh: DeviceMesh, sums: PeerSum | None = None, *, columns: bool = False) -> Tensor:
-    """Return the sum of the processes' partial results, or their `columns` side by side; gradients are the whole's.
-
-    Without a gradient `sums` may take x, in place.
-    """
+    """Return the sum of partial results, or `columns` side by side; without a gradient `sums` may take x, in place."""
     if sums is not None and not columns and not torch.is_grad_enabled() and sums.takes(x):
         return sums(x)
     parts = DTensor.from_local(x, mesh, [Shard(x.dim() - 1) if columns else Partial()], run_check=False)

@@ -328,10 +328,7 @@ class CpuFastPath:
         return y
 
     def _watched(self, public: Callable[..., Any], args: Any, options: Any) -> Any:
-        """Call the public function, and now and then recognize the next call that runs kernels of ours like it.
-
-        The function must get the tensors as they were given, and the public result must be its own, or its first.
-        """
+        """Call the public function, and now and then recognize the next call that runs kernels of ours like it."""
         self._missed += 1
         thread = self.thread
         if not self._pure or self._missed & (self._missed - 1):

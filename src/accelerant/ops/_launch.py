@@ -72,10 +72,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def eviction(x: Tensor, accesses: int) -> str:
-    """Return the L2 eviction policy for loads of data that a kernel reads once: "evict_last", or "" for the default.
-
-    "evict_last" is up to 5% faster on an H200 where `accesses` tensors of the size of x exceed the L2.
-    """
+    """Return the L2 eviction policy for loads of data that a kernel reads once: "evict_last", or "" for the default."""
     return "evict_last" if x.numel() * x.element_size() * accesses > _l2_bytes(x.device) else ""
 
 
@@ -122,10 +119,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def recorded(self, key: Hashable, pointers: Sequence[int]) -> Iterator[None]:
-        """Keep the launches of the block, unless one has another pointer (a temporary copy) or plans are being timed.
-
-        Nothing is kept for a key of None, nor where two tensors are at one address, which others need not be.
-        """
+        """Keep the block's launches, unless one has another pointer, two tensors share one, or plans are being timed."""
         if key is None or rules().tune:
             yield
             return

@@ -98,10 +98,7 @@ _composites: dict[str, Callable[..., Any]] = {}  # names and composites of ops t
 
 
 def is_distributed(x: object) -> bool:
-    """Return whether x is a DTensor, which has rules of sharding for torch's operations alone.
-
-    The first one gives every op the rule that its composite runs: inference mode skips the formulas of autograd.
-    """
+    """Return whether x is a DTensor, which has rules for torch's operations alone; the first one adds them to our ops."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(x, module.DTensor):
         return False

@@ -71,10 +71,7 @@ class PerExampleSink(Protocol):
         self, weight: Tensor, dy: Tensor, tokens: Tensor, examples: int, padding_idx: int | None = None,
         distinct: bool = False,
     ) -> None:  # fmt: skip
-        """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) for all examples.
-
-        `distinct`: no token occurs twice in an example, as with positions.
-        """
+        """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,); `distinct` in an example."""
 
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int

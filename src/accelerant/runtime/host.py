@@ -169,11 +169,10 @@ def processor_facts() -> dict[str, Any]:
 
 
 def python_child(program: str, *arguments: str, site: bool = False, **streams: Any) -> subprocess.Popen[str]:
-    """Start a Python program in a child process that imports from where this one does, but the current folder.
+    """Start a Python program that imports from where this process does, but not from the current folder.
 
-    In a folder of downloaded files a module's name would be enough to run its code. -I and -S also ignore PYTHON*
-    variables and, without `site`, .pth files and the environment's folders, where NVRTC is found. `arguments` are
-    sys.argv[1:], `streams` those of subprocess.Popen.
+    A module's name in a folder of downloaded files would be enough to run its code. -I and -S also ignore PYTHON*
+    variables and, without `site`, .pth files and the environment's folders, where NVRTC is found.
     """
     package = str(Path(__file__).absolute().parents[2])
     paths = [path for path in sys.path if path == package or (os.path.isabs(path) and not _is_current(path))]

@@ -60,10 +60,7 @@ _GAP, _NARROWEST = 2, 8
 def text_table(
     rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None, indent: int = 0
 ) -> list[str]:
-    """Return the lines of a table whose first row has the names; a row with a single cell is a heading.
-
-    `numbers` are aligned on the right. Cells of the widest columns wrap to a `width`, by default the terminal's.
-    """
+    """Return the lines of a table whose first row has the names; one cell alone is a heading, `numbers` align right."""
     whole = [tuple(row) for row in rows]
     if not whole:
         return []

@@ -699,9 +699,6 @@ def launch(
     space: LaunchMemory, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
     *scalars: int,
 ) -> None:  # fmt: skip
-    """Launch an entry point of a program on contiguous arrays of the space, then scalars; compiled on first use.
-
-    The source's name must name everything that its text depends on. On the CPU `blocks` is the number of indices.
-    """
+    """Launch an entry point of a program on arrays of the space, then scalars; on the CPU `blocks` counts the indices."""
     kernel = compiled(space, source, entry)
     space.provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))

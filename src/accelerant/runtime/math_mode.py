@@ -27,12 +27,7 @@ def _set_tf32(matmul: bool, cudnn: bool) -> None:
 
 
 class MathMode:
-    """The settings that configure_math made; as a context manager, restores the former ones at its end.
-
-    Attributes:
-        tf32: whether float32 matrix products, convolutions and recurrent layers may use TF32.
-        cudnn_benchmark: whether cuDNN times its algorithms on the first call of each shape and keeps the fastest.
-    """
+    """The settings (`tf32`, `cudnn_benchmark`) that configure_math made; a `with` restores the former ones at its end."""
 
     def __init__(self, before: tuple[str, str, str, bool]) -> None:
         self._before = before

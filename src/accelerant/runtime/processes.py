@@ -107,10 +107,7 @@ class Processes:
 
     @contextlib.contextmanager
     def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Run a block in every process, then compare the settings it leaves; ConfigError in all where one differs.
-
-        An error of the block is raised in all, with its rank and the attribute `shared`; values of `hidden` are secret.
-        """
+        """Run a block in every process, then compare the settings it leaves; an error or a difference is raised in all."""
         failed: Exception | None = None
         try:
             yield
@@ -340,10 +337,7 @@ _ALIGNED = 16  # bytes: boundaries of the parts
 
 
 class PeerMemory:
-    """An array of zeros, `own`, in each process of a group, which the others map at `addresses`; all create it alike.
-
-    UnsupportedCase, in every process: no GPUs of one host, or the driver maps no memory of other processes.
-    """
+    """An array of zeros in each process of a group, mapped at `addresses`; UnsupportedCase in all where that cannot be."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, group: Any = None) -> None:
         group = torch.distributed.group.WORLD if group is None else group

@@ -785,10 +785,7 @@ def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -
 
 
 def lacks_host_memory(error: BaseException) -> bool:
-    """Return whether an error of Python, NumPy or torch reports that the host's memory is exhausted.
-
-    torch.OutOfMemoryError is for devices alone.
-    """
+    """Return whether an error of Python, NumPy or torch reports that the host's memory is exhausted, not a device's."""
     if isinstance(error, MemoryError):
         return not isinstance(error, OutOfMemory)
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

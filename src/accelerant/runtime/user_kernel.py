@@ -155,10 +155,7 @@ class _Array:
 
 
 class UserKernel:
-    """A kernel that is called with a grid, a block and its arguments; see `kernel`.
-
-    `parameters` are its arguments: name, kind, and whether the kernel only reads the array.
-    """
+    """A kernel with its `parameters` that is called with a grid, a block and its arguments; see `kernel`."""
 
     def __init__(
         self, source: KernelSource, dialect: str, parameters: tuple[Parameter, ...], device: ComputeDevice | None

@@ -265,11 +265,7 @@ _nested: set[Any] = set()
 
 @cache
 def _can_repeat(func: Any) -> bool:
-    """Return whether an operation that failed left its arguments as they were.
-
-    The table's operations write an argument in their last launch, and a launch that raises has not run. One that writes
-    several may have written the first.
-    """
+    """Return whether a failed operation left its arguments as they were: it writes one at most, in its last launch."""
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     one = len(written) == 1 and isinstance(written[0].type, torch.TensorType)
     return func not in _nested and (not written or one)
@@ -279,10 +275,7 @@ def _on_host(
     func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str = "",
     failure: str = "",
 ) -> Any:  # fmt: skip
-    """Run an operation on host copies, count it with its bytes, and write changed arguments back.
-
-    A `reason` says why the host is its place; without one it is a fallback, after a `failure` or for want of a kernel.
-    """
+    """Run an operation on host copies and write changed arguments back; without a `reason` it counts as a fallback."""
     lacking = "" if reason else failure or f"{place.label} has no kernel for this call"
     if lacking and settings().fallback == "forbid":
         raise UnsupportedCase(f"{func}: {lacking}, and the setting fallback='forbid' refuses the host")

@@ -143,10 +143,7 @@ for _view in ("select", "slice", "diagonal"):
 
 
 def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tuple[DeviceTensor, list[int], int] | None:
-    """Return adjacent index tensors as one of a flattened dimension, the shape of the result, and the dimension.
-
-    None where the kernels do not serve the indices.
-    """
+    """Return adjacent index tensors as one of a flattened dimension, the result's shape and the dimension; or None."""
     at = [dim for dim, index in enumerate(indices) if index is not None]
     if not at or at[-1] - at[0] + 1 != len(at) or any(indices[dim].dtype not in _INDICES for dim in at):
         return None

@@ -148,10 +148,7 @@ def elementwise(
     place: TensorDevice, template: str, operands: Sequence[Any], dtype: torch.dtype, *,
     compute: torch.dtype | None = None, out: DeviceTensor | None = None, integers: Sequence[int] = (),
 ) -> Any:  # fmt: skip
-    """Return the expression of a template for each element, in a new tensor of a dtype or in `out`.
-
-    Returns NotImplemented for dtypes that the device does not have.
-    """
+    """Return a template's value for each element, in a new tensor or in `out`; NotImplemented for unknown dtypes."""
     whole = [operand(place, x) for x in operands]
     tensors = [x for x in whole if isinstance(x, DeviceTensor)]
     compute = dtype if compute is None else compute

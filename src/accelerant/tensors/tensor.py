@@ -449,10 +449,7 @@ class _Transfer(torch.autograd.Function):
 
 @cache
 def _follow_optimizers() -> None:
-    """Install a hook with which each optimizer moves its state to its parameters' devices before a step.
-
-    `Optimizer.load_state_dict` puts it on `x.device`, and a module may have been moved since the last step.
-    """
+    """Install a hook that moves an optimizer's state to the devices of its parameters before each step."""
 
     def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter, state in optimizer.state.items():

@@ -516,10 +516,7 @@ _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class _Int64(ast.NodeVisitor):
-    """Writes an expression of int64: visit returns WGSL and its kind, i64, i32 (indices, literals) or bool.
-
-    The language of expressions is a part of Python's, but for && and ||.
-    """
+    """Writes an int64 expression (Python's syntax, && and ||): visit returns WGSL and its kind, i64, i32 or bool."""
 
     def visit_Name(self, node: ast.Name) -> tuple[str, str]:
         return node.id, "i32" if re.fullmatch(r"i|n\d+", node.id) else "i64"

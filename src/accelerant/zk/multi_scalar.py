@@ -269,10 +269,7 @@ def run_sums(
 def sums_outward(
     curve: Curve[Any], sums: Words, space: MemorySpace, leading: tuple[int, ...], operand: ArrayOperand
 ) -> Any:
-    """Return the sums of run_sums as canonical words of the points' library, with these leading dimensions.
-
-    Python converts sums of devices: there are few, at 0.02 ms each, where a first launch of a kernel takes 0.7 ms.
-    """
+    """Return the sums of run_sums as canonical words of the points' library; Python converts those of devices."""
     if space is HOST:
         return operands.points_outward(curve, sums, space, leading, operand)
     words = canonical(curve, sums).reshape(*leading, *curve.shape)
@@ -313,10 +310,7 @@ def _point_words(
 def _inward_by_one(
     curve: Curve[Any], operand: ArrayOperand, scalars: Words | None, check_scalars: _Check
 ) -> tuple[_Start, _Check]:
-    """Return starter_of points of a CUDA device, which the kernel that converts them checks, and their scalars too.
-
-    The other function waits for the device and returns the error; sums may start before.
-    """
+    """Return starter_of points that the kernel which converts them checks, and a function that waits for its error."""
     space, n = operand.space, _count(curve, operand)
     verdict, words = memory_space.DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
     converted = launch.inward(space, curve, words, scalars, verdict)

@@ -71,10 +71,7 @@ def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -
 
 
 def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") -> npt.NDArray[np.uint64]:
-    """Return the canonical words of (x, y) or None, or of a list of them; messages call one point `single`.
-
-    UnsupportedDtype names the index of what is no point; FormatError: a coordinate is not from 0 to below the modulus.
-    """
+    """Return the canonical words of (x, y), None, or a list of them, checked; messages call one point `single`."""
     alone = not isinstance(points, list)
     listed = [points] if alone else points
     for index, point in enumerate(listed):
@@ -156,10 +153,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def either_order(
     first: str, second: str, curve_of_call: Callable[..., Curve[Any]], *, own: int = 0, rows: bool = True
 ) -> Callable[[F], F]:
-    """Decorate a function of `points` and `scalars`, named `first` and `second` after `own` others: take either order.
-
-    Positional arguments are told apart by what they are (see `swapped`); `curve_of_call` has all of a call's arguments.
-    """
+    """Decorate a function of points and scalars, `first` and `second` after `own` others, to tell them apart."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -269,10 +263,7 @@ def _of_field(field: Field, scalars: FieldArray) -> FieldArray:
 
 
 def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]:
-    """Return the words (..., 4) of an integer or of evenly nested lists of them, from 0 to below `bound`.
-
-    Errors call the bound `shown`, name the index and type of an integer that is refused, and never its value.
-    """
+    """Return the words (..., 4) of integers from 0 to below `bound`, called `shown`; no error shows a value."""
     level, shape = [scalars], Shape()
     while True:
         lists = [value for value in level if isinstance(value, (list, tuple))]

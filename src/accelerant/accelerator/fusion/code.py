@@ -578,10 +578,7 @@ def _c_text(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def portable_source(program: FusedProgram, *, steps: str | None = None, outer: int = 1) -> KernelSource:
-    """Return a program's kernel: on a device `fused(inputs, results, M, N)`; on the CPU, with `steps`, `fused(table)`.
-
-    Operations are rounded one by one, as torch's are; only the order of a sum's terms is the compiler's.
-    """
+    """Return a program's kernel `fused(inputs, results, M, N)`; on the CPU, with `steps`, `fused(table)`."""
     if steps is not None:
         text = _HostPrinter(program, steps, outer).text()
         kinds: tuple[str, ...] = ("*",)

@@ -561,10 +561,7 @@ def _sized(shape: Sequence[int], by_row: bool, by_column: bool) -> tuple[int, ..
 
 @lru_cache(maxsize=4096)
 def gradient_of(program: FusedProgram, wanted: tuple[int, ...]) -> tuple[FusedProgram | None, tuple[int, ...]]:
-    """Return the program of the gradients of some inputs, and those that the results depend on.
-
-    Its inputs are the program's, then the gradient of each result. It is None where no result depends on an input.
-    """
+    """Return the program of the gradients of some inputs, None for none, and those that the results depend on."""
     graph = ExpressionGraph(program.nodes)
     inputs = list(program.inputs)
     gradients: dict[int, Expr] = {}

@@ -46,10 +46,7 @@ class _Name(NamedTuple):
 def reads_of(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], names: frozenset[str]
 ) -> Reads | None:
-    """Return what a call of the function reads, None where that is unknown; an array among its arguments is None.
-
-    `names` are those of functions of torch and NumPy that return the same for the same arguments.
-    """
+    """Return what a call reads, None where that is unknown; `names` are functions that depend on their arguments alone."""
     reads: Reads = []
     try:
         if type(function) is FunctionType:

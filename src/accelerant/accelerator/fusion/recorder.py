@@ -347,10 +347,9 @@ class Recording:
         self, domain: Domain, inputs: Sequence[tuple[Input, tuple[int, ...]]], *, of_torch: bool, as_numpy: bool,
         views: Sequence[ArrayView] | None = None, dry: bool = False,
     ) -> None:  # fmt: skip
-        """Take the domain, and each input with its shape.
+        """Take the domain and each input with its shape; with `views` the inputs are views of the arguments.
 
-        With `views` the inputs are views of the arguments, not these themselves: the views that are given, and those
-        that the run adds. A `dry` run finds all of them and their shapes.
+        A `dry` run finds all views and their shapes.
         """
         self.graph, self.domain, self.of_torch, self.as_numpy = graph.ExpressionGraph(), domain, of_torch, as_numpy
         self.reads_shape, self.dry = views is not None, dry

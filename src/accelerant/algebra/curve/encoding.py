@@ -43,10 +43,7 @@ _EVM_WORD = 32
 
 
 def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
-    """Return affine points as canonical limbs, (n, *curve.shape), uint64; not checked to be on the curve.
-
-    FormatError if a coefficient is negative or not reduced.
-    """
+    """Return affine points as canonical limbs, (n, *curve.shape), on the curve or not; FormatError if not reduced."""
     size = curve.coordinates.base.size_bytes
     coefficients = (value for i, point in enumerate(points) for value in _coefficients(curve, point, i))
     data = b"".join(value.to_bytes(size, "little") for value in coefficients)
@@ -54,10 +51,7 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
 
 
 def decode_points(curve: Curve[E], array: U64) -> list[Affine[E]]:
-    """Return the points of canonical limbs, (n, *curve.shape), uint64; not checked to be on the curve.
-
-    FormatError names the index and value of a coefficient that is not reduced.
-    """
+    """Return the points of canonical limbs, (n, *curve.shape), on the curve or not; FormatError if not reduced."""
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")
     if array.shape[1:] != curve.shape or array.ndim != len(curve.shape) + 1:
@@ -90,10 +84,7 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: PointL
 
 
 def points_from_bytes(curve: Curve[E], data: bytes, layout: PointLayout) -> list[Affine[E]]:
-    """Return the points of bytes in a layout; not checked to be on the curve, as those with x alone are.
-
-    FormatError names the first one with wrong flags, padding, an unreduced coefficient or an x that no point has.
-    """
+    """Return the points of bytes in a layout, on the curve or not; FormatError names the first that is none."""
     size = point_bytes(curve, layout)
     if len(data) % size:
         raise FormatError(f"{layout} points of {curve.name} are {size} bytes each; {len(data)} is no multiple of that")

@@ -64,11 +64,7 @@ def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words
 def inward(
     space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: DeviceVerdict
 ) -> Words:
-    """Convert canonical points of a CUDA device to Montgomery form, without waiting for it.
-
-    The kernel sets the verdict if a coefficient is not below the modulus, a point is off the curve, or a scalar, of
-    (..., 4) words, is not below the order.
-    """
+    """Convert canonical points of a CUDA device to Montgomery form; the verdict is set for invalid points or scalars."""
     n, z = _count(points), space.empty(tuple(points.shape), dtype_of(curve.coordinates.base))
     count = 0 if scalars is None else prod(scalars.shape[:-1])
     arrays = (points, z, points if scalars is None else scalars, verdict)
@@ -113,11 +109,7 @@ def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
 
 
 def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
-    """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
-
-    On the CPU, many points are first tested together (_all_in_subgroup): a point out of the subgroup is then missed
-    with probability at most 2^-64.
-    """
+    """Return the least index of a point that fails a test, or None; many points are first tested by _all_in_subgroup."""
     n, chunk = _count(x), _CHUNKS.get(space.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):
         return None
@@ -191,11 +183,7 @@ def _all_in_subgroup(curve: Curve[Any], x: _Points) -> bool:
 
 
 def _subset_sums(curve: Curve[Any], x: _Points, digits: npt.NDArray[np.uint16], bits: int) -> _Points:
-    """Return the sums of the points whose digits have bit b - 1, ..., 0, of each row of digits (rows, n).
-
-    Points with equal digits in a row are added. Halving the 2^b sums of a row then gives the sums of its subsets,
-    (bits * rows, *shape).
-    """
+    """Return the sums of the points whose digits, (rows, n), have bit b - 1, ..., 0: (bits * rows, *shape)."""
     rows = len(digits)
     buckets = (digits + (np.arange(rows) << bits)[:, None]).reshape(-1)
     order = np.argsort(buckets.astype(np.uint16) if rows << bits <= 1 << 16 else buckets, kind="stable")
@@ -345,18 +333,12 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
 
 
 def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
-    """Return a CudaProgram of a curve, with sources in `folders` too.
-
-    `arguments` is all else that the text depends on.
-    """
+    """Return a CudaProgram of a curve, with sources in `folders` too; the text depends on `arguments` besides."""
     return CudaProgram(curve.canonical_text() + arguments, (*_FOLDERS, *folders), write)
 
 
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
-    """Return the curve's coordinates and points (point.h) in dialect "portable" or "cuda"; follows portable.h.
-
-    `prefixed` makes the names. Products of coordinates are function calls unless `called` is False.
-    """
+    """Return the curve's coordinates and points (point.h) in a dialect; products are calls unless `called` is False."""
     k = curve.coordinates
     exponent = ", ".join(f"0x{word:x}UL" for word in k.base.words(k.base.modulus - 2, 64, k.base.limbs))
     parts = [defined({"BASE_EXPONENT": exponent, "BASE_NIBBLES": -(-k.base.bits // 4)}), _file("inverse.h")]
@@ -406,10 +388,7 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
 
 
 def _products(prefix: str, degree: int, called: bool) -> str:
-    """Return the macros PREFIX_MUL, _SQUARE and _MUL_SUB: the field's own functions, or calls of them.
-
-    Over Fq2 the last is two products and a difference: no registers are left for more.
-    """
+    """Return the macros PREFIX_MUL, _SQUARE and _MUL_SUB; over Fq2 registers allow two products and a difference only."""
     products = {"mul": "xy", "square": "x"} | ({"mul_sub": "xyvw"} if degree == 1 else {})
     texts, macros = [], {}
     for name, letters in products.items():

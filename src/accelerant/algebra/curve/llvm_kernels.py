@@ -48,10 +48,7 @@ _LIMB_BITS = {1: 64, 8: 52}
 
 
 class Lanes:
-    """The indices of the lanes of the pack that begins at i: consecutive, clamped to the last one before stop.
-
-    Lanes beyond the end repeat the computation of the last one, and write its result again.
-    """
+    """The indices of the lanes of the pack that begins at i, clamped to the last one, whose result is written again."""
 
     def __init__(self, k: Elements, i: str, stop: str) -> None:
         self._code = k.code

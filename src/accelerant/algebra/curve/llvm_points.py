@@ -507,11 +507,7 @@ _QUADRATIC: _Writers = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A pack of affine points P and Q to add.
-
-    `x` and `y` append loads of both coordinates, `write` stores of the sum's, `fetch` prefetches of points at arbitrary
-    addresses.
-    """
+    """A pack of affine points P and Q to add; the functions append loads of a coordinate, stores and prefetches."""
 
     x: Callable[[], tuple[Element, Element]]
     y: Callable[[], tuple[Element, Element]]
@@ -521,11 +517,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Pointers to memory for a batch of additions, with an entry per pack of pairs.
-
-    For each pack the product of all preceding denominators, its denominator, and a byte, 1 for a doubling, opposite
-    points or infinity in it.
-    """
+    """Memory of a batch, by pack: the product of earlier denominators, its own, and whether it has a special case."""
 
     products: str
     denominators: str

@@ -156,11 +156,7 @@ def _checked_size(family: Family, g1_points: U64, g2_points: U64) -> int:
 
 
 def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
-    """Run the Miller loops of pairs of finite points, (n, 6, limbs): P then Q.
-
-    Returns (m, 12, limbs), m at least 1, values whose product is that of all pairs; and (n, _CHECKS): which registers
-    of the checks are not zero.
-    """
+    """Return values whose product is that of all pairs (n, 6, limbs), and which registers of the checks are not zero."""
     limbs = points.shape[-1]
     values: list[U64] = []
     checks: list[Bools] = [np.zeros((0, _CHECKS), np.bool_)]
@@ -383,10 +379,7 @@ def _begin_segment(family: Family) -> Segment:
 
 
 def _add_checks(program: TapeProgram, family: Family, windows: Sequence[tuple[int, int, int, int]]) -> None:
-    """Append the subgroup checks to a loop; windows are p, q, t and checks of each pair.
-
-    P's multiplies it by x twice.
-    """
+    """Append the subgroup checks (P times x twice) to a loop; windows are p, q, t and checks of each pair."""
     q_check = _q_segment(family)
     for _, q, t, checks in windows:
         program.call(q_check, q=q, t=t, subgroup=checks + 3)
@@ -446,10 +439,7 @@ def _p_segment(family: Family) -> Segment:
 
 @_kept
 def final_tape(family: Family) -> TapeFunction:
-    """Return f^((q^12 - 1) / r) of one element that is not zero, from Montgomery to canonical form.
-
-    It is the powers by q^6 - 1, by q^2 + 1, and by (q^4 - q^2 + 1) / r exactly.
-    """
+    """Return f^((q^12 - 1) / r) of one element that is not zero, exactly, from Montgomery to canonical form."""
     machine = _Machine(family)
     f = machine.new()
     start = machine.copy(f)
@@ -620,10 +610,7 @@ def _point(tower: RecordedTower) -> Projective:
 
 
 class RecordedTower(RecordedPairs):
-    """The tower of a family over a new recorder. Elements are nested pairs and triples of its values.
-
-    Names of methods end in the degree of their field, 6 or 12, none in Fq2. M is a product in Fq.
-    """
+    """The tower of a family over a new recorder; names end in the degree, 6 or 12; M is a product in Fq."""
 
     def __init__(self, family: Family) -> None:
         super().__init__(Recorder(family.fq))
@@ -755,10 +742,7 @@ class RecordedTower(RecordedPairs):
         return (b[0], b[2], b[4]), (b[1], b[3], b[5])
 
     def frobenius_twist(self, x: Fq2, y: Fq2, times: int) -> tuple[Fq2, Fq2]:
-        """Apply the curve's Frobenius over Fq12 to coordinates of the twist, several times.
-
-        On a twist by division they gain the factors of w^2 and w^3, on one by multiplication those of w^-2 and w^-3.
-        """
+        """Apply the curve's Frobenius over Fq12 to coordinates of the twist, several times."""
         _, _, for_x, for_y, _, _ = _frobenius_factors(self.family, times)
         if self.family.twist == "multiply":
             k = QuadraticCoordinates(self.family.fq)

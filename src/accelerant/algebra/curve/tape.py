@@ -72,10 +72,7 @@ _Run = tuple[int, tuple[tuple[_Register, ...], ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Instructions on windows of registers, in runs of one operation.
-
-    Window numbers of registers start at 2. The register of a constant is (0, its value).
-    """
+    """Runs of instructions on windows of registers, numbered from 2; (0, value) is the register of a constant."""
 
     windows: tuple[str, ...]
     runs: tuple[_Run, ...]
@@ -192,10 +189,7 @@ class Recorder:
         return order
 
     def _allocate(self, order: Sequence[int], targets: Mapping[int, _Register]) -> tuple[tuple[_Run, ...], int]:
-        """Assign registers; return the runs and the number of scratch registers.
-
-        A window's register is written directly if no later instruction reads its old value, else at the end.
-        """
+        """Assign registers, a window's own where no later instruction reads its old value; return runs and scratch."""
         last = {a: time for time, i in enumerate(order) for a in self._nodes[i][1:]}
         held = {self._nodes[a][1:]: time for a, time in last.items() if self._nodes[a][0] == _INPUT}
         registers: dict[int, _Register] = {}
@@ -385,10 +379,7 @@ class TapeProgram:
 
 
 def _template(segment: Segment, constants: dict[int, int]) -> npt.NDArray[np.int64]:
-    """Return the code's offsets within windows, and the windows (-1 for operations and counts), in two rows.
-
-    Constants that have no register yet get the next one.
-    """
+    """Return the code's offsets and windows (-1 for operations and counts); new constants get the next registers."""
     columns: list[tuple[int, int]] = []
     for operation, instructions in segment.runs:
         columns += [(operation, -1), (len(instructions), -1)]
@@ -449,10 +440,7 @@ def kernel_source(field: Field) -> KernelSource:
 
 
 def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
-    """Run a tape on the CPU on n independent register files, (n, tape.registers, limbs), contiguous, updated in place.
-
-    They are in Montgomery form, with the constants set.
-    """
+    """Run a tape on n register files, (n, tape.registers, limbs), Montgomery form, constants set; in place."""
     n, arrays = len(registers), (registers, tape.code, tape.schedule)
     sizes = (len(tape.schedule), tape.registers * tape.field.limbs, n)
     launch(HOST, kernel_source(tape.field), _ENTRY, n, 1, arrays, *sizes)

@@ -263,11 +263,7 @@ class Curve(Generic[E]):
 
 
 def signed_windows(number: int, width: int) -> list[int]:
-    """Return the width-w non-adjacent form of a number that is not negative, the lowest digit first.
-
-    Each digit is 0 or odd and below 2^(width - 1) in magnitude. Source: Solinas 2000, Designs, Codes and Cryptography
-    19.
-    """
+    """Return the width-w non-adjacent form of a number, lowest digit first: 0 or odd, below 2^(width - 1) (Solinas 2000)."""
     digits, rest, base = [], number, 1 << width
     while rest:
         digit = rest % base if rest % 2 else 0

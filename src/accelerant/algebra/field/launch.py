@@ -36,10 +36,7 @@ _BY_FORM = ("mul", "square", "inv", "pow", "dot")
 
 
 def elementwise(space: MemorySpace, field: Field, op: str, form: Representation, *inputs: Words) -> Words:
-    """Apply "add", "sub" or "mul" to words of one shape; or to those of one array "neg", "square", or a conversion.
-
-    Conversions are "reduce", which takes any words, "to_montgomery" and "from_montgomery".
-    """
+    """Apply an operation to words of one shape: add, sub, mul; neg, square, reduce, to_montgomery, from_montgomery."""
     x = inputs[0]
     z = space.like(x)
     if space.backend == "cuda" and x.numel():  # a kept launch costs the host less
@@ -54,10 +51,7 @@ def elementwise(space: MemorySpace, field: Field, op: str, form: Representation,
 
 
 def cuda_space(field: Field, *arrays: Any) -> MemorySpace | None:
-    """Return the space of a CUDA device's contiguous, aligned words of one shape, perhaps unreduced.
-
-    None for other arrays.
-    """
+    """Return the space of a CUDA device's contiguous, aligned words of one shape, perhaps unreduced; None for others."""
     first = arrays[0]
     for x in arrays:
         if not (is_tensor(x) and x.is_cuda and x.is_contiguous() and x.data_ptr() % 16 == 0):
@@ -73,11 +67,7 @@ def _are_words(field: Field, dtype: Any, last: tuple[int, ...]) -> bool:
 
 
 def checked_at_once(field: Field, op: str, *arrays: Any) -> Any:
-    """Apply "add", "sub", "mul", "square" or "neg" to canonical words by a kernel that also checks them.
-
-    None for arrays without a cuda_space, for empty ones, and if an element is not below the modulus: the caller then
-    checks before, which names the element.
-    """
+    """Apply an operation by a kernel that also checks its words; None where the caller has to check before."""
     space = cuda_space(field, *arrays)
     if space is None or not arrays[0].numel():
         return None
@@ -111,10 +101,7 @@ def inverse(space: MemorySpace, field: Field, x: Words, form: Representation, na
 
 
 def power(space: MemorySpace, field: Field, x: Words, exponent: int, form: Representation, name: str) -> Words:
-    """Raise each element to an exponent, which may be negative; x^0 = 1, also of 0. The time depends on the exponent.
-
-    FormatError names the index of an element that is 0 if the exponent is below 0.
-    """
+    """Raise elements to an exponent, x^0 = 1, in a time that depends on it; FormatError names a 0 to invert."""
     if exponent < 0:
         x, exponent = inverse(space, field, x, form, name), -exponent
     z, n, bits = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x), exponent.bit_length()

@@ -92,11 +92,7 @@ def entry_functions(
     prefix: str, entries: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]], entry: str,
     pointers: Container[str], *parameters: Any,
 ) -> list[FunctionBuilder]:  # fmt: skip
-    """Return a program's entry points PREFIX_name, or only `entry`; ConfigError for an unknown one.
-
-    `entries` maps a name to the arguments after begin and end, those in `pointers` pointers and the others i64, and the
-    writer of the body, which takes `parameters` and the FunctionBuilder.
-    """
+    """Return the entry points PREFIX_name, or only `entry`; `entries` has the arguments and the writer of the body."""
     if entry and entry.removeprefix(f"{prefix}_") not in entries:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'{prefix}_{known}' for known in entries)}")
     functions = []
@@ -111,10 +107,7 @@ def entry_functions(
 
 
 def _power(packed: PackedField) -> FunctionBuilder:
-    """Return FIELD_power(T x, ptr exponent, i64 bits): x^exponent of x in the pack's Montgomery representation.
-
-    From the top bit: a square, and a product where the bit is set. It branches on the exponent, which is public.
-    """
+    """Return FIELD_power(T x, ptr exponent, i64 bits), x^exponent from the top bit; it branches on the exponent."""
     arguments = [f"{packed.type} %x", "ptr %exponent", "i64 %bits"]
     code = FunctionBuilder(f"{packed.field.name}_power", arguments, packed.type, attributes=NOINLINE)
     power = code.variable(packed.type, packed.constant(packed.radix % packed.field.modulus))

@@ -361,10 +361,7 @@ class PackedGoldilocks(_PackedWords):
 
 
 class PackedMersenne61(_PackedWords):
-    """p = 2^61 - 1, no Montgomery form (L = R = 1); an operand of mul may be any 64-bit number.
-
-    2^61 = 1 mod p: numbers are reduced by adding the bits above the lowest 61 to those.
-    """
+    """p = 2^61 - 1, L = R = 1; 2^61 = 1 mod p, so bits above the lowest 61 are added to those; mul takes any 64 bits."""
 
     radix = memory_radix = 1
 
@@ -383,10 +380,7 @@ class PackedMersenne61(_PackedWords):
 
 
 class PackedBabyBear(_PackedWords):
-    """p = 15 2^27 + 1, Montgomery form with L = R = 2^32.
-
-    Products of even and odd lanes are taken apart, since the processor multiplies the low halves of 64-bit lanes.
-    """
+    """p = 15 2^27 + 1, L = R = 2^32; even and odd lanes are multiplied apart, as the low halves of 64-bit lanes."""
 
     radix = memory_radix = 1 << 32
 
@@ -497,10 +491,7 @@ class PackedIfma(PackedField):
             code.masked_store(row, address, mask, 8)
 
     def _settle(self, code: FunctionBuilder, less: Sequence[Value], more: Sequence[Value]) -> Value:
-        """Return `less`, between -p and p, or `more` = less + p where it is negative.
-
-        Two carry chains that run in parallel.
-        """
+        """Return `less`, between -p and p, or `more` = less + p where it is negative, by two parallel carry chains."""
         carried = [_carry(code, columns) for columns in (less, more)]
         negative = code.compare("slt", carried[0][-1], 0)
         limbs = [code.select(negative, b, a) for a, b in zip(*carried, strict=True)]

@@ -33,10 +33,7 @@ _WITH_TENSORS = ("cuda",)
 
 
 class MemorySpace(ABC):
-    """The memory of device number `index` of a backend, and the provider that computes there.
-
-    Methods that are not abstract copy through the host unless a subclass does better.
-    """
+    """The memory of a backend's device number `index`, and its provider; by default methods go through the host."""
 
     backend: str
     index: int
@@ -343,10 +340,7 @@ def _space_on(device: Any) -> MemorySpace:
 
 
 def stacked(x: Any, name: str) -> Any:
-    """Return nested lists of arrays or tensors as one array, other arguments unchanged.
-
-    All must be alike, or it raises.
-    """
+    """Return nested lists of like arrays or tensors as one array, other arguments unchanged."""
     leaf = x
     while isinstance(leaf, list | tuple) and leaf:
         leaf = leaf[0]

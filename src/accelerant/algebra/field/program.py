@@ -50,10 +50,7 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram:
-    """A Builder of CUDA C++ whose text, portable.h and what `write` returns, is made only to compile it.
-
-    The text depends on `arguments` and the sources in `folders` of the package.
-    """
+    """A Builder of CUDA C++ that is written to be compiled; it depends on `arguments` and sources in `folders`."""
 
     arguments: str
     folders: tuple[str, ...]
@@ -339,10 +336,7 @@ fn store_{name}(index: i32, value: Element) {{
 
 
 def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...], inverses: int) -> str:
-    """Return the module of one entry, whose arguments have these names, arrays first.
-
-    A thread inverts `inverses` elements.
-    """
+    """Return the module of one entry, whose arguments, arrays first, have these names; a thread has `inverses`."""
     arrays = [name for name in names if name not in _NUMBERS]
     simple = entry in _MAPS and "exponent" not in arrays
     exponent = field.words(field.modulus - 2, 32, -(-field.bits // 32))

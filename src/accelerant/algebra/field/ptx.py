@@ -135,10 +135,7 @@ class _PtxField:
         return do.chain("add", difference, [do.do("and.b32", limb, negative) for limb in self.p])
 
     def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
-        """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, as for BLS12-381's scalars.
-
-        NVIDIA's compiler turns a product by 2^32 - 1, and neg, into the same difference, but then splits wide products.
-        """
+        """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, without which the compiler splits wide products."""
         if self.inverse == "0xffffffff":
             return do.do("sub.u32", None, lowest)
         return do.do("mul.lo.u32", lowest, self.inverse)

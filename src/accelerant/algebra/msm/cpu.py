@@ -156,10 +156,7 @@ class CpuBases:
     """The n points of a curve in the form of the CPU kernels, with their multiples by the plan `shared`, if any."""
 
     def __init__(self, curve: Curve[Any], points: U64, form: str = "", shared: CpuMsmPlan | None = None) -> None:
-        """Convert affine points, Montgomery form x R, not checked.
-
-        UnsupportedCase for 2^31 or more, with their multiples.
-        """
+        """Convert affine points, Montgomery form x R, not checked; UnsupportedCase for 2^31 or more with multiples."""
         self.curve, self.n, self.shared = curve, len(points), shared
         self._form = form or host_form(curve.coordinates.base)
         rows = shared.rows if shared else 1
@@ -195,10 +192,7 @@ class CpuBases:
         return f"{plan.explain()}, {self._points.nbytes / 1e6:,.1f} MB"
 
     def msm(self, scalars: U64, plan: CpuMsmPlan | None = None) -> U64:
-        """Return the sum of scalars[i] points[i], affine, Montgomery form x R; scalars (n, 4) are below the order.
-
-        Where memory is short the plan gets more ranges of points. OutOfMemory if not even one worker's scratch fits.
-        """
+        """Return the sum of scalars (n, 4) below the order times points, x R; OutOfMemory if no worker's scratch fits."""
         workers = usable_cores()
         plan = plan or self.shared or cpu_plan(self.curve.order, self.n, workers)
         columns = np.empty((6, self.n), np.uint64)

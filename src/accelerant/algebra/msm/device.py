@@ -83,10 +83,7 @@ class PendingMsm(NamedTuple):
     results: Sequence[Words] = ()
 
     def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
-        """Return the sum: (2 degree limbs,) words, affine in Montgomery form.
-
-        `stored` are the results, if already fetched.
-        """
+        """Return the sum, (2 degree limbs,) words, affine, Montgomery form; `stored` are the results, if fetched."""
         if not self.results:
             return np.zeros(2 * coordinate_words(self.curve), np.uint64)
         stored = [self.space.store(words) for words in self.results] if stored is None else stored
@@ -121,10 +118,7 @@ def start_msm(
 
 
 class DeviceBases:
-    """Points of many sums in the memory of a device, with their multiples by 2^(c w) for all windows w if they fit.
-
-    `plan` divides a sum with as much free memory as at construction; it is None without points.
-    """
+    """Points of many sums on a device, with their multiples if they fit; `plan` is for the memory at construction."""
 
     def __init__(
         self,
@@ -167,10 +161,7 @@ class DeviceBases:
         space.provider.synchronize(space.index)  # launches are ordered on the current stream only
 
     def msm(self, scalars: Words) -> U64:
-        """Return the sum of scalars[i] times point i: (2 degree limbs,) words, affine in Montgomery form.
-
-        Raises OutOfMemory where a chunk of 1024 points does not fit the free memory.
-        """
+        """Return the sum of scalars[i] times point i, affine Montgomery words; OutOfMemory where 1024 points do not fit."""
         return self.start(scalars).finish()
 
     def start(self, scalars: Words) -> PendingMsm:
@@ -308,10 +299,7 @@ _sums_so_far: defaultdict[str, itertools.count[int]] = defaultdict(itertools.cou
 
 
 def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
-    """Return the sum over windows w and chunks of 2^(window w) times a window's sum: affine words, Montgomery form.
-
-    The sums are (chunks, windows, 3 coordinates), projective, Montgomery form, the lowest window first.
-    """
+    """Return the sum of 2^(window w) times sums (chunks, windows, 3 coordinates), projective: affine Montgomery words."""
     no_doublings = sums.shape[1] == 1
     by_python = no_doublings or next(_sums_so_far[curve.name]) < _PYTHON_SUMS
     return (reduce_by_python if by_python else reduce_by_kernel)(curve, window, sums)

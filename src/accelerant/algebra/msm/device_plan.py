@@ -369,10 +369,7 @@ def scratch_shapes(curve: str, plan: DeviceMsmPlan) -> Mapping[str, tuple[tuple[
 
 @functools.lru_cache(maxsize=_CACHED)
 def prepared_sum(space: MemorySpace, curve: str, plan: DeviceMsmPlan, chunk: MsmChunk) -> tuple[PreparedLaunch, ...]:
-    """Return the launches from scalars and points to the sums of windows, "results", compiling new kernels.
-
-    A shared plan expects the points' multiples.
-    """
+    """Return the launches from scalars and points (multiples, if shared) to the sums of windows, "results"."""
     parameters = curve_of(curve)
     return prepare(space, (*sort_launches(parameters, plan, chunk), *_sum_launches(parameters, plan, chunk.points)))
 
@@ -553,10 +550,7 @@ def bins_source() -> KernelSource:
 def accumulate_source(
     curve: Curve[Any], inlined: bool | None = None, resident: int | None = None, rows: bool = False
 ) -> KernelSource:
-    """Return the kernel of accumulate.c, by default compiled as in ACCUMULATION.
-
-    `rows`: a segment's points are consecutive, as rounds of affine.c leave them; otherwise entries index them.
-    """
+    """Return the kernel of accumulate.c; `rows`: a segment's points are consecutive, otherwise entries index them."""
     inlined, resident = _accumulation(curve, inlined, resident)
     name = "accumulate" + "_rows" * rows + f"_{resident}" + "_inlined" * inlined
     sizes: Sizes = {"MSM_RESIDENT": resident, "MSM_ENTRY(sorted, k)": "(u32)(k)" if rows else "sorted[k]"}

@@ -73,10 +73,7 @@ def run(
     plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False,
     verdict: DeviceVerdict | None = None,
 ) -> Any:  # fmt: skip
-    """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
-
-    They do so to `keep` what `out` holds if a time limit passes, too. Return `out`, or new words if that is None.
-    """
+    """Launch the passes of a plan and return `out`, or new words; `keep` leaves `out` as it is at a time limit."""
     last = len(plan.passes) - 1
     moves = not plan.passes[last].in_place or (keep and last > 0)
     work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves and last else None
@@ -318,10 +315,7 @@ class DeviceNttPlan(NttPlan):
         (start or self._prepare(number, elements, x, z, *verdict))(x, z, *verdict)
 
     def _prepare(self, number: int, elements: int, *arrays: Any) -> Callable[..., None]:
-        """Return and cache a launch with all arguments but x, z and a verdict: small transforms are bound by the host.
-
-        From Hopper on, a pass is launched while the preceding one ends, and its kernel waits for that (see kernel.c).
-        """
+        """Return and cache a launch that lacks x, z and a verdict; from Hopper on it may overlap the preceding pass."""
         step, tile, space, tables = self.passes[number], self._tiles[number], self._space, self._pointers[number]
         kernel = _device_kernel(self.field, step.variant, tile, self._shifts, space, len(arrays) > 2)
         count, _, *rest = scalars(step, elements)
@@ -423,10 +417,7 @@ def limbs_of_52_bits(field: Field, words: Words) -> Words:
 
 
 def _columns(field: Field, start: Words, base: Sequence[int], count: int) -> Words:
-    """Return start[r] base[r]^c, (rows, count, ...), in the form of start's words; count is a power of two.
-
-    With c = c0 + near c1, each factor is the product of start base^c0 and base^(near c1), columns made by doubling.
-    """
+    """Return start[r] base[r]^c, (rows, count, ...), in the form of start's words; count is a power of two."""
     p, radix = field.modulus, montgomery_radix(field)
     factor = _words_of(field, [value * radix % p for value in base])
     near = 1 << (count.bit_length() - 1 + 1) // 2

@@ -74,10 +74,7 @@ def lane_order(packed: PackedField) -> Sequence[int]:
 
 
 def transposed(packed: PackedField, code: FunctionBuilder, packs: Sequence[Value]) -> list[Value]:
-    """Return as many packs as lanes, transposed: lane r of pack c is what lane c of pack r was.
-
-    log2(lanes) shuffles for each register of a pack.
-    """
+    """Return as many packs as lanes, transposed by log2(lanes) shuffles of each register."""
     lanes = packed.lanes
     rows = [_registers(packed, code, pack) for pack in packs]
     for step in (1 << level for level in range(lanes.bit_length() - 1)):
@@ -194,11 +191,7 @@ plan.Pass."""
 
 
 def pass_kernel(field: Field, variant: Variant, form: str) -> LlvmProgram:
-    """Return the program of ntt_pass in one of algebra.field.llvm_kernels.FORMS.
-
-    A vector's lanes must divide the number of columns, and that of rows or of the lowest digit of columns, whichever
-    are neighbours in memory.
-    """
+    """Return the program of ntt_pass in one of FORMS; a vector's lanes divide the columns and rows that are adjacent."""
     several, write = field.limbs > 1, functools.partial(_text, field, variant, form)
     share = 2048 if several else 16384
     return LlvmProgram(("ntt", field, variant, form), SOURCES, write, written_out=several, least_share=share)

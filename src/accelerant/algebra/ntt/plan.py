@@ -176,10 +176,7 @@ class _Transform:
 def make_passes(
     field: Field, logs: Sequence[int], *, inverse: bool, coset: int, order: str, log_table: int
 ) -> tuple[Pass, ...]:
-    """Return the passes of transforms of 2^(sum of logs) points, in the order of execution.
-
-    Logs are log2 of A, B, C. Tables of twiddles have at most 2^log_table elements; beyond, two are multiplied.
-    """
+    """Return the passes of transforms of A B C points, by log2 of each; larger tables of twiddles are products of two."""
     transform = _Transform(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
     numbers = range(len(transform.logs))
     if order == "bit_reversed_to_natural":

@@ -74,11 +74,7 @@ def rns_source(entry: str) -> KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The constants of a conversion of base, in a device's memory.
-
-    z_j = (out x + fused a_j) / divide mod p_j, with x the number between -Q/2 and Q/2 that is `scale` times the
-    converted one mod Q.
-    """
+    """The constants of z_j = (out x + fused a_j) / divide mod p_j, where x is `scale` times the input mod Q, centred."""
 
     table: Any
     sources: int
@@ -88,10 +84,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class RnsPrimes:
-    """The primes of some bases, each below 2^30 and 1 mod 2 n, with tables in the memory of one device.
-
-    Roots of unity are those of the least quadratic non-residue, so transformed polynomials are the same everywhere.
-    """
+    """The primes of some bases, each below 2^30 and 1 mod 2 n, with tables in the memory of one device."""
 
     space: MemorySpace
     n: int
@@ -136,10 +129,7 @@ class RnsPrimes:
             launch(self.space, rns_source(entry), f"rns_{entry}", grid, threads, arrays, *scalars)
 
     def transform(self, z: Any, first: int, count: int, *, inverse: bool = False, products: bool = False) -> None:
-        """Transform rows in place, from natural order to bit-reversed, or the inverse: back.
-
-        Row r belongs to prime first + r mod count; `products`: the rows are products, or sums of such, by `dot`.
-        """
+        """Transform rows in place to bit-reversed order, or back; row r is of prime first + r mod count."""
         rows, entry = math.prod(z.shape[:-1]), "inverse" if inverse else "forward"
         arrays, place = (z, self.roots, self.numbers), (first, count, self.log_n)
         host, spans = self.space.backend == "cpu", range(_LOG_TILE, self.log_n)

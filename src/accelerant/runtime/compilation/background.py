@@ -81,8 +81,8 @@ missing: set[int] = set()  # those of them that have met a kernel that is not co
 def attempt(run: Callable[..., Any], args: tuple[Any, ...], skips: bool) -> Any:
     """Run an implementation if its kernels are compiled; otherwise ask for them, and raise NotCompiledError.
 
-    If it `skips`, launches have no effect from the first missing kernel on, so that it finds the others too. Otherwise
-    that kernel ends the run, unless others were launched, which may have changed something: then it is waited for.
+    If it `skips`, nothing is launched from the first missing kernel on, so that it finds the others; otherwise that one
+    ends the run, or is waited for once others were launched.
     """
     thread = get_ident()
     if thread in missing:

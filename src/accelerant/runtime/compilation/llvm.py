@@ -418,10 +418,7 @@ def lane_sums(code: FunctionBuilder, vectors: Sequence[Value]) -> Value:
 
 
 def exponential(code: FunctionBuilder, x: Value) -> tuple[Value, Value]:
-    """Append e^x without overflow, as 2^n and e^r - 1; NaN stays NaN: no conversion to an integer is made.
-
-    n = round(x / ln 2), |r| <= ln 2 / 2, e^r - 1 by its Taylor series; x is at most 700 in magnitude, or 87 in float.
-    """
+    """Append e^x = 2^n e^r without overflow, n = round(x / ln 2), for |x| up to 700, or 87 in float; NaN stays NaN."""
     lanes, element = _split(x.type)
     double = element == "double"
     bits, terms = (52, 13) if double else (23, 7)
@@ -453,11 +450,7 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(code: FunctionBuilder, counter: Sequence[Operand], key: Callable[[int, int], Value]) -> list[Operand]:
-    """Append the rounds; return the four words of each lane's counter.
-
-    Words of 32 bits lie in lanes of 64, so that a product of two is one instruction; the upper halves are undefined.
-    key(round, word) returns word 0 or 1 of a round's key.
-    """
+    """Append the rounds; return the four words (low halves of 64-bit lanes); key(round, word) has a round's key."""
     words = list(counter)
     for i in range(ROUNDS):
         keys = [key(i, side) for side in (0, 1)]

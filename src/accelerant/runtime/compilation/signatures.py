@@ -348,10 +348,7 @@ _CHECK_WORDS = {
 
 
 def checked_source(source: KernelSource, dialect: str, parameters: Sequence[Parameter]) -> KernelSource | None:
-    """Return the kernel with its accesses checked; None where its definition is not found in the text.
-
-    Its hidden arguments are an i64 for each pointer, the bytes of the array, and a pointer to REPORT_BYTES of zeros.
-    """
+    """Return the kernel with checked accesses and hidden arguments (bytes of each array, the report); None if not found."""
     ((entry, kinds),) = source.entries.items()
     text = source.dialects[dialect]
     assert isinstance(text, str)

@@ -142,11 +142,7 @@ class MappedFile(ABC):
 
     @classmethod
     def open(cls, path: FilePath) -> Self:
-        """Map a file, read the parts of fixed size and validate the sizes of all sections.
-
-        Raises:
-            FormatError: the file does not exist, has another format, or is inconsistent; names section and offset.
-        """
+        """Map a file and validate the sizes of all sections; FormatError names section and offset."""
         return cls(path)
 
     @abstractmethod
@@ -175,10 +171,7 @@ class MappedFile(ABC):
         self.close()
 
     def copy(self, number: int, start: int, to: U64) -> None:
-        """Copy a section from byte `start` on into words, which are contiguous; FormatError if the file is shorter now.
-
-        Several threads may copy parts: reading costs less than half of the page faults of a new mapping.
-        """
+        """Copy a section from byte `start` into words, in any thread; FormatError if the file is shorter now."""
         at = self.sections[number].offset + start
         if not hasattr(os, "preadv"):
             to.reshape(-1).view(np.uint8)[:] = np.frombuffer(self.data, np.uint8, to.nbytes, at)
@@ -191,10 +184,7 @@ class MappedFile(ABC):
             left, at = left[count:], at + count
 
     def forget(self) -> None:
-        """Return the resident pages of the mapping to the system (madvise MADV_DONTNEED, where available).
-
-        Resident pages count towards the memory of this process. Later accesses read them from the file again.
-        """
+        """Return the resident pages of the mapping, which count as memory of this process, to the system."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
 
@@ -249,10 +239,7 @@ class MappedFile(ABC):
             raise self.error(number, 0, f"{self.sections[number].size} bytes, {why} need {size}")
 
     def array(self, number: int, dtype: npt.DTypeLike, *, start: int = 0, count: int | None = None) -> Any:
-        """Return a read-only view, possibly unaligned, of a section from byte `start` on; by default all that fits.
-
-        Raises ValueError once the file is closed.
-        """
+        """Return a read-only view, perhaps unaligned, of a section from byte `start` on; ValueError once it is closed."""
         section, kind = self.sections[number], np.dtype(dtype)
         items = (section.size - start) // kind.itemsize if count is None else count
         if items < 0 or start + items * kind.itemsize > section.size:
@@ -318,11 +305,7 @@ _ANYONE, _OWNER = 0o666, 0o600
 
 
 def writable_target(path: FilePath) -> Path:
-    """Resolve the path of a file to write, or raise ConfigError; call it before an expensive computation.
-
-    A rename would replace a device or a pipe, and a symlink rather than its target: symlinks are followed, and anything
-    but a regular file is refused.
-    """
+    """Resolve the path of a file to write, before an expensive computation; ConfigError unless it is a regular file."""
     requested, mode = _path(path), None
     try:
         target = Path(os.path.realpath(requested))
@@ -447,10 +430,7 @@ def _chunks(words: U64) -> list[slice]:
 
 
 def check_below(file: MappedFile, number: int, field: Field, words: U64) -> None:
-    """Check that all elements of section `number` are below the modulus; FormatError names the first one's offset.
-
-    `words` are the section's rows, each a whole number of elements.
-    """
+    """Check that the elements of a section's rows are below the modulus; FormatError names the first one's offset."""
     for chunk in _chunks(words):
         at = chunk.start * words.shape[1] * words.itemsize
         _check_words(file, number, at, field, words[chunk], "an element")

@@ -55,10 +55,7 @@ _ANYONE = "anyone can forge proofs for it"
 def why_forgeable(
     family: Family, ic: U64, *, alpha: U64, beta: U64, gamma: U64, delta: U64, montgomery: bool = False
 ) -> str | None:
-    """Explain why proofs for a key with these points can be forged, or return None.
-
-    Points are words of any shape, all canonical or all in Montgomery form, reduced; they may be off their curves.
-    """
+    """Explain why proofs for a key with these points can be forged, or return None; all are reduced, of one form."""
     if np.array_equal(gamma, delta):
         return "gamma2 equals delta2: nobody has contributed to this key, so anyone can forge proofs for it"
     words = {"alpha1": alpha, "beta2": beta, "gamma2": gamma, "delta2": delta}
@@ -140,10 +137,7 @@ def _related(
 
 
 def _multiples(curve: Curve[Any], point: Any) -> set[Any]:
-    """Return what k P, k = 1 to 16, have in common with their images under known endomorphisms.
-
-    In G1 it is x^3, since phi multiplies x by a cube root of 1; in G2 all x of the images under powers of psi.
-    """
+    """Return what k P, k = 1 to 16, share with their images under phi (x^3 in G1) or powers of psi (all x in G2)."""
     found: set[Any] = set()
     multiple, k = point, curve.coordinates
     test = endomorphism(curve) if k.degree == 2 else None

@@ -387,10 +387,7 @@ def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
 
 
 class SectionPoints:
-    """The finite points of a section, on the host: Montgomery form, a view of the file or a copy.
-
-    `indices` are those of the scalars that multiply the points; None for all scalars.
-    """
+    """A section's finite points, Montgomery form, on the host; `indices` of their scalars are None for all."""
 
     def __init__(self, curve: Curve[Any], words: U64, first: int = 0, part: tuple[int, int] = (0, 1)) -> None:
         """Select the finite points in the i-th of n parts, part = (i, n); scalar `first` multiplies the first point."""
@@ -436,10 +433,7 @@ class Budgets(NamedTuple):
 
 
 def budgets(points: Mapping[str, SectionPoints], room: int) -> Budgets:
-    """Divide `room` bytes: store points with multiples if they fit, else plain points, else as many sections as fit.
-
-    Affine rounds come last, since they need about eight times the scratch, and multiples save more time.
-    """
+    """Divide `room` bytes: points with multiples, else plain points, else as many sections as fit; rounds come last."""
     plain = {name: section.words.nbytes for name, section in points.items()}
     with_rounds = sum(
         section.scratch_bytes(len(section.words), None) + section.multiples_bytes for section in points.values()
@@ -514,10 +508,7 @@ class _DeviceSection:
             return start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
 
     def capture(self, values: Words, sums: dict[str, tuple[PendingMsm, Graph]]) -> None:
-        """Capture the launches of a sum of these scalars, which stay in memory, and add it to `sums`.
-
-        Sums in chunks stay as they are: between chunks the host may wait.
-        """
+        """Capture the launches of a sum of scalars that stay in memory; not of sums in chunks, where the host may wait."""
         if self._bases is not None and self._bases.plan is not None and self._bases.plan.points >= self._n:
             sums[self._name] = self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
 
@@ -532,11 +523,7 @@ class _DeviceSection:
 
 
 class Queues:
-    """Command queues of one device, numbered from 0, which has priority: CUDA streams; elsewhere there is one queue.
-
-    Work issued in `with queues.queue(i)` is ordered within queue i. Queues wait for each other's marks only, and the
-    host for what it fetches only.
-    """
+    """Command queues of a device, the first with priority: CUDA streams, which wait for marks only; elsewhere one."""
 
     def __init__(self, space: MemorySpace, count: int) -> None:
         self.space = space

@@ -74,11 +74,7 @@ class KeySums(NamedTuple):
 
 
 class Stages:
-    """Timings of stages, in seconds; `progress` is called with the name of each before it first begins.
-
-    Compilation of kernels, and their loading from the disk cache, which only first calls need, are no part of a stage:
-    their time is the entry `compilation`.
-    """
+    """Timings of stages in seconds, without the compilation of kernels; `progress` gets each name before it begins."""
 
     def __init__(self, progress: ProgressCallback | None = None, compilation: str = "compile") -> None:
         self.timings: dict[str, float] = {compilation: 0.0}
@@ -111,10 +107,7 @@ class ProvingKey(Protocol):
     label: str
 
     def begin(self, witness: Witness, stages: Stages) -> KeySums:
-        """Copy a witness and start its sums.
-
-        The file with its values, n_vars, may change at any time. `stages` also times the waits.
-        """
+        """Copy a witness, whose file may change at any time, and start its sums; `stages` also times the waits."""
         ...
 
     def explain(self) -> str:
@@ -123,10 +116,7 @@ class ProvingKey(Protocol):
 
 
 def spaces_of(device: DeviceLike, domain_size: int, devices: Devices = None) -> tuple[MemorySpace, ...]:
-    """Return the memory spaces of one device, or of several that share the work; arguments as for Prover.
-
-    ConfigError for an unknown backend or device number, an empty list, or the CPU among several devices.
-    """
+    """Return the memory spaces of one device, or of several that share the work; ConfigError as for Prover."""
     if isinstance(device, list | tuple):
         raise ConfigError(f"several devices are devices={clipped(device)}, not device=")
     if devices is None:

@@ -80,10 +80,7 @@ class SparseMatrix:
     def from_entries(
         cls, field: Field, n_rows: int, rows: npt.NDArray[np.integer], columns: npt.NDArray[np.integer], values: U64
     ) -> SparseMatrix:
-        """Sort entries by row; values are any words (n, 4).
-
-        ShapeError for a row beyond n_rows: kernels would write there.
-        """
+        """Sort entries by row, values being any words (n, 4); ShapeError for a row beyond n_rows."""
         if len(rows) and int(rows.max()) >= n_rows:
             raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")
         order = np.argsort(rows, kind="stable")
@@ -132,10 +129,7 @@ class SparseMatrix:
 
 
 def quotient(rows: SparseMatrix, witness: U64) -> U64:
-    """Return the scalars of H, (domain_size, 4) canonical words, of a witness (n, 4), likewise.
-
-    The rows are SparseMatrix.from_coefficients, over snarkjs_scalar_field.
-    """
+    """Return the scalars of H, (domain_size, 4), of a witness (n, 4), canonical, by SparseMatrix.from_coefficients."""
     field, n = rows.field, rows.n_rows // 2
     values = np.empty((3, n, field.limbs), np.uint64)
     rows.times(witness, out=values[:2].reshape(2 * n, field.limbs))
@@ -166,10 +160,7 @@ _ROWS_ARGUMENTS = {"values": "*u64", "columns": "*u32", "starts": "*i64", "x": "
 
 @functools.cache
 def _rows_source(field: Field) -> KernelSource:
-    """Return sparse_rows for the CPU: z[i] = sum of values[k] x[columns[k]] / R over k in row i, for 64-bit words.
-
-    One element at a time, since rows have few entries. 512 rows justify another thread.
-    """
+    """Return sparse_rows for the CPU: z[i] = sum of values[k] x[columns[k]] / R over row i, one element at a time."""
     sources, types = ("algebra/field", "zk/groth16/matrices.py"), (*_ROWS_ARGUMENTS.values(), "i64")
     builder = LlvmProgram(("rows", field), sources, functools.partial(_rows_text, field), least_share=512)
     return KernelSource(f"sparse_rows_{field.name}", {"llvm": builder}, {"sparse_rows": types}, targets=())
@@ -198,12 +189,7 @@ def _rows_text(field: Field) -> str:
 
 
 class DeviceMatrix:
-    """The stacked constraint matrices A and B in the memory of a device.
-
-    Attributes:
-        n: rows of each.
-        size_bytes: memory that they hold.
-    """
+    """The stacked matrices A and B, of `n` rows each and `size_bytes` together, in the memory of a device."""
 
     def __init__(self, space: MemorySpace, rows: SparseMatrix, load: Callable[[npt.NDArray[Any]], Words]) -> None:
         """Copy SparseMatrix.from_coefficients, over snarkjs_scalar_field, to a device by `load`."""

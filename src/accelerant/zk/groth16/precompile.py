@@ -54,10 +54,7 @@ def precompile_kernels(family: str, domain_size: int) -> None:
 
 
 def work(family: str, domain_size: int) -> None:
-    """Run small inputs through the kernels in the order of a proof, printing each kernel's key before it is compiled.
-
-    The kernels of multi-scalar multiplication are left to the parent process.
-    """
+    """Run small inputs through a proof's kernels, but those of sums, printing each key before it is compiled."""
     provider = registry.create("cpu")
     if isinstance(provider, CpuProvider):
         provider.wait_for = lambda key: print(key, flush=True)
@@ -93,11 +90,7 @@ class _CompilerProcess:
         threading.Thread(target=self._listen, name="accelerant-precompile", daemon=True).start()
 
     def wait(self, key: str) -> None:
-        """Return once the process is not compiling the kernel.
-
-        One that takes too long, or whose kernel is not cached then, is killed. A forked child, which has no thread that
-        listens, does not wait.
-        """
+        """Return once the process is not compiling the kernel; one that takes too long is killed, and not waited for."""
         if os.getpid() != self._pid:
             return
         with self._changed:

@@ -349,10 +349,7 @@ def _number(value: object, below: int, what: str) -> int:
 
 
 def point_from_json(value: object, curve: Curve[Any], what: str) -> Any:
-    """Read an affine point, None for infinity; it may be outside the subgroup.
-
-    FormatError, which names `what`, if it is not three coordinates, not reduced, or off the curve.
-    """
+    """Read an affine point of the curve, in the subgroup or not, None for infinity; FormatError names `what`."""
     k = curve.coordinates
     x, y, z = (_coordinate(row, curve, f"{what}[{i}]") for i, row in enumerate(_list(value, 3, what)))
     if (x, y, z) == (k.zero, k.one, k.zero):
