@@ -274,7 +274,7 @@ def _op(
     arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],
     merge: Merge | None = None, joined: int = 1, *, options: Mapping[str, Any] | None = None, **more: Any,
 ) -> ArrayMethod:  # fmt: skip
-    """Return a public op, from an example's `arguments` and `options`; `flops` may be those for each element of a result."""
+    """Return a public op, from an example's arguments and options; `flops` may be operations for each element."""
     function = public_op(name).function
     declared = inspect.signature(function).parameters.values()
     arrays = [each for each in declared if str(each.annotation).startswith("Tensor")]

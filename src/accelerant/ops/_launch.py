@@ -119,7 +119,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def recorded(self, key: Hashable, pointers: Sequence[int]) -> Iterator[None]:
-        """Keep the block's launches, unless one has another pointer, two tensors share one, or plans are being timed."""
+        """Keep the block's launches, unless one has another pointer, two tensors share one, or plans are timed."""
         if key is None or rules().tune:
             yield
             return

@@ -98,7 +98,7 @@ _composites: dict[str, Callable[..., Any]] = {}  # names and composites of ops t
 
 
 def is_distributed(x: object) -> bool:
-    """Return whether x is a DTensor, which has rules for torch's operations alone; the first one adds them to our ops."""
+    """Return whether x is a DTensor; the first one gives our ops the rules of torch's operations."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(x, module.DTensor):
         return False

@@ -71,7 +71,7 @@ class PerExampleSink(Protocol):
         self, weight: Tensor, dy: Tensor, tokens: Tensor, examples: int, padding_idx: int | None = None,
         distinct: bool = False,
     ) -> None:  # fmt: skip
-        """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,); `distinct` in an example."""
+        """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,), `distinct` in each."""
 
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int

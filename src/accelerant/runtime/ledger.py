@@ -699,6 +699,6 @@ def launch(
     space: LaunchMemory, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
     *scalars: int,
 ) -> None:  # fmt: skip
-    """Launch an entry point of a program on arrays of the space, then scalars; on the CPU `blocks` counts the indices."""
+    """Launch an entry point of a program on arrays of the space, then scalars; on the CPU `blocks` counts indices."""
     kernel = compiled(space, source, entry)
     space.provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))

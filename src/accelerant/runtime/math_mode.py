@@ -27,7 +27,7 @@ def _set_tf32(matmul: bool, cudnn: bool) -> None:
 
 
 class MathMode:
-    """The settings (`tf32`, `cudnn_benchmark`) that configure_math made; a `with` restores the former ones at its end."""
+    """The settings (`tf32`, `cudnn_benchmark`) that configure_math made; a `with` restores the former ones."""
 
     def __init__(self, before: tuple[str, str, str, bool]) -> None:
         self._before = before

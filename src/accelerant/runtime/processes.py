@@ -107,7 +107,7 @@ class Processes:
 
     @contextlib.contextmanager
     def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Run a block in every process, then compare the settings it leaves; an error or a difference is raised in all."""
+        """Run a block in every process, then compare the settings it leaves; all raise an error, or a difference."""
         failed: Exception | None = None
         try:
             yield
@@ -337,7 +337,7 @@ _ALIGNED = 16  # bytes: boundaries of the parts
 
 
 class PeerMemory:
-    """An array of zeros in each process of a group, mapped at `addresses`; UnsupportedCase in all where that cannot be."""
+    """An array of zeros in each process of a group, mapped at `addresses`; UnsupportedCase in all without it."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, group: Any = None) -> None:
         group = torch.distributed.group.WORLD if group is None else group

@@ -46,7 +46,7 @@ class _Name(NamedTuple):
 def reads_of(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], names: frozenset[str]
 ) -> Reads | None:
-    """Return what a call reads, None where that is unknown; `names` are functions that depend on their arguments alone."""
+    """Return what a call reads, None where unknown; functions of `names` depend on their arguments alone."""
     reads: Reads = []
     try:
         if type(function) is FunctionType:

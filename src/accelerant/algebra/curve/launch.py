@@ -64,7 +64,7 @@ def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words
 def inward(
     space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: DeviceVerdict
 ) -> Words:
-    """Convert canonical points of a CUDA device to Montgomery form; the verdict is set for invalid points or scalars."""
+    """Convert canonical points of a CUDA device to Montgomery form; invalid points or scalars set the verdict."""
     n, z = _count(points), space.empty(tuple(points.shape), dtype_of(curve.coordinates.base))
     count = 0 if scalars is None else prod(scalars.shape[:-1])
     arrays = (points, z, points if scalars is None else scalars, verdict)
@@ -109,7 +109,7 @@ def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
 
 
 def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
-    """Return the least index of a point that fails a test, or None; many points are first tested by _all_in_subgroup."""
+    """Return the least index of a point that fails a test, or None; many are first tested by _all_in_subgroup."""
     n, chunk = _count(x), _CHUNKS.get(space.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):
         return None
@@ -388,7 +388,7 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
 
 
 def _products(prefix: str, degree: int, called: bool) -> str:
-    """Return the macros PREFIX_MUL, _SQUARE and _MUL_SUB; over Fq2 registers allow two products and a difference only."""
+    """Return the macros PREFIX_MUL, _SQUARE and _MUL_SUB; the last is of two products and a difference over Fq2."""
     products = {"mul": "xy", "square": "x"} | ({"mul_sub": "xyvw"} if degree == 1 else {})
     texts, macros = [], {}
     for name, letters in products.items():

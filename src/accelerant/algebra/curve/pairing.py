@@ -156,7 +156,7 @@ def _checked_size(family: Family, g1_points: U64, g2_points: U64) -> int:
 
 
 def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
-    """Return values whose product is that of all pairs (n, 6, limbs), and which registers of the checks are not zero."""
+    """Return values whose product is that of all pairs (n, 6, limbs), and which check registers are not zero."""
     limbs = points.shape[-1]
     values: list[U64] = []
     checks: list[Bools] = [np.zeros((0, _CHECKS), np.bool_)]

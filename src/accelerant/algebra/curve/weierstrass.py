@@ -263,7 +263,7 @@ class Curve(Generic[E]):
 
 
 def signed_windows(number: int, width: int) -> list[int]:
-    """Return the width-w non-adjacent form of a number, lowest digit first: 0 or odd, below 2^(width - 1) (Solinas 2000)."""
+    """Return the width-w non-adjacent form, lowest digit first: 0 or odd, below 2^(width - 1) (Solinas 2000)."""
     digits, rest, base = [], number, 1 << width
     while rest:
         digit = rest % base if rest % 2 else 0

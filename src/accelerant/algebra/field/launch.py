@@ -51,7 +51,7 @@ def elementwise(space: MemorySpace, field: Field, op: str, form: Representation,
 
 
 def cuda_space(field: Field, *arrays: Any) -> MemorySpace | None:
-    """Return the space of a CUDA device's contiguous, aligned words of one shape, perhaps unreduced; None for others."""
+    """Return the space of a CUDA device's contiguous, aligned words of one shape, reduced or not; else None."""
     first = arrays[0]
     for x in arrays:
         if not (is_tensor(x) and x.is_cuda and x.is_contiguous() and x.data_ptr() % 16 == 0):

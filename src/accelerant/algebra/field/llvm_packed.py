@@ -361,7 +361,7 @@ class PackedGoldilocks(_PackedWords):
 
 
 class PackedMersenne61(_PackedWords):
-    """p = 2^61 - 1, L = R = 1; 2^61 = 1 mod p, so bits above the lowest 61 are added to those; mul takes any 64 bits."""
+    """p = 2^61 - 1, L = R = 1: bits above the lowest 61 are added to those; operands of mul may be any 64 bits."""
 
     radix = memory_radix = 1
 

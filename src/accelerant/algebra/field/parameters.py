@@ -38,7 +38,7 @@ class Field:
     limbs: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive the sizes; refuse an even modulus, or a square, or (by Euler's criterion) nearly every composite one."""
+        """Derive the sizes; refuse an even modulus, or a square: Euler's criterion fails for most composites, too."""
         p = self.modulus
         if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
             raise ValueError(

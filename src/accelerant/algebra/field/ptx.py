@@ -135,7 +135,7 @@ class _PtxField:
         return do.chain("add", difference, [do.do("and.b32", limb, negative) for limb in self.p])
 
     def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
-        """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, without which the compiler splits wide products."""
+        """Append m = -lowest / p mod 2^32; for 1 / p = 1 a difference, since a product would split wide ones."""
         if self.inverse == "0xffffffff":
             return do.do("sub.u32", None, lowest)
         return do.do("mul.lo.u32", lowest, self.inverse)

@@ -191,7 +191,7 @@ plan.Pass."""
 
 
 def pass_kernel(field: Field, variant: Variant, form: str) -> LlvmProgram:
-    """Return the program of ntt_pass in one of FORMS; a vector's lanes divide the columns and rows that are adjacent."""
+    """Return the program of ntt_pass in one of FORMS; a vector's lanes divide the adjacent columns and rows."""
     several, write = field.limbs > 1, functools.partial(_text, field, variant, form)
     share = 2048 if several else 16384
     return LlvmProgram(("ntt", field, variant, form), SOURCES, write, written_out=several, least_share=share)

@@ -176,7 +176,7 @@ class _Transform:
 def make_passes(
     field: Field, logs: Sequence[int], *, inverse: bool, coset: int, order: str, log_table: int
 ) -> tuple[Pass, ...]:
-    """Return the passes of transforms of A B C points, by log2 of each; larger tables of twiddles are products of two."""
+    """Return the passes of transforms of A B C points, by log2 of each; larger tables of twiddles are split."""
     transform = _Transform(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
     numbers = range(len(transform.logs))
     if order == "bit_reversed_to_natural":

@@ -74,7 +74,7 @@ def rns_source(entry: str) -> KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The constants of z_j = (out x + fused a_j) / divide mod p_j, where x is `scale` times the input mod Q, centred."""
+    """The constants of z_j = (out x + fused a_j) / divide mod p_j; x is `scale` times the input mod Q, centred."""
 
     table: Any
     sources: int

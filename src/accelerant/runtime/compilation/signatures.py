@@ -348,7 +348,7 @@ _CHECK_WORDS = {
 
 
 def checked_source(source: KernelSource, dialect: str, parameters: Sequence[Parameter]) -> KernelSource | None:
-    """Return the kernel with checked accesses and hidden arguments (bytes of each array, the report); None if not found."""
+    """Return the kernel with checked accesses; its hidden arguments are each array's bytes and the report. Or None."""
     ((entry, kinds),) = source.entries.items()
     text = source.dialects[dialect]
     assert isinstance(text, str)

@@ -239,7 +239,7 @@ class MappedFile(ABC):
             raise self.error(number, 0, f"{self.sections[number].size} bytes, {why} need {size}")
 
     def array(self, number: int, dtype: npt.DTypeLike, *, start: int = 0, count: int | None = None) -> Any:
-        """Return a read-only view, perhaps unaligned, of a section from byte `start` on; ValueError once it is closed."""
+        """Return a read-only view, perhaps unaligned, of a section from byte `start` on; ValueError once closed."""
         section, kind = self.sections[number], np.dtype(dtype)
         items = (section.size - start) // kind.itemsize if count is None else count
         if items < 0 or start + items * kind.itemsize > section.size:

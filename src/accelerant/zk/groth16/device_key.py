@@ -253,7 +253,7 @@ class KeyPart:
         return vectors
 
     def await_read(self) -> None:
-        """Wait until the last witness has been read; DeviceLost in a forked child, which has none of the reading threads."""
+        """Wait until the last witness has been read; DeviceLost in a forked child, which has no threads that read."""
         if self._read is None:
             self.space.provider.memory(self.space.index)
         else:
@@ -508,7 +508,7 @@ class _DeviceSection:
             return start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
 
     def capture(self, values: Words, sums: dict[str, tuple[PendingMsm, Graph]]) -> None:
-        """Capture the launches of a sum of scalars that stay in memory; not of sums in chunks, where the host may wait."""
+        """Capture the launches of a sum of scalars that stay in memory; between chunks, if any, the host may wait."""
         if self._bases is not None and self._bases.plan is not None and self._bases.plan.points >= self._n:
             sums[self._name] = self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
 

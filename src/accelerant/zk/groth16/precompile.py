@@ -90,7 +90,7 @@ class _CompilerProcess:
         threading.Thread(target=self._listen, name="accelerant-precompile", daemon=True).start()
 
     def wait(self, key: str) -> None:
-        """Return once the process is not compiling the kernel; one that takes too long is killed, and not waited for."""
+        """Return once the process is not compiling the kernel; one that takes too long is killed."""
         if os.getpid() != self._pid:
             return
         with self._changed:

@@ -253,7 +253,8 @@ class VerificationKey:
             return assigned(at, [part for coordinate in point for part in reversed(coordinate)])
 
         return _TEMPLATE.format(
-            version=__version__, count=self.n_public, name=name, q=family.q, r=family.r, ic0=ic[0], terms="".join(terms),
+            version=__version__, count=self.n_public, name=name, q=family.q, r=family.r, ic0=ic[0],
+            terms="".join(terms),
             parameter=f",\n        uint256[{self.n_public}] calldata input" if self.n_public else "",
             alpha_beta=f"{assigned(6, alpha)}\n{second(8, beta)}", gamma=second(14, gamma), delta=second(20, delta),
             add_term=_ADD_TERM if self.n_public else "",
