@@ -551,7 +551,7 @@ class Accelerator(methods.Operations):
     def _run_or_fall_back(
         self, name: str, tensors: Tensors, options: dict[str, Any], calls: int = 1, in_turn: bool = False
     ) -> Results:
-        """Run one call, or several of joined tensors, on their device; on the CPU after a failure that wrote nothing."""
+        """Run one call, or several of joined tensors, on their device; on the CPU after a failure without writes."""
         each = calls if in_turn else 0
         if tensors[0].device == self._torch_device:
             try:

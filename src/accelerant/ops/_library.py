@@ -61,7 +61,11 @@ def define(
 
     def autograd(*args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if transforming() or any(_has_tangent(x) or type(x) in composed or is_distributed(x) for x in tensors):
+        dual = forward_ad._current_level >= 0
+        if transforming() or any(
+            (dual and forward_ad.unpack_dual(x).tangent is not None) or type(x) in composed or is_distributed(x)
+            for x in tensors
+        ):
             return composite(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return differentiable(*args)
@@ -74,10 +78,6 @@ def define(
     _composites[name] = composite_of[name] = composite
     torch.library.register_fake(f"accelerant::{name}", fake, lib=library)
     return op
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_watched() -> bool:

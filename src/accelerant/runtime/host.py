@@ -228,10 +228,5 @@ def fork_safe(lock: LockT) -> LockT:
     return lock
 
 
-def _free_locks() -> None:
-    for lock in list(_locks):
-        lock._at_fork_reinit()  # as Python's own modules do
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_locks)
+    os.register_at_fork(after_in_child=lambda: [lock._at_fork_reinit() for lock in list(_locks)])  # as Python's modules

@@ -84,7 +84,10 @@ def _run(_: type, func: Any, types: object, args: Sequence[Any] = (), kwargs: Ma
         return handler(func, place, args, kwargs)
     record = _records.get((func, place))
     if record is None:
-        record = _records[func, place] = _new_record(func, place)
+        kind = "composite" if func.namespace == "accelerant" else "aten table"
+        name = place.provider.name
+        new = OpRecord(str(func), kind, name, place.label, "", True, reason=f"the table of {name}")
+        record = _records[func, place] = _ledger.record(new)
     try:
         with RecordedLaunch(record, place.provider, place.index):
             result = handler(place, *args, **kwargs)
@@ -182,12 +185,6 @@ def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
     else:
         results = [single(*row, **kwargs) for row in zip(*rows, strict=True)]
     return results if func._schema.returns else None
-
-
-def _new_record(func: Any, place: TensorDevice) -> OpRecord:
-    kind = "composite" if func.namespace == "accelerant" else "aten table"
-    key = (str(func), kind, place.provider.name, place.label, "")
-    return _ledger.record(OpRecord(*key, True, reason=f"the table of {place.provider.name}"))
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default)

@@ -54,12 +54,8 @@ def promoted(a: Any, b: Any) -> torch.dtype:
             return a.dtype
         if isinstance(b, (int, bool)) or (isinstance(b, float) and a.dtype.is_floating_point):
             return a.dtype
-    return torch.result_type(*(_stand_in(x) if isinstance(x, DeviceTensor) else x for x in (a, b)))
-
-
-def _stand_in(x: DeviceTensor) -> Tensor:
-    """Return an empty host tensor that promotes as x does."""
-    return torch.empty((0,) * x.dim(), dtype=x.dtype)
+    pair = (torch.empty((0,) * x.dim(), dtype=x.dtype) if isinstance(x, DeviceTensor) else x for x in (a, b))
+    return torch.result_type(*pair)  # of the host's tensors, which promote as those do
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:

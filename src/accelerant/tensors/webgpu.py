@@ -472,11 +472,6 @@ def _narrow(x: DeviceTensor, dim: int, begin: int, end: int) -> DeviceTensor:
     return strided(x, size, x.stride(), int(x.storage_offset()) + begin * x.stride(dim))
 
 
-def _spelled(expression: str) -> str:
-    """Return an expression with this module's functions where WGSL lacks them or has others of that name."""
-    return _RENAMED.sub(r"acl_\1(", expression)
-
-
 # --- expressions -----------------------------------------------------------------------------------------------------
 
 
@@ -487,7 +482,7 @@ def _expression(expression: str, kind: str) -> tuple[str, str]:
             ast.unparse(_Unordered().visit(_parsed(expression))).replace(" and ", " && ").replace(" or ", " || ")
         )
     if kind != "i64":
-        return _spelled(expression), kind
+        return _RENAMED.sub(r"acl_\1(", expression), kind  # functions that WGSL lacks or has others for
     written: tuple[str, str] = _Int64().visit(_parsed(expression))
     return written
 

@@ -123,10 +123,6 @@ def check_exponents(numbers: Residues, exponents: Sequence[int], secret: bool) -
         raise ShapeError(f"{len(numbers)} numbers take one exponent or as many, got {len(exponents)}")
 
 
-def _release_lock() -> None:
-    gmp().get_context().allow_release_gil = True  # of the thread that calls
-
-
 def _on_every_core(run: Callable[[slice], list[Any]], count: int) -> list[Any]:
     """Return run(slice) over the parts of range(count), joined."""
     threads = min(usable_cores(), count)
@@ -134,7 +130,9 @@ def _on_every_core(run: Callable[[slice], list[Any]], count: int) -> list[Any]:
         return run(slice(0, count))
     parts = min(count, 4 * threads)  # a core may be busy with something else
     cuts = [count * i // parts for i in range(parts + 1)]
-    with ThreadPoolExecutor(threads, initializer=_release_lock) as pool:
+    with ThreadPoolExecutor(
+        threads, initializer=lambda: setattr(gmp().get_context(), "allow_release_gil", True)
+    ) as pool:
         return list(itertools.chain.from_iterable(pool.map(run, itertools.starmap(slice, itertools.pairwise(cuts)))))
 
 

@@ -192,7 +192,7 @@ class CpuBases:
         return f"{plan.explain()}, {self._points.nbytes / 1e6:,.1f} MB"
 
     def msm(self, scalars: U64, plan: CpuMsmPlan | None = None) -> U64:
-        """Return the sum of scalars (n, 4), below the order, times points, x R; OutOfMemory if one worker does not fit."""
+        """Return the sum of scalars (n, 4), below the order, times points, x R; OutOfMemory if no worker fits."""
         workers = usable_cores()
         plan = plan or self.shared or cpu_plan(self.curve.order, self.n, workers)
         columns = np.empty((6, self.n), np.uint64)

@@ -161,7 +161,7 @@ class DeviceBases:
         space.provider.synchronize(space.index)  # launches are ordered on the current stream only
 
     def msm(self, scalars: Words) -> U64:
-        """Return the sum of scalars[i] times point i, affine Montgomery words; OutOfMemory if 1024 points do not fit."""
+        """Return the sum of scalars[i] times point i, affine Montgomery words; OutOfMemory where no chunk fits."""
         return self.start(scalars).finish()
 
     def start(self, scalars: Words) -> PendingMsm:
@@ -299,7 +299,7 @@ _sums_so_far: defaultdict[str, itertools.count[int]] = defaultdict(itertools.cou
 
 
 def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
-    """Return the sum of 2^(window w) times projective sums (chunks, windows, 3 coordinates): affine Montgomery words."""
+    """Return the sum of 2^(window w) times projective sums (chunks, windows, 3 coordinates), as affine words."""
     no_doublings = sums.shape[1] == 1
     by_python = no_doublings or next(_sums_so_far[curve.name]) < _PYTHON_SUMS
     return (reduce_by_python if by_python else reduce_by_kernel)(curve, window, sums)

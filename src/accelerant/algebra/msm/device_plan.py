@@ -238,17 +238,14 @@ def device_plan(
     window: int | None = None,
     segment: int | None = None,
     rounds: int | None = None,
-    per_thread: int | None = None,
     chunk: int | None = None,
-    inlined: bool | None = None,
-    resident: int | None = None,
-    fold_inlined: bool = False,
-    bins_fit: bool = True,
+    **tuned: Any,
 ) -> DeviceMsmPlan:
     """Return the plan with the window of the fewest products and the largest chunks that fit free_bytes.
 
     Windows have 2 to 22 bits, segments 1 to 1024 units, and there are 0 to 5 rounds, over Fq2 none; by default those of
     ROUNDS, or none where they do not fit. ConfigError for others, OutOfMemory if a chunk of 1024 points does not fit.
+    `tuned` are further fields of the plan, None by default.
     """
     if window is not None and not 2 <= window <= _MAX_WINDOW:
         raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")
@@ -262,14 +259,7 @@ def device_plan(
         plan = _best_plan(order_bits, limbs, size, shared, window, segment, rounds)
         if rounds is None and plan.rounds and plan.size_bytes(curve) > free_bytes:
             plan = _best_plan(order_bits, limbs, size, shared, window, segment, 0)
-        plan = replace(
-            plan,
-            per_thread=plan.per_thread if per_thread is None else per_thread,
-            inlined=inlined,
-            resident=resident,
-            fold_inlined=fold_inlined,
-            bins_fit=bins_fit,
-        )
+        plan = replace(plan, **{name: value for name, value in tuned.items() if value is not None})
         needed = plan.size_bytes(curve)
         if needed <= free_bytes and plan.entries <= MAX_INDICES:
             return plan

@@ -246,7 +246,7 @@ class VerificationKey:
         ic = [point or (0, 0) for point in decode_points(family.g1, self.ic)]
         terms = [f"        if (!addTerm(sum, {x}, {y}, input[{i}])) return false;\n" for i, (x, y) in enumerate(ic[1:])]
 
-        def assigned(at: int, values: Iterable[int]) -> str:
+        def assigned(at: int, values: Any) -> str:
             return "\n".join(f"        pairs[{at + i}] = {value};" for i, value in enumerate(values))
 
         def second(at: int, point: Any) -> str:
