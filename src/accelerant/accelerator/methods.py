@@ -547,11 +547,7 @@ watch(_add_op)
 
 
 def dtypes_of(name: str, arrays: tuple[Any, ...]) -> list[torch.dtype | None]:
-    """Return the dtypes of a call's tensors; None for an array whose dtype torch lacks.
-
-    Plain Python numbers are integers where the operation takes these; else they follow the first floating array of the
-    call, and without one are float32.
-    """
+    """Return the dtypes of a call's tensors, None where torch lacks it; plain numbers follow the first floating one."""
     own = [getattr(torch, str(x.dtype).removeprefix("torch."), None) if hasattr(x, "dtype") else None for x in arrays]
     dtypes = [dtype if isinstance(dtype, torch.dtype) else None for dtype in own]
     usual = next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), torch.float32)

@@ -163,10 +163,7 @@ writer locks its file within microseconds of creating it."""
 
 
 def _lock(descriptor: int, *, alone: bool = False) -> bool:
-    """Lock a file until its descriptor is closed or the process ends; return whether that succeeded.
-
-    A shared lock, seen by other containers and hosts, says that the writer lives; `alone` succeeds without one.
-    """
+    """Lock a file until it is closed, as its writers do, or `alone`; return whether that succeeded."""
     try:
         import fcntl
 
@@ -234,10 +231,7 @@ class JsonRecord:
 
 
 def decode_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
-
-    With `unique` a name that an object gives twice is refused, as are NaN and Infinity.
-    """
+    """Return the value of a JSON text; ValueError for another text, deep nesting and, if `unique`, a repeated name."""
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH:
         brackets = _STRING.sub("", decoded).encode("utf-8", "surrogatepass").translate(_STEPS, _NO_BRACKETS)

@@ -65,10 +65,7 @@ def is_limited() -> bool:
 
 
 def check_time(reached: str, wait: Callable[[], object] | None = None) -> None:
-    """Raise TimeLimitExceeded if the time is over; call `wait` for the device before, if a limit is in force.
-
-    `reached` says how far the computation came, as in "after 2 of 3 passes".
-    """
+    """Raise TimeLimitExceeded if the time, with that of `wait`, is over; `reached` says "after 2 of 3 passes"."""
     limit = _limit.get()
     if limit is None:
         return

@@ -188,10 +188,7 @@ _REFUSED = ""
 def _pointwise(
     names: str, floats: str, result: str = "same", *, integers: str | None = None, bools: str | None = None
 ) -> None:
-    """Register an expression of one or two operands, by its templates for their common dtype; `floats` by default.
-
-    The result has that dtype, which is a floating one for the result "float", or is "bool". `round` has decimals.
-    """
+    """Register an expression by its templates for the operands' common dtype, which its result has unless it says."""
 
     def run(place: TensorDevice, a: Any, *others: Any, out: Any = None, decimals: int = 0) -> Any:
         compute: torch.dtype = promoted(a, *others) if others else a.dtype

@@ -338,11 +338,7 @@ def _count(curve: Curve[Any], operand: ArrayOperand) -> int:
 def _scalar_rows(
     curve: Curve[Any], scalars: Any, space: MemorySpace, n: int
 ) -> tuple[list[Words], tuple[int, ...], Words | None, _Check]:
-    """Return rows of scalars in a memory space, (n, 4) each, the leading dimensions of their sums, and a check.
-
-    Scalars on a device, which are returned too, are checked by the returned function, which waits for the device;
-    kernels accept any scalars, so sums may start before. Other scalars are checked here.
-    """
+    """Return rows of scalars in a space, (n, 4), leading dimensions of sums, unchecked words, and their check."""
     scalars = memory_space.stacked(scalars, "scalars")
     field, known = curve.scalars, isinstance(scalars, (list, tuple, FieldArray))
     if isinstance(scalars, FieldArray):

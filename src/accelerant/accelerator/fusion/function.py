@@ -552,11 +552,7 @@ class FusedFunction:
             raise ShapeError(f"{self._name[6:]}: shapes {shown} do not broadcast") from None
 
     def _traced(self, key: tuple[Any, ...], whole: Shape | None, arrays: Sequence[Any], call: _Call) -> _Trace:
-        """Return the trace of a call; the function runs once for each class of shapes, or for each shape that it reads.
-
-        It runs again where what it read has changed, or where that is unknown. A function that takes views runs three
-        times: until the first view; then to find them all and the shapes that the program is for; then for the program.
-        """
+        """Return the trace of a call, made once for a class of shapes; a function that takes views runs three times."""
         shapes = [tuple(x.shape) for x in arrays]
         inputs = [(_input(x.dtype, size, Domain(whole or ()))[0], size) for x, size in zip(arrays, shapes, strict=True)]
         general = (tuple((each, len(shape)) for each, shape in inputs), *key[1:])

@@ -96,11 +96,7 @@ class ExpressionGraph:
         self, op: str, *args: Expr | float, value: Any = None, by_row: bool = False, by_column: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Expr:  # fmt: skip
-        """Return a node, appended unless an equal one is there; only inputs are given their layout and dtype.
-
-        Arguments are converted to the widest dtype among them, conditions to numbers where the operation computes with
-        them. Numbers become constants of that dtype.
-        """
+        """Return a node, an equal one if it is there; arguments are converted to the widest dtype among them."""
         kinds = {arg.node.dtype for arg in (args[1:] if op == "where" else args) if isinstance(arg, Expr)}
         common = reduce(torch.promote_types, kinds) if kinds else torch.float32
         if common == torch.bool and op not in _TAKES_CONDITIONS:

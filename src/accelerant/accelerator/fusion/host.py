@@ -184,11 +184,7 @@ def quick_call(
     launch: HostLaunch, values: tuple[Any, ...], sources: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]], single: bool, record: OpRecord, reads: Reads,
 ) -> Callable[[tuple[Any, ...]], Any]:  # fmt: skip
-    """Return a function of a call's arguments that returns the result, or None if the call is of another kind.
-
-    Of the same kind are NumPy's arrays of these types, shapes and strides, and constants that are the same objects.
-    `sources` are the argument of each input that is read, and its offset in bytes.
-    """
+    """Return a function of a call's arguments that returns the result, or None if the call is of another kind."""
     table, scratch = launch.table.copy(), np.empty(max(1, launch.scratch), np.int64)
     table[launch.inputs + len(shapes) + 8] = scratch.ctypes.data
     places = [i for i, x in enumerate(values) if type(x) is np.ndarray]

@@ -257,11 +257,7 @@ def _kept(record: Callable[..., TapeFunction]) -> Callable[..., TapeFunction]:
 
 @_kept
 def miller_tape(family: Family, size: int) -> TapeFunction:
-    """Return the Miller loop of `size` pairs of finite points, whose code grows with size.
-
-    Its inputs are P and Q of each pair: six canonical coordinates, c0 before c1. Its outputs are the value, in
-    Montgomery form, and the _CHECKS registers of each pair.
-    """
+    """Return the Miller loop of `size` finite pairs, six canonical coordinates each: its value, then their checks."""
     program = TapeProgram(family.fq)
     f = program.window(FQ12_SIZE)
     windows = [(program.window(2), program.window(4), program.window(6), program.window(_CHECKS)) for _ in range(size)]

@@ -239,11 +239,7 @@ def hide(code: FunctionBuilder, mask: Value) -> Value:
 
 
 class _PackedWords(PackedField):
-    """Elements of one word each: eight of 64 bits or sixteen of 32, one AVX-512 register, or a single one.
-
-    Plain LLVM vector arithmetic, which takes several registers where they are shorter. Subclasses have _add and
-    _product of any two values.
-    """
+    """Elements of one word: eight of 64 bits, sixteen of 32, or one; subclasses add and multiply any two values."""
 
     def __init__(self, field: Field, lanes: int) -> None:
         self.field, self.lanes = field, lanes
@@ -622,11 +618,7 @@ def _carry(code: FunctionBuilder, columns: Sequence[Value]) -> list[Value]:
 
 
 def _columns(code: FunctionBuilder, rows: Sequence[Value]) -> list[Value]:
-    """Transpose the words of eight elements, contiguous in some registers, to one register for each word of an element.
-
-    Pairs k of words of four elements come into one register; unpacking two such gives words 2 k and 2 k + 1 in
-    LANE_ORDER.
-    """
+    """Transpose the words of eight elements to a register for each word; lanes are in LANE_ORDER."""
     words, pairs = [], len(rows) // 2
     for k in range(pairs):
         halves = []

@@ -364,10 +364,7 @@ def stacked(x: Any, name: str) -> Any:
 
 
 class ArrayOperand(NamedTuple):
-    """An array argument: contiguous words in a space, and the dimensions `leading` those of a point or a scalar.
-
-    `tensor` is the original tensor, if it was one; `free` words, of Python integers, follow the other argument's space.
-    """
+    """Contiguous words in a space, their `leading` dimensions, and the tensor they were; integers are `free`."""
 
     words: Any
     space: MemorySpace

@@ -47,11 +47,7 @@ class _Chains:
     def products(
         self, sums: list[str | None], at: int, factors: Sequence[str], y: str, carry: bool = False, last: bool = False
     ) -> None:
-        """Add (factors[0] + factors[1] 2^64 + ...) y 2^(32 at) to the sums, which are changed, in one chain.
-
-        The upper half of the highest product is lost where it has one limb there. `carry`: the flag holds a carry into
-        the chain; `last`: nothing is carried out.
-        """
+        """Add factors times y 2^(32 at) to the sums, in one chain of carries, into (`carry`) and out of it unless `last`."""
         end = at + 2 * len(factors)
         wide, low = (factors[:-1], factors[-1]) if end > len(sums) else (factors, None)
         if not carry and all(limb is None for limb in sums[at:end]):

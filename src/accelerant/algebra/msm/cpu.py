@@ -63,11 +63,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class CpuMsmPlan:
-    """The division of a sum into digits of `bits` bits, and tasks of `parts` ranges of points and `group` windows.
-
-    `shared`: the multiples 2^(c j) P of the points are stored, so that all windows share one set of buckets and a task
-    is a range of points with all windows.
-    """
+    """Digits of `bits` bits, tasks of `parts` ranges of points and `group` windows; `shared`: one set of buckets."""
 
     bits: int
     windows: int

@@ -383,11 +383,7 @@ _COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|(\"(?:\\.|[^\"\\\n])*\")", re.
 
 
 def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:
-    """Return the headers that a program may include from some folders, directly or not, with their SHA-256.
-
-    Conditions are not evaluated. A name that no folder has counts with an empty hash, since such a file may appear. An
-    include of a macro is a CompileError, and so is a header that cannot be read.
-    """
+    """Return the headers that a program may include from folders, directly or not, with SHA-256, empty if absent."""
     folders = list(folders)
     if not folders:
         return []

@@ -190,11 +190,9 @@ class TritonKernel:
         self, grid: tuple[int, ...], args: Sequence[_Argument], constants: Mapping[str, Any], *, num_warps: int = 4,
         num_stages: int = 3,
     ) -> PreparedLaunch | None:  # fmt: skip
-        """Run over the grid, on the current stream of the first tensor's device.
+        """Run over the grid on the first tensor's current stream; None is an absent tensor, constants are by name.
 
-        `args` are the arguments before the constants (the constexpr arguments by name); None is an absent tensor.
-        Returns the launch, to be started again with the pointers of like tensors; None where nothing was launched on a
-        GPU.
+        Returns the launch, to be started again with the pointers of like tensors; None where nothing was launched.
         """
         if predictions and has_fakes(args):
             return None
@@ -260,10 +258,7 @@ class TritonKernel:
         self, types: Mapping[str, str], constants: Mapping[str, Any], *, multiple: int = 16, num_warps: int = 4,
         num_stages: int = 3,
     ) -> KernelSource:  # fmt: skip
-        """Return a KernelSource for given Triton types of the arguments, for compile checks without a device.
-
-        Absent tensors are constants of None. The widths are multiples of `multiple`, pointers and other integers of 16.
-        """
+        """Return a KernelSource for Triton types of the arguments, without a device; widths are multiples of `multiple`."""
         names = self.argument_names()
         kinds = tuple(types.get(name, "constexpr") for name in names)
         divisors = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]

@@ -151,11 +151,7 @@ class MappedFile(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Read the whole file and validate the contents that open() does not read.
-
-        Raises:
-            FormatError: names the section and the offset.
-        """
+        """Read the whole file and validate what open() does not read; FormatError names section and offset."""
 
     def close(self) -> None:
         """Release the mapping. Arrays that still refer to it keep it alive."""
@@ -327,11 +323,7 @@ def writable_target(path: FilePath) -> Path:
 def write_container(
     path: FilePath, layout: FileFormat, sections: Mapping[int, Sequence[Payload]], *, secret: bool = False
 ) -> None:
-    """Write a file atomically: to a temporary file in the same directory, which is then renamed.
-
-    Sections are bytes and contiguous little-endian arrays, concatenated. A `secret` file is readable by its owner only.
-    On an OSError an existing file is unchanged.
-    """
+    """Write sections, bytes or arrays, to a file that replaces an old one at the end; `secret`: for its owner only."""
     target = writable_target(path)
     try:
         with AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
@@ -440,10 +432,9 @@ def check_points(
     file: MappedFile, number: int, curve: Curve[Any], words: U64, *, subgroup: bool = True,
     named: Sequence[tuple[int, str]] = (),
 ) -> None:  # fmt: skip
-    """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
+    """Check that points have reduced coordinates and are on the curve and in the subgroup; infinity is.
 
-    `words`, (n, words per point), are the section's rows, or of points that are reduced, whose offsets and names
-    `named` has. FormatError names the offset and the index of the first invalid point. Infinity is in the subgroup.
+    `words` are the section's rows, or of reduced points with offsets and names in `named`. FormatError names the first.
     """
     if not named:
         check_below(file, number, curve.coordinates.base, words)

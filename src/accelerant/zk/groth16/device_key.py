@@ -158,10 +158,7 @@ class KeyPart:
             space.provider.synchronize(space.index)
 
     def receive(self, values: U64) -> tuple[Callable[[int, int], object], Callable[[Stages], KeySums]]:
-        """Return functions that copy values first to last of a witness in pinned memory, and that start its sums then.
-
-        Queues and their scratch memory take one witness after the other. Without queues all is copied at the start.
-        """
+        """Return functions that copy values first to last of a pinned witness, and that then start its sums."""
         queues = self._queues
         if not queues.captures:
             return (lambda *_: None), lambda stages: self._start(_Vectors(self.space.load(values)), stages)
@@ -286,11 +283,7 @@ def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
 
 @dataclass(slots=True)
 class _Vectors:
-    """The scalars of a proof's sums on a device, and the marks of the end of all work that uses them.
-
-    `quotient` and `graph`, which computes it, are None where it is not captured; `sums` are the captured ones by
-    section.
-    """
+    """A proof's scalars on a device, captured sums by section, `graph` of the quotient, and marks of the work's end."""
 
     witness: Words
     quotient: Words = None
@@ -477,11 +470,7 @@ class _DeviceSection:
     def begin(
         self, values: Words, after: Mark, spans: Spans, captured: tuple[PendingMsm, Graph] | None
     ) -> Callable[[], U64]:
-        """Launch a sum; return a function that waits for it: words of one point, affine in Montgomery form.
-
-        The scalars `values` are computed before the mark `after`, and kept alive by the caller until the sum has ended.
-        `captured` is what `capture` added for them.
-        """
+        """Launch a sum of `values`, there from mark `after` on, or its capture; return a function that waits for it."""
         queues, queue = self._queues, self._queue
         queues.wait(queue, after)
         with queues.queue(queue):
@@ -565,11 +554,7 @@ class Queues:
             self._streams[number].wait(mark)
 
     def load(self, number: int, words: npt.NDArray[Any]) -> Words:
-        """Copy words from the host, which may overwrite them once this returns, to the device.
-
-        On CUDA the copy goes through pinned memory and overlaps the queue's earlier work; later work waits for it. The
-        host runs at most a few chunks ahead of the queue, which bounds the memory of many loads.
-        """
+        """Copy words from the host, which may change them then, through pinned memory, at most a few chunks ahead."""
         if not self._streams or not words.size:
             return self.space.load(np.ascontiguousarray(words))
         import torch

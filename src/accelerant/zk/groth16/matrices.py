@@ -107,11 +107,7 @@ class SparseMatrix:
         return len(self.columns)
 
     def times(self, x: U64, out: U64 | None = None) -> U64:
-        """Return the product, (n_rows, 4): element i is the sum of values x / R over row i, R = 2^256.
-
-        x, (n, 4), is below the modulus, contiguous. ShapeError for too short an x or another `out`: the kernel would
-        access memory out of bounds.
-        """
+        """Return the product, (n_rows, 4), of reduced x (n, 4), divided by R = 2^256; ShapeError for other arrays."""
         limbs, shape = self.field.limbs, (self.n_rows, self.field.limbs)
         if x.shape[1:] != (limbs,) or len(x) < self.min_columns:
             raise ShapeError(f"x must be (n, {limbs}) with n at least {self.min_columns}, got {x.shape}")

@@ -189,11 +189,7 @@ class Proof:
 
 
 def check_inputs(public: Iterable[Any], family: Family, name: str, n_public: int | None = None) -> list[int]:
-    """Return a sequence of public inputs as a list, counted before they are looked at if their number is given.
-
-    They are integers, or text of one as snarkjs takes it: "33" or "0x21". The list has exact integers: a subclass of
-    int may multiply, print or compare otherwise. Errors name the index.
-    """
+    """Return public inputs, integers or text such as "0x21", as exact ints, counted first; errors name the index."""
     if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
     values = list(public if n_public is None else itertools.islice(public, n_public + 1))

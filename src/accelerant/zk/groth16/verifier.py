@@ -321,10 +321,7 @@ def verify(
 
 
 class Statement:
-    """A circuit's verification key with public inputs, whose part of a verification is done before there is a proof.
-
-    Arguments and errors are those of `verify`.
-    """
+    """A verification key with public inputs, whose part of a verification is done before there is a proof."""
 
     def __init__(self, verification_key: VerificationKey, public: Sequence[int]) -> None:
         self._key, self._family = verification_key, _common_family(verification_key, ())
