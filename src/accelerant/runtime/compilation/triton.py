@@ -258,7 +258,7 @@ class TritonKernel:
         self, types: Mapping[str, str], constants: Mapping[str, Any], *, multiple: int = 16, num_warps: int = 4,
         num_stages: int = 3,
     ) -> KernelSource:  # fmt: skip
-        """Return a KernelSource for Triton types of the arguments, without a device; widths are multiples of `multiple`."""
+        """Return a KernelSource for Triton types of the arguments; widths are multiples of `multiple`, others of 16."""
         names = self.argument_names()
         kinds = tuple(types.get(name, "constexpr") for name in names)
         divisors = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]
