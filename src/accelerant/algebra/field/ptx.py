@@ -47,7 +47,7 @@ class _Chains:
     def products(
         self, sums: list[str | None], at: int, factors: Sequence[str], y: str, carry: bool = False, last: bool = False
     ) -> None:
-        """Add factors times y 2^(32 at) to the sums, in one chain that begins with a `carry` and ends with one unless `last`."""
+        """Add factors times y 2^(32 at) to the sums, in one chain, after a `carry`, and before one unless `last`."""
         end = at + 2 * len(factors)
         wide, low = (factors[:-1], factors[-1]) if end > len(sums) else (factors, None)
         if not carry and all(limb is None for limb in sums[at:end]):

@@ -4,23 +4,8 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.compilation.inspect import (
-        DEFAULT_BLOCK,
-        LIMITS,
-        CompilerMessage,
-        EntryPoint,
-        Inspection,
-        MultiprocessorLimits,
-        Occupancy,
-        amd_compiler,
-        inspect_amd,
-        inspect_cuda,
-        known_targets,
-        nvrtc_version,
-        occupancy,
-        read_messages,
-    )
-    from accelerant.runtime.compilation.kernel import CompileOptions
+    from accelerant.runtime.compilation.inspect import *
+    from accelerant.runtime.compilation.kernel import *
 
 __all__ = [
     "DEFAULT_BLOCK", "LIMITS", "CompileOptions", "CompilerMessage", "EntryPoint", "Inspection",

@@ -4,32 +4,8 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.memory.limits import (
-        LiveSet,
-        MemoryOwner,
-        MemoryStatistics,
-        PeakRecord,
-        allocate,
-        apply_limit,
-        available_bytes,
-        bytes_asked_by,
-        describe_out_of_memory,
-        is_out_of_memory,
-        largest_owners,
-        limit,
-        peak_recorded,
-        size_text,
-        statistics,
-        trim,
-    )
-    from accelerant.runtime.memory.peak import (
-        BatchSizeSearch,
-        PeakComparison,
-        PeakPrediction,
-        compare_peak,
-        optimal_batch_size,
-        predict_peak,
-    )
+    from accelerant.runtime.memory.limits import *
+    from accelerant.runtime.memory.peak import *
 
 __all__ = [
     "BatchSizeSearch", "LiveSet", "MemoryOwner", "MemoryStatistics", "PeakComparison", "PeakPrediction", "PeakRecord",

@@ -4,25 +4,8 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.monitoring.monitor import (
-        DeviceEvent,
-        EventKind,
-        KernelTime,
-        Measurement,
-        OpEnergy,
-        Sample,
-        event_counts,
-        events_between,
-        free_memory,
-        measure,
-        peer_access,
-        publish,
-        sample,
-        subscribe,
-        to_prometheus,
-        watch_devices,
-    )
-    from accelerant.runtime.monitoring.readers import ProcessMemory
+    from accelerant.runtime.monitoring.monitor import *
+    from accelerant.runtime.monitoring.readers import *
 
 __all__ = [
     "DeviceEvent", "EventKind", "KernelTime", "Measurement", "OpEnergy", "ProcessMemory", "Sample", "event_counts",
