@@ -26,7 +26,7 @@ import numpy as np
 from accelerant._version import __version__
 from accelerant.runtime.host import processor_name, usable_cores
 from accelerant.zk.inference import IntegerNetwork, Layer, ModelCommitment, Network, Prover, check
-from accelerant.zk.inference.protocol import IDENTITY
+from accelerant.zk.inference.verifier import IDENTITY
 
 RELU = bytes(max(0, i - 128) for i in range(256))
 _REPEATS = 3

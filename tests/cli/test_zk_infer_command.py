@@ -8,7 +8,7 @@ import pytest
 
 import commands
 from accelerant.zk.inference import IntegerNetwork, Layer, Network
-from accelerant.zk.inference.protocol import IDENTITY
+from accelerant.zk.inference.verifier import IDENTITY
 
 NETWORK = IntegerNetwork(
     Network((Layer(3, 2, 1 << 17, IDENTITY),)), [np.array([[1, 2, 3], [4, 5, 6]], np.int8)], [[0, 640]]

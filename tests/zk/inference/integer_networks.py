@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from accelerant.zk.inference import IntegerNetwork, Layer, Network
-from accelerant.zk.inference.protocol import IDENTITY
+from accelerant.zk.inference.verifier import IDENTITY
 
 RELU = bytes(max(0, i - 128) for i in range(256))
 

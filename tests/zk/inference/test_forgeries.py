@@ -18,7 +18,6 @@ from accelerant.zk.inference import (
     RejectedProofError,
     check,
     proofs,
-    protocol,
     prover,
     verifier,
     verify,
@@ -26,7 +25,7 @@ from accelerant.zk.inference import (
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference import network as network_module
 from accelerant.zk.inference.proofs import InferenceProof
-from accelerant.zk.inference.protocol import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P, shape_bits
+from accelerant.zk.inference.verifier import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P, shape_bits
 
 WIDTHS = [4, 4, 4, 2]
 
@@ -633,15 +632,15 @@ def test_a_false_claim_on_a_committed_table(honest, rounds, reason, monkeypatch)
 
     def after(value, challenges):
         for z in challenges:  # z (2 - z) is the polynomial of degree 2 that is 1 at 1, and 0 at 0 and 2
-            value = protocol.mul(value, protocol.mul(z, protocol.sub((2, 0), z)))
+            value = verifier.mul(value, verifier.mul(z, verifier.sub((2, 0), z)))
         return value
 
     def recorded_bind(speaker, stack, tables, claims):
         drawn.clear()
         left = bind(speaker, stack, tables, claims)
-        off = protocol.eq(claims[-1].point, [protocol.ZERO] * len(claims[-1].point))
+        off = verifier.eq(claims[-1].point, [verifier.ZERO] * len(claims[-1].point))
         for _ in claims[1:]:
-            off = protocol.mul(off, drawn[0])
+            off = verifier.mul(off, drawn[0])
         error.append(after(off, drawn[1:]))
         return corrected(left) if rounds == 0 else left
 
@@ -681,7 +680,7 @@ def test_weights_in_the_padding_do_not_count(generator, monkeypatch):
     narrow = IntegerNetwork(public, [weights[0][:3], weights[1][:, :3]], [[0] * 3, [0] * 2])
     assert (y != narrow(x)).any()
     assert_refused(other.commitment, x, y, proof, "the product of layer")
-    monkeypatch.setattr(verifier, "eq_below", lambda point, count: protocol.ONE)
+    monkeypatch.setattr(verifier, "eq_below", lambda point, count: verifier.ONE)
     check(other.commitment, x, y, proof)
 
 
@@ -764,7 +763,7 @@ def test_other_parameters(honest, changes, monkeypatch):
     """A prover with fewer queries, a longer last message, other folds or a lower cap."""
     committed, x, _, _ = honest
     for name, value in changes.items():
-        for module in (protocol, prover):
+        for module in (verifier, prover):
             monkeypatch.setattr(module, name, value, raising=False)
     forged = InferenceProof(committed, x).run()
     monkeypatch.undo()
@@ -813,7 +812,7 @@ def test_multiplicities_of_equal_rows_only_can_be_exchanged(honest, monkeypatch)
     committed, x, y, _ = honest
     run = InferenceProof(committed, x)
     tables, size = run.layout.tables, run.layout.log_table
-    rows = list(zip(*protocol.table_rows(tables, size), strict=True))
+    rows = list(zip(*verifier.table_rows(tables, size), strict=True))
     true, last = np.bincount, len(rows) - 1
     assert rows[last] == rows[0] != rows[5]
     for other, reason in ((last, None), (5, "a lookup is not in its table")):
@@ -871,10 +870,10 @@ def test_no_value_that_a_prover_computes_can_be_changed(convolutions, rng, recor
 
 
 def test_elements_have_one_encoding():
-    assert protocol.unpack((P - 1).to_bytes(8, "little")) == (P - 1,)
+    assert verifier.unpack((P - 1).to_bytes(8, "little")) == (P - 1,)
     for value in (P, P + 1, 2**64 - 1):
         with pytest.raises(RejectedProofError, match="not below the modulus"):
-            protocol.unpack(bytes(8) + value.to_bytes(8, "little"))
+            verifier.unpack(bytes(8) + value.to_bytes(8, "little"))
 
 
 def test_replays(honest):

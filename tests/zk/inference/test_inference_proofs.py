@@ -50,12 +50,12 @@ from accelerant.zk.inference import (
     commitment_memory_bytes,
     proof_memory_bytes,
     proofs,
-    protocol,
+    verifier,
     verify,
 )
 from accelerant.zk.inference import extension as ext
-from accelerant.zk.inference.protocol import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
 from accelerant.zk.inference.prover import hashed_by_kernel, sha256_source
+from accelerant.zk.inference.verifier import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
 from requirements import require_backend
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_extension_arithmetic_is_that_of_python(generator):
     x = np.array(pairs, np.uint64).T
     y = np.roll(x, 7, axis=1)
     ys = ext.elements(y)
-    for ours, theirs in ((ext.add, protocol.add), (ext.sub, protocol.sub), (ext.mul, protocol.mul)):
+    for ours, theirs in ((ext.add, verifier.add), (ext.sub, verifier.sub), (ext.mul, verifier.mul)):
         assert ext.elements(ours(x, y)) == [theirs(a, b) for a, b in zip(pairs, ys, strict=True)]
     units = x[:, x.any(axis=0)]
     assert ext.elements(ext.mul(units, ext.inverse(units))) == [(1, 0)] * units.shape[1]
@@ -85,7 +85,7 @@ def test_the_kernel_of_products_writes_no_further_than_its_arrays(generator, for
     z = np.full(2 * n + 16, 5, np.uint64)
     launch(HOST, ext.product_source(form), "extension_mul", n, 1, (x, y, z), n)
     pairs = zip(ext.elements(x), ext.elements(y), strict=True)
-    assert ext.elements(z[: 2 * n].reshape(2, n)) == [protocol.mul(*pair) for pair in pairs]
+    assert ext.elements(z[: 2 * n].reshape(2, n)) == [verifier.mul(*pair) for pair in pairs]
     assert (z[2 * n :] == 5).all()
 
 
@@ -96,34 +96,34 @@ def test_seven_has_no_square_root():
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_multilinear_extensions(generator, k):
     z = [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(k)]
-    table = protocol.eq_table(z)
+    table = verifier.eq_table(z)
     assert ext.elements(ext.eq_table(z)) == table
-    assert [protocol.eq(z, protocol.bits(i, k)) for i in range(1 << k)] == table
+    assert [verifier.eq(z, verifier.bits(i, k)) for i in range(1 << k)] == table
     for count in range(1, (1 << k) + 1):
         sums = tuple(sum(parts) % P for parts in zip(*table[:count], strict=True))
-        assert protocol.eq_below(z, count) == sums
+        assert verifier.eq_below(z, count) == sums
 
 
 @pytest.mark.parametrize(("kernel", "outputs", "stride"), [(1, 1, 1), (3, 5, 1), (3, 5, 2), (4, 3, 7), (1, 6, 3)])
 def test_weights_of_pixels(generator, kernel, outputs, stride):
     z, j = (
-        [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(protocol.log2_ceil(size))]
+        [tuple(map(int, generator.integers(0, P, 2, np.uint64))) for _ in range(verifier.log2_ceil(size))]
         for size in (outputs, kernel)
     )
     expected = [(0, 0)] * ((outputs - 1) * stride + kernel)
     for p, d in itertools.product(range(outputs), range(kernel)):
-        product = protocol.mul(protocol.eq(z, protocol.bits(p, len(z))), protocol.eq(j, protocol.bits(d, len(j))))
-        expected[p * stride + d] = protocol.add(expected[p * stride + d], product)
+        product = verifier.mul(verifier.eq(z, verifier.bits(p, len(z))), verifier.eq(j, verifier.bits(d, len(j))))
+        expected[p * stride + d] = verifier.add(expected[p * stride + d], product)
     layer = Layer(1, 1, 1, IDENTITY, stride=stride)
-    assert protocol.pixel_weights(z, j, (kernel, outputs), layer) == expected
+    assert verifier.pixel_weights(z, j, (kernel, outputs), layer) == expected
 
 
 def test_a_wide_kernel_costs_the_verifier_no_product_for_each_pair(monkeypatch):
     """All entries of 2^64 - 2^32, the largest; a verifier pays for sizes, whatever network a stranger commits to."""
-    largest, calls, true = (P - 1, P - 1), itertools.count(), protocol.mul
-    assert protocol.convolved([largest] * 1024, [largest] * 1000)[1010] == (8 * 1000, 2 * 1000)
-    monkeypatch.setattr(protocol, "mul", lambda x, y: (next(calls), true(x, y))[1])
-    protocol.pixel_weights([largest] * 10, [largest] * 10, (1000, 1024), Layer(1, 1, 1, IDENTITY))
+    largest, calls, true = (P - 1, P - 1), itertools.count(), verifier.mul
+    assert verifier.convolved([largest] * 1024, [largest] * 1000)[1010] == (8 * 1000, 2 * 1000)
+    monkeypatch.setattr(verifier, "mul", lambda x, y: (next(calls), true(x, y))[1])
+    verifier.pixel_weights([largest] * 10, [largest] * 10, (1000, 1024), Layer(1, 1, 1, IDENTITY))
     assert next(calls) < 4 * 2024
 
 
@@ -135,10 +135,10 @@ def test_a_fold_of_the_code_is_the_code_of_the_folded_message(generator):
         low, high = folded[:, 0::2], folded[:, 1::2]
         folded = ext.add(low, ext.mul(ext.sub(high, low), ext.constant(z, 1)))
     code, after = ext.elements(ext.encode(message)), ext.elements(ext.encode(folded))
-    root, eighth = protocol.root_of_unity(8), protocol.root_of_unity(3)
+    root, eighth = verifier.root_of_unity(8), verifier.root_of_unity(3)
     for i in range(32):
         values = [code[i + 32 * j] for j in range(8)]
-        assert protocol.fold(values, pow(root, -i, P), pow(eighth, -1, P), challenges) == after[i]
+        assert verifier.fold(values, pow(root, -i, P), pow(eighth, -1, P), challenges) == after[i]
 
 
 @pytest.mark.parametrize("size", [4, 8, 36, 48, 52, 56, 60, 64, 116, 120, 528])
@@ -347,9 +347,9 @@ def test_the_numbers_of_the_soundness_table(generator):
 
 def test_the_largest_errors_of_any_network():
     """Lookups of the most weights and of the most rows, each of the most tables, and folds of the longest code."""
-    tables = 1 << protocol.log2_ceil(1022 + 256 * (protocol.MAX_LAYERS + 1))
-    queries = max(1 << protocol.MAX_LOG_WEIGHTS, 8 << protocol.MAX_LOG_ROWS)
-    for numerator in (2 * (queries + tables), (1 << 20) + 2, 12 * protocol.MAX_LAYERS + 13, 1 << 7):
+    tables = 1 << verifier.log2_ceil(1022 + 256 * (verifier.MAX_LAYERS + 1))
+    queries = max(1 << verifier.MAX_LOG_WEIGHTS, 8 << verifier.MAX_LOG_ROWS)
+    for numerator in (2 * (queries + tables), (1 << 20) + 2, 12 * verifier.MAX_LAYERS + 13, 1 << 7):
         assert numerator / P**2 < 2**-100.3 > 0.625**QUERIES
 
 
@@ -436,7 +436,7 @@ def test_what_no_proof_can_have_is_refused_before_the_commitment():
     layer = Layer(1, 1, 1, IDENTITY, image=(1024, 1024))
     Network((layer,) * 8).check()
     for layers in ((layer,) * 9, (layer,) * 100, [Layer(1, 1, 1, bytes([i]) * 256) for i in range(256)]):
-        with pytest.raises(protocol.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
+        with pytest.raises(verifier.RejectedProofError, match=r"2\^\d+ activations of one input, or the tables, are"):
             Network(tuple(layers)).check()
 
 
@@ -444,12 +444,12 @@ def test_layers_that_would_cost_the_verifier_minutes_are_refused():
     """A commitment of 40 KB with 128 images of 2^16 pixels in a row cost 30 s for each proof."""
     layer = Layer(1, 1, 1, IDENTITY, image=(1, 1 << 16), kernel=(1, 1))
     Network((layer,) * 3).check()
-    with pytest.raises(protocol.RejectedProofError, match=r"numbers of multipliers, sum to 524304, more than 2\^19"):
+    with pytest.raises(verifier.RejectedProofError, match=r"numbers of multipliers, sum to 524304, more than 2\^19"):
         Network((layer,) * 4).check()
     wide = Layer(1, 1 << 16, (7,) * (1 << 16), IDENTITY)
     narrow = Layer(1 << 16, 1, 7, IDENTITY)
     Network((wide, narrow) * 7).check()
-    with pytest.raises(protocol.RejectedProofError, match=r"numbers of multipliers, sum to 524384, more than 2\^19"):
+    with pytest.raises(verifier.RejectedProofError, match=r"numbers of multipliers, sum to 524384, more than 2\^19"):
         Network((wide, narrow) * 8).check()
     Network((Layer(8, 8, 1, IDENTITY, image=(224, 224), kernel=(3, 3), padding=1),) * 3).check()
 
@@ -458,18 +458,18 @@ def test_an_input_that_the_verifier_would_read_for_each_of_many_layers_is_refuse
     """A network of 256 layers that all take an input of 2^20 entries has a commitment in 0.3 s; a proof took 110 s."""
     layers = [Layer(1024, 1, 1, IDENTITY, image=(32, 32), stride=32, source=i + 1) for i in range(5)]
     Network(tuple(layers[:4])).check()
-    with pytest.raises(protocol.RejectedProofError, match=r"take 5242880 entries of the network's input, more than"):
+    with pytest.raises(verifier.RejectedProofError, match=r"take 5242880 entries of the network's input, more than"):
         Network(tuple(layers)).check()
 
 
 def test_codewords_of_any_network_have_at_most_2_to_the_20_positions():
     heights = []
     for of_weights, of_rows, of_tables in itertools.product(range(27), range(32), range(11, 18)):
-        sizes = [of_weights] + [protocol.blocks([k] * n + [of_tables] * m)[1]
+        sizes = [of_weights] + [verifier.blocks([k] * n + [of_tables] * m)[1]
                                 for k, n, m in ((of_rows, 8, 1), (of_rows + 3, 2, 2))]  # fmt: skip
-        with contextlib.suppress(protocol.RejectedProofError):
+        with contextlib.suppress(verifier.RejectedProofError):
             tables = [[(0, 1 << size)] for size in sizes]
-            heights.append(protocol.Stack(protocol.column_height(1 << of_weights, of_rows), tables).log_domain)
+            heights.append(verifier.Stack(verifier.column_height(1 << of_weights, of_rows), tables).log_domain)
     assert max(heights) == 20
 
 
@@ -477,9 +477,9 @@ def test_any_weights_that_are_accepted_have_a_commitment():
     """More than 2^25 weights were committed to, for minutes, and then had too many columns for a range proof."""
     for log_size, part, log_rows in itertools.product(range(4, 27), (1, 1.01, 1.3, 1.7, 2), range(0, 24, 3)):
         end = min(int(2 ** (log_size - 1) * part) + 1, 1 << log_size)
-        height = protocol.column_height(end, log_rows)
-        helpers = protocol.HelperLayout(height, log_size, [(0, end)], 8)
-        protocol.Stack(height, [[(0, end)], [(0, 256)], helpers.parts])
+        height = verifier.column_height(end, log_rows)
+        helpers = verifier.HelperLayout(height, log_size, [(0, end)], 8)
+        verifier.Stack(height, [[(0, end)], [(0, 256)], helpers.parts])
 
 
 def test_arrays_out_of_range_are_refused(generator):
@@ -576,7 +576,7 @@ def test_files_are_as_documented(generator):
     assert {len(layer) for layer in found["of layers"]} == {13, 14}
 
     layout, weights = WitnessLayout(network.network, 3, prover.layout), prover.layout
-    k_in, k_out = ([protocol.log2_ceil(n) for n in sizes] for sizes in ([3, 4, 6], [4, 6, 2]))
+    k_in, k_out = ([verifier.log2_ceil(n) for n in sizes] for sizes in ([3, 4, 6], [4, 6, 2]))
     leaves = [*(8 * len(each) for each in layout.stack.columns), *[128] * len(range(weights.log_rows, 4, -3))]
     logs = [weights.log_rows + 2] * 3 + [height - 1 for height in range(weights.log_rows, 4, -3)]
     last = 1 << weights.log_rows - 3 * (len(logs) - 3)

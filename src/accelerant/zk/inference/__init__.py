@@ -19,7 +19,7 @@ from accelerant.zk.inference.proofs import (
     proof_memory_bytes,
     verify,
 )
-from accelerant.zk.inference.protocol import Layer, Network, RejectedProofError
+from accelerant.zk.inference.verifier import Layer, Network, RejectedProofError
 
 __all__ = [
     "IntegerNetwork", "Layer", "ModelCommitment", "Network", "Prover", "RejectedProofError", "check", "commit",

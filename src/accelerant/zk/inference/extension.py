@@ -18,8 +18,8 @@ from accelerant.algebra.ntt.launch import transform
 from accelerant.runtime.compilation.kernel import KernelSource, LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, program
 from accelerant.runtime.ledger import launch as launch_kernel
-from accelerant.zk.inference import protocol
-from accelerant.zk.inference.protocol import LOG_RATE, Element, P, root_of_unity
+from accelerant.zk.inference import verifier
+from accelerant.zk.inference.verifier import LOG_RATE, Element, P, root_of_unity
 
 Words = npt.NDArray[np.uint64]
 FIELD = field_of("goldilocks")
@@ -144,7 +144,7 @@ def words(x: npt.NDArray[Any]) -> Words:
 
 def eq_table(point: Sequence[Element]) -> Words:
     """Return eq(point, i) for each i, bit j of i with coordinate j: products of tables of a few coordinates."""
-    first = np.array(protocol.eq_table(point[:_LOG_SMALL]), np.uint64).T
+    first = np.array(verifier.eq_table(point[:_LOG_SMALL]), np.uint64).T
     if len(point) <= _LOG_SMALL:
         return first
     return mul(eq_table(point[_LOG_SMALL:])[:, :, None], first[:, None, :]).reshape(2, -1)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import write_atomic
-from accelerant.zk.inference.protocol import (
+from accelerant.zk.inference.verifier import (
     BIAS_LIMIT,
     SHIFT,
     Channel,

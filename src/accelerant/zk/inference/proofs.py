@@ -31,27 +31,6 @@ from accelerant.zk.inference.network import (
     unpadded,
     windows,
 )
-from accelerant.zk.inference.protocol import (
-    BIAS_LIMIT,
-    COLUMNS,
-    COMMITMENT_HEADER,
-    LOG_ARITY,
-    PROOF_HEADER,
-    QUERIES,
-    Claim,
-    Element,
-    HelperLayout,
-    Layer,
-    Network,
-    RejectedProofError,
-    WeightLayout,
-    WitnessLayout,
-    image_weights,
-    log2_ceil,
-    sha256,
-    shape_bits,
-    table_rows,
-)
 from accelerant.zk.inference.prover import (
     CommittedTable,
     Speaker,
@@ -62,7 +41,30 @@ from accelerant.zk.inference.prover import (
     sumcheck,
     values_at,
 )
-from accelerant.zk.inference.verifier import Commitment, check_commitment, check_inference
+from accelerant.zk.inference.verifier import (
+    BIAS_LIMIT,
+    COLUMNS,
+    COMMITMENT_HEADER,
+    LOG_ARITY,
+    PROOF_HEADER,
+    QUERIES,
+    Claim,
+    Commitment,
+    Element,
+    HelperLayout,
+    Layer,
+    Network,
+    RejectedProofError,
+    WeightLayout,
+    WitnessLayout,
+    check_commitment,
+    check_inference,
+    image_weights,
+    log2_ceil,
+    sha256,
+    shape_bits,
+    table_rows,
+)
 
 _INVERTED = 1 << 18
 """Denominators that are inverted at a time."""

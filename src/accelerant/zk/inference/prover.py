@@ -18,7 +18,7 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.ledger import launch
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.extension import Words
-from accelerant.zk.inference.protocol import (
+from accelerant.zk.inference.verifier import (
     LOG_ARITY,
     LOG_CAP,
     LOG_FINAL,
