@@ -834,9 +834,12 @@ def test_multiplicities_of_equal_rows_only_can_be_exchanged(honest, monkeypatch)
 
 @pytest.mark.search(2)
 def test_no_value_that_a_prover_computes_can_be_changed(convolutions, rng, record_property):
-    """An entry of the result of one operation on arrays, by a random amount: the proof is the same, or refused."""
+    """An entry of the result of one operation on arrays, by a random amount: the proof is the same, or refused.
+
+    Codes are left out: a proof has a code's nearest message, and one wrong position is seldom among the queries.
+    """
     committed, x, y, proof = convolutions
-    operations = ("mul", "dot", "total", "inverse", "encode", "encode_coset", "byte_products", "eq_table")
+    operations = ("mul", "dot", "total", "inverse", "byte_products", "eq_table")
 
     def with_fault(wrong, amount):
         calls = itertools.count()
