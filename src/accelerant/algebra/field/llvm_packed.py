@@ -68,29 +68,17 @@ class PackedField(Protocol):
 
     def _load(self, code: FunctionBuilder) -> Operand: ...
     def _store(self, code: FunctionBuilder) -> None: ...
-    def _add(self, code: FunctionBuilder) -> Operand: ...
-    def _sub(self, code: FunctionBuilder) -> Operand: ...
-    def _neg(self, code: FunctionBuilder) -> Operand: ...
-    def _mul(self, code: FunctionBuilder) -> Operand: ...
-    def _square(self, code: FunctionBuilder) -> Operand: ...
-    def _one_for_zero(self, code: FunctionBuilder) -> Operand: ...
-    def _keep_zero(self, code: FunctionBuilder) -> Operand: ...
-    def _fold(self, code: FunctionBuilder) -> Operand: ...
 
     def functions(self) -> list[FunctionBuilder]:
-        """Return the functions that the module's docstring lists, without the called ones."""
+        """Return the functions that the module's docstring lists, without the called ones; a method writes each."""
         store = FunctionBuilder(f"{self.field.name}_store", [*ELEMENT, f"{self.type} %z"])
         self._store(store)
         store.ret()
-        unary = {"neg": self._neg, "square": self._square, "fold": self._fold}
-        binary = {"add": self._add, "sub": self._sub, "mul": self._mul}
-        binary |= {"one_for_zero": self._one_for_zero, "keep_zero": self._keep_zero}
-        return [
-            self.function("load", ELEMENT, self._load),
-            store,
-            *(self.function(name, [f"{self.type} %x"], write) for name, write in unary.items()),
-            *(self.function(name, [f"{self.type} %x", f"{self.type} %y"], write) for name, write in binary.items()),
-        ]
+        packs = [f"{self.type} %x", f"{self.type} %y"]
+        counts = dict.fromkeys(("neg", "square", "fold"), 1)
+        counts |= dict.fromkeys(("add", "sub", "mul", "one_for_zero", "keep_zero"), 2)
+        own = [self.function(name, packs[:count], getattr(self, f"_{name}")) for name, count in counts.items()]
+        return [self.function("load", ELEMENT, self._load), store, *own]
 
     def called_functions(self) -> list[FunctionBuilder]:
         """Return FIELD_mul_call and FIELD_square_call: most of what compilation takes is the bodies of products."""

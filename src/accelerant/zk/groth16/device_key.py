@@ -257,7 +257,7 @@ class KeyPart:
             self._read.synchronize()
 
     def explain(self) -> str:
-        """See ProvingKey."""
+        """See HostKey."""
         return "\n".join(f"{name}: {self._sections[name].explain()}" for name in SECTIONS if name in self._sections)
 
 
@@ -293,7 +293,7 @@ class _Vectors:
 
 
 class DeviceKey:
-    """A ProvingKey on one device, or on several with some sections each or parts of them: see `shares`.
+    """A HostKey's counterpart on one device, or on several with some sections each or parts of them: see `shares`.
 
     Each device gets the whole witness. One that has points of H computes the whole quotient, a twentieth of a proof's
     work; copying it from one device to the others would take longer.
@@ -310,7 +310,7 @@ class DeviceKey:
         self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
     def begin(self, witness: Witness, stages: Stages) -> KeySums:
-        """See ProvingKey. One thread launches on all devices: several would wait for the interpreter's lock.
+        """See HostKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
         witnesses. Its memory is kept, since new pages cost more than the copy, and pinned, since each device reads it.
@@ -362,7 +362,7 @@ class DeviceKey:
         return KeySums(public, sum_, spans)
 
     def explain(self) -> str:
-        """See ProvingKey; one line per section and device."""
+        """See HostKey; one line per section and device."""
         return "\n".join(part.explain() for part in self._parts)
 
 

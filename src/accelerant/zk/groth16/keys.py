@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,20 +101,6 @@ class Stages:
         return self.timings[self._compilation]
 
 
-class ProvingKey(Protocol):
-    """The sections and constraints of a key, prepared for many witnesses; `label` is the device's in the ledger."""
-
-    label: str
-
-    def begin(self, witness: Witness, stages: Stages) -> KeySums:
-        """Copy a witness, whose file may change at any time, and start its sums; `stages` also times the waits."""
-        ...
-
-    def explain(self) -> str:
-        """Describe where each section is stored and how it is summed, one line per section."""
-        ...
-
-
 def spaces_of(device: DeviceLike, domain_size: int, devices: Devices = None) -> tuple[MemorySpace, ...]:
     """Return the memory spaces of one device, or of several that share the work; ConfigError as for Prover."""
     if isinstance(device, list | tuple):
@@ -143,9 +129,9 @@ def _automatic(domain_size: int) -> MemorySpace:
 
 
 class HostKey:
-    """A ProvingKey on the CPU."""
+    """The sections and constraints of a key on the CPU, prepared for many witnesses."""
 
-    label = HOST.label
+    label = HOST.label  # in the ledger
 
     def __init__(self, zkey: Zkey, stages: Stages) -> None:
         """Read the sections of a key, which may be closed afterwards; raises FormatError as Zkey.coefficients."""
@@ -160,7 +146,7 @@ class HostKey:
         self._n_public = zkey.n_public
 
     def begin(self, witness: Witness, stages: Stages) -> KeySums:
-        """See ProvingKey; each sum is computed when it is called for."""
+        """Copy a witness, whose file may change at any time, and start its sums; `stages` also times the waits."""
         with stages("witness"):
             values = np.array(witness.values, np.uint64)
             if not_below(values, self._rows.field.modulus).size:
@@ -179,7 +165,7 @@ class HostKey:
         return KeySums(lambda: values[1:private], sum_, dict)
 
     def explain(self) -> str:
-        """See ProvingKey."""
+        """Describe where each section is stored and how it is summed, one line per section."""
         return "\n".join(f"{name}: {section.explain()}" for name, section in self._sections.items())
 
 

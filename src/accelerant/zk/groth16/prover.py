@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import Statement, VerificationKey
 from accelerant.zk.multi_scalar import Devices
+
+if TYPE_CHECKING:
+    from accelerant.zk.groth16.device_key import DeviceKey
 
 
 class Prover:
@@ -267,7 +270,7 @@ def prove(
     return Prover(zkey, device=device, devices=devices).prove(witness)
 
 
-def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> keys.ProvingKey:
+def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> keys.HostKey | DeviceKey:
     """Read a key into the memory of a device, or of several; errors as those of Prover."""
     spaces = keys.spaces_of(device, zkey.domain_size, devices)
     if spaces == (HOST,):
