@@ -283,14 +283,10 @@ def read_json(source: Any, name: str, most_bytes: int, what: str) -> Any:
 
 def inputs_from(source: Any, family: Family, n_public: int | None, name: str) -> Sequence[int]:
     """Return public inputs, of public.json or in Python, checked; errors as those of `verify`."""
-    if isinstance(source, str | bytes | os.PathLike):
-        return _inputs_from_json(source, family, n_public, name)
-    return check_inputs(source, family, name, n_public)
-
-
-def _inputs_from_json(text: Any, family: Family, n_public: int | None, name: str) -> tuple[int, ...]:
+    if not isinstance(source, str | bytes | os.PathLike):
+        return check_inputs(source, family, name, n_public)
     most = MAX_JSON_BYTES if n_public is None else most_public_bytes(n_public)
-    text = read_json(text, name, most, f"a list of {n_public} public inputs")
+    text: Any = read_json(source, name, most, f"a list of {n_public} public inputs")
     open_list, open_object = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if isinstance(text, str | bytes) and (text.count(open_list) != 1 or open_object in text):  # type: ignore[arg-type, operator]  # of one type
         raise FormatError(f"{name} must be a list of decimal strings, without other lists and objects")
