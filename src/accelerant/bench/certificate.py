@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accelerant import errors
 from accelerant._version import __version__
 from accelerant.algebra.curve import weierstrass as group_law
 from accelerant.algebra.curve.parameters import CURVES, curve_of
@@ -42,16 +43,7 @@ from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.bench.record import installed_version
-from accelerant.errors import (
-    BackendUnavailable,
-    CompileError,
-    ConfigError,
-    FallbackWarning,
-    FormatError,
-    MissingDependency,
-    UnsupportedCase,
-    UnsupportedDtype,
-)
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import SampleInput, Tolerance, draw
 from accelerant.ops.registry import PublicOp, public_ops
 from accelerant.runtime import registry
@@ -68,7 +60,7 @@ Verdict = Literal["exact", "within", "wrong", "not served"]
 _PACKAGES = ("torch", "numpy", "triton", "llvmlite", "cuda-core", "pyopencl", "wgpu")
 _NO_DIALECT = "has no dialect of"  # in the CompileError of a kernel that was not written for a backend
 
-_REFUSED = (UnsupportedCase, UnsupportedDtype, MissingDependency, BackendUnavailable)
+_REFUSED = (UnsupportedCase, errors.UnsupportedDtype, errors.MissingDependency, errors.BackendUnavailable)
 _TORCH_LACKS = re.compile(r"not (currently )?implemented for|Could not run 'aten::")
 """In torch's NotImplementedError for a dtype or a device; one of ours is a wrong row."""
 
@@ -209,7 +201,7 @@ def _row(check: CertificateCheck, device: ComputeDevice) -> CertificateRow:
     verdict: Verdict = "exact" if check.exact else "within"
     before, fallbacks = _calls(), ledger().fallback_count()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)  # the row counts them
+        warnings.simplefilter("ignore", errors.FallbackWarning)  # the row counts them
         for name, run in check.cases.items():
             try:
                 if check.exact and not registry.create(device.backend).has_custom_kernels():
@@ -240,7 +232,7 @@ def _row(check: CertificateCheck, device: ComputeDevice) -> CertificateRow:
 
 
 def _is_refusal(error: Exception) -> bool:
-    if isinstance(error, CompileError):
+    if isinstance(error, errors.CompileError):
         return _NO_DIALECT in str(error)
     if isinstance(error, NotImplementedError):
         return _TORCH_LACKS.search(str(error)) is not None

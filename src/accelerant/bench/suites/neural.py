@@ -22,27 +22,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from accelerant.bench.record import (
-    DETERMINISTIC,
-    OURS,
-    OUT_OF_MEMORY,
-    OWN,
-    UNFUSED,
-    Row,
-    failure_note,
-    installed_version,
-)
+from accelerant.bench import record, suite, timer
+from accelerant.bench.record import OURS, OUT_OF_MEMORY, Row, failure_note
 from accelerant.bench.subjects import OPS, naive, numpy_call
-from accelerant.bench.suite import (
-    CaseFailedError,
-    Suite,
-    SuiteCase,
-    SuiteRun,
-    check_names,
-    dtypes_named,
-    measure_cases,
-    option,
-)
+from accelerant.bench.suite import SuiteCase, SuiteRun, dtypes_named, option
+from accelerant.bench.suites import neural_plan
 from accelerant.bench.suites.neural_cases import (
     CaseWork,
     OpCase,
@@ -55,29 +39,9 @@ from accelerant.bench.suites.neural_cases import (
     shrunk,
     work_of,
 )
-from accelerant.bench.suites.neural_plan import (
-    BASELINES,
-    RUNNERS,
-    Libraries,
-    Maker,
-    PlannedCase,
-    parse_sizes,
-    plan,
-    runners_of,
-    sized,
-    sweep_sizes,
-)
+from accelerant.bench.suites.neural_plan import BASELINES, Maker, PlannedCase, parse_sizes, plan, sized
 from accelerant.bench.suites.precompile import Task, compile_first, compiling, groups_of, own_kernels
-from accelerant.bench.timer import (
-    back_to_back_ms,
-    cpu_time_ms,
-    cpu_timing,
-    first_ms,
-    rotated_ms,
-    threads_text,
-    time_in_turns,
-    time_ms,
-)
+from accelerant.bench.timer import first_ms, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
@@ -102,7 +66,7 @@ _ROTATED_LEAST, _ROTATED_MOST = 8, 64  # copies of a rotated case's arguments: t
 
 
 @dataclass(frozen=True)
-class NeuralSuite(Suite):
+class NeuralSuite(suite.Suite):
     """Measure the neural ops and torch, forward and backward. Cases in which a peer was faster come first."""
 
     name = "neural"
@@ -113,7 +77,7 @@ class NeuralSuite(Suite):
         "--device cpu",
         "--dtype bf16 --dtype fp16 --dtype fp32 --odd --sweep --out folder",
     )
-    libraries: ClassVar[Libraries] = {}
+    libraries: ClassVar[neural_plan.Libraries] = {}
     """Peers besides PEERS, for the comparisons outside the package."""
 
     op: tuple[str, ...] = option((), "Only this op; may be repeated.")
@@ -143,7 +107,7 @@ class NeuralSuite(Suite):
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with whole names of dtypes and the device's peers; ConfigError as Suite.resolve."""
-        check_names("--op", "op", self.op, tuple(OPS))
+        suite.check_names("--op", "op", self.op, tuple(OPS))
         size = self.size
         dtypes = None if self.dtype is None else dtypes_named(self.dtype)
         libraries = {name for makers in self.libraries.values() for name in makers}
@@ -184,7 +148,7 @@ class NeuralSuite(Suite):
         return plan(
             self.op, dtypes=list(dtypes_named(self.dtype or ()).values()), against=self.against or (),
             budget_s=self.budget_s, gpu=gpu, tables=self.tables, odd=self.odd,
-            sweep=sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
+            sweep=neural_plan.sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
             libraries=self.libraries,
         )  # fmt: skip
 
@@ -219,7 +183,7 @@ class NeuralSuite(Suite):
 
             compile_first(groups, cases, run, workers, limit_s=_COMPILE_S)
         with compiling():
-            measure_cases(self.name, cases, run)
+            suite.measure_cases(self.name, cases, run)
 
 
 def neural_cases(planned: Sequence[PlannedCase], budget_s: float, *, cpu_column: bool = False) -> list[SuiteCase]:
@@ -259,17 +223,17 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
         # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
         base = Row("neural", one.op, label, "", "", part=one.part, note=failure_note(error, kind=OUT_OF_MEMORY))
-        names = (OURS, *(RUNNERS.get(name, name) for name in one.peers))
+        names = (OURS, *(neural_plan.RUNNERS.get(name, name) for name in one.peers))
         run.add(*(replace(base, runner=name) for name in names))
     for row in rows:
         if row.wrong and row.compared:
-            raise CaseFailedError(f"{row.op} {row.case}: {row.note}")
+            raise suite.CaseFailedError(f"{row.op} {row.case}: {row.note}")
 
 
 def _host_row(name: str, one: PlannedCase, ours: Row, budget_s: float) -> Row:
     """Return the row of a baseline on the host's CPU, in float32, checked on a few rows of the same case."""
     sample, make = one.benchmark.sample, naive if name == "naive" else numpy_call
-    version = f"numpy {installed_version('numpy')}" if name == "numpy" else "loops over lists"
+    version = f"numpy {record.installed_version('numpy')}" if name == "numpy" else "loops over lists"
     row = Row("neural", one.op, ours.case, BASELINES[name], version, flops=ours.flops, part=one.part)
     tensors = tuple(sample.tensors(torch.float32))
 
@@ -286,13 +250,13 @@ def _host_row(name: str, one: PlannedCase, ours: Row, budget_s: float) -> Row:
         few = OpCase(one.op, "", shrunk(one.op, tensors, 2), dict(sample.options), one.benchmark, False)
         error, wrong = Oracle(few).wrong(on_tensors, "forward")
         rows = 1 if tensors[0] is None else len(tensors[0])
-        timing, note = (None, wrong) if wrong else cpu_timing(call, rows, budget_s=budget_s, most_s=_HOST_S)
+        timing, note = (None, wrong) if wrong else timer.cpu_timing(call, rows, budget_s=budget_s, most_s=_HOST_S)
     except AccelerantError as refused:
         return replace(row, implementation="", note=str(refused))
     if timing is None:
         return replace(row, error=error, note=note)
     faster = f"ours: {plain(timing.p50_ms / ours.p50, 3)}x its speed" if ours.p50 else ""
-    where = "one core" if name == "naive" else threads_text()
+    where = "one core" if name == "naive" else timer.threads_text()
     return replace(row.timed(timing), error=error, note=", ".join(filter(None, ("float32", where, note, faster))))
 
 
@@ -306,7 +270,7 @@ def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row
         return call_of(public_op(name).function, case, direction)
 
     first = tensors[0]
-    taken, note = cpu_time_ms(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
+    taken, note = timer.cpu_time_ms(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
     return replace(row, cpu_ms=taken, cpu_note=f"float32, {note}")
 
 
@@ -349,7 +313,7 @@ class _Runner:
 
 def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
     """Yield each runner's rows as they are measured."""
-    runners = runners_of(case, one)
+    runners = neural_plan.runners_of(case, one)
 
     def plain(direction: str) -> Callable[[], Any]:
         return call_of(public_op(case.name).function, case, direction)
@@ -379,7 +343,7 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
             row = replace(base, runner=runner)
             if runner == OURS:
                 if one.race:  # as a user's call is, before the race
-                    wall = back_to_back_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
+                    wall = timer.back_to_back_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
                     row = replace(row, wall_ms=wall.wall_ms, back_to_back_ms=wall.back_to_back_ms)
                 with override(race="first_use") if one.race else contextlib.nullcontext():
                     ready = _checked(row, make, work, this, ours=True)
@@ -400,7 +364,7 @@ def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _Ca
     callable_ = [one for one in checked if one.call is not None]
     with this.run.clock.measure("timed calls"):
         calls = [one.call for one in callable_ if one.call is not None]
-        timings = time_in_turns(calls, budget_s=this.planned.budget_s)
+        timings = timer.time_in_turns(calls, budget_s=this.planned.budget_s)
     for one, timing in zip(callable_, timings, strict=True):
         one.row = one.row.timed(timing)
         if this.planned.part == "size" and one.call is not None:
@@ -418,12 +382,14 @@ def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _Cas
     forced = own_kernels(ready.decisions)
     if forced and this.planned.part == "":
         with force(**forced):
-            own = replace(blank, runner=OWN, target_bytes=chosen.target_bytes)
+            own = replace(blank, runner=record.OWN, target_bytes=chosen.target_bytes)
             yield _timed(_checked(own, make, work, this, ours=True), work, this)
     implementations = [one for decision in ready.decisions for one in operations()[decision.op].implementations]
     if this.planned.deterministic and not all(one.deterministic for one in implementations):
         with override(deterministic=True):
-            same = _timed(_checked(replace(blank, runner=DETERMINISTIC), make, work, this, ours=True), work, this)
+            same = _timed(
+                _checked(replace(blank, runner=record.DETERMINISTIC), make, work, this, ours=True), work, this
+            )
         if same.p50 and chosen.p50:
             same = replace(same, note=f"{same.p50 / chosen.p50:.2f}x the time without")
         yield same
@@ -449,7 +415,7 @@ def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: boo
         names = dict.fromkeys(f"{one.implementation} ({'own' if one.own else 'library'})" for one in decisions)
         reasons = "; ".join(dict.fromkeys(f"{one.op}: {one.reason}" for one in decisions if one.reason))
         implementation = (" + ".join(names) or "autograd alone") if ours else row.runner
-        if row.runner == UNFUSED:
+        if row.runner == record.UNFUSED:
             implementation = f"torch, {'scores in memory' if case.name == 'attention' else 'an operation at a time'}"
         row = replace(row, implementation=implementation, reason=reasons, cold_ms=cold_ms)
         # torch.compile would compile another function for fewer rows than are timed: its results are not checked then.
@@ -472,7 +438,7 @@ def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
             shown = case.device.type == "cuda" or this.planned.part == "size"
             peak = _peak_bytes(ready.call, case.device) if shown else None
             if this.planned.benchmark.rotated and work.direction == "forward":
-                timing, how = rotated_ms(_copies(ready.fn, case), case.device, budget_s=budget_s)
+                timing, how = timer.rotated_ms(_copies(ready.fn, case), case.device, budget_s=budget_s)
             else:
                 timing, how = time_ms(ready.call, case.device, budget_s=budget_s, reads=work.only_reads), ""
     except Exception as error:  # noqa: BLE001 - as above

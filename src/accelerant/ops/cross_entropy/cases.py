@@ -10,15 +10,8 @@ import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 from accelerant.ops._launch import next_power_of_2
-from accelerant.ops.cross_entropy.launch import (
-    COUNTS,
-    FEW_ROWS,
-    FEW_WARPS,
-    HELD_PLANS,
-    WIDE_PLANS,
-    backward_plan,
-    row_plan,
-)
+from accelerant.ops.cross_entropy import launch
+from accelerant.ops.cross_entropy.launch import COUNTS
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
 
@@ -62,20 +55,20 @@ def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **c
 
 
 def _narrow(kind: str, N: int) -> Compilation:
-    plan = row_plan(N)
+    plan = launch.row_plan(N)
     compilation = _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
     return replace(compilation, multiple=math.gcd(N, 16))
 
 
 def _few(kind: str, N: int, *, smooth: bool) -> Compilation:
     block_n = next_power_of_2(N)
-    fixed = {"MEAN": True, "SMOOTH": smooth, "ROWS": FEW_ROWS // block_n, "BLOCK_N": block_n, "BLOCK": 1024}
-    compilation = specialized(_KERNELS["few"], {"*": kind, **_TYPES}, fixed, FEW_WARPS)
+    fixed = {"MEAN": True, "SMOOTH": smooth, "ROWS": launch.FEW_ROWS // block_n, "BLOCK_N": block_n, "BLOCK": 1024}
+    compilation = specialized(_KERNELS["few"], {"*": kind, **_TYPES}, fixed, launch.FEW_WARPS)
     return replace(compilation, multiple=math.gcd(N, 16))
 
 
 _BF16 = {"*": "*bf16", **_TYPES}
-_PLAN = backward_plan(50304)
+_PLAN = launch.backward_plan(50304)
 KERNELS = (
     Compilation(_KERNELS["count"], _TYPES, {"BLOCK": 1024}, 4),
     Compilation(_KERNELS["reduce"], _BF16, {"COUNTS": COUNTS, "BLOCK": 4096}, 8),
@@ -87,12 +80,12 @@ KERNELS = (
     _narrow("*fp32", 8192),
     *(
         _forward("fwd_wide", kind, plan.num_warps, gradient=gradient, VEC=vec, SAME=gradient, BLOCK=plan.block, HELD=0)
-        for plan in WIDE_PLANS
+        for plan in launch.WIDE_PLANS
         for kind, vec, gradient in (("*bf16", 1, True), ("*bf16", 8, True), ("*bf16", 1, False), ("*fp32", 4, True))
     ),
     *(
         _forward("fwd_wide", "*bf16", plan.num_warps, VEC=vec, SAME=True, BLOCK=plan.block, HELD=plan.held)
-        for plan in HELD_PLANS
+        for plan in launch.HELD_PLANS
         for vec in (1, 8)
     ),
     Compilation(

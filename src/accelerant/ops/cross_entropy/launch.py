@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import AccelerantError, LaunchError
+from accelerant.ops import _launch
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, load, refuses_device
-from accelerant.ops._launch import (
-    Repeats,
-    RowTile,
-    are_repeatable,
-    as_rows,
-    ceil_div,
-    multiprocessors,
-    next_power_of_2,
-    whole_rows,
-)
+from accelerant.ops._launch import Repeats, RowTile, are_repeatable, as_rows, ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.kernel import Kernel as CompiledKernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case
@@ -118,7 +110,7 @@ def backward_plans(N: int) -> tuple[RowTile, ...]:
 TUNED_ROWS: Tuned[RowTile] = Tuned(
     "cross_entropy_fwd",
     default=lambda M, N, gradient: row_plan(N),
-    candidates=lambda M, N, gradient: whole_rows(max(16, next_power_of_2(N))),
+    candidates=lambda M, N, gradient: _launch.whole_rows(max(16, next_power_of_2(N))),
 )
 """Tuned plans of cross_entropy_fwd, keyed by M, N and whether a gradient is written."""
 

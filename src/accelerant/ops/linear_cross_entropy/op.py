@@ -15,15 +15,8 @@ from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._launch import add_product, ceil_div, product_cost, triton_operation
 from accelerant.ops._library import autocast_dtype, check_dtype, name_of
 from accelerant.ops._per_example import Forming
-from accelerant.ops.cross_entropy import launch
-from accelerant.ops.cross_entropy.op import (
-    LossOp,
-    check_loss,
-    check_targets,
-    cross_entropy_reference,
-    torch_composite,
-    torch_rows,
-)
+from accelerant.ops.cross_entropy import launch, op
+from accelerant.ops.cross_entropy.op import check_targets
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 # --- chunks of rows --------------------------------------------------------------------------------------------------
@@ -187,7 +180,7 @@ def run_chunks(
         dy_rows = dy[rows] if dy is not None and dy.dim() else dy
         row_losses = None if losses is None else losses[rows]
         if not own:
-            chunk_losses = torch_rows(logits, targets[rows], ignore_index, smoothing, dx, counts, dy_rows)
+            chunk_losses = op.torch_rows(logits, targets[rows], ignore_index, smoothing, dx, counts, dy_rows)
             if row_losses is not None:
                 row_losses.copy_(chunk_losses)
         elif by_hopper and row_losses is not None:  # the latter for the type checker
@@ -212,7 +205,7 @@ def linear_cross_entropy_reference(
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy of all logits, materialized."""
-    return cross_entropy_reference(
+    return op.cross_entropy_reference(
         hidden @ weight.T, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
 
@@ -328,7 +321,7 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     low = getattr(torch, dtype)
     logits = functional.linear(hidden.to(low), weight.to(low))
-    return torch_composite(logits, targets, ignore_index, smoothing, reduction, wide)
+    return op.torch_composite(logits, targets, ignore_index, smoothing, reduction, wide)
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
@@ -389,7 +382,7 @@ def linear_cross_entropy(
     low = autocast_dtype(hidden.device.type)
     wide = low is not None and hidden.dtype != torch.float64
     _check(hidden, weight, mixed=wide)
-    check_loss("linear_cross_entropy", targets, hidden.shape[:-1], label_smoothing, reduction)
+    op.check_loss("linear_cross_entropy", targets, hidden.shape[:-1], label_smoothing, reduction)
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ShapeError(f"{name} must be on {hidden.device}, where hidden is; got {tensor.device}")
@@ -480,7 +473,7 @@ def _fake(
     )
 
 
-class _LinearCrossEntropy(LossOp):
+class _LinearCrossEntropy(op.LossOp):
     def forward(self, *args: Any) -> Any:
         """Check the targets first."""
         return _forward(*args)

@@ -26,16 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError
-from accelerant.ops._launch import (
-    RowTile,
-    as_rows,
-    ceil_div,
-    multiprocessors,
-    next_power_of_2,
-    quantizing_plan,
-    row_constants,
-    triton_operation,
-)
+from accelerant.ops import _launch
+from accelerant.ops._launch import RowTile, as_rows, ceil_div, multiprocessors, quantizing_plan, row_constants
 from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops.linear_gelu.op import launch_join
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
@@ -110,7 +102,7 @@ def gelu_plan(N: int) -> RowTile:
 @functools.cache
 def dgelu_plan(N: int) -> RowTile:
     """Return the plan of kernel dgelu, which also keeps the sums of all columns."""
-    block_n = max(16, next_power_of_2(N))
+    block_n = max(16, _launch.next_power_of_2(N))
     rows = max(1, min(16, 2048 // block_n))
     elements = rows * block_n
     stages = 3 if elements <= 4096 else 2  # fits in 99 KiB of shared memory for any width
@@ -293,7 +285,7 @@ def _product_cost(case: Case) -> Cost:
     return Cost(M * K + K * N + M * N * case.dtype.itemsize, 2 * M * N * K)
 
 
-_operation = partial(triton_operation, refuses=_refuses_kernels)
+_operation = partial(_launch.triton_operation, refuses=_refuses_kernels)
 _rows: Callable[..., tuple[Tensor, Tensor]] = _operation("fp8_rows", launch_rows, rows_reference, cost=_access_cost(1))
 _gelu = _operation("fp8_gelu", launch_gelu, gelu_reference, cost=_access_cost(1))
 _dgelu = _operation("fp8_dgelu", launch_dgelu, dgelu_reference, cost=_access_cost(4))

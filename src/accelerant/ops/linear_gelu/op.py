@@ -17,24 +17,11 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops import _hopper as hopper
+from accelerant.ops import _launch, _library
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper import HopperProgram, Mma, is_hopper, refuses_product
-from accelerant.ops._launch import (
-    Repeats,
-    are_repeatable,
-    as_rows,
-    ceil_div,
-    multiprocessors,
-    product_cost,
-    triton_operation,
-)
-from accelerant.ops._library import (
-    cast_for_autocast,
-    check_dtype,
-    check_matches,
-    name_of,
-    refuses_triton_kernel,
-)
+from accelerant.ops._launch import ceil_div, multiprocessors, product_cost
+from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops.gelu.op import gelu_reference
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -273,7 +260,7 @@ def spans(M: int, max_parts: int) -> tuple[int, int]:
     return span, ceil_div(M, span)
 
 
-_BACKWARD = Repeats()
+_BACKWARD = _launch.Repeats()
 
 
 def launch_dz(
@@ -285,7 +272,7 @@ def launch_dz(
     dz, a = torch.empty_like(z), torch.empty_like(z) if activation else None
     if not M or not N:
         return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
-    rows, stride = as_rows(dy, N)
+    rows, stride = _launch.as_rows(dy, N)
     span, parts, strips = _division(M, N)
     partial = total = None
     if sums is not None:
@@ -293,7 +280,7 @@ def launch_dz(
         total = torch.empty(N, dtype=sums, device=z.device)
     key: tuple[object, ...] | None = None
     pointers: list[int] = []
-    if are_repeatable():
+    if _launch.are_repeatable():
         described: list[object] = [approximate, join, M, N, stride, z.get_device()]
         for tensor in (rows, z, dz, a, partial, total):
             if tensor is None:
@@ -383,7 +370,7 @@ def _refuses_epilogue(case: Case) -> str | None:
     if case.device.type != "cuda" or torch.version.hip is not None:
         return "cuBLASLt is NVIDIA's"
     if case.dtype not in (torch.float16, torch.bfloat16):
-        return f"its gelu epilogue does not take {name_of(case.dtype)}"
+        return f"its gelu epilogue does not take {_library.name_of(case.dtype)}"
     if "none" in case.options:
         return "its gelu is the tanh approximation"
     if "bias" not in case.options:
@@ -465,7 +452,7 @@ linear_gelu_fwd = Operation(
     ),
     cost=_forward_cost,
 )
-linear_gelu_bwd: Callable[..., Sequence[Tensor | None]] = triton_operation(
+linear_gelu_bwd: Callable[..., Sequence[Tensor | None]] = _launch.triton_operation(
     "linear_gelu_bwd", _triton_backward, _torch_backward, cost=_backward_cost, refuses=_refuses_backward
 )
 
@@ -507,15 +494,15 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
-    check_dtype("linear_gelu", x)
-    x, weight, bias = cast_for_autocast(x, weight, bias)
+    _library.check_dtype("linear_gelu", x)
+    x, weight, bias = _library.cast_for_autocast(x, weight, bias)
     _check(x, weight, bias, approximate)
     y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> None:
-    check_matches("linear_gelu", x, weight=weight, bias=bias)
+    _library.check_matches("linear_gelu", x, weight=weight, bias=bias)
     if x.dim() == 0:
         raise ShapeError("x must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

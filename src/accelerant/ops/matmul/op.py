@@ -17,16 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError
+from accelerant.ops import _library
 from accelerant.ops._differentiable import CpuFastPath
-from accelerant.ops._library import (
-    below_autograd,
-    cast_for_autocast,
-    check_dtype,
-    check_matches,
-    define,
-    is_ordinary,
-    is_plain,
-)
+from accelerant.ops._library import cast_for_autocast, check_dtype, check_matches, define, is_plain
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.host import processor_vendor
 
@@ -176,7 +169,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b.unsqueeze(1)).squeeze(-1)
     if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
         return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
-    if not is_plain(a) or not is_ordinary(b):
+    if not is_plain(a) or not _library.is_ordinary(b):
         return _op(a, b)
     result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu or _cpu.thread.small else NotImplemented
     return _product(a, b) if result is NotImplemented else result
@@ -248,7 +241,7 @@ class Matmul(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         """Return a b, and save both."""
         ctx.save_for_backward(a, b)
-        with below_autograd():
+        with _library.below_autograd():
             return _op(a, b)
 
     @staticmethod

@@ -18,17 +18,8 @@ from torch import Tensor
 from accelerant.errors import AccelerantError, CompileError, LaunchError
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import composed, refuses_float64
-from accelerant.ops.multi_tensor.tables import (
-    AdamWGroup,
-    Bucket,
-    SGDGroup,
-    Table,
-    Tensors,
-    Update,
-    Workspace,
-    check,
-    same_layout,
-)
+from accelerant.ops.multi_tensor import tables
+from accelerant.ops.multi_tensor.tables import AdamWGroup, Bucket, SGDGroup, Table, Tensors, Update, Workspace, check
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost
 
@@ -223,7 +214,7 @@ def _can_fuse(tensors: Tensors) -> bool:
         return False
     if not all(type(param) in (torch.nn.Parameter, Tensor, *composed) for param in tensors.params):
         return False
-    return all(same_layout(row) for row in zip(*columns, strict=True))
+    return all(tables.same_layout(row) for row in zip(*columns, strict=True))
 
 
 def _adamw_one(tensors: Tensors, i: int, group: AdamWGroup, scale: Tensor | None, found_inf: Tensor | None) -> None:

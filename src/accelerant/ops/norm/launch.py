@@ -11,17 +11,8 @@ from torch import Tensor
 
 from accelerant.config import choice_overrides
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._launch import (
-    Repeats,
-    RowTile,
-    are_repeatable,
-    as_rows,
-    ceil_div,
-    eviction,
-    multiprocessors,
-    next_power_of_2,
-    whole_rows,
-)
+from accelerant.ops import _launch
+from accelerant.ops._launch import RowTile, as_rows, ceil_div, eviction, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.plan import torch_wants_determinism
@@ -74,7 +65,7 @@ def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowTile:
 @functools.cache
 def forward_plans(N: int) -> tuple[RowTile, ...]:
     """Return the tuning candidates of norm_fwd."""
-    plans = list(whole_rows(max(16, next_power_of_2(N))))
+    plans = list(_launch.whole_rows(max(16, next_power_of_2(N))))
     if N in (768, 1280, 1536, 1792):
         plans += [RowTile(r, 256, warps, chunks=N // 256) for r, warps in ((2, 1), (4, 2), (4, 4), (8, 4))]
     if N % 1024 == 0 and 2048 < N <= 8192:
@@ -145,7 +136,7 @@ for _way, _centre, _adds in TUNED:
     if _way == "fwd":
         TUNED[_way, _centre, _adds].plans.add_dependent(_LAUNCHES)
 
-_BACKWARD = Repeats(*[plans for (way, _, _), plans in TUNED.items() if way == "bwd"])
+_BACKWARD = _launch.Repeats(*[plans for (way, _, _), plans in TUNED.items() if way == "bwd"])
 
 
 @functools.cache
@@ -287,7 +278,7 @@ def launch_backward(
         programs = plan.grid(M, x.device)
         sums += dxsum is not None
         parts = torch.empty((sums, programs, N), dtype=torch.float32, device=x.device) if sums else None
-        if are_repeatable():
+        if _launch.are_repeatable():
             described: list[object] = [centre, plan, M, N, stride, dy_stride, ds_stride, x.get_device()]
             for tensor in (dy, ds_rows, rows, weight, statistics, dx, parts, dweight, dbias, dxsum):
                 if tensor is None:

@@ -8,15 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accelerant.ops._launch import (
-    RowTile,
-    as_rows,
-    ceil_div,
-    launch_wide_rows,
-    quantizing_plan,
-    row_constants,
-    triton_operation,
-)
+from accelerant.ops import _launch
+from accelerant.ops._launch import RowTile
 from accelerant.ops._library import below_autograd, checked_dim, define, is_plain, with_torch_keywords
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
@@ -61,13 +54,15 @@ def launch(x: Tensor, dim: int, plan: RowTile | None = None) -> tuple[Tensor, Te
     if not M or not N:
         scale.fill_(1.0)
         return (q if last else q.movedim(-1, dim).contiguous()), scale
-    lines, stride = as_rows(rows, N)
+    lines, stride = _launch.as_rows(rows, N)
     if plan is None and N > WIDE_FROM:
-        launch_wide_rows(KERNELS, "", (lines,), (q, scale), stride, WIDE, (1, torch.int32), {}, {})
+        _launch.launch_wide_rows(KERNELS, "", (lines,), (q, scale), stride, WIDE, (1, torch.int32), {}, {})
     else:
-        plan = plan or quantizing_plan(N)
+        plan = plan or _launch.quantizing_plan(N)
         args = (lines, q, scale, M, N, stride)
-        KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, row_constants(plan, N), num_warps=plan.num_warps)
+        KERNELS["fwd"].launch(
+            (_launch.ceil_div(M, plan.rows),), args, _launch.row_constants(plan, N), num_warps=plan.num_warps
+        )
     return (q if last else q.movedim(-1, dim).contiguous()), scale
 
 
@@ -131,7 +126,7 @@ def _without(x: Tensor, dim: int) -> list[int]:
     return [size for i, size in enumerate(x.shape) if i != dim]
 
 
-_fwd: Callable[..., tuple[Tensor, Tensor]] = triton_operation(
+_fwd: Callable[..., tuple[Tensor, Tensor]] = _launch.triton_operation(
     "quantize_int8_fwd",
     launch,
     torch_quantize,

@@ -22,18 +22,9 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accelerant.runtime.compilation import llvm
 from accelerant.runtime.compilation.kernel import builder_key
-from accelerant.runtime.compilation.llvm import (
-    FunctionBuilder,
-    Operand,
-    Value,
-    Variable,
-    constant,
-    exponential,
-    program,
-    suffix,
-    vector,
-)
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, program, suffix, vector
 
 GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}  # cells, and the number of their gates
 
@@ -143,7 +134,7 @@ class _RecurrentWriter:
                 yield b, rows
                 row.set(code.i64("add", b, rows))
 
-    def _fits(self, row: Variable, rows: int) -> Value:
+    def _fits(self, row: llvm.Variable, rows: int) -> Value:
         return self.code.compare("sle", self.code.op("add", row.get(), rows), self.stop)
 
     # --- addresses ---------------------------------------------------------------------------------------------------
@@ -183,7 +174,7 @@ class _RecurrentWriter:
             self._row("dgates", one, t, self.gates) if self.backward else self._before("y", "h", one, t) for one in each
         ]
         zero = constant(self.kind, 0.0)
-        sums: list[tuple[Variable, Value]] = []
+        sums: list[tuple[llvm.Variable, Value]] = []
         for one in each:
             row = self._row("dh", one) if self.backward else self._row("gates", one, t, self.gates)
             for v in range(self.width):
@@ -299,10 +290,12 @@ class _RecurrentWriter:
         return code.select(code.compare("olt", x, -most), constant(x.type, -most), x)
 
     def _sigmoid(self, x: Value) -> Value:
-        power, rest = exponential(self.code, self._clamped(self.code.fneg(x), 700.0 if self.real == "double" else 87.0))
+        power, rest = llvm.exponential(
+            self.code, self._clamped(self.code.fneg(x), 700.0 if self.real == "double" else 87.0)
+        )
         return self.code.op("fdiv", 1.0, self.code.op("fadd", 1.0, self._fma(power, rest, power)))
 
     def _tanh(self, x: Value) -> Value:
-        power, rest = exponential(self.code, self._clamped(self.code.op("fadd", x, x), 80.0))
+        power, rest = llvm.exponential(self.code, self._clamped(self.code.op("fadd", x, x), 80.0))
         e = self._fma(power, rest, self._sub(power, 1.0))
         return self.code.op("fdiv", e, self.code.op("fadd", e, 2.0))

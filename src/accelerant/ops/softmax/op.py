@@ -10,19 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from accelerant.ops import _launch
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import (
-    RowTile,
-    accesses,
-    as_rows,
-    ceil_div,
-    eviction,
-    launch_wide_rows,
-    multiprocessors,
-    next_power_of_2,
-    triton_operation,
-    whole_rows,
-)
+from accelerant.ops._launch import RowTile, accesses, ceil_div, eviction, multiprocessors, next_power_of_2
 from accelerant.ops._library import checked_dim, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, case_of
@@ -79,7 +69,7 @@ TUNED: dict[tuple[str, bool], Tuned[RowTile]] = {
     (way, log): Tuned(
         f"{'log_' if log else ''}softmax_{way}",
         default=lambda M, N, backward=way == "bwd": row_plan(N, backward),
-        candidates=lambda M, N: whole_rows(max(16, next_power_of_2(N))),
+        candidates=lambda M, N: _launch.whole_rows(max(16, next_power_of_2(N))),
     )
     for way in ("fwd", "bwd")
     for log in (False, True)
@@ -117,13 +107,13 @@ def launch(way: str, log: bool, inputs: tuple[Tensor, ...], dim: int, plan: RowT
         KERNELS[f"{way}_inner"].launch(grid, (*dense, result, N, inner), tiled, num_warps=tile.num_warps)
         return result
     M = x.numel() // N
-    rows, stride = as_rows(inputs[0], N)
+    rows, stride = _launch.as_rows(inputs[0], N)
     sources = (rows,) if way == "fwd" else (rows, x.contiguous())
     if plan is None and N > WIDE_FROM:
         named: dict[str, object] = {"LOG": log}
         sums = (2 if way == "fwd" else 1, torch.float32)
         in_parts = {} if way == "fwd" else named
-        launch_wide_rows(KERNELS, f"{way}_", sources, (result,), stride, WIDE, sums, named, in_parts)
+        _launch.launch_wide_rows(KERNELS, f"{way}_", sources, (result,), stride, WIDE, sums, named, in_parts)
         return result
     if plan is None:
         plan = TUNED[way, log](x.device, x.dtype, (M, N), lambda plan: launch(way, log, inputs, dim, plan))
@@ -248,7 +238,7 @@ def _op(
     def torch_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
         return torch_gradient(dy, y, dim, y.dtype)
 
-    fwd = triton_operation(
+    fwd = _launch.triton_operation(
         f"{name}_fwd",
         lambda x, dim: launch("fwd", log, (x,), dim),
         composite,
@@ -256,7 +246,7 @@ def _op(
         refuses=partial(_refuses, _FEW_WIDE),
         differentiable=True,
     )
-    bwd = triton_operation(
+    bwd = _launch.triton_operation(
         f"{name}_bwd",
         lambda dy, y, dim: launch("bwd", log, (dy, y), dim),
         torch_backward,

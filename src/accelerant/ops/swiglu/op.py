@@ -10,19 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ShapeError
+from accelerant.ops import _launch
 from accelerant.ops._differentiable import CpuFastPath, DecomposedOp
-from accelerant.ops._launch import (
-    SHORT,
-    STREAM,
-    STREAMS,
-    Elementwise,
-    StreamKernel,
-    accesses,
-    as_rows,
-    ceil_div,
-    next_power_of_2,
-    triton_operation,
-)
+from accelerant.ops._launch import STREAM, Elementwise, accesses, ceil_div, triton_operation
 from accelerant.ops._library import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.race import Tuned
@@ -38,15 +28,15 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 KERNELS = {
-    name: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{name}", usual, widths)
-    for name, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
+    name: _launch.StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{name}", usual, widths)
+    for name, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", _launch.SHORT, (5, 6, 7, 8)))
 }
 
 
 @functools.cache
 def row_plan(N: int, usual: Elementwise = STREAM) -> Elementwise:
     """Return the plan for rows of N elements: the usual one, or a short row per program."""
-    block = min(usual.block, max(128, next_power_of_2(N)))
+    block = min(usual.block, max(128, _launch.next_power_of_2(N)))
     return Elementwise(block, max(1, block * usual.num_warps // usual.block))
 
 
@@ -54,7 +44,7 @@ PACKED: dict[str, Tuned[Elementwise]] = {
     name: Tuned(
         f"swiglu_packed_{name}",
         default=lambda M, N, usual=kernel.usual: row_plan(N, usual),
-        candidates=lambda M, N: tuple(dict.fromkeys(row_plan(N, stream) for stream in STREAMS)),
+        candidates=lambda M, N: tuple(dict.fromkeys(row_plan(N, stream) for stream in _launch.STREAMS)),
     )
     for name, kernel in KERNELS.items()
 }
@@ -65,7 +55,7 @@ def _as_rows(gate: Tensor, up: Tensor | None, N: int) -> tuple[Tensor, Tensor, i
     """Return gate and up as rows of N elements, and the rows' stride; two tensors are one row."""
     if up is not None:
         return gate.contiguous(), up.contiguous(), N
-    rows, stride = as_rows(gate, 2 * N)
+    rows, stride = _launch.as_rows(gate, 2 * N)
     rows = rows.view(-1, 2 * N)
     return rows, rows[:, N:], stride
 
