@@ -12,20 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.dropout import op
 from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
-from accelerant.ops.dropout.op import (
-    GROUP,
-    _compiled,
-    keep_reference,
-    launch_llvm,
-    launch_llvm_backward,
-    launch_llvm_masked,
-    philox_reference,
-    refuses_llvm,
-    threshold,
-    torch_dropout,
-    torch_masked,
-)
+from accelerant.ops.dropout.op import GROUP, keep_reference, launch_llvm, refuses_llvm, threshold, torch_dropout
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import Case
 
@@ -44,7 +33,7 @@ KNOWN = [
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_reference_gives_the_known_answers(counter, key, expected):
     assert [
-        int(word[0]) for word in philox_reference([np.array([word], np.uint64) for word in counter], key)
+        int(word[0]) for word in op.philox_reference([np.array([word], np.uint64) for word in counter], key)
     ] == expected
 
 
@@ -188,7 +177,7 @@ def test_processors_kernel_writes_inside_alone():
     for n in (1, 9, 600, 2049):
         memory = torch.full((n + 64,), 7.0)
         y = memory[32 : 32 + n]
-        provider, compiled = _compiled(DropoutKernel(torch.float32))
+        provider, compiled = op._compiled(DropoutKernel(torch.float32))
         args = (torch.ones(n), torch.tensor(3), y, n, threshold(0.5), 2.0)
         provider.launch(compiled, (-(-n // 2048) * 64,), (1,), args)
         assert (memory[:32] == 7).all()
@@ -217,11 +206,11 @@ def test_mask_in_bits_gives_the_gradient_of_the_seed(dtype, n):
     x, dy, seed = torch.randn(n).to(dtype), (torch.randn(n) * 3).to(dtype), torch.tensor(2**40 + n)
     if n:
         dy[n // 2], dy[-1] = math.inf, math.nan
-    y, mask = launch_llvm_masked(x, seed, 0.3)
+    y, mask = op.launch_llvm_masked(x, seed, 0.3)
     assert torch.equal(y, launch_llvm(x, seed, 0.3))
-    dx = launch_llvm_backward(dy, seed, mask, 0.3)
+    dx = op.launch_llvm_backward(dy, seed, mask, 0.3)
     torch.testing.assert_close(dx, launch_llvm(dy, seed, 0.3), rtol=0, atol=0, equal_nan=True)
-    _, expected = torch_masked(x, seed, 0.3)
+    _, expected = op.torch_masked(x, seed, 0.3)
     assert mask.shape == expected.shape
     bits, wanted = ((each[:, None] >> torch.arange(8)) & 1 for each in (mask, expected))
     assert torch.equal(bits.flatten()[:n], wanted.flatten()[:n])
@@ -230,7 +219,7 @@ def test_mask_in_bits_gives_the_gradient_of_the_seed(dtype, n):
 def test_kernel_of_the_mask_writes_inside_alone():
     for n in (1, 31, 33, 600):
         memory = torch.full((n + 64,), 7.0)
-        provider, compiled = _compiled(MaskKernel(torch.float32))
+        provider, compiled = op._compiled(MaskKernel(torch.float32))
         mask = torch.full((256,), 255, dtype=torch.uint8)
         provider.launch(compiled, (-(-n // 32),), (1,), (torch.ones(n), mask, memory[32 : 32 + n], n, 2.0))
         assert (memory[:32] == 7).all()

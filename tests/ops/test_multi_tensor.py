@@ -5,28 +5,12 @@ import pytest
 import torch
 from op_checks import counted, ran
 
-from accelerant.errors import (
-    AccelerantError,
-    CompileError,
-    ConfigError,
-    ShapeError,
-    UnsupportedDtype,
-)
+from accelerant import errors
+from accelerant.errors import AccelerantError, ConfigError, ShapeError
 from accelerant.ops._cases import draw
-from accelerant.ops.multi_tensor import cases, tables
+from accelerant.ops.multi_tensor import cases, op, tables
 from accelerant.ops.multi_tensor import op as launch
-from accelerant.ops.multi_tensor.op import (
-    AdamWGroup,
-    ChunkTile,
-    SGDGroup,
-    Update,
-    adamw_reference,
-    adamw_step,
-    case_of,
-    clip_step,
-    global_norm,
-    sgd_step,
-)
+from accelerant.ops.multi_tensor.op import adamw_reference, adamw_step, case_of, clip_step, global_norm, sgd_step
 from accelerant.ops.multi_tensor.tables import Tensors, Workspace
 
 
@@ -71,7 +55,7 @@ def small_chunks(monkeypatch):
     """Several chunks a tensor, and several blocks a chunk, in tensors that the interpreter can afford."""
     if not torch.cuda.is_available():
         for name in launch.PLANS:
-            monkeypatch.setitem(launch.PLANS, name, ChunkTile(64, 32, 4))
+            monkeypatch.setitem(launch.PLANS, name, op.ChunkTile(64, 32, 4))
         monkeypatch.setitem(launch.SMALL, "BLOCK_T", 64)
         monkeypatch.setitem(launch.SMALL, "BLOCK_P", 64)
 
@@ -108,7 +92,7 @@ def adamw_inputs(shapes, param, grad, state, *, master=False):
 
 def take_adamw(tensors, workspace, groups=GROUPS, **options):
     table = workspace.table(tensors)
-    update = Update(tensors, [AdamWGroup(**group) for group in groups], workspace, table, **options)
+    update = op.Update(tensors, [op.AdamWGroup(**group) for group in groups], workspace, table, **options)
     adamw_step(case_of(table, workspace.device), update)
 
 
@@ -187,7 +171,7 @@ SGD_GROUPS = (
 
 def take_sgd(tensors, workspace, groups=SGD_GROUPS, **options):
     table = workspace.table(tensors)
-    update = Update(tensors, [SGDGroup(**group) for group in groups], workspace, table, **options)
+    update = op.Update(tensors, [op.SGDGroup(**group) for group in groups], workspace, table, **options)
     sgd_step(case_of(table, workspace.device, "sgd"), update)
 
 
@@ -480,7 +464,7 @@ def gradients_of(params, grads):
         (torch.zeros(3), ShapeError, r"gradient 0 must be \(4,\) on cpu, got \(3,\) on cpu"),
         (torch.zeros(4, device="meta"), ShapeError, "on meta"),
         (torch.zeros(4).to_sparse(), ConfigError, "gradient 0 is torch.sparse_coo"),
-        (torch.zeros(4, dtype=torch.complex64), UnsupportedDtype, "gradient 0 is complex64"),
+        (torch.zeros(4, dtype=torch.complex64), errors.UnsupportedDtype, "gradient 0 is complex64"),
     ],
 )
 def test_rejects(grad, error, match):
@@ -499,7 +483,7 @@ def test_failure_after_a_launch_does_not_start_again(monkeypatch):
     def failing(*args, **kwargs):
         calls.append(args)
         if len(calls) == failing.at:
-            raise CompileError("no")
+            raise errors.CompileError("no")
         original(*args, **kwargs)
 
     monkeypatch.setattr(kernel, "launch", failing)
