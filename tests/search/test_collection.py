@@ -100,6 +100,18 @@ def test_lists_find_what_is_there_and_are_saved_with_it(tmp_path, kind, metric):
         Collection(tmp_path, kind="hnsw")
 
 
+def test_few_points_remember_their_kind(tmp_path):
+    with Collection(tmp_path, dim=DIM, kind="ivfpq") as made:
+        made.upsert(range(9), vectors(9, 0))
+    with Collection(tmp_path) as again:
+        assert (again.kind, again._mirror.lists) == ("ivfpq", None)
+        again.upsert(range(9, 2000), clustered(1991))
+    with Collection(tmp_path, kind="flat") as flat:
+        assert flat.kind == "flat"
+    with Collection(tmp_path) as last:
+        assert (last.kind, last._mirror.lists is None) == ("ivfpq", False)
+
+
 def test_lists_saved_at_the_same_versions_of_other_writes_are_not_read(tmp_path):
     with Collection(tmp_path, dim=DIM, kind="ivf") as made:
         made.upsert(range(1500), vectors(1500, 0))

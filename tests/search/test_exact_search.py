@@ -527,7 +527,10 @@ def test_ranges_of_ids_reach_the_ends_of_int64():
     for listed in (np.array([2**64 - 4], np.uint64), [2**63], {2**64 - 1, -(2**70)}):
         assert exact(x[0], x, 10**30, mask=listed, ids=ids).ids.tolist() == []
     assert exact(x[0], x, 4, mask=[2**64 - 1, -4, 2**63 - 1], ids=ids).ids.tolist() == [-4, 2**63 - 1]
-    assert exact(x[0], x, 1, ids=np.arange(4, dtype=np.uint32) + 2**31).ids.tolist() == [2**31]
+    for kind in (np.uint32, np.uint64):
+        assert exact(x[0], x, 1, ids=np.arange(4, dtype=kind) + 2**31).ids.tolist() == [2**31]
+    with pytest.raises(RangeError, match=f"below 2\\^63, got {2**63} for row 2"):
+        exact(x[0], x, 1, ids=np.array([0, 2**63 - 1, 2**63, 2**63 + 1], np.uint64))
 
 
 def test_arrays_of_other_byte_order_or_within_records_are_read():

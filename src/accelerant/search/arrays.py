@@ -11,13 +11,10 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import RangeError, ShapeError, UnsupportedDtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """Dtypes of vectors; uint8 holds 8 bits of a binary vector."""
-
-
-_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
 
 
 class Hits(tuple[Any, Any]):
@@ -80,11 +77,15 @@ def _writable(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def names(ids: Any, count: int) -> Tensor:
     """Return the ids of so many rows as int64."""
     found = tensor(ids, "ids")
-    if found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, *_UNSIGNED) and found.numel():
+    if (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool) and found.numel():
         raise UnsupportedDtype(f"ids must be integers of at most 63 bits, got {found.dtype}")
     if found.shape != (count,):
         raise ShapeError(f"ids must be ({count},), one for each row, got {tuple(found.shape)}")
-    return found.long()
+    whole = found.long()
+    if found.dtype == torch.uint64 and bool((whole < 0).any()):
+        at = int((whole < 0).nonzero()[0])
+        raise RangeError(f"ids must be below 2^63, got {int(whole[at]) % (1 << 64)} for row {at}")
+    return whole
 
 
 def as_given(x: Any) -> Callable[[Tensor], Any]:

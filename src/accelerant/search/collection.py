@@ -178,14 +178,18 @@ class Collection:
 
     def _with_saved_lists(self, kind: str | None) -> str:
         """Give the mirror the lists that the folder has of these points; return the kind."""
-        if self._folder is None or kind == "flat":
-            return "flat" if kind is None else kind
-        for other in KINDS[1:] if kind is None else (kind,):
-            file = file_of(self._folder, self._name, other, self._mirror.stamp)
-            if file.is_file():
-                self._mirror.lists = Lists.loaded(file, self._list_metric, self._mirror.ids, self._mirror.vectors)
-                return other
-        return kind or "flat"
+        if self._folder is None:
+            return kind or "flat"
+        if kind is None:
+            saved = {
+                path.name.removeprefix(f"{self._name}-").partition("-")[0]
+                for path in files_of(self._folder, self._name)
+            }
+            kind = next((other for other in KINDS[1:] if other in saved), "flat")
+        file = file_of(self._folder, self._name, kind, self._mirror.stamp)
+        if file.is_file():
+            self._mirror.lists = Lists.loaded(file, self._list_metric, self._mirror.ids, self._mirror.vectors)
+        return kind
 
     def build(self) -> None:
         """Build the lists now; the old ones answer meanwhile. Kind "flat" has none."""
@@ -209,13 +213,17 @@ class Collection:
 
     def _save_lists(self) -> None:
         """Write the lists to the folder, in place of those of other times."""
-        if self._folder is None or self.kind == "flat" or not self._is_current():
+        if self._folder is None or not self._is_current():
             return
-        file, mirror = file_of(self._folder, self._name, self.kind, self._mirror.stamp), self._mirror
-        if mirror.lists is not None and not file.is_file():
-            mirror.lists.save(file, mirror.ids, mirror.alive)
+        mirror, kinds = self._mirror, KINDS[1:] if self.kind == "flat" else (self.kind,)
+        files = [file_of(self._folder, self._name, kind, mirror.stamp) for kind in kinds]
+        if self.kind != "flat" and not files[0].is_file():
+            if mirror.lists is None:
+                files[0].touch()  # of too few points: it tells their kind
+            else:
+                mirror.lists.save(files[0], mirror.ids, mirror.alive)
         for old in files_of(self._folder, self._name):
-            if old != file:
+            if old not in files:
                 old.unlink(missing_ok=True)
 
     def __enter__(self) -> Collection:

@@ -17,7 +17,7 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.runtime.files import clipped
 from accelerant.search.exact import exact
 from accelerant.search.index import KINDS, Index
-from accelerant.search.lists import best
+from accelerant.search.lists import NONE, best, keys_of
 from accelerant.search.payload_filter import Mask
 from accelerant.search.qdrant import PointId
 
@@ -65,8 +65,11 @@ class Lists:
             found.append(exact(q, vectors, k, self.index.metric, mask=torch.from_numpy(rest).to(vectors.device)))
         scores, rows = (torch.cat([hits[i] for hits in found], 1).cpu() for i in (0, 1))
         smallest = self.index.metric == "l2"
-        scores, rows, _ = best(scores, rows >= 0, rows.clamp(min=0), k, smallest=smallest)
-        return scores, rows
+        keys = keys_of(scores, rows.clamp(min=0), smallest=smallest)
+        keys[(rows < 0).numpy()] = NONE
+        width = min(int((rows >= 0).sum(1).max()), k) if len(rows) else 0
+        best_scores, best_rows = best(keys, width, smallest=smallest)
+        return torch.from_numpy(best_scores), torch.from_numpy(best_rows)
 
     def save(self, file: Path, ids: Sequence[PointId], alive: Mask) -> None:
         """Write the rows that are alive, under names of their points that fit a file of FAISS."""

@@ -27,7 +27,7 @@ from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
 from accelerant.search.clusters import ProductQuantizer, kmeans, nearest
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
 from accelerant.search.filters import Selection, selection
-from accelerant.search.lists import Layout, Scan, best, padded, scored, tiled
+from accelerant.search.lists import LONG, NONE, Keys, Layout, Scan, best, keys_of, padded, ranked, scored, tiled
 
 KINDS = ("flat", "ivf", "ivfpq")
 _UNSORTED = 8
@@ -102,12 +102,18 @@ class State:
         return Scan(layout, layout.packed(self.codes, quantizer), largest, square, quantizer, centroids)
 
     @cached_property
-    def order(self) -> tuple[Tensor, Tensor]:
-        """Rows by rising id, and the rank of each row."""
+    def by_id(self) -> tuple[Tensor, Tensor]:
+        """The ids in rising order, and the rank of each row's."""
         order = self.ids.argsort()
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
-        return order, rank
+        return self.ids[order], rank
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Squares of the centroids' norms, (L,)."""
+        assert self.lists is not None
+        return self.lists.centroids.square().sum(1)
 
     def decoded(self, at: int) -> Tensor:
         """Return the vectors of a list, those of its codes where it has codes."""
@@ -191,9 +197,9 @@ class Index:
             return given
         wide = given.double() if self.metric == "cosine" else given.float()
         norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        wrong = (~(norms < 1e19)).nonzero()
-        if len(wrong):
-            raise RangeError(f"row {int(wrong[0, 0])} of {name} has NaN, infinity, or a norm above 1e19")
+        if len(norms) and not float(norms.max()) < 1e19:
+            wrong = int((~(norms < 1e19)).nonzero()[0, 0])
+            raise RangeError(f"row {wrong} of {name} has NaN, infinity, or a norm above 1e19")
         return (wide / norms.clamp(min=1e-300)).float() if self.metric == "cosine" else wide
 
     def train(self, x: Any) -> None:
@@ -358,6 +364,10 @@ class Index:
                 return self._listed(state, q, k, lists, chosen)
             return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
 
+        if nprobe < lists and chosen.rows is None and chosen.each is None and len(q):
+            hits = self._listed(state, q, k, nprobe, chosen)
+            if int(hits.counts.min()) >= min(k, len(state.ids)):
+                return hits
         left = torch.tensor(len(state.ids) if chosen.rows is None else len(chosen.rows), device=q.device)
         if chosen.each is not None:
             left = chosen.each.sum(1).to(q.device)
@@ -425,9 +435,10 @@ def _starts(every: Tensor, count: int) -> tuple[int, ...]:
     return (0, *torch.bincount(every, minlength=count).cumsum(0).tolist())
 
 
-def _probed(q: Tensor, centroids: Tensor, nprobe: int, metric: str) -> tuple[Tensor, Tensor]:
+def _probed(q: Tensor, state: State, nprobe: int, metric: str) -> tuple[Tensor, Tensor]:
     """Return products (twice, under l2) with the nearest centroids of each query, and their lists, nearest first."""
-    factor, squares = (2 * q, centroids.square().sum(1)) if metric == "l2" else (q, None)
+    assert state.lists is not None
+    centroids, (factor, squares) = state.lists.centroids, (2 * q, state.squares) if metric == "l2" else (q, None)
     if q.device.type == "cpu":  # a query's lists do not depend on the batch
         scores = tiled(factor, centroids, squares, metric, maxima=False)
     else:
@@ -462,60 +473,60 @@ class _Scanned:
 
     def hits(self, nprobe: int, chosen: Selection) -> Hits:
         """Return the answers in the lists nearest to each query, and in the rows that are in none."""
-        state, hidden = self.state, _hidden(chosen, len(self.state.ids), self.q.device)
-        found = [self._listed(nprobe, hidden)]
+        state, smallest = self.state, self.metric == "l2"
+        keys, counts = self._listed(nprobe, chosen)
         if state.codes is not None and state.listed < len(state.ids):
-            found.append(self._unlisted(hidden))
-        rows, valid = (torch.cat(each, 1) for each in zip(*found, strict=True))
-        query, column = valid.nonzero(as_tuple=True)
-        scores = torch.zeros(rows.shape, dtype=torch.float32)
-        scores[query, column] = self._scored(query, rows[query, column])
-        rows = rows.masked_fill(~valid, 0)
-        order, rank = state.order
-        smallest = self.metric == "l2"
-        scores, ranks, counts = best(scores, valid, rank[rows], self.k, smallest=smallest)
-        empty = torch.arange(scores.shape[1]) >= counts.unsqueeze(1)
-        ids = state.ids[order[ranks.clamp(max=len(order) - 1)]].masked_fill(empty, -1)
-        return Hits(scores.masked_fill(empty, float("inf") if smallest else float("-inf")), ids, counts)
+            others, more = self._unlisted(chosen)
+            keys, counts = np.concatenate([keys, others], 1), counts + more
+        counts, ids = np.minimum(counts.numpy(), self.k), state.by_id[0].numpy()
+        width = int(counts.max(initial=0))
+        scores, ranks = best(keys, width, smallest=smallest)
+        found = ids.take(ranks, mode="clip")
+        if counts.min(initial=width) < width:
+            empty = np.arange(width) >= counts[:, None]
+            found[empty], scores[empty] = -1, np.inf if smallest else -np.inf
+        return Hits(*map(torch.from_numpy, (scores, found, counts)))
 
-    def _listed(self, nprobe: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the rows (Q, most) that the lists have, and which are some."""
+    def _listed(self, nprobe: int, chosen: Selection) -> tuple[Keys, Tensor]:
+        """Return the keys of the rows that the lists have, and how many each query has."""
         lists, scan = self.state.lists, self.state.scan
         assert lists is not None
-        bias, probes = _probed(self.q, lists.centroids, nprobe, self.metric)
-        if self.state.codes is None:
-            return self._scanned(
-                scan, torch.nn.functional.pad(probes, (0, 1), value=len(scan.layout.starts) - 2), None, hidden
-            )
-        return self._scanned(scan, probes, bias if lists.residual else torch.zeros_like(bias), hidden)
+        bias, probes = _probed(self.q, self.state, nprobe, self.metric)
+        if self.state.codes is None:  # and in the rows that are in none
+            probes = torch.nn.functional.pad(probes, (0, 1), value=len(scan.layout.starts) - 2)
+            return self._scanned(scan, probes, None, chosen)
+        return self._scanned(scan, probes, bias if lists.residual else torch.zeros_like(bias), chosen)
 
-    def _unlisted(self, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _unlisted(self, chosen: Selection) -> tuple[Keys, Tensor]:
         """Return what is found in the rows in no list."""
         state = self.state
         assert state.vectors is not None
         assert state.norms is not None
         largest, squares = _largest(state.norms), padded(state.norms.square())
         scan = Scan(Layout(torch.tensor([state.listed, len(state.ids)])), state.vectors, largest, squares)
-        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64), None, hidden)
+        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64), None, chosen)
 
-    def _scanned(
-        self, scan: Scan, probes: Tensor, bias: Tensor | None, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        seen = scan.layout.all_seen if hidden is None else scan.layout.seen(hidden)
-        offsets = torch.arange(len(self.q) + 1) * probes.shape[1]
-        flat = None if bias is None else bias.flatten()
+    def _scanned(self, scan: Scan, probes: Tensor, bias: Tensor | None, chosen: Selection) -> tuple[Keys, Tensor]:
+        seen = scan.layout.all_seen if chosen.rows is None and chosen.each is None else scan.layout.seen(chosen)
+        Q, nprobe = probes.shape
+        offsets = torch.arange(0, Q * nprobe + 1, nprobe)
         rows, _, counts = scan.found(
-            self.factor, probes.flatten(), offsets, flat, seen, self.wanted, metric=self.metric,
-            margins=self._margins(scan),
+            self.factor, probes.flatten(), offsets, None if bias is None else bias.flatten(), seen, self.wanted,
+            metric=self.metric, margins=self._margins(scan),
         )  # fmt: skip
-        return rows, torch.arange(rows.shape[1]) < counts.unsqueeze(1)
+        vectors, rank = self.state.vectors, self.state.by_id[1]
+        if vectors is not None and self.q.shape[1] <= LONG:
+            return ranked(self.q, vectors, rows, counts, rank, self.metric), counts
+        query, column = (torch.arange(rows.shape[1]) < counts.unsqueeze(1)).nonzero(as_tuple=True)
+        row, keys = rows[query, column], np.full(rows.shape, NONE)
+        keys[query, column] = keys_of(self._scored(query, row), rank[row], smallest=self.metric == "l2")
+        return keys, counts
 
     def _margins(self, scan: Scan) -> Tensor:
         """Return twice the errors of the quick scores, and of rounding the scores of answers."""
-        norms, d = torch.linalg.vector_norm(self.q, dim=1), self.q.shape[1]
-        bound = (norms + scan.largest).square() if self.metric == "l2" else norms * scan.largest
-        margins: Tensor = 4.2 * ((d + 16) * 2.0**-24 * bound + d * 1e-37)
-        return margins
+        norms, d = np.linalg.norm(self.q.numpy(), axis=1), self.q.shape[1]
+        bound = np.square(norms + scan.largest) if self.metric == "l2" else norms * scan.largest
+        return torch.from_numpy((4.2 * ((d + 16) * 2.0**-24 * bound + d * 1e-37)).astype(np.float32))
 
     def _scored(self, query: Tensor, row: Tensor) -> Tensor:
         """Return the scores of pairs, by the vectors or what the codes say of them."""
@@ -548,7 +559,7 @@ class _ListSearch(Part):
         """Return the answers in the lists nearest to each query, and in the rows that are in none."""
         state = self.state
         assert state.lists is not None
-        _, probes = _probed(self.q, state.lists.centroids, nprobe, self.metric)
+        _, probes = _probed(self.q, state, nprobe, self.metric)
         hidden = _hidden(chosen, len(state.ids), self.device)
         found = self._nothing()
         if state.listed < len(state.ids):

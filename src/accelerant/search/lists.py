@@ -12,7 +12,12 @@ from torch import Tensor
 
 from accelerant.config import launch_log
 from accelerant.search.clusters import ProductQuantizer
+from accelerant.search.filters import Selection
 from accelerant.search.llvm_kernels import BLOCK, LANES, ROWS, compiled, features
+
+Keys = np.ndarray[Any, Any]
+NONE = 2**63 - 1
+"""Key of no row."""
 
 _QUERIES = 256
 """Queries whose tables and candidates are held at once."""
@@ -23,7 +28,7 @@ _ROOM = 64
 _LEAST_WORK = 1 << 21
 """Operations, about, that a further thread repays."""
 
-_LONG = 1 << 16
+LONG = 1 << 16
 """Elements of the longest vector whose terms the stack of a thread holds."""
 
 
@@ -67,7 +72,7 @@ def tiled(q: Tensor, x: Tensor, extra: Tensor | None, metric: str, *, maxima: bo
 
 def scored(q: Tensor, x: Tensor, query: Tensor, row: Tensor, metric: str) -> Tensor:
     """Return the scores (P,) of pairs of a query and a row of float32, the bits of `pair_scores`."""
-    if q.shape[1] > _LONG:
+    if q.shape[1] > LONG:
         return pair_scores(q[query], x[row], metric)
     q = q.contiguous()
     y = torch.empty(len(row), dtype=torch.float32)
@@ -122,22 +127,30 @@ class Layout:
         return (torch.arange(len(shift)) + shift).clamp_(max=max(int(self.starts[-1]) - 1, 0))
 
     @cached_property
-    def filled(self) -> Tensor:
-        """Whether each place has a row, (blocks * 32,) bool."""
-        counts, blocks = self.starts.diff(), self.blocks.diff()
-        first = (self.blocks[:-1] * ROWS).repeat_interleave(blocks * ROWS)
-        return torch.arange(len(first)) - first < counts.repeat_interleave(blocks * ROWS)
+    def places(self) -> Keys:
+        """The place of each row from the first on, (rows,) int64."""
+        shift = self.blocks[:-1] * ROWS - self.starts[:-1]
+        rows = torch.arange(int(self.starts[0]), int(self.starts[-1]))
+        return (rows + shift.repeat_interleave(self.starts.diff())).numpy()
 
     @cached_property
     def all_seen(self) -> Tensor:
         """Words of a query that sees all rows."""
-        return self.seen(None)
+        return self.seen(Selection())
 
-    def seen(self, hidden: Tensor | None) -> Tensor:
+    def seen(self, chosen: Selection) -> Tensor:
         """Return the places that queries see, a word of 32 bits for each block, (1 or Q, blocks) int32."""
-        places = self.filled if hidden is None else self.filled & ~hidden[:, self.rows]
-        bits = np.packbits(np.atleast_2d(places.numpy()), axis=1, bitorder="little")
-        return torch.from_numpy(bits.view(np.int32))
+        first, stop = int(self.starts[0]), int(self.starts[-1])
+        part, each = chosen.part(first, stop), chosen.each
+        bits = np.zeros((1 if each is None else len(each), int(self.blocks[-1]) * ROWS), np.bool_)
+        if part.each is not None:
+            bits[:, self.places] = part.each.numpy()
+        elif isinstance(part.rows, Tensor):
+            bits[0, self.places[part.rows.numpy()]] = True
+        else:
+            bits[0, self.places if part.rows is None else self.places[part.rows.start : part.rows.stop]] = True
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return torch.from_numpy(words)
 
     def packed(self, codes: Tensor, quantizer: ProductQuantizer) -> Tensor:
         """Return codes (rows, bytes) as the blocks that a scan reads, (blocks, bytes of a block) uint8."""
@@ -174,7 +187,7 @@ class Scan:
         self, q: Tensor, probes: Tensor, offsets: Tensor, bias: Tensor | None, seen: Tensor, wanted: int,
         *, metric: str, limits: Tensor | None = None, margins: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return rows and scores (Q, most) that each query finds in its lists, and how many they are, (Q,).
+        """Return rows and scores (Q, room) that each query finds in its lists, and how many they are, (Q,).
 
         These are all rows whose score is at most a margin below the `wanted`-th largest, and not below the limit. For
         codes of 4 bits the margin is that of their rounded tables, and more.
@@ -189,16 +202,16 @@ class Scan:
         for first in range(0, len(q), _QUERIES):
             which, room = torch.arange(first, min(first + _QUERIES, len(q))), wanted + max(_ROOM, wanted)
             while len(which):  # again, with more room, those that had too little
-                each = [x if x is None else x[which] for x in (limits, margins)]
+                own, least, most = (x if x is None or len(x) == len(which) else x[which] for x in (q, limits, margins))
+                assert own is not None
                 rows, scores, counts = self._some(
-                    q[which], probes, offsets, which, bias, seen, wanted, room, *each, metric=metric
+                    own, probes, offsets, which, bias, seen, wanted, room, least, most, metric=metric
                 )
+                if len(which) == len(q) and int(counts.min()) >= 0:
+                    return rows, scores, counts
                 pieces.append((which, rows, scores, counts))
                 which, room = which[counts < 0], 4 * room
         width = max([int(counts.max()) for _, _, _, counts in pieces], default=0)
-        if len(pieces) == 1:
-            _, rows, scores, counts = pieces[0]
-            return rows[:, :width], scores[:, :width], counts
         every = torch.zeros(len(q), width, dtype=torch.int64), q.new_zeros(len(q), width)
         found = torch.zeros(len(q), dtype=torch.int64)
         for which, rows, scores, counts in pieces:
@@ -231,7 +244,7 @@ class Scan:
             tables = scores.new_empty(Q, parts << self.quantizer.bits)
             small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8) if kind == "4" else scores
         centroids, layout = scores if self.tables is None else self.tables, self.layout
-        work = len(probes) * len(layout.filled) * d // (Q * len(layout.starts))
+        work = len(probes) * layout.all_seen.shape[1] * ROWS * d // (Q * len(layout.starts))
         _launched(
             ("scan", kind, metric), Q, work, q.contiguous(), self.data, self.data.stride(0),
             scores if self.extra is None else self.extra, seen, 0 if len(seen) == 1 else seen.stride(0), layout.starts,
@@ -246,20 +259,25 @@ def levels(parts: int) -> int:
     return min(255, 65535 // parts)
 
 
-def best(
-    score: Tensor, valid: Tensor, rank: Tensor, k: int, *, smallest: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return scores and ranks (Q, most) of the k best of each line (Q, W), best first, then by rank; and their counts.
+def ranked(q: Tensor, x: Tensor, row: Tensor, counts: Tensor, rank: Tensor, metric: str) -> Keys:
+    """Return the keys (Q, room) of the first rows of each query: the scores of `pair_scores`, then ranks of rows."""
+    Q, d, keys = len(q), q.shape[1], torch.empty(row.shape, dtype=torch.int64)
+    arguments = (q.contiguous(), x, x.stride(0), row, counts, rank, keys, row.shape[1], d)
+    _launched(("ranked", metric), Q, 4 * d * row.shape[1], *arguments)
+    return keys.numpy()
 
-    Scores and ranks below 2^31 are sorted as one integer, which the processor does by vectors.
-    """
-    turn = 0 if smallest else -1
+
+def keys_of(score: Tensor, rank: Tensor, *, smallest: bool) -> Keys:
+    """Return integers in the order of scores, the best first, then of ranks below 2^31."""
     bits = (score + 0.0).numpy().view(np.int32)  # -0 is 0
-    keys = ((bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64) ^ turn) << 32 | rank.numpy()
-    keys[~valid.numpy()] = np.iinfo(np.int64).max
+    turn = 0 if smallest else -1
+    keys: Keys = ((bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64) ^ turn) << 32 | rank.numpy()
+    return keys
+
+
+def best(keys: Keys, k: int, *, smallest: bool) -> tuple[Any, Any]:
+    """Return scores and ranks (Q, k) of the k least keys of each line (Q, W), which it sorts."""
     keys.sort(axis=1)
-    counts = valid.sum(1).clamp_(max=k)
-    keys = keys[:, : int(counts.max()) if len(counts) else 0]
-    bits = ((keys >> 32) ^ turn).astype(np.int32)
-    scores = torch.from_numpy((bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32))
-    return scores, torch.from_numpy(keys & 0xFFFFFFFF), counts
+    keys = keys[:, :k]
+    bits = ((keys >> 32) ^ (0 if smallest else -1)).astype(np.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32), keys & 0xFFFFFFFF

@@ -3,6 +3,7 @@
     tiles    maxima of the quick scores of 64 rows, or all scores, for queries in the lanes of vectors
     scan     for each query the rows of its lists whose quick score is among the `wanted` largest, less a margin
     pairs    the scores of `lists.pair_scores`, bit for bit
+    ranked   the same of what a scan found, with the ranks of ids as integers to sort
 
 A quick score is that of a query and a row alone: in a tile a lane adds the products of one pair in the order of the
 elements, in a scan a row's sums lie in vectors of their own. So no result depends on the batch.
@@ -69,7 +70,7 @@ def features() -> tuple[int, str]:
 
 @functools.cache
 def compiled(name: str, *options: str) -> tuple[ComputeProvider, Kernel]:
-    """Return a kernel of the module, with its options: "tiles" mode and metric, "scan" kind and metric, "pairs" metric.
+    """Return a kernel of the module, with its options: "tiles" mode and metric, "scan" kind and metric, others metric.
 
     A scan's third option is the feature of its shuffle, the processor's by default.
     """
@@ -190,6 +191,9 @@ _PAIRS = (
 
 _WIDE = 8
 
+_CHAINS = 4
+"""Sums of a vector that are independent."""
+
 _AHEAD = 8
 """Pairs between one that is scored and one whose row is fetched: rows lie anywhere in memory."""
 
@@ -198,30 +202,64 @@ def _pairs(lanes: int, metric: str) -> str:
     code = _begun("pairs", _PAIRS)
     terms = code.stack("double", "%d", 64)
     with code.loop("%begin", "%end") as pair:
-        a = code.at("float", "%q", code.i64("mul", code.load("i64", "%query", pair), "%d"))
-        b = _row_of(code, pair)
-        later = _row_of(code, code.smin(code.i64("add", pair, _AHEAD), code.i64("sub", "%end", 1)))
-        with code.loop(0, "%d", 16) as i:  # lines of 64 bytes
-            _fetch(code, code.at("float", later, i))
-
-        def total(x: Value, y: Value) -> Value:
-            for i, kind in _runs(code, "%d"):
-                u, v = (
-                    code.convert("fpext", code.load(_like(kind, "float"), code.at("float", each, i), align=4), "double")
-                    for each in (x, y)
-                )
-                u, v = (code.op("fsub", u, v),) * 2 if metric == "l2" else (u, v)
-                code.store(kind, code.op("fmul", u, v), code.at("double", terms, i), align=8)
-            return _halved(code, terms)
-
-        score = total(a, b)
-        if metric == "cosine":
-            norm = code.intrinsic("double", "llvm.sqrt.f64", code.op("fmul", total(a, a), total(b, b)))
-            least = Value(constant("double", 1e-300), "double")
-            score = code.op("fdiv", score, code.select(code.compare("olt", norm, least), least, norm))
-        code.store("float", code.convert("fptrunc", score, "float"), "%y", pair)
+        q = code.at("float", "%q", code.i64("mul", code.load("i64", "%query", pair), "%d"))
+        score = _pair_score(code, terms, q, pair, code.i64("sub", "%end", 1), metric)
+        code.store("float", score, "%y", pair)
     code.ret()
     return program([code])
+
+
+_RANKED = (
+    "ptr noalias readonly %q", "ptr noalias readonly %x", "i64 %stride", "ptr noalias readonly %row",
+    "ptr noalias readonly %counts", "ptr noalias readonly %ranks", "ptr noalias %keys", "i64 %room", "i64 %d",
+)  # fmt: skip
+"""row (Q, room), counts (Q,) and keys (Q, room) int64, to be sorted; ranks (N,) int64. An index is a query."""
+
+
+def _ranked(lanes: int, metric: str) -> str:
+    code = _begun("ranked", _RANKED)
+    terms = code.stack("double", "%d", 64)
+    with code.loop("%begin", "%end") as query:
+        q, first = code.at("float", "%q", code.i64("mul", query, "%d")), code.i64("mul", query, "%room")
+        stop = code.i64("add", first, code.load("i64", "%counts", query))
+        with code.loop(first, stop) as place:
+            score = _pair_score(code, terms, q, place, code.i64("sub", stop, 1), metric)
+            bits = _ordered(code, code.bitcast(code.op("fadd", score, 0.0), "i32"))  # -0 is 0
+            high = code.i64(
+                "shl", code.convert("sext", bits if metric == "l2" else code.op("xor", bits, -1), "i64"), 32
+            )
+            rank = code.load("i64", "%ranks", code.load("i64", "%row", place))
+            code.store("i64", code.i64("or", high, rank), "%keys", place)
+        with code.loop(stop, code.i64("add", first, "%room")) as place:
+            code.store("i64", 2**63 - 1, "%keys", place)  # lists.NONE
+    code.ret()
+    return program([code])
+
+
+def _pair_score(
+    code: FunctionBuilder, terms: Value, q: Value, pair: Value, last: Value, metric: str
+) -> Value:  # fmt: skip
+    """Append the score of a query and the row of a pair; a later pair's row is fetched."""
+    x, later = _row_of(code, pair), _row_of(code, code.smin(code.i64("add", pair, _AHEAD), last))
+    with code.loop(0, "%d", 16) as i:  # lines of 64 bytes
+        _fetch(code, code.at("float", later, i))
+
+    def total(a: Value, b: Value) -> Value:
+        for i, kind in _runs(code, "%d"):
+            u, v = (
+                code.convert("fpext", code.load(_like(kind, "float"), code.at("float", each, i), align=4), "double")
+                for each in (a, b)
+            )
+            u, v = (code.op("fsub", u, v),) * 2 if metric == "l2" else (u, v)
+            code.store(kind, code.op("fmul", u, v), code.at("double", terms, i), align=8)
+        return _halved(code, terms)
+
+    score = total(q, x)
+    if metric == "cosine":
+        norm = code.intrinsic("double", "llvm.sqrt.f64", code.op("fmul", total(q, q), total(x, x)))
+        least = Value(constant("double", 1e-300), "double")
+        score = code.op("fdiv", score, code.select(code.compare("olt", norm, least), least, norm))
+    return code.convert("fptrunc", score, "float")
 
 
 def _row_of(code: FunctionBuilder, pair: Value) -> Value:
@@ -379,28 +417,37 @@ class _ScanWriter:
     # --- scores of a block -------------------------------------------------------------------------------------------
 
     def _vectors(self, first: Value, block: Value) -> list[Value]:
-        """Append the products of the query with 32 vectors, eight at a time."""
+        """Append the products of the query with 32 vectors, one after the other: memory is read in its order."""
         code, height, last = self.code, 8, self.code.i64("sub", "%N", 1)
-        left, ahead = code.i64("srem", "%d", self.lanes), code.i64("mul", "%stride", 2 * height)
+        left, wide = code.i64("srem", "%d", self.lanes), code.i64("and", "%d", -_CHAINS * self.lanes)
         full = code.i64("sub", "%d", left)
         inside = code.compare("slt", lane_constants("i64", range(self.lanes)), code.broadcast(left, self.lanes))
         found = []
         for start in range(0, ROWS, height):
-            numbers = [code.smin(code.i64("add", first, start + i), last) for i in range(height)]
-            xs = [code.at("float", "%data", code.i64("mul", number, "%stride")) for number in numbers]
-            sums = [code.variable(self.real, 0.0) for _ in xs]
-            with code.loop(0, full, self.lanes) as k:
-                query = _at(code, self.real, self.q, k)
-                for x, total in zip(xs, sums, strict=True):
-                    total.set(_fma(code, query, _at(code, self.real, x, k), total.get()))
-                    _fetch(code, code.at("float", x, code.i64("add", ahead, k)))
-            with code.when(code.compare("sgt", left, 0)):
-                query, *values = (
-                    code.masked_load(self.real, code.at("float", x, full), inside, 4) for x in (self.q, *xs)
-                )
-                for value, total in zip(values, sums, strict=True):
-                    total.set(_fma(code, query, value, total.get()))
-            found.append(lane_sums(code, [total.get() for total in sums]))
+            totals = []
+            for i in range(start, start + height):
+                x = code.at("float", "%data", code.i64("mul", code.smin(code.i64("add", first, i), last), "%stride"))
+                sums = [code.variable(self.real, 0.0) for _ in range(_CHAINS)]
+
+                def add(k: Value, some: list[Variable], x: Value = x) -> None:
+                    for j, total in enumerate(some):
+                        at = code.i64("add", k, j * self.lanes)
+                        total.set(
+                            _fma(code, _at(code, self.real, self.q, at), _at(code, self.real, x, at), total.get())
+                        )
+
+                with code.loop(0, wide, _CHAINS * self.lanes) as k:
+                    add(k, sums)
+                with code.loop(wide, full, self.lanes) as k:
+                    add(k, sums[:1])
+                with code.when(code.compare("sgt", left, 0)):
+                    query, value = (
+                        code.masked_load(self.real, code.at("float", y, full), inside, 4) for y in (self.q, x)
+                    )
+                    sums[0].set(_fma(code, query, value, sums[0].get()))
+                pairs = [code.op("fadd", sums[j].get(), sums[j + 1].get()) for j in range(0, _CHAINS, 2)]
+                totals.append(code.op("fadd", *pairs))
+            found.append(lane_sums(code, totals))
         return found
 
     def _nibbles(self, first: Value, block: Value) -> list[Value]:
@@ -564,5 +611,5 @@ def _ordered(code: FunctionBuilder, bits: Value) -> Value:
 
 
 _WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "tiles": (_tiles, _TILES), "scan": (_scan, _SCAN), "pairs": (_pairs, _PAIRS),
+    "tiles": (_tiles, _TILES), "scan": (_scan, _SCAN), "pairs": (_pairs, _PAIRS), "ranked": (_ranked, _RANKED),
 }  # fmt: skip
