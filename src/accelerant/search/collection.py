@@ -213,7 +213,8 @@ class Collection:
 
     def _save_lists(self) -> None:
         """Write the lists to the folder, in place of those of other times."""
-        if self._folder is None or not self._is_current():
+        saved = [] if self._folder is None else files_of(self._folder, self._name)
+        if self._folder is None or (self.kind == "flat" and not saved) or not self._is_current():
             return
         mirror, kinds = self._mirror, KINDS[1:] if self.kind == "flat" else (self.kind,)
         files = [file_of(self._folder, self._name, kind, mirror.stamp) for kind in kinds]
@@ -222,9 +223,8 @@ class Collection:
                 files[0].touch()  # of too few points: it tells their kind
             else:
                 mirror.lists.save(files[0], mirror.ids, mirror.alive)
-        for old in files_of(self._folder, self._name):
-            if old not in files:
-                old.unlink(missing_ok=True)
+        for old in set(saved) - set(files):
+            old.unlink(missing_ok=True)
 
     def __enter__(self) -> Collection:
         return self
