@@ -1,7 +1,7 @@
 """Proofs of inference: CPU seconds of commitment, proof and verification, and bytes, of networks of random integers.
 
-    python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m] [--device cuda]
-        [--ezkl PYTHON] [--out FILE]
+    python -m benchmarks.inference [--network mlp] [--network lenet] [--network dense4m] [--network gpt2-block]
+        [--device cuda] [--ezkl PYTHON] [--out FILE]
 
 One JSON object a network; --ezkl measures EZKL too, on mlp, by an interpreter that has the packages ezkl and onnx.
 Times are CPU seconds of the whole process on all cores, the least of three, that of the commitment and of EZKL of one
@@ -27,6 +27,7 @@ from accelerant._version import __version__
 from accelerant.runtime.host import processor_name, usable_cores
 from accelerant.zk.inference import IntegerNetwork, Layer, ModelCommitment, Network, Prover, check
 from accelerant.zk.inference.verifier import IDENTITY
+from benchmarks.inference_block import gpt2_block
 
 RELU = bytes(max(0, i - 128) for i in range(256))
 _REPEATS = 3
@@ -58,15 +59,24 @@ NETWORKS: dict[str, Callable[[], list[Layer]]] = {
 """Name -> layers. mlp is EZKL's example of 64-128-64-10."""
 
 
-def measured(name: str, device: str = "cpu", repeats: int = _REPEATS) -> dict[str, Any]:
-    """Return the record of a network; each proof is verified."""
-    layers, generator = NETWORKS[name](), np.random.default_rng(0)
+def _network(name: str) -> tuple[IntegerNetwork, Any]:
+    """Return a network with random weights, and an input."""
+    generator = np.random.default_rng(0)
+    if name == "gpt2-block":
+        block, inputs, _ = gpt2_block(generator, examples=2)
+        return block, inputs[:1]
+    layers = NETWORKS[name]()
     layers[-1] = layers[-1]._replace(table=IDENTITY)
     shapes = [(each.outputs, each.inputs, *each.kernel) for each in layers]
     weights = [generator.integers(-127, 128, shape).astype(np.int8) for shape in shapes]
     biases = [generator.integers(-20_000, 20_000, shape[0]) for shape in shapes]
-    network = IntegerNetwork(Network(tuple(layers)), weights, biases)
     x = generator.integers(-128, 128, (1, *layers[0].input_shape)).astype(np.int8)
+    return IntegerNetwork(Network(tuple(layers)), weights, biases), x
+
+
+def measured(name: str, device: str = "cpu", repeats: int = _REPEATS) -> dict[str, Any]:
+    """Return the record of a network; each proof is verified."""
+    network, x = _network(name)
     committing, prover = _least(lambda: Prover(network, device=device), 1)
     published = prover.commitment.to_bytes()
     proving, (y, proof) = _least(lambda: prover.prove(x), repeats)
@@ -75,7 +85,7 @@ def measured(name: str, device: str = "cpu", repeats: int = _REPEATS) -> dict[st
     verifying, _ = _least(lambda: check(commitment, x, y, proof), repeats)
     return {
         "network": name, "shape": network.network.widths, "prover": f"accelerant {__version__}",
-        "weights": sum(w.size for w in weights),
+        "weights": sum(w.size for w in network.weights),
         "device": device, "commit_cpu_s": committing, "prove_cpu_s": proving, "prove_s": wall,
         "check_commitment_cpu_s": loading, "verify_cpu_s": verifying,
         "commitment_bytes": len(published), "proof_bytes": len(proof),
@@ -95,9 +105,8 @@ def _least(call: Callable[[], Any], repeats: int, clock: Callable[[], float] = t
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the networks that the arguments name, by default the two small ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--network", action="append", choices=sorted(NETWORKS), help="may be repeated; by default mlp and lenet"
-    )
+    names = [*NETWORKS, "gpt2-block"]
+    parser.add_argument("--network", action="append", choices=names, help="may be repeated; by default mlp and lenet")
     parser.add_argument("--device", default="cpu", help="that hashes: cpu or cuda")
     parser.add_argument("--ezkl", metavar="PYTHON", help="an interpreter that has ezkl and onnx")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the records to a file, too")

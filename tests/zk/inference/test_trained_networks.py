@@ -17,6 +17,7 @@ import accelerant as acl
 from accelerant.errors import UnsupportedDtype
 from accelerant.nn.exact import ExactLayer, ExactNetwork
 from accelerant.nn.train import TrainConfig, fit
+from benchmarks.inference_block import gpt2_block
 from residual_network import ResNet
 
 
@@ -52,6 +53,19 @@ def test_from_training_to_proof(make):
     acl.zk.inference.check(prover.commitment, images, y, proof)
     assert (y.argmax(1) == expected[:1].numpy()).all()
     assert not acl.zk.inference.verify(prover.commitment, images, np.roll(y, 1, axis=1), proof)
+
+
+def test_a_block_of_gpt2_without_softmax(generator):
+    """Products of two activations are of squares by tables; the integers are close to the block in real numbers."""
+    network, x, expected = gpt2_block(generator, width=16, heads=2, examples=200)
+    y = network(x)
+    assert np.array_equal(y, torch_network(network)(torch.from_numpy(x)).numpy())
+    error = y * network.network.output_scale - expected
+    assert np.square(error).mean() < 0.02 * np.square(expected).mean()
+    prover = acl.zk.inference.Prover(network)
+    y, proof = prover.prove(x[:1])
+    acl.zk.inference.check(prover.commitment, x[:1], y, proof)
+    assert not acl.zk.inference.verify(prover.commitment, x[1:2], y, proof)
 
 
 def test_a_report_in_place_of_its_model_is_named():
