@@ -74,7 +74,7 @@ def _run_engine(folder: Path, device: str, requests: list[Request], users: int) 
     """Run our engine without HTTP."""
     import queue
 
-    from accelerant.nn.models.loading import load_model
+    from accelerant.nn.models.llama import load_model
     from accelerant.nn.serving import Engine, Finished, Sampling
 
     model, _ = load_model(folder, device=device)

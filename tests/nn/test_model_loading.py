@@ -13,7 +13,7 @@ from accelerant import nn as ann
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn import Llama
 from accelerant.nn.models.language_model import Cache
-from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.llama import load_model
 from accelerant.nn.serving import Engine, Finished, Sampling
 
 transformers = pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from tiny_served import write_encoder, write_llama
 from accelerant.cli.service import _named_folders
 from accelerant.errors import ConfigError, MissingFile
 from accelerant.nn import Encoder
-from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.llama import load_model
 from accelerant.service.keys import KeyStore
 from accelerant.service.served_models.admission import FairQueue
 from accelerant.service.served_models.routes import _Streamed

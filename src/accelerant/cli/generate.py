@@ -168,7 +168,7 @@ def _answered(
 def _loaded(folder: str, place: torch.device, quantize: str | None) -> tuple[Llama, ModelTokenizer]:
     """Return the model, or this process's part of it where several have joined, and its tokenizer."""
     from accelerant.cli.train import world_size
-    from accelerant.nn.models.loading import load_model
+    from accelerant.nn.models.llama import load_model
 
     path = Path(folder).expanduser()
     if world_size() == 1:

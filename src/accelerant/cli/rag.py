@@ -117,7 +117,7 @@ def _answer(folder: Path, question: str, sources: list[Source], tokens: int, dev
     from accelerant.cli.generate import answer_events
     from accelerant.errors import UnsupportedCase
     from accelerant.nn.models.language_model import Sampling
-    from accelerant.nn.models.loading import load_model
+    from accelerant.nn.models.llama import load_model
     from accelerant.nn.serving import Finished, Token
     from accelerant.search.documents import prompt
 

@@ -33,8 +33,7 @@ from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear, RMSNorm, rms_eps
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.language_model import Cache
-from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
-from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear, load_model
 from accelerant.nn.models.tokenizer import ModelTokenizer
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.cross_entropy.op import check_loss, check_targets

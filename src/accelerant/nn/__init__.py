@@ -18,7 +18,7 @@ from accelerant.nn.layers import (
     RMSNorm,
 )
 from accelerant.nn.models import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
-from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.llama import load_model
 from accelerant.nn.patching import PatchReport, patch, unpatch
 from accelerant.nn.quantization import LinearInt4, LinearInt8, QuantizationReport, quantize, unquantize
 from accelerant.nn.transformer import MLP, MultiHeadAttention, TransformerBlock

@@ -119,9 +119,8 @@ def _by_triton(
     if weight.dtype == torch.uint8 and scale is not None:
         if linear_int8.takes_planes(x):
             planes, units = linear_int8.to_planes(x, norm, eps)
-            y = linear_int4.launch_planes(planes, units, weight, scale, zero, bias, x.dtype)
-        else:
-            y = linear_int4.launch_triton(rms_norm(x, norm, eps), weight, scale, zero, bias)
+            return linear_int4.launch_planes(planes, units, weight, scale, zero, bias, residual, x.dtype, gated=gated)
+        y = linear_int4.launch_triton(rms_norm(x, norm, eps), weight, scale, zero, bias)
         y = swiglu(y) if gated else y
         return y if residual is None else y + residual
     if scale is not None and linear_int8.takes_planes(x):

@@ -17,10 +17,12 @@ arXiv:2505.09388, section 2.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -29,8 +31,8 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks, rms_eps
-from accelerant.nn.models.hugging_face import Fields, Layout, Part
+from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, dtype_of, has_hooks, rms_eps
+from accelerant.nn.models.hugging_face import Fields, Layout, Part, built, described
 from accelerant.nn.models.language_model import (
     Cache,
     LanguageModel,
@@ -39,9 +41,11 @@ from accelerant.nn.models.language_model import (
     padded_prompt_length,
     require_tokens,
 )
+from accelerant.nn.models.tokenizer import ModelTokenizer
 from accelerant.nn.quantization import LinearInt4, LinearInt8
 from accelerant.ops import _invariant
 from accelerant.ops.decode.steps import append, linear
+from accelerant.ops.linear_int8.op import takes_planes
 from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped
 
@@ -532,7 +536,7 @@ def decode_linear(
     elif known:
         weight = cast("Linear", layer).weight.to(x.dtype)
     gain, eps = (None, 0.0) if norm is None else (norm.weight, rms_eps(norm, x))
-    if known and (invariant or (weight.dtype == torch.uint8 and x.is_cuda)):
+    if known and (invariant or _best_exact(x, weight)):
         return _invariant.linear(x, weight, bias, scale, zero, norm=gain, eps=eps, residual=residual, gated=gated)
     if known and weight.dtype != torch.uint8 and (bias is None or (residual is None and not gated)):
         if bias is not None:
@@ -546,9 +550,55 @@ def decode_linear(
     return y if residual is None else y + residual
 
 
+_MANY_ROWS = 128
+"""From this many rows on, products of int8 weights are faster in floating point."""
+
+
+def _best_exact(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the products whose rows do not depend on one another are the fastest, too."""
+    if weight.dtype == torch.uint8:
+        return x.is_cuda
+    return weight.dtype == torch.int8 and x.is_cuda and 1 < x.shape[0] < _MANY_ROWS and takes_planes(x)
+
+
 def _normalized(norm: RMSNorm | None, x: Tensor, invariant: bool) -> Tensor:
     """Return the norm of x, or x without one. invariant: a row's result has the same bits in any batch."""
     if norm is None:
         return x
     y: Tensor = _invariant.rms_norm(x, norm.weight, rms_eps(norm, x)) if invariant else norm(x)
     return y
+
+
+def load_model(
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None, quantize: str | None = None,
+) -> tuple[Llama, ModelTokenizer]:  # fmt: skip
+    """Read a Llama, Qwen2, Qwen3 or Mistral, and its tokenizer, from a folder in Hugging Face's format.
+
+    Names, shapes and dtypes of all tensors are checked first. They are then read one by one to the device; with
+    `quantize` the weights of the linear layers are rounded a few rows at a time, so that the peak of memory is the
+    quantized model and a part of one tensor.
+
+    Args:
+        path: folder with config.json, tokenizer.json, and model.safetensors or its shards and their index; or a GGUF
+            file of F32, F16, BF16 or Q8_0, with tokenizer.json beside it.
+        device: of the model; None for the CPU.
+        dtype: of what is not quantized, and of activations, or its name; None for that of the embedding in the file,
+            float32 for Q8_0.
+        quantize: "int8" for linear layers in 8-bit integers, the output layer included unless it is tied; "int4" for
+            4 bits, but for the output layer and inputs that are no multiple of 128; None for none.
+
+    Returns:
+        the model, whose parameters need no gradient, and the tokenizer.
+
+    Raises:
+        ConfigError: no such folder, or another value of quantize.
+        FormatError: a missing, truncated or malformed file, a tensor that is missing, unexpected or of another shape.
+            Names the file or tensor.
+        UnsupportedCase: another architecture, or a field of config.json, which is named, asks for what is not here.
+    """
+    source = described(path, Llama._layouts)  # names an unsupported model before its tokenizer is read
+    folder = Path(path)
+    tokenizer = ModelTokenizer(folder) if folder.is_dir() else ModelTokenizer(folder.parent, source.fields)
+    model = built(Llama, source, dtype_of(dtype), device, quantize)
+    return model.eval().requires_grad_(False), tokenizer

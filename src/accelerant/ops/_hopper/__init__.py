@@ -143,6 +143,15 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache
+def early_bytes(device: torch.device, most: int = 0) -> int | None:
+    """Return what a kernel loads of each row before the preceding one ends; None: it begins after that.
+
+    See start_early in triton_kernels.py.
+    """
+    return most if is_hopper(device) and torch.version.hip is None else None
+
+
 def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
     """Return why a Hopper kernel for these dtypes cannot serve the case's device, dtype or emptiness, or None."""
     if case.device.type != "cuda" or torch.cuda.get_device_capability(case.device) != (9, 0):

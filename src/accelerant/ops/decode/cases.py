@@ -11,8 +11,8 @@ from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants, paged_stages
 from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
+from accelerant.ops.decode.steps import EARLY, WORDS_PLANS, DecodeTile, usual_plan
 from accelerant.ops.decode.steps import KERNELS as _STEPS
-from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
 from accelerant.ops.linear_int8.op import TO_PLANES
 
 KIND = "plain"
@@ -81,7 +81,7 @@ def compilation(
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types = {"*": kind, "lengths_ptr": "*i32", "scale": "fp32", "o_ptr": "*fp32" if split else kind}
     optional = {"lse_ptr": "*fp32" if split else None}
-    fixed = constants(rows, width, dtype, capability)
+    fixed = {**constants(rows, width, dtype, capability), "EARLY": 0 if capability == (9, 0) else None}
     return specialized(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
 
 
@@ -94,13 +94,21 @@ def _paged_kernel(
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
     types |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else None)
     types["starts_ptr"] = "*i32" if ragged else None
-    fixed = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
+    sizes = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
+    fixed = {**sizes, "EARLY": 0 if capability == (9, 0) else None}
     return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, paged_stages(ragged, capability))
 
 
 def _paged_combine(width: int, *, ragged: bool) -> Compilation:
     types = {"*": "*fp32", "lengths_ptr": "*i32", "starts_ptr": "*i32" if ragged else None, "o_ptr": "*bf16"}
-    fixed = {"WINDOW": ragged, "SPLIT": SPLIT, "PAGE": 16, "AHEAD": AHEAD, "BLOCK_D": width}
+    fixed = {
+        "WINDOW": ragged,
+        "SPLIT": SPLIT,
+        "PAGE": 16,
+        "AHEAD": AHEAD,
+        "BLOCK_D": width,
+        "EARLY": None if ragged else 0,
+    }
     return specialized(_PAGED_KERNELS["combine"], types, fixed, 1)
 
 
@@ -112,25 +120,34 @@ def _linear(
         "*": kind, "weight_ptr": "*i8" if integers else kind, "scale_ptr": "*fp32" if integers else None, "eps": "fp32",
         "norm_ptr": kind if norm else None, "residual_ptr": kind if residual else None,
     }  # fmt: skip
-    return specialized(_STEPS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
+    return specialized(
+        _STEPS["linear"], types, plan.constants(gated, integers and by_bits, EARLY if by_bits else None), plan.num_warps
+    )
 
 
 def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
     types = {"*": "*fp32", "planes_ptr": "*i32", "weight_ptr": "*i32", "y_ptr": "*bf16"}
     optional = {"residual_ptr": "*bf16" if residual else None}
-    return specialized(_STEPS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
+    return specialized(
+        _STEPS["words"],
+        {**types, **optional},
+        plan.constants(gated, by_bits, EARLY if by_bits else None),
+        plan.num_warps,
+    )
 
 
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
-    return specialized(TO_PLANES, {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
+    return specialized(
+        TO_PLANES, {**types, **optional}, {"BLOCK": block, "EARLY": None if norm else 0}, min(32, block // 256)
+    )
 
 
 def _rope(kind: str, *, turned: bool = True, paged: bool = False) -> Compilation:
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
     types = {"*": kind, "positions_ptr": "*i32", "slots_ptr": "*i64" if paged else None, **tables}
-    return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
+    return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64, "EARLY": 0 if paged else None}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)
@@ -163,7 +180,10 @@ KERNELS = (
     compilation("*fp32", 128, (9, 0)),
     *(
         Compilation(
-            _KERNELS["combine"], {"*": "*fp32", "o_ptr": "*bf16"}, {"BLOCK_S": splits, "BLOCK_D": width}, NUM_WARPS
+            _KERNELS["combine"],
+            {"*": "*fp32", "o_ptr": "*bf16"},
+            {"BLOCK_S": splits, "BLOCK_D": width, "EARLY": 0 if width == 256 else None},
+            NUM_WARPS,
         )
         for splits, width in ((16, 128), (MAX_SPLITS, 256))
     ),

@@ -49,10 +49,10 @@ def _compiled(plan: Int8Tile, kind: str, dtype: torch.dtype, *, zero: bool, bits
     return specialized(KERNEL, types, fixed, plan.num_warps, plan.stages)
 
 
-def _planes(plan: Int8Tile, *, zero: bool, bits: bool = True) -> Compilation:
+def _planes(plan: Int8Tile, *, zero: bool, bits: bool = True, gated: bool = False) -> Compilation:
     types: dict[str, str | None] = {"*": "*fp32", "planes_ptr": "*i8", "weight_ptr": "*u8", "y_ptr": "*bf16"}
-    types |= {"zero_ptr": "*fp32" if zero else None, "bias_ptr": None}
-    fixed = {**planes_constants(plan, None), "BITS": bits}
+    types |= {"zero_ptr": "*fp32" if zero else None, "bias_ptr": None, "residual_ptr": "*bf16" if zero else None}
+    fixed = {**planes_constants(plan, None), "BITS": bits, "GATED": gated}
     return specialized(PLANES, types, fixed, plan.num_warps, plan.stages)
 
 
@@ -63,7 +63,7 @@ KERNELS = (
     _compiled(MANY, "*bf16", torch.bfloat16, zero=True, bits=True),
     _compiled(FEW, "*fp32", torch.float32, zero=False, bits=False),
     _planes(Int8Tile(16, 32, 1, 4, 2), zero=False, bits=False),
-    _planes(Int8Tile(8, 64, 4, 4, 3), zero=False),
+    _planes(Int8Tile(8, 64, 4, 4, 3), zero=False, gated=True),
     _planes(Int8Tile(8, 32, 8, 2, 2), zero=True),
     _planes(Int8Tile(16, 64, 4, 4, 3), zero=True),
     _planes(Int8Tile(64, 64, 1, 4, 3), zero=False),

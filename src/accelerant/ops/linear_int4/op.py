@@ -112,7 +112,7 @@ def constants(plan: Int8Tile, dtype: torch.dtype, device: torch.device | None) -
 def launch_triton(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return y (M, N) of x (M, K)."""
     if takes_planes(x):
-        return launch_planes(*to_planes(x, None, 0.0), weight, scale, zero, bias, x.dtype)
+        return launch_planes(*to_planes(x, None, 0.0), weight, scale, zero, bias, None, x.dtype)
     (M, K), N = x.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
@@ -139,19 +139,19 @@ def planes_plan(M: int, N: int, device: torch.device) -> Int8Tile:
 
 def launch_planes(
     planes: Tensor, units: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
-    dtype: torch.dtype, plan: Int8Tile | None = None,
+    residual: Tensor | None, dtype: torch.dtype, plan: Int8Tile | None = None, *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) in a dtype, of x in planes (M, 3, K) int8 with units (M,) float32."""
-    (M, _, K), N = planes.shape, weight.shape[0]
+    (M, _, K), N = planes.shape, weight.shape[0] // (2 if gated else 1)
     y = torch.empty(M, N, dtype=dtype, device=planes.device)
     if not y.numel():
         return y
     plan = plan or planes_plan(M, N, planes.device)
-    dense = (None if each is None else each.contiguous() for each in (weight, scale, zero, bias))
+    dense = (None if each is None else each.contiguous() for each in (weight, scale, zero, bias, residual))
     PLANES.launch(
         (ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n),),
         (planes, units, *dense, y, M, N, K),
-        planes_constants(plan, planes.device),
+        {**planes_constants(plan, planes.device), "GATED": gated},
         num_warps=plan.num_warps,
         num_stages=plan.stages,
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from accelerant.ops.linear_gelu.triton_kernels import _tile
-from accelerant.ops.linear_int8.triton_kernels import _joined, _sums
+from accelerant.ops.linear_int8.triton_kernels import _finished, _joined, _store, _sums
 
 
 @triton.jit
@@ -70,7 +70,8 @@ def linear_int4_fwd(
 
 # --- x in 24-bit integers --------------------------------------------------------------------------------------------
 #
-#     y[m, n] = unit[m] sum_g scale[n, g] (sum_k i[m, k] (q[n, k] - 8) - (zero[n, g] - 8) sum_k i[m, k]) + bias[n]
+#     z[m, n] = unit[m] sum_g scale[n, g] (sum_k i[m, k] (q[n, k] - 8) - (zero[n, g] - 8) sum_k i[m, k]) + bias[n]
+#     y = f(z) + residual,  f(z) = z, or silu(z[:N]) z[N:] if the weight has 2 N rows, the gates first
 #
 # Layout: i = 65536 high + 256 middle + low; planes (M, 3, K) int8 and units (M,) float32, see ops/decode. The sums of a
 #         group are exact, and groups are added one by one, in float32.
@@ -105,26 +106,24 @@ def _halves(q, BITS: tl.constexpr):
 
 
 @triton.jit
-def linear_int4_planes(
-    planes_ptr, units_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+def _groups(
+    planes_ptr, weight_ptr, scale_ptr, zero_ptr, row, outputs, there, K,
+    BLOCK_M: tl.constexpr, UNROLL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    """Return the sums (outputs, rows) of a tile, of the groups one after another."""
     groups = K // 128
     lanes = tl.arange(0, 64)
-    rows, outputs = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    there, here = rows < M, outputs < N
-    m = tl.where(there, rows, 0).to(tl.int64)
-    n = tl.where(here, outputs, 0).to(tl.int64)
+    m = tl.where(there, row + tl.arange(0, BLOCK_M), 0).to(tl.int64)
+    n = outputs.to(tl.int64)
     high_at = planes_ptr + m[:, None] * (3 * K) + lanes[None, :]
     weight_at = weight_ptr + n[:, None] * (groups * 64) + lanes[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    zeros = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+    acc = tl.zeros([outputs.shape[0], BLOCK_M], dtype=tl.float32)
+    zeros = tl.zeros([outputs.shape[0], BLOCK_M], dtype=tl.int32)
     for first in range(0, groups, UNROLL):
         for u in tl.static_range(UNROLL):
             g = first + u
             inside = (lanes < tl.where(g < groups, 64, 0))[None, :]
-            of_rows, of_scales = there[:, None] & inside, outputs < tl.where(g < groups, N, 0)
+            of_rows, of_scales = there[:, None] & inside, outputs >= tl.where(g < groups, 0, 2147483647)
             q = tl.load(weight_at + g * 64, mask=inside, other=0)
             scale = tl.load(scale_ptr + n * groups + g, mask=of_scales, other=0.0).to(tl.float32)
             low, high = _halves(q, BITS)
@@ -143,8 +142,27 @@ def linear_int4_planes(
                 zero = tl.load(zero_ptr + n * groups + g, mask=of_scales, other=8.0).to(tl.float32)
                 part -= (zero - 8.0)[:, None] * total[None, :]
             acc += part * scale[:, None]
-    acc *= tl.load(units_ptr + rows, mask=there, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=here, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + m[None, :] * N + n[:, None]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & there[None, :])
+    return acc
+
+
+@triton.jit
+def linear_int4_planes(
+    planes_ptr, units_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    rows, outputs = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    there = rows < M
+    outputs = tl.where(outputs < N, outputs, 0)
+    units = tl.load(units_ptr + rows, mask=there, other=0.0)[None, :]
+    z = units * _groups(
+        planes_ptr, weight_ptr, scale_ptr, zero_ptr, row, outputs, there, K, BLOCK_M, UNROLL, BITS
+    )  # fmt: skip
+    y = _finished(tl.trans(z), None, bias_ptr, column, 0, N)
+    if GATED:
+        z = units * _groups(
+            planes_ptr, weight_ptr, scale_ptr, zero_ptr, row, outputs + N, there, K, BLOCK_M, UNROLL, BITS
+        )  # fmt: skip
+        y = y / (1.0 + tl.exp(-y)) * _finished(tl.trans(z), None, bias_ptr, column, N, N)
+    _store(y, residual_ptr, y_ptr, row, column, M, N)

@@ -57,7 +57,7 @@ def _fwd(
         "residual_ptr": kind if residual else None,
     }  # fmt: skip
     types = {"*": kind, "weight_ptr": "*i8" if integers else kind, "y_ptr": kind if scaled else "*fp32", **optional}
-    constants = {"EVEN_K": True, "UPCAST": False, "BITS": bits, "GATED": gated, "SWAPPED": plan.swapped, **plan.blocks}
+    constants = {"EVEN_K": True, "UPCAST": False, "BITS": bits, "GATED": gated, **plan.blocks}
     return specialized(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, is_hopper, load, refuses_device
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, early_bytes, hopper_program, is_hopper, load, refuses_device
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import (
     autocast_dtype,
@@ -174,11 +174,7 @@ class StripTile:
 
 @dataclass(frozen=True, slots=True)
 class Int8Tile:
-    """The tiling of a product.
-
-    `group`: tiles taken down a column before the next column, for reuse in the L2 cache; `swapped`: x is the first
-    operand of linear_int8_fwd's products, not the weight.
-    """
+    """The tiling of a product; `group`: tiles taken down a column before the next, for reuse in the L2 cache."""
 
     block_m: int
     block_n: int
@@ -186,7 +182,6 @@ class Int8Tile:
     num_warps: int
     stages: int
     group: int = 8
-    swapped: bool = False
 
     @property
     def blocks(self) -> dict[str, int | bool]:
@@ -292,7 +287,7 @@ def splits(dtype: torch.dtype, device: torch.device) -> bool:
 def forward_constants(plan: Int8Tile, weight: Tensor, gated: bool = False) -> dict[str, int | bool]:
     """Return compile-time arguments of fwd."""
     bits = weight.dtype == torch.int8 and weight.is_cuda and converts_by_bits(weight.device)
-    return {"BITS": bits, "GATED": gated, "SWAPPED": plan.swapped, **plan.blocks}
+    return {"BITS": bits, "GATED": gated, **plan.blocks}
 
 
 @functools.cache
@@ -355,7 +350,10 @@ def to_planes(x: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tenso
     block = next_power_of_2(K)
     if M:
         TO_PLANES.launch(
-            (M,), (x, norm, planes, units, K, eps), {"BLOCK": block}, num_warps=max(1, min(32, block // 256))
+            (M,),
+            (x, norm, planes, units, K, eps),
+            {"BLOCK": block, "EARLY": early_bytes(x.device)},
+            num_warps=max(1, min(32, block // 256)),
         )
     return planes, units
 

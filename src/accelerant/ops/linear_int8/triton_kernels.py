@@ -178,40 +178,30 @@ def _columns_of(at, there, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _added(w, x, acc, SWAPPED: tl.constexpr):
-    """Return the sums of a tile, (outputs, rows) or swapped, with one step's products added."""
-    if SWAPPED:
-        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    else:
-        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-
-
-@triton.jit
 def linear_int8_fwd(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr, SWAPPED: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     x_at = _blocks(x_ptr, row, M, K, BLOCK_M, BLOCK_K)
     weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
     up_at = weight_at + tl.cast(N, tl.int64) * K
-    acc = tl.zeros([BLOCK_M if SWAPPED else BLOCK_N, BLOCK_N if SWAPPED else BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up = acc
     there = row + tl.arange(0, BLOCK_M) < M
     for k in range(0, K, BLOCK_K):
         x = _columns_of(x_at, there, k, K, BLOCK_K, EVEN_K)
         if UPCAST:  # the interpreter's bfloat16 products are wrong
             x = x.to(tl.float32)
-        acc = _added(_exact(_columns(weight_at, k, K, BLOCK_K, EVEN_K), x, BITS), x, acc, SWAPPED)
+        w = _exact(_columns(weight_at, k, K, BLOCK_K, EVEN_K), x, BITS)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
-            up = _added(_exact(_columns(up_at, k, K, BLOCK_K, EVEN_K), x, BITS), x, up, SWAPPED)
-    if not SWAPPED:
-        acc = tl.trans(acc)
-        up = tl.trans(up)
-    y = _finished(acc, scale_ptr, bias_ptr, column, 0, N)
+            w = _exact(_columns(up_at, k, K, BLOCK_K, EVEN_K), x, BITS)
+            up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+    y = _finished(tl.trans(acc), scale_ptr, bias_ptr, column, 0, N)
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * _finished(up, scale_ptr, bias_ptr, column, N, N)
+        y = y / (1.0 + tl.exp(-y)) * _finished(tl.trans(up), scale_ptr, bias_ptr, column, N, N)
     _store(y, residual_ptr, y_ptr, row, column, M, N)
 
 

@@ -149,13 +149,19 @@ def _binary(name: str, compiled: Any, backend: str, warp_size: int) -> Binary:
         if entry is None:
             raise CompileError(f"Triton kernel {name!r}: no entry point in its PTX")
         parameters = entry.group(2).count(".param")
+        overlaps = "griddepcontrol.wait" in compiled.asm["ptx"]
     else:
-        code, parameters = compiled.asm["hsaco"], 0
+        code, parameters, overlaps = compiled.asm["hsaco"], 0, False
     return Binary(
         code=code,
         symbols={name: metadata.name},
         resources={name: Resources(shared_bytes=metadata.shared)},
-        metadata={"parameters": parameters, "threads": metadata.num_warps * warp_size, "shared_bytes": metadata.shared},
+        metadata={
+            "parameters": parameters,
+            "threads": metadata.num_warps * warp_size,
+            "shared_bytes": metadata.shared,
+            "overlaps": overlaps,
+        },
     )
 
 

@@ -24,7 +24,7 @@ import torch
 from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.nn.encoder import LAYOUTS, Encoder
 from accelerant.nn.models.hugging_face import read_object
-from accelerant.nn.models.loading import load_model
+from accelerant.nn.models.llama import load_model
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, Token
 from accelerant.nn.serving.engine import Event
 from accelerant.runtime.host import fork_safe
