@@ -72,8 +72,8 @@ _MILLION, _LEAST = 1e6, 1e-3
 _BLOCKS, _BLOCK = 5, 4
 """Blocks of steps that each runner is timed in, and the steps of one."""
 
-_QUIET, _SETTLE_S = 3, 15.0
-"""Blocks in which a patched model changes nothing before it is timed; it is timed after so many seconds anyway."""
+_QUIET, _QUIET_S, _SETTLE_S = 3, 0.6, 15.0
+"""Blocks, and seconds, in which a patched model changes nothing before it is timed; and the most seconds until then."""
 
 _CELL_S, _RUNS_S = 4.0, 60.0
 """Expected seconds of a cell and of a family's runs of the Trainer on a large GPU, as it was and patched."""
@@ -309,12 +309,13 @@ class _Ready:
     def settle(self, where: torch.device) -> None:
         """Make steps until all kernels are compiled, sides are chosen and graphs captured, or no more than usual."""
         assert self.running.report is not None  # for the type checker: the caller has looked
-        report, at, same, before, began = self.running.report, self.running.at, 0, None, time.perf_counter()
-        while same < _QUIET and time.perf_counter() - began < _SETTLE_S:
+        report, at, same, before = self.running.report, self.running.at, 0, None
+        changed = began = time.perf_counter()
+        while min(same / _QUIET, (time.perf_counter() - changed) / _QUIET_S) < 1 and changed - began < _SETTLE_S:
             first_ms(self.advance, where)
             now = background.is_ready(), dict(report.choices), report.graphs["captured"]
             same = same + 1 if now == before and now[0] and now[1] else 0
-            before = now
+            before, changed = now, changed if same else time.perf_counter()
         self.running.at = at
 
     def advance(self) -> None:

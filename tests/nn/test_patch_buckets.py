@@ -159,6 +159,20 @@ def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, row
     assert added <= (0.12 if pairs == 1 else 0.2) * tokens
 
 
+def test_between_captures_the_shortest_lengths_that_have_graphs_serve():
+    lengths = buckets.Lengths((None,))
+    for length in (500, 300, 120, 480):
+        lengths.see((length,))
+    longest = lengths.choose((120,), [], more=False)  # nothing is captured yet
+    assert longest[0] >= 500
+    assert lengths.choose((120,), [longest], more=False) == longest
+    shorter = lengths.choose((120,), [longest])
+    assert (120,) <= shorter < (130,)
+    assert lengths.choose((130,), [longest, (256,), shorter], more=False) == (256,)
+    lengths.see((700,))
+    assert lengths.choose((700,), [longest], more=False)[0] >= 700
+
+
 def steps(family, lengths, style="none", seed=0):
     rng = random.Random(seed)
     return [drawn(rng, family, length, style, labels=1.0) for length in lengths]

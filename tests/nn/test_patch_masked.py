@@ -1,8 +1,11 @@
-"""patch: the loss of a masked language model without its logits."""
+"""patch: losses without logits, of masked language models, and of encoders and decoders."""
+
+import copy
 
 import pytest
 import torch
-from patch_models import assert_same, batch, make, outcome
+import transformers
+from patch_models import VOCABULARY, assert_same, batch, make, outcome
 from torch import nn
 
 import accelerant as acl
@@ -103,3 +106,37 @@ def test_a_head_that_was_exchanged_is_called(part, counted):
             to.copy_(given)
     assert_same(outcome(model, inputs), outcome(plain, inputs), **TIGHT)
     assert counted == ["cross_entropy"]
+
+
+PAIRS = {"d_model": 48, "d_ff": 80, "num_layers": 1, "encoder_layers": 1, "decoder_layers": 1, "d_kv": 12,
+         "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 80,
+         "decoder_ffn_dim": 80, "dropout": 0.0, "dropout_rate": 0.0, "vocab_size": VOCABULARY, "pad_token_id": 0,
+         "eos_token_id": 2, "decoder_start_token_id": 0, "bos_token_id": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["whisper", "T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_the_loss_of_a_decoder_needs_no_logits(name, counted):
+    model, inputs = make("whisper"), batch("whisper")
+    if name != "whisper":
+        kind = getattr(transformers, name)
+        torch.manual_seed(0)
+        model, inputs = kind(kind.config_class(**PAIRS)).train(), batch("bert")
+    other = copy.deepcopy(model)
+    acl.nn.patch(other)
+    other.__dict__["_accelerant_patch"].choice.fixed = True
+    changed = name.startswith("Bart")  # by a bias that is added to them
+
+    def both(each):
+        """The outcome of a step in which the logits take part."""
+        each.zero_grad()
+        output = each(**inputs)
+        lazy = getattr(output.to_tuple()[1], "source", None)
+        assert (lazy is not None and lazy._value is None) is (each is other and not changed)
+        (output.loss + output.logits.sin().mean()).backward()
+        grads = {name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None}
+        return output.loss.detach(), output.logits.detach(), grads
+
+    assert_same(both(other), both(model), **TIGHT)
+    assert counted == ["cross_entropy" if changed else "linear_cross_entropy"]
+    assert_same(outcome(other, inputs), outcome(model, inputs), **TIGHT)
+    assert "forward" not in other.get_output_embeddings().__dict__

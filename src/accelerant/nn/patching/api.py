@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from accelerant.errors import ConfigError
-from accelerant.nn.patching import plain
+from accelerant.nn.patching import optimizer, plain
 from accelerant.nn.patching.forms import Options, Replacement
 from accelerant.nn.patching.record import RECORD, Changed, LeftAlone, PatchRecord, PatchReport
 
@@ -68,6 +68,9 @@ def patch(
     loss on our ops, where that is faster. Nothing is measured, and all runs on our ops, with graph=True and with the
     settings `deterministic` and `race = "off"`.
 
+    On a GPU a torch.optim.Adam or AdamW whose parameters are all those of patched models takes torch's fused kernels
+    from its first step on, unless it was given `foreach`, `fused`, `capturable` or `differentiable`.
+
     Outputs and gradients equal the unpatched model's within the tolerance of the dtype, but for the random numbers of
     torch.nn's Dropout. A model without one of transformers can be pickled. The config of a transformers model then
     names "accelerant" as its attention; other models that share the config compute what they did before.
@@ -99,6 +102,7 @@ def patch(
         _add_graphs(model, record, automatic=graph is None)
     if record.graphs is not None or record.report.changed:
         _add_choice(model, record, fixed=graph is True)
+        optimizer.add(model)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
@@ -115,6 +119,7 @@ def unpatch(model: nn.Module) -> None:
         return
     record.check()
     record.undo()
+    optimizer.discard(model)
     owner = next(each for each in model.modules() if each.__dict__.get(RECORD) is record)  # a wrapper hands it on
     del owner.__dict__[RECORD], owner.__dict__[_REPLICATE]
 

@@ -77,15 +77,20 @@ class Lengths:
         """Return whether several calls had other lengths than the first; a last batch alone does not count."""
         return self._others > 1
 
-    def choose(self, lengths: tuple[int, ...], captured: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the lengths whose graphs serve a call: some that are captured, or those of the next capture."""
+    def choose(
+        self, lengths: tuple[int, ...], captured: Sequence[tuple[int, ...]], more: bool = True
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Return the lengths whose graphs serve a call: some that are captured, or those of the next capture.
+
+        Without `more` that is one which nothing captured covers.
+        """
         if not covers(self.longest, lengths):  # all are captured again: the largest comes first
             self.longest = tuple(map(self._most, range(len(lengths))))
         chosen = min((each for each in captured if covers(each, lengths)), key=sum, default=self.longest)
         added = sum(chosen) - sum(lengths) + sum(each for each, _ in self._padded)
         tokens = sum(lengths) + sum(each for _, each in self._padded)
         most = _MOST_PADDING[len(lengths) - 1]
-        if added > most * tokens and 0 < len(captured) < _MOST_BUCKETS:
+        if more and added > most * tokens and 0 < len(captured) < _MOST_BUCKETS:
             bucket = tuple(map(min, chosen, map(self._bucket, range(len(lengths)), lengths)))
             if (sum(chosen) - sum(bucket)) * (1 + len(self._padded)) > most * tokens:  # else others save more
                 chosen = bucket

@@ -10,6 +10,7 @@ buffers and their memory. Whatever cannot be captured runs eagerly, and is count
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -45,6 +46,7 @@ _SOME_KEYS, _MOST_KEYS = 3, 64  # keys after which a new one is not watched at o
 _CREDIT = 32  # eager calls that are watched by default; a capture counts as four, and a replay takes one back
 _LAG = 3.0  # device time of an eager forward pass by its host time, above which the device does not wait for the host
 _MEETINGS = 2  # of calls of two lengths, after which each length has memory of its own
+_REST = 3  # times a capture took, that pass by default before the next one that only saves padding
 SHARE = 4  # by default a model's graphs hold at most 1 / 4 of the memory that was free without them
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")  # a forward pass only does operations
 
@@ -223,6 +225,7 @@ class Graphs:
         self._draws = False
         self._written: set[Tensor] = set()
         self._count = 0
+        self._rested_s = -math.inf
         self._misses = background.misses()
 
     def release(self) -> None:
@@ -374,7 +377,8 @@ class Graphs:
                 ready = len(line.trials) >= EAGER_CALLS
                 if ready:
                     padded = [at for at, each in line.graphs.items() if each.padding is not None]
-                    lengths = line.lengths.choose(lengths, padded)
+                    more = not self._automatic or time.monotonic() >= self._rested_s
+                    lengths = line.lengths.choose(lengths, padded, more)
                     captured = line.graphs.get(lengths) if lengths in padded else None
         if captured is not None or ready:
             self._examine(request, line, captured, lengths)
@@ -475,6 +479,7 @@ class Graphs:
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         run, work = partial(self._forward, model), line.trials[0].work
         padding, rehearsed, aligned = None, True, not any(each % ALIGNED for each in lengths)
+        began_s = time.monotonic()
         try:
             with ahead_of_capture():
                 if call is not None and line.lengths.vary():
@@ -495,6 +500,9 @@ class Graphs:
             line.rehearsed = False
             again = not rehearsed and not isinstance(raised, torch.OutOfMemoryError)
             self._fail(model, request, NotYet("its next length is rehearsed") if again else raised)
+        finally:
+            ended_s = time.monotonic()
+            self._rested_s = ended_s + _REST * (ended_s - began_s)
         captured.held_bytes = needed
         line.graphs[lengths] = captured
         self._report.graphs["captured"] += 1

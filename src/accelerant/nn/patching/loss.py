@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -87,8 +88,33 @@ def cacheless_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     spared = labelled and as_dict and "use_cache" not in given and _is_spared(self, kwargs | given)
     if spared:
         kwargs["use_cache"] = False
-    with _packing(kwargs | given, spared):
-        return (options["inner"] or type(self).forward)(self, *args, **kwargs)
+    head: Any = getattr(self, options.get("deferred") or "", None) if spared else None
+    if not is_bare(head, nn.Linear) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        head = None
+    with _packing(kwargs | given, spared), _NOTHING if head is None else _deferring(head) as deferred:
+        output = (options["inner"] or type(self).forward)(self, *args, **kwargs)
+    logits = output.logits if head is not None else None
+    if not isinstance(logits, Logits) or deferred != [logits.source] or logits.source.is_computed:
+        return output
+    others = _other_outputs(type(output), output)
+    return _training_output(type(output), head, output.loss, others, logits.source.inputs[0])
+
+
+@contextlib.contextmanager
+def _deferring(head: nn.Linear) -> Iterator[list[_Source]]:
+    """Let a model's head give logits that are computed when they are read, inside the block; yield their sources."""
+    found: list[_Source] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        found.append(_Source(hidden, head.weight, None))
+        logits: Tensor = _LazyLinear.apply(hidden, head.weight, None, found[-1])  # type: ignore[no-untyped-call]
+        return logits
+
+    head.__dict__["forward"] = forward
+    try:
+        yield found
+    finally:
+        head.__dict__.pop("forward", None)
 
 
 def _packing(kwargs: dict[str, Any], spared: bool) -> contextlib.AbstractContextManager[None]:
@@ -222,10 +248,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         """Return the loss."""
         classes = self.weight is None and input.dim() == 2 and target.dim() == 1 and _are_indices(target)
         if classes and not _is_compilers(input.numel()):
-            return ops.cross_entropy(
-                input, target, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
-                reduction=self.reduction,
-            )  # fmt: skip
+            compute: Callable[..., Tensor] = functools.partial(ops.cross_entropy, input)
+            if isinstance(input, Logits) and not input.source.is_computed:
+                hidden, weight, _ = input.source.inputs
+                compute = functools.partial(ops.linear_cross_entropy, hidden.flatten(0, -2), weight)
+            return compute(
+                target, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, reduction=self.reduction
+            )
         return super().forward(input, target)
 
 
@@ -267,6 +296,11 @@ class _Source:
         self.dtype = self._low or hidden.dtype
         self._value: Tensor | None = None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether something has read the logits."""
+        return self._value is not None
+
     def logits(self) -> Tensor:
         """Return the logits without a gradient, computed once."""
         if self._value is None:
@@ -285,17 +319,18 @@ class Logits(LazyTensor):
     source: _Source
 
     @staticmethod
-    def of(source: _Source, dtype: torch.dtype) -> Logits:
-        """Return the logits of a source in a dtype."""
+    def of(source: _Source, dtype: torch.dtype, flat: bool = False) -> Logits:
+        """Return the logits of a source in a dtype; `flat`, of which each row is one of a matrix."""
         hidden, weight, _ = source.inputs
-        shape = (*hidden.shape[:-1], weight.shape[0])
+        shape = (hidden.shape[:-1].numel(),) if flat else hidden.shape[:-1]
+        shape = (*shape, weight.shape[0])
         lazy: Logits = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)
         lazy.source = source
         return lazy
 
     def value(self) -> Tensor:
         """Return the logits without a gradient, computed once."""
-        return self.source.logits().to(self.dtype)
+        return self.source.logits().to(self.dtype).view(self.shape)
 
     def whole(self) -> Tensor:
         """Return the logits as a plain tensor, with gradients if this one has them."""
@@ -305,7 +340,16 @@ class Logits(LazyTensor):
 
     def alias(self, dtype: torch.dtype) -> Logits:
         """Return the same logits in a dtype."""
-        return Logits.of(self.source, dtype)
+        return Logits.of(self.source, dtype, self.dim() == 2)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Leave logits uncomputed whose rows become those of a matrix; otherwise as the base class."""
+        if func is torch.ops.aten.view.default:
+            *rows, V = args[0].shape
+            if list(args[1]) in ([-1, V], [math.prod(rows), V]):
+                return Logits.of(args[0].source, args[0].dtype, flat=True)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _LazyLinear(torch.autograd.Function):

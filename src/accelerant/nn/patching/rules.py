@@ -414,10 +414,24 @@ def _any_loss(module: Any, options: Options) -> Replacement | str:
         return Replacement(changes, loss_function=ours, notes=notes)
     if inspect.unwrap(forward).__globals__.get("CrossEntropyLoss") is not nn.CrossEntropyLoss:
         return "its CrossEntropyLoss is not torch's"
-    rebound = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
-    return (
-        Replacement(changes, rebound, notes=notes) if rebound else "its forward has decorators that patch does not know"
-    )
+    rebound: Forward | None = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
+    if rebound is None:
+        return "its forward has decorators that patch does not know"
+    head = _bare_head(module) if options.loss else None
+    if head is None:
+        return Replacement(changes, rebound, notes=notes)
+    return _loss_plan(rebound, True, {"deferred": head}, (_LAZY,))
+
+
+def _bare_head(model: Any) -> str | None:
+    """Return the name of a linear layer without a bias whose results are a model's logits, as its source says."""
+    layer = model.get_output_embeddings()
+    name = next((name for name, each in model.named_children() if each is layer), None)
+    if name is None or type(getattr(model, name)) is not nn.Linear or getattr(model, name).bias is not None:
+        return None
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    found = re.search(rf"^ *(\w+) = self\.{name}\([\w.\[\]]*\)$", source, re.MULTILINE)
+    return name if found and len(re.findall(rf"\b{found[1]} (?:[-+*/]?=) ", source)) == 1 else None
 
 
 # --- all rules -------------------------------------------------------------------------------------------------------

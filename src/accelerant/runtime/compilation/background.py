@@ -351,8 +351,9 @@ def work(parent: int) -> None:
     threading.Thread(target=_receive, args=(parent, lines.put), daemon=True).start()
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, 0)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no such policy
             os.nice(19)
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a core that does this is idle to all others
     jobs: collections.deque[tuple[str, KernelSource, str]] = collections.deque()
     locks = _Locks()
     busy = 0  # how many of them in turn were found to be compiled by others
