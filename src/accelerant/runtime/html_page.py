@@ -1,10 +1,11 @@
-"""Tables as text, and HTML pages that load nothing from anywhere: the style sheet and the parts of a page.
+"""Tables as text, and HTML pages that load nothing from anywhere, of the parts in html_page.html.
 
 Texts are escaped, except those that a docstring calls HTML. Lines and dots of a chart have the classes s0 to s5.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shutil
@@ -12,46 +13,41 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+from typing import Any
 
 _STYLE = Path(__file__).with_suffix(".css")
 
 
+@functools.cache
+def _parts() -> Any:
+    """Return the template's macros."""
+    from jinja2 import Environment  # on the first page
+
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return Environment(autoescape=True).from_string(text).module
+
+
 def document(title: str, style: str, body: Sequence[str]) -> str:
     """Return a page whose parts are HTML, with a style sheet of its own after that of all pages."""
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    page = (
-        f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}{style}</style></head>\n<body><main>\n"
-        + "\n".join(filter(None, body))
-        + "\n</main></body></html>\n"
-    )
+    sheet = _STYLE.read_text(encoding="utf-8") + style
+    page = str(_parts().page(title, sheet, list(filter(None, body))))
     return page.encode(errors="backslashreplace").decode()
 
 
 def card(title: str, content: str, style: str = "") -> str:
     """Return a card of HTML under a heading; `style` is a further CSS class."""
-    return f'<section class="{f"card {style}".strip()}"><h2>{escape(title)}</h2>{content}</section>'
+    return str(_parts().card(title, content, f"card {style}".strip()))
 
 
 def facts(items: Iterable[tuple[str, str, str]]) -> str:
     """Return a row of figures, each of a name, a value and a remark."""
-    return '<div class="facts">{}</div>'.format(
-        "".join(
-            f'<dl class="card fact"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(remark)}</small></dd></dl>'
-            for name, value, remark in items
-        )
-    )
+    return str(_parts().facts(items))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], numbers: Iterable[str] = ()) -> str:
     """Return a table that scrolls sideways; cells have a CSS class and a text, `numbers` align right."""
-    numbers = set(numbers)
-    top = "".join(f'<th class="number">{escape(x)}</th>' if x in numbers else f"<th>{escape(x)}</th>" for x in head)
-    lines = ["".join(f'<td class="{style}">{escape(text)}</td>' for style, text in cells) for cells in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in ([top] if head else []) + lines)
-    return f'<div class="scroll"><table>{body}</table></div>'
+    return str(_parts().table(head, rows, set(numbers)))
 
 
 _GAP, _NARROWEST = 2, 8
@@ -106,19 +102,7 @@ class Bar:
 def bars(title: str, shown: Sequence[Bar], *, aside: str = "", limit: float = 0.0) -> str:
     """Return bars on one scale, with a dashed line at `limit` unless it is 0; `aside` follows the title as text."""
     most = max([limit, *(max(bar.value, bar.high) for bar in shown)]) or 1.0
-    parts = [f"<b>{escape(title)}{f'<small>{escape(aside)}</small>' if aside else ''}</b>"] if title else []
-    line = f'<span class="limit" style="left:{100 * limit / most:.2f}%"></span>' if limit else ""
-    for bar in shown:
-        spread = ""
-        if bar.high > bar.low:
-            left, width = 100 * bar.low / most, 100 * (bar.high - bar.low) / most
-            spread = f'<span class="spread" style="left:{left:.2f}%;width:{width:.2f}%"></span>'
-        parts.append(
-            f'<span class="who">{escape(bar.label)}</span><span class="track"><span class="room">'
-            f'<span class="bar {bar.style}" style="width:{100 * bar.value / most:.2f}%"></span>{spread}{line}</span>'
-            f'<span class="value" title="{escape(bar.text)}">{escape(bar.text)}</span></span>'
-        )
-    return f'<div class="bars">{"".join(parts)}</div>'
+    return str(_parts().bars(title, shown, aside, limit, most))
 
 
 _WIDTH, _HEIGHT = 540, 300
@@ -197,55 +181,33 @@ def line_chart(
 ) -> str:
     """Return lines over one pair of axes as an `<svg>` element; points that are not finite are left out."""
     drawn = [(line, _drawable(line.points)) for line in lines]
-    shown = [Line(line.label, _thinned(points), line.style, line.dots) for line, points in drawn if points]
+    shown = [(line, _thinned(points)) for line, points in drawn if points]
     if not shown:
         return '<p class="empty">No steps were recorded.</p>'
-    xs = [x for line in shown for x, _ in line.points]
-    ys = [y for line in shown for _, y in line.points] + [reference.y for reference in references]
+    xs = [x for _, points in shown for x, _ in points]
+    ys = [y for _, points in shown for _, y in points] + [reference.y for reference in references]
     low_x, high_x = _range(min(xs), max(xs))
     low_y, high_y = _range(0.0 if zero else min(ys), max(ys))
     margin = 0.06 * (high_y - low_y)
     high_y, low_y = high_y + margin, low_y if zero else low_y - margin
+    right, base = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
-    def at(x: float, y: float) -> Point:
-        across = (x - low_x) / (high_x - low_x) * (_WIDTH - _LEFT - _RIGHT)
-        up = (y - low_y) / (high_y - low_y) * (_HEIGHT - _TOP - _BOTTOM)
-        return round(_LEFT + across, 1), round(_HEIGHT - _BOTTOM - up, 1)
+    def across(x: float) -> float:
+        return round(_LEFT + (x - low_x) / (high_x - low_x) * (right - _LEFT), 1)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(y_label)} by {escape(x_label)}">']
-    for y in ticks(low_y, high_y):
-        px, py = at(low_x, y)
-        parts.append(f'<line class="grid" x1="{px}" y1="{py}" x2="{_WIDTH - _RIGHT}" y2="{py}"/>')
-        parts.append(f'<text class="tick" x="{px - 8}" y="{py + 4}" text-anchor="end">{short_number(y)}</text>')
-    for x in ticks(low_x, high_x, 6):
-        px, py = at(x, low_y)
-        parts.append(f'<line class="axis" x1="{px}" y1="{py}" x2="{px}" y2="{py + 5}"/>')
-        parts.append(f'<text class="tick" x="{px}" y="{py + 19}" text-anchor="middle">{short_number(x)}</text>')
-    base = _HEIGHT - _BOTTOM
-    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _RIGHT}" y2="{base}"/>')
-    for reference in references:
-        px, py = at(low_x, reference.y)
-        parts.append(f'<line class="reference" x1="{px}" y1="{py}" x2="{_WIDTH - _RIGHT}" y2="{py}"/>')
-        text = escape(reference.label)
-        parts.append(f'<text class="level" x="{_WIDTH - _RIGHT}" y="{py - 6}" text-anchor="end">{text}</text>')
-    parts += [_drawn(line, [at(x, y) for x, y in line.points]) for line in shown]
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="name" x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    center = (_TOP + base) / 2
-    turned = f'transform="rotate(-90 14 {center})"'
-    parts.append(f'<text class="name" x="14" y="{center}" {turned} text-anchor="middle">{escape(y_label)}</text>')
-    parts.append("</svg>")
-    items = "".join(f'<li><i class="{line.style}"></i>{escape(line.label)}</li>' for line in shown)
-    return "".join(parts) + f'<ul class="legend">{items}</ul>'
+    def up(y: float) -> float:
+        return round(base - (y - low_y) / (high_y - low_y) * (base - _TOP), 1)
+
+    return str(
+        _parts().chart(
+            [(line, [(across(x), up(y)) for x, y in points]) for line, points in shown],
+            [(up(y), short_number(y)) for y in ticks(low_y, high_y)],
+            [(across(x), short_number(x)) for x in ticks(low_x, high_x, 6)],
+            [(up(reference.y), reference.label) for reference in references],
+            x_label, y_label, _WIDTH, _HEIGHT, _LEFT, right, _TOP, base,
+        )
+    )  # fmt: skip
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def _drawn(line: Line, points: Sequence[Point]) -> str:
-    joined = " ".join(f"{x},{y}" for x, y in points)
-    parts = [f'<polyline class="line {line.style}" points="{joined}"/>']
-    if line.dots or len(points) == 1:
-        parts += [f'<circle class="dot {line.style}" cx="{x}" cy="{y}" r="4"/>' for x, y in points]
-    return "".join(parts)
