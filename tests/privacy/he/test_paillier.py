@@ -795,6 +795,7 @@ def test_words_are_the_signed_numbers(columns):
 @pytest.mark.parametrize("bits", [2048, 3072])
 def test_real_keys_on_a_gpu_and_the_host_agree(bits):
     require_module("gmpy2", "privacy")
+    require_module("cryptography", "privacy")
     public, private = keygen(bits)
     x = torch.arange(-50, 50, device="cuda").reshape(10, 10)
     seen = set()
