@@ -551,3 +551,30 @@ def test_a_model_that_lacks_memory_as_it_was_stays_on_our_ops_while_they_are_com
     kernels.sides.clear()
     run(kernels.net, 4)
     assert kernels.sides == [False] + [True] * 4
+
+
+def test_a_model_that_no_process_has_compiled_for_runs_as_it_was_first(monkeypatch, tmp_path):
+    model, now = make("gpt2"), [0.0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(choice.background, "is_started", lambda: True)
+    monkeypatch.setattr(choice.time, "monotonic", lambda: now[0])
+    device = torch.device("cuda")
+
+    def early(device=device):
+        trial = choice._Trial((True, True, device, torch.bfloat16, 1, 1), True, True)
+        return choice.Choice(None, False), trial
+
+    with override(cache_dir=tmp_path):
+        each, trial = early()
+        assert sum(each._is_early(model, trial) for _ in range(100)) == choice.EARLY_CALLS - 1
+        each, trial = early()
+        assert each._is_early(model, trial)
+        now[0] += choice.EARLY_S
+        assert not each._is_early(model, trial)
+        each, trial = early(torch.device("cpu"))
+        assert not each._is_early(model, trial)
+        choice.remember(model)
+        each, trial = early()
+        assert not each._is_early(model, trial)
+        each, trial = early()
+        assert each._is_early(make("gpt2", n_embd=96), trial), "another width has other kernels"

@@ -36,7 +36,8 @@ def patch(
     Linear followed by a GELU in a Sequential, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
     and the losses CrossEntropyLoss, MSELoss, L1Loss, BCELoss and BCEWithLogitsLoss.
 
-    On an NVIDIA GPU the first calls run as the model was, while child processes compile the kernels that it lacks.
+    On an NVIDIA GPU the first calls run as the model was, while child processes compile the kernels that it lacks; they
+    begin to after 63 calls or 10 s, unless the kernels of such a model were all there before.
 
     Methods are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the
     state_dict stay. A module is left alone, as the report says, if its forward has another form or was replaced, or if

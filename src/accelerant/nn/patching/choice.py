@@ -12,7 +12,8 @@ of a large vocabulary a third to two thirds.
 
 On a CUDA device, calls on our ops do not wait for kernels that are not compiled yet: operations run other functions
 in their place, and the later calls of the kind run as the model was, until child processes have compiled the kernels
-(runtime/compilation/background.py). Such calls are not measured.
+(runtime/compilation/background.py). Such calls are not measured. The first of them costs as much as some dozen others,
+which a short run does not gain back: a model that no process has compiled for runs as it was for a while before it.
 
 Nothing is measured with the settings `deterministic` or `race = "off"`, inside torch.compile, a trace, a capture, or
 under a mode or transform of torch: kinds that are not decided yet run on our ops then.
@@ -20,26 +21,32 @@ under a mode or transform of torch: kinds that are not decided yet run on our op
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 import threading
 import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.record import RECORD, Forward, PatchRecord
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
+from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.streams.graphs import captures_ahead
 
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
 CLEAR = {5: 1.05, 3: 1.25}  # laps of each that decide if the slowest of one side beats the fastest of the other so
+EARLY_CALLS, EARLY_S = 64, 10.0  # for which, whichever ends first, such a model runs as it was
 MOST_KEYS = 1024  # calls with other numbers of elements whose kind is remembered
 MOST_EAGER = 12  # calls on our ops without CUDA graphs after which these are taken to be rare
 TIE, CPU_TIE = 1.02, 1.05
@@ -244,6 +251,10 @@ class Choice:
         self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
         self._compiling: set[_Trial] = set()  # kinds of calls whose kernels are being compiled
         self._misses = background.misses()
+        self._early, self._early_until_s = (
+            -1,
+            0.0,
+        )  # calls before the first on our ops, -1 while unknown; and until when
         self._last: Any = None  # the key of the last call
         self._device_type = ""
         self._param: Any = lambda: None
@@ -303,7 +314,7 @@ class Choice:
             self._compiling.clear()
         compiling = trial in self._compiling
         trial.elements = _sizes(key)[1]
-        if compiling:
+        if compiling or self._is_early(model, trial):
             ours = trial.cramped or not _has_room(model, trial, kwargs)
         else:
             ours = self._side(trial, key, model, record, kwargs)
@@ -315,7 +326,7 @@ class Choice:
     def _side(self, trial: _Trial, key: Any, model: Any, record: PatchRecord, kwargs: dict[str, Any]) -> bool:
         """Return the side that was chosen for a kind of call, or the one whose turn it is."""
         if trial.ours is None:
-            self._decide(trial, record)
+            self._decide(trial, model, record)
         if trial.ours is None:
             ours = trial.side(record.ours)
             if ours or trial.calls[0] or _has_room(model, trial, kwargs):
@@ -323,6 +334,16 @@ class Choice:
             self._settle(trial, True, record, "for which alone the memory may suffice")
         assert trial.ours is not None  # for the type checker
         return trial.ours
+
+    def _is_early(self, model: Any, trial: _Trial) -> bool:
+        """Return whether a call comes too early to be the first on our ops."""
+        if trial.ours is not None or trial.key[2].type != "cuda" or not background.is_started():
+            return False
+        if self._early < 0:
+            self._early = 0 if _known(model).exists() else EARLY_CALLS
+            self._early_until_s = time.monotonic() + EARLY_S
+        self._early = max(0, self._early - 1) if time.monotonic() < self._early_until_s else 0
+        return self._early > 0
 
     def _see_misses(self, last: Any) -> None:
         """Note that kernels of the last call were not compiled."""
@@ -423,7 +444,7 @@ class Choice:
         if lap.thread == threading.get_ident():
             lap.trial.add(lap.laps, lap.start, lap.elements)
 
-    def _decide(self, trial: _Trial, record: PatchRecord) -> None:
+    def _decide(self, trial: _Trial, model: Any, record: PatchRecord) -> None:
         """Choose a side if its gain is known."""
         gain = trial.gain()
         if gain is None:
@@ -437,12 +458,28 @@ class Choice:
         gained = faster > TIE and ours is (gain > 1)
         why = f"{faster - 1:.0%} faster here" if gained else f"equal within {tie - 1:.0%}"
         self._settle(trial, ours, record, why)
+        if trial.key[2].type == "cuda":
+            remember(model)
 
     def _settle(self, trial: _Trial, ours: bool, record: PatchRecord, why: str) -> None:
         """Run all calls of a kind on one side from now on."""
         trial.ours, trial.laps = ours, ([], [])
         self._sides = {each.places(each.ours) for each in self._kinds.values()}
         record.report.choices[trial.kind()] = f"{'on our ops' if ours else 'as it was'}, {why}"
+
+
+def remember(model: nn.Module) -> None:
+    """Note, beside the kernels on disk, that those of a model are there."""
+    with contextlib.suppress(OSError):
+        KernelCache().prepare()
+        _known(model).touch()
+
+
+def _known(model: nn.Module) -> Path:
+    """Return the file that says so."""
+    sizes = sorted({(tuple(x.shape), str(x.dtype)) for x in model.parameters()})
+    text = f"{type(model).__qualname__} {sizes} {torch.cuda.get_device_capability()} {__version__}"
+    return KernelCache().root / f".known-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _allocated_bytes(trial: _Trial) -> int:

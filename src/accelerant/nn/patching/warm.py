@@ -14,6 +14,7 @@ from torch import nn
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, MissingDependency
 from accelerant.nn.patching.api import patch
+from accelerant.nn.patching.choice import remember
 from accelerant.runtime.compilation import background
 
 _POLL_S = 0.05
@@ -62,6 +63,8 @@ def compile_kernels(
                     time.sleep(_POLL_S)
                 if not background.is_ready():  # which warns of the reason
                     raise CompileError(f"the kernels of {type(model).__name__} are not compiled")
+    if next(model.parameters()).is_cuda:
+        remember(model)
     return background.asked()[0][before:]
 
 
