@@ -78,7 +78,7 @@ def test_losses_stand_before_what_was_won_and_targets_say_what_is_unmet():
     titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles == [
         "To know first", "Lost", "Neural: compared with the peers", "Share of the measured ceiling",
-        "Over this machine&#x27;s CPU", "Targets", "All rows", "Environment",
+        "Over this machine&#39;s CPU", "Targets", "All rows", "Environment",
     ]  # fmt: skip
     lost = text[text.index("<h2>Lost") : text.index("<h2>Neural")]
     assert "softmax" in lost
