@@ -152,16 +152,20 @@ def test_a_row_that_is_not_finite_stays_so(interpreted, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_row_of_four_bits_is_the_same_on_a_gpu(dtype, zero):
-    for N, K in ((4096, 4096), (1000, 384), (512, 14336)):
-        x = torch.randn(512, K, device="cuda").to(dtype)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_of_four_bits_is_the_same_on_a_gpu(dtype, zero, gated):
+    for N, K in ((4096, 4096), (1000, 384), (514, 14336)):
+        x = torch.randn(512, K, device="cuda").div(16).to(dtype)
         q, scale, zeros, dense = four_bits(N, K, zero, "cuda")
-        y = _invariant.linear(x, q, None, scale, zeros)
-        expected = wide(x, dense, None, None)
+        residual = torch.randn(512, N // 2 if gated else N, device="cuda").to(dtype)
+        y = _invariant.linear(x, q, None, scale, zeros, residual=residual, gated=gated)
+        expected = wide(x, dense, None, None, residual, gated)
         bound = TOLERANCES[dtype] * float(expected.abs().max())
         torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=bound)
         for rows in (1, 2, 8, 9, 16, 17, 64, 65, 200):
-            assert torch.equal(_invariant.linear(x[512 - rows :], q, None, scale, zeros), y[512 - rows :]), (N, K, rows)
+            some = slice(512 - rows, None)
+            part = _invariant.linear(x[some], q, None, scale, zeros, residual=residual[some], gated=gated)
+            assert torch.equal(part, y[some]), (N, K, rows)
 
 
 @pytest.mark.gpu

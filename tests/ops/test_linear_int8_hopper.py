@@ -28,12 +28,25 @@ def test_compiles_without_spills(plan, dtype, sizes):
     assert binary.metadata["overlaps"] is True
 
 
-@pytest.mark.parametrize("plan", op.ROW_CONFIGS, ids=str)
-def test_reads_nothing_as_unchanging(plan):
+@pytest.mark.sample(5)
+@needs_nvrtc
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("gated", "bias_bytes"), [(True, 0), (False, 2), (False, 4)])
+def test_products_of_planes_compile_without_spills(bits, dtype, gated, bias_bytes):
+    binary = op.planes_program(bits, dtype, gated, not gated, bias_bytes, 2**15).build("sm_90a")
+    (used,) = binary.resources.values()
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert binary.metadata["overlaps"] is True
+
+
+@pytest.mark.parametrize("file", ["hopper.cu", "planes.cu"])
+def test_reads_nothing_as_unchanging(file):
     """It may begin while the kernel before it still writes the weight: no load may be of the kind for constants."""
-    text = op.row_program(plan, torch.bfloat16, 4, 4).text
-    assert ".nc" not in text[text.index('#line 1 "hopper.cu"') :].replace("Not ld.global.nc, which", "")
-    assert "__restrict__" not in text[text.index('#line 1 "hopper.cu"') :]
+    planes = op.planes_program(4, torch.bfloat16, True, True, 4, 2**15)
+    text = (planes if file == "planes.cu" else op.row_program(op.ROW_CONFIGS[0], torch.bfloat16, 4, 4)).text
+    assert ".nc" not in text[text.index(f'#line 1 "{file}"') :].replace("Not ld.global.nc, which", "")
+    assert "__restrict__" not in text[text.index(f'#line 1 "{file}"') :]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from accelerant.ops._library import (
     refuses_triton_kernel,
     with_torch_keywords,
 )
-from accelerant.ops.linear_int8.op import Int8Tile, takes_planes, to_planes
+from accelerant.ops.linear_int8.op import Int8Tile, launch_planes_row, takes_planes, takes_planes_row, to_planes
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -142,6 +142,8 @@ def launch_planes(
     residual: Tensor | None, dtype: torch.dtype, plan: Int8Tile | None = None, *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) in a dtype, of x in planes (M, 3, K) int8 with units (M,) float32."""
+    if zero is None and takes_planes_row(planes, weight, dtype):
+        return launch_planes_row(planes, units, weight, scale, bias, residual, dtype, gated)
     (M, _, K), N = planes.shape, weight.shape[0] // (2 if gated else 1)
     y = torch.empty(M, N, dtype=dtype, device=planes.device)
     if not y.numel():

@@ -131,6 +131,67 @@ def launch_hopper(
     return y
 
 
+# --- the kernel for Hopper (planes.cu), for one row of x in 24-bit integers -------------------------------------------
+
+PLANES_ROW_KINDS = ("*i8", "*f32", "*i8", "*f32", "*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
+"""Kinds of the kernel's arguments: planes, unit, weight, scale, bias, residual, y; N, K, fours of rows per block."""
+
+_PLANES_FILE = Path(__file__).with_name("planes.cu")
+_PLANES_WARPS = 8
+_PLANES_BLOCKS = {8: 3, 4: 2}  # per multiprocessor, by bits
+_SHARED_STEP = 2**14  # sizes of shared memory that programs are compiled for
+_MOST_SHARED = 13 * _SHARED_STEP
+
+
+@functools.cache
+def planes_program(
+    bits: int, dtype: torch.dtype, gated: bool, residual: bool, bias_bytes: int, shared_bytes: int
+) -> HopperProgram:
+    """Return the program for a weight of 8 or 4 bits; bias_bytes: of an element, 0 for None."""
+    constants = {
+        "BITS": bits, "GATED": int(gated), "RESIDUAL": int(residual), "DEPTH": 2, "BIAS_BYTES": bias_bytes,
+        "WARPS": _PLANES_WARPS,
+    }  # fmt: skip
+    text = hopper_program(_PLANES_FILE, ELEMENTS[dtype], (), constants)
+    return HopperProgram("linear_planes_row", text, 32 * _PLANES_WARPS, shared_bytes, overlaps=True)
+
+
+@functools.cache
+def _planes_kernel(device: int, *options: Any) -> Kernel:
+    return load(planes_program(*options), PLANES_ROW_KINDS, device)
+
+
+def takes_planes_row(planes: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether launch_planes_row serves."""
+    M, _, K = planes.shape
+    if M != 1 or dtype not in ELEMENTS or not is_hopper(planes.device) or torch.version.hip is not None:
+        return False
+    return K % 128 == 0 < K and not weight.data_ptr() % 16
+
+
+def launch_planes_row(
+    planes: Tensor, units: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    dtype: torch.dtype, gated: bool,
+) -> Tensor:  # fmt: skip
+    """Return y (1, N) of launch_planes, with the same bits; or of linear_int4's, whose weight is uint8."""
+    K, N, bits = planes.shape[2], weight.shape[0] // (2 if gated else 1), 8 if weight.dtype == torch.int8 else 4
+    y = torch.empty(1, N, dtype=dtype, device=planes.device)
+    if not N:
+        return y
+    fours, of_four = ceil_div(N, 2 if gated else 4), 48 if bits == 8 else 16 * (K // 128 + 1)
+    own = ceil_div(fours, _PLANES_BLOCKS[bits] * multiprocessors(planes.device))
+    own = min(own, (_MOST_SHARED - 3 * K) // of_four)
+    shared = ceil_div(3 * K + own * of_four, _SHARED_STEP) * _SHARED_STEP
+    device, bias_bytes = planes.get_device(), 0 if bias is None else bias.element_size()
+    kernel = _planes_kernel(device, bits, dtype, gated, residual is not None, bias_bytes, shared)
+    others = (y if each is None else each.contiguous() for each in (bias, residual))
+    args = (planes, units, weight.contiguous(), scale.float().contiguous(), *others, y, N, K, own)
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        kernel.handle.start((ceil_div(fours, own),), (32 * _PLANES_WARPS,), args, stream)
+    return y
+
+
 # --- launches --------------------------------------------------------------------------------------------------------
 
 _NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum")
@@ -363,6 +424,8 @@ def launch_planes(
     dtype: torch.dtype, plan: Int8Tile, *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return y (M, N) in a dtype, of x in planes (M, 3, K) int8 with units (M,) float32; the sums are exact."""
+    if takes_planes_row(planes, weight, dtype):
+        return launch_planes_row(planes, units, weight, scale, bias, residual, dtype, gated)
     (M, _, K), N = planes.shape, weight.shape[0] // (2 if gated else 1)
     y = torch.empty(M, N, dtype=dtype, device=planes.device)
     if M and N:
