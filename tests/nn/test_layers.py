@@ -208,6 +208,25 @@ def test_a_block_by_torch_is_as_exact_as_its_layers(norm_first, dtype, autocast)
         assert error <= 1.5 * by_layers + 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize(("rows", "in_float32"), [(5, True), (2000, False)])
+def test_a_block_by_torch_is_one_call_of_the_ledger(rows, in_float32):
+    block, x = TransformerBlock(16, 4), torch.randn(2, rows, 16).bfloat16()
+    ledger().reset()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block(x)
+            assert torch.is_autocast_enabled("cpu")
+        y.sum().backward()
+    found = {row["op"]: row for row in ledger().to_dict()["ops"] if row["calls"]}
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, block(x.float()).bfloat16()) is in_float32
+    forward = found["torch_block_fwd"]
+    assert forward["case"] == f"2x{rows}x16 bfloat16 4 heads causal d_ff 64"
+    assert forward["flops_per_call"] == 2 * rows * (2 * 3072 + 2 * 16 * (rows + 1))  # of weights, and of pairs
+    assert [each["implementation"] for each in forward["refused"]] == ["layers"]
+    assert {op: row["calls"] for op, row in found.items()} == {"torch_block_fwd": 3, "torch_block_bwd": 3}
+
+
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 def test_a_block_with_cross_attention_is_torchs_decoder_layer(norm_first):
     torch.manual_seed(0)

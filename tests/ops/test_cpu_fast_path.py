@@ -24,7 +24,7 @@ from accelerant.ops._differentiable import CpuFastPath
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of, force
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import explain_quietly, observers
-from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
+from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, ledger
 from accelerant.runtime.streams import graphs
 
 
@@ -110,12 +110,12 @@ def test_calls_that_record_a_gradient_are_timed_less_often_once_many_were_counte
     ops.gelu(x)
     (record,) = [each for each in ledger()._records.values() if each.op == "gelu_fwd" and "3x41" in each.case]
     monkeypatch.setattr(dispatch, "observe_backward", lambda *_: timed.append(record.calls))
-    for _ in range(4 * _differentiable._SMALL_SAMPLE_EVERY):
+    for _ in range(4 * RARELY):
         ops.gelu(x)
-    often = [*range(SAMPLE_EVERY, _differentiable._SMALL_SAMPLE_EVERY + 1, SAMPLE_EVERY)]
-    rarely = [count * _differentiable._SMALL_SAMPLE_EVERY for count in (2, 3, 4)]
+    often = [*range(SAMPLE_EVERY, RARELY + 1, SAMPLE_EVERY)]
+    rarely = [count * RARELY for count in (2, 3, 4)]
     assert timed == [2, 3, 4, *often, *rarely]
-    assert record.calls == 4 * _differentiable._SMALL_SAMPLE_EVERY + 1
+    assert record.calls == 4 * RARELY + 1
 
 
 @pytest.mark.parametrize(

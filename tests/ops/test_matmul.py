@@ -164,17 +164,20 @@ def test_products_by_onednn_are_differentiable_twice(by_onednn):
 
 def test_onednn_serves_large_float32_products_where_mkl_is_slow(monkeypatch):
     case = Case(torch.device("cpu"), torch.float32, (256, 256, 128))
-    for vendor, capability, reason in (
-        ("GenuineIntel", "AVX512", "uses all of this processor's vectors"),
-        ("AuthenticAMD", "AVX2", "uses all of this processor's vectors"),
-        ("AuthenticAMD", "AVX512", None),
+    for family, capability, reason in (
+        (("GenuineIntel", 6), "AVX512", "uses all of this processor's vectors"),
+        (("AuthenticAMD", 26), "AVX2", "uses all of this processor's vectors"),
+        (("AuthenticAMD", 25), "AVX512", "uses all of this processor's vectors"),
+        (("AuthenticAMD", 26), "AVX512", None),
     ):
         op._refuses_processor.cache_clear()
-        monkeypatch.setattr(op, "processor_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(op, "processor_family", lambda family=family: family)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         found = op._refuses_onednn(case)
         assert found is None if reason is None else reason in found
+        assert op.may_use_onednn(torch.float32, op.ONEDNN_LEAST) is (reason is None)
+        assert not op.may_use_onednn(torch.float32, op.ONEDNN_LEAST - 1)
     assert "float32" in op._refuses_onednn(case._replace(dtype=torch.bfloat16))
     assert "multiplications" in op._refuses_onednn(case._replace(shape=(256, 256, 127)))
     assert "two matrices" in op._refuses_onednn(case._replace(shape=(2, 128, 128, 128)))

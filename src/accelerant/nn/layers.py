@@ -90,6 +90,7 @@ def may_bypass(x: Tensor, dtype: torch.dtype, *layers: nn.Module, feeds_sinks: b
     """
     if torch.compiler.is_compiling() or not is_fusable(x) or x.numel() == 0:
         return False
+    on_cpu = x.is_cpu
     for layer in layers:
         if type(layer) not in (Linear, LayerNorm) or has_hooks(layer, feeds_sinks=feeds_sinks):
             return False
@@ -98,7 +99,11 @@ def may_bypass(x: Tensor, dtype: torch.dtype, *layers: nn.Module, feeds_sinks: b
         for parameter in layer._parameters.values():
             if parameter is not None and (
                 parameter.dtype not in (dtype, torch.float32)
-                or not (ordinary_keys.get(keys_of(parameter).raw_repr()) or is_fusable(parameter))
+                or not (
+                    (on_cpu and type(parameter) is nn.Parameter)  # torch's functions take any
+                    or ordinary_keys.get(keys_of(parameter).raw_repr())
+                    or is_fusable(parameter)
+                )
             ):
                 return False
     return True
@@ -110,11 +115,13 @@ def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
     The forward and the hook that a per-example sink (accelerant.ops._per_example) puts into a module count too, unless
     `feeds_sinks`: what runs in place of the call feeds the sink itself.
     """
-    traced, state = feeds_sinks and is_traced(module), module.__dict__
+    state = module.__dict__
+    if state["_forward_pre_hooks"] or "forward" in state:  # the latter is set there by gradient checkpointing
+        traced = feeds_sinks and is_traced(module)
+        if not traced or len(state["_forward_pre_hooks"]) > 1:
+            return True
     return bool(
-        state["_forward_hooks"] or len(state["_forward_pre_hooks"]) > traced
-        or state["_backward_hooks"] or state["_backward_pre_hooks"] or any(GLOBAL_HOOKS)
-        or ("forward" in state and not traced)  # set there by gradient checkpointing
+        state["_forward_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"] or any(GLOBAL_HOOKS)
         or module._compiled_call_impl is not None
     )  # fmt: skip
 

@@ -27,11 +27,12 @@ from accelerant.nn.layers import (
     require_width,
 )
 from accelerant.ops._library import name_of
-from accelerant.ops.attention.op import attend_by_torch
-from accelerant.ops.matmul.op import ONEDNN_LEAST
+from accelerant.ops.attention.op import attend_by_torch, torch_sdpa
+from accelerant.ops.matmul.op import may_use_onednn
 from accelerant.ops.norm.op import torch_composite
 from accelerant.ops.transformer.block import BlockSpec, ColumnSums, fused_attention, fused_block, fused_mlp
 from accelerant.runtime.compilation.triton import interpreting
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 
 class MLP(nn.Module):
@@ -162,6 +163,11 @@ def _with_padding(mask: Tensor | None, padding: Tensor | None, shape: tuple[int,
     return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
 
 
+_WIDE = {torch.float32}
+_FEW_PRODUCTS = 2**21
+"""Multiplications of a layer up to which a CPU takes float32 in less time than 16 bits with the casts of weights."""
+
+
 @understood_arguments(d_model="width", nhead="heads", dim_feedforward="d_ff", layer_norm_eps="eps")
 @missing_arguments(
     batch_first="the call without it: the batch is first", activation="the call without it: it is GELU in its tanh form"
@@ -223,7 +229,10 @@ class TransformerBlock(nn.Module):
             wanted = "no context" if self.context_width is None else f"a context (batch, time, {self.context_width})"
             raise ShapeError(f"this TransformerBlock takes {wanted}")
         if context is None and mask is None and key_padding_mask is None and self._is_whole(x):
-            return self._fused(x, None, None, None, joined=self.norm_first)[0] if may_fuse(x) else self._by_torch(x)
+            if may_fuse(x):
+                return self._fused(x, None, None, None, joined=self.norm_first)[0]
+            y: Tensor = block_by_torch(self._case(x), x, self)
+            return y
         branches: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
             (self.norm_1, partial(self.attention, mask=mask, key_padding_mask=key_padding_mask)),
             (self.norm_2, self.mlp),
@@ -252,11 +261,12 @@ class TransformerBlock(nn.Module):
     def _is_whole(self, x: Tensor) -> bool:
         """Return whether the block runs without its modules: as one autograd function, or by torch's functions."""
         fused = may_fuse(x)
-        if not (fused or self._is_by_torch(x)) or torch.compiler.is_compiling() or self.context_width is not None:
+        if torch.compiler.is_compiling() or self.context_width is not None or not (fused or self._is_by_torch(x)):
             return False
-        if self.training and (self.dropout or self.attention.dropout):
+        parts: Any = self._modules
+        attention, mlp = parts["attention"], parts["mlp"]
+        if self.training and (self.dropout or attention.dropout):
             return False
-        attention, mlp = self.attention, self.mlp
         if type(attention) is not MultiHeadAttention or type(mlp) is not MLP or has_hooks(attention) or has_hooks(mlp):
             return False
         whole = x.dim() == 3 and x.shape[-1] == attention.width
@@ -264,37 +274,53 @@ class TransformerBlock(nn.Module):
 
     def _is_by_torch(self, x: Tensor) -> bool:
         """Return whether our products of x on a CPU would be torch's, so that calls of modules and ops cost time."""
-        small = x.is_cpu and (compute_dtype(x) != torch.float32 or x.numel() * self.mlp.up.out_features < ONEDNN_LEAST)
-        return small and not interpreting() and not settings().implementation
+        torchs = x.is_cpu and not may_use_onednn(compute_dtype(x), x.numel() * self._up().out_features)
+        return torchs and not interpreting() and not settings().implementation
 
-    def _by_torch(self, x: Tensor) -> Tensor:
-        """Apply the block by torch's functions, of which the ledger counts attention."""
-        dtype, shape, attention = compute_dtype(x), x.shape, self.attention
-        norm_1, qkv, projection, norm_2, up, down = self._layers()
+    def _up(self) -> Any:
+        parts: Any = self._modules  # past nn.Module.__getattr__, which costs as much as a small call
+        return parts["mlp"]._modules["up"]
 
-        def linear(y: Tensor, layer: Any) -> Tensor:
-            weight, bias = layer._parameters.values()
-            if dtype != torch.float32:
-                weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            return F.linear(y, weight, bias)
+    def _case(self, x: Tensor) -> Case:
+        parts: Any = self._modules
+        causal, order = "causal" if parts["attention"].causal else "", "" if self.norm_first else "post-norm"
+        words = f"{parts['attention'].heads} heads", causal, order, f"d_ff {self._up().out_features}"
+        return case_of((x.device, compute_dtype(x), x.shape, words))
 
-        def norm(y: Tensor, layer: Any) -> Tensor:
-            weight, bias = layer._parameters.values()
-            return torch_composite(True, y, weight, bias, layer.eps).to(dtype)
+    def by_torch(self, x: Tensor) -> Tensor:
+        """Apply the block by torch's functions, which nothing counts; under autocast few rows run in float32."""
+        if not torch.is_autocast_enabled("cpu"):
+            return self._functions(x, x.dtype)
+        low, weights = compute_dtype(x), [layer._parameters["weight"] for layer in self._layers()]
+        few = x.numel() * self._up().out_features <= _FEW_PRODUCTS and x.dtype != torch.float64
+        dtype = torch.float32 if few and {each.dtype for each in weights if each is not None} == _WIDE else low
+        shown = torch.promote_types(x.dtype, low) if self.norm_first else low
+        torch.set_autocast_enabled("cpu", False)  # which would ask each function
+        try:
+            return self._functions(x.to(dtype) if dtype == torch.float32 else x, dtype).to(shown)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
 
-        def attend(y: Tensor) -> Tensor:
-            heads = linear(y, qkv).view(*shape[:2], 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = attend_by_torch(*heads.unbind(0), causal=attention.causal)
-            return linear(mixed.transpose(1, 2).reshape(shape), projection)
-
-        def feed(y: Tensor) -> Tensor:
-            return linear(F.gelu(linear(y, up), approximate="tanh"), down)
-
-        if not self.norm_first:
-            x = norm(x + attend(x.to(dtype)), norm_1)
-            return norm(x + feed(x), norm_2)
-        x = x + attend(norm(x, norm_1))
-        return x + feed(norm(x, norm_2))
+    def _functions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute in a dtype; the body is one function, since each call of another costs a part of a small block."""
+        layers: tuple[Any, ...] = self._layers()
+        params: list[Any] = [parameter for layer in layers for parameter in layer._parameters.values()]
+        if dtype != torch.float32:
+            params[2:6], params[8:] = _cast(params[2:6], dtype), _cast(params[8:], dtype)
+        n1, c1, qkv, c2, projection, c3, n2, c4, up, c5, down, c6 = params
+        attention: Any = self._modules["attention"]
+        shape, eps = x.shape, (layers[0].eps, layers[3].eps)
+        y = _normalized(x, n1, c1, eps[0], dtype) if self.norm_first else x.to(dtype)
+        heads = F.linear(y, qkv, c2).view(*shape[:2], 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind(0)
+        if dtype == torch.float32:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=attention.causal)
+        else:
+            mixed = torch_sdpa(q, k, v, None, 0.0, attention.causal)
+        x = x + F.linear(mixed.transpose(1, 2).reshape(shape), projection, c3)
+        y = _normalized(x, n2, c4, eps[1], dtype) if self.norm_first else (x := _normalized(x, n1, c1, eps[0], dtype))
+        x = x + F.linear(F.gelu(F.linear(y, up, c5), approximate="tanh"), down, c6)
+        return x if self.norm_first else _normalized(x, n2, c4, eps[1], dtype)
 
     def split(
         self, x: Tensor, residual: Tensor | None = None, before: ColumnSums | None = None
@@ -334,6 +360,36 @@ class TransformerBlock(nn.Module):
         # In the order in which Block takes their parameters.
         return parts["norm_1"], attention["qkv"], attention["projection"], parts["norm_2"], mlp["up"], mlp["down"]
 
+
+def _cast(params: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if each is None else each.to(dtype) for each in params]
+
+
+def _normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    if x.dtype == weight.dtype == torch.float32:
+        return torch.layer_norm(x, weight.shape, weight, bias, eps)
+    return torch_composite(True, x, weight, bias, eps).to(dtype)
+
+
+def _block_cost(case: Case) -> Cost:
+    (B, T, W), hidden = case.shape, int(case.options[-1].removeprefix("d_ff "))
+    weights, pairs = 2 * W * (2 * W + hidden), T * (T + 1) // 2 if "causal" in case.options else T * T
+    return Cost((weights + 2 * B * T * W) * case.dtype.itemsize, 2 * B * T * weights + 4 * B * pairs * W)
+
+
+def _refuses_layers(_case: Case) -> str:
+    return "products are torch's here: calls of the layers would only cost the host more"
+
+
+block_by_torch = Operation(
+    "torch_block_fwd",
+    (
+        Implementation("layers", lambda x, block: block(x), refuses=_refuses_layers),
+        Implementation("torch", lambda x, block: block.by_torch(x), differentiable=True),
+    ),
+    cost=_block_cost,
+)
+"""A block on a CPU as one call of the ledger, which counts none of its parts."""
 
 DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
 """Modules that draw no random numbers, without dropout; checkpointing saves the generator's state for others, for which

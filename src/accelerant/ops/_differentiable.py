@@ -44,7 +44,7 @@ from accelerant.ops import _library
 from accelerant.ops._library import active_modes, autocasts, define, is_ordinary, keys_of, own_arguments, transforming
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import FEW_ELEMENTS, observers, torch_wants_determinism
-from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
+from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
 P = ParamSpec("P")
@@ -69,14 +69,9 @@ _TORCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, OverflowError)
 """Errors of torch's functions. Checkpoint ends a call by an error of another kind, which must reach it."""
 
 _ledger = ledger()
-_count_lock = _ledger.lock
 
 SMALL = 2**20
 """Elements of the first tensor on a GPU below which a call waits for the host."""
-
-_SMALL_SAMPLE_EVERY = 16 * SAMPLE_EVERY
-"""One such call in so many is timed, and one on a CPU that records a gradient once so many were counted: two events and
-a watched backward pass cost more than the call."""
 
 _guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 """What torch.compile compares tensors by; None in a torch that has moved it.
@@ -89,19 +84,23 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 class _Kind(NamedTuple):
     """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack.
 
-    `check` compares tensors in all but their memory; `small` calls are torch's for few elements of a GPU. `record` is
-    set where torch's function serves, `apply` where the op's autograd function does; with neither the public one does.
+    `check` compares `tensors` tensors in all but their memory, `last` is the last argument; `small` calls are torch's
+    for few elements of a GPU. `run` and `record` are of torch's function where it serves, `apply` is the op's autograd
+    function where that does; with neither the public one does.
     """
 
     length: int
     tensors: int
     check: Callable[..., bool]
-    others: tuple[Any, ...]
-    names: tuple[str, ...]
+    last: object
     grad: bool
-    small: bool
+    small: bool = False
+    run: Callable[..., Any] | None = None
     record: Any = None
     apply: Callable[[tuple[Any, ...]], Any] | None = None
+
+
+_NO_KIND = tuple(_Kind(-1, -1, lambda *_: False, None, False))
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -163,14 +162,16 @@ class CpuFastPath:
     (None: always) and, but for rounding, for few elements of a GPU outside of captures (None: never; of any number with
     `any_size`), where torch's functions need half of our host time. With `pure`, calls that differ in their tensors
     alone are the same to the public function, so that the last kind that reached the op's autograd function is
-    recognized, too; it is learned at the 1st, 2nd, 4th, ... call that is not. `args` follow the op's own where torch's
-    implementation runs.
+    recognized, too; it is learned at the 1st, 2nd, 4th, ... call that is not. `bind`, asked once per kind, returns a
+    function that does the same as `function` in less time for calls of the kind, or None. `args` follow the op's own
+    where torch's implementation runs.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         *,
+        bind: Callable[..., Callable[..., Any] | None] | None = None,
         serves: Callable[..., bool] = lambda *_, **__: True,
         any_layout: bool = False,
         small: Callable[..., bool] | None = None,
@@ -180,10 +181,11 @@ class CpuFastPath:
     ) -> None:
         self.args = args
         self.case_of: Callable[..., Case | None] | None = None
-        self._function, self._serves, self._serves_small = function, serves, small
+        self._function, self._bind, self._serves, self._serves_small = function, bind, serves, small
         self._few = sys.maxsize if any_size else SMALL
         self._any_layout, self._pure = any_layout, pure
-        self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}
+        self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}  # shape of a tensor -> options, their names, _Kind
+        self._recent: dict[str, Any] = {}  # "last" kind; the "usual" one, of two calls in a row, is compared first
         self._missed = 0
         self.thread = _ThreadState()
 
@@ -205,60 +207,72 @@ class CpuFastPath:
 
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
-        function, known, name = self._function, self._known, public.__name__
+        name, known, recent = public.__name__, self._known, self._recent
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> Any:
             if is_dynamo_compiling():
                 args, options = own_arguments(name, args, options)  # type: ignore[assignment]
                 return public(*args, **options)
-            values: tuple[Any, ...] = (*args, *options.values()) if options else args
-            grad = is_grad_enabled()
-            kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
-            for kind in kinds:
-                length, count, check, others, names, with_grad, small, record, apply = kind
-                if (
-                    len(values) == length
-                    and grad is with_grad
-                    and (length == count or all(map(is_, values[count:], others)) or _are(values[count:], others))
-                    and (tuple(options) == names if options else not names)
-                    and check(*(values if length == count else values[:count]))
-                ):
-                    break
-            else:
-                learns = options or recorders or (args and type(args[0]) in _TENSORS)
-                if learns:
-                    return self._unrecognized(public, call, args, options)
-                if options or (len(args) > 1 and isinstance(args[1], _SIZES)):
-                    args, options = own_arguments(name, args, options)  # type: ignore[assignment]
-                return public(*args, **options)
-            watched = active_modes() or forward_ad._current_level >= 0
-            if recorders or choice_overrides or torch_wants_determinism() or watched or (small and captures_ahead()):
-                return self._unrecognized(public, call, args, options) if recorders else public(*args, **options)
-            if observers or record is None:
-                return apply(values) if apply and not observers else self._call(public, args, options, small)
-            with _count_lock:
-                calls = record.calls + 1
-                rarely = small or (grad and calls > _SMALL_SAMPLE_EVERY)
-                counted = calls > 4 and calls % (_SMALL_SAMPLE_EVERY if rarely else SAMPLE_EVERY)
-                if counted:
-                    record.calls = calls
-                    record.recording += grad
-            if counted:
+            grad, kind = is_grad_enabled(), recent.get("usual") or _NO_KIND
+            length, count, check, last, with_grad, small, run, record, _ = kind
+            if not (
+                len(args) == length
+                and not options
+                and grad is with_grad
+                and (check(*args) if length == count else args[-1] is last and check(*args[:-1]))
+            ):
+                values: tuple[Any, ...] = (*args, *options.values()) if options else args
+                kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
+                for others, names, kind in kinds:
+                    length, count, check, _, with_grad, small, run, record, _ = kind
+                    if (
+                        len(values) == length
+                        and grad is with_grad
+                        and (length == count or all(map(is_, values[count:], others)) or _are(values[count:], others))
+                        and (tuple(options) == names if options else not names)
+                        and check(*(values if length == count else values[:count]))
+                    ):
+                        break
+                else:
+                    tells = options or recorders or (args and type(args[0]) in _TENSORS)
+                    if tells or (len(args) > 1 and isinstance(args[1], _SIZES)):
+                        return self._unrecognized(public, call, args, options)
+                    return public(*args, **options)
+                again = kind is recent.get("last") and not names and len(others) < 2
+                recent["usual"], recent["last"] = kind if again else None, kind
+            asked = recorders or observers or choice_overrides or active_modes() or torch_wants_determinism()
+            if asked or record is None or forward_ad._current_level >= 0 or (small and captures_ahead()):
+                return self._call(public, call, args, options, kind)
+            calls = record.calls + 1
+            if calls > 4 and calls % (RARELY if small or calls > RARELY else SAMPLE_EVERY):
+                record.calls = calls  # without the ledger's lock: CPython changes threads at calls and jumps back alone
+                if grad:
+                    record.recording += 1
                 try:
-                    return function(*args, **options)
+                    return run(*args, **options)
                 except _TORCH_ERRORS:
                     _ledger.discount(record)  # the public function says what is wrong, in its own words
                 except BaseException:
                     _ledger.failed(record)
                     raise
-            return self._call(public, args, options, small)
+            return self._call(public, call, args, options, kind)
 
-        call.torch_function = function  # type: ignore[attr-defined]  # what the benchmark compares with
+        call.torch_function = self._function  # type: ignore[attr-defined]  # what the benchmark compares with
         return call
 
-    def _call(self, public: Callable[..., Any], args: Any, options: Any, small: bool) -> Any:
-        """Call the public function; `small` has torch's implementation serve few elements of a GPU."""
+    def _call(
+        self, public: Callable[..., Any], call: Callable[..., Any], args: Any, options: Any, kind: tuple[Any, ...]
+    ) -> Any:
+        """Serve a known call by the op's autograd function, or by the public one, which settings and the count ask."""
+        *_, small, _, _, apply = kind
+        if recorders:
+            return self._unrecognized(public, call, args, options)
+        watched = active_modes() or forward_ad._current_level >= 0
+        if choice_overrides or torch_wants_determinism() or watched or (small and captures_ahead()):
+            return public(*args, **options)
+        if apply is not None and not observers:
+            return apply((*args, *options.values()))
         self.thread.small = small
         try:
             return public(*args, **options)
@@ -322,8 +336,11 @@ class CpuFastPath:
         if not serves:
             self._remember(args, options)
             return public(*args, **options)
-        self.thread.by_torch = None
-        y = self._call(public, args, options, small=True)
+        self.thread.by_torch, self.thread.small = None, True
+        try:
+            y = public(*args, **options)
+        finally:
+            self.thread.small = False
         self._remember_torch(args, options, small=True)
         return y
 
@@ -352,7 +369,7 @@ class CpuFastPath:
             if op is None:
                 return y
             for shape, known in list(self._known.items()):
-                self._known[shape] = tuple(each for each in known if each[-1] is None)
+                self._known[shape] = tuple(each for each in known if each[-1][-1] is None)
             self._remember(args, options, apply=lambda values: op(*values[:count], *rest))
         return y
 
@@ -361,8 +378,10 @@ class CpuFastPath:
         if self.thread.by_torch is not None:
             record, operation = self.thread.by_torch
             operation.plans.add_dependent(self._known)
+            operation.plans.add_dependent(self._recent)
             serves = small or self._serves(*args, **options)
-            self._remember(args, options, small, record=record if serves else None)
+            run = self._bind(*args, **options) if serves and self._bind is not None else None
+            self._remember(args, options, small, run=run or self._function, record=record if serves else None)
 
     def _remember(self, args: Any, options: Any, small: bool = False, **serves: Any) -> None:
         values = (*args, *options.values())
@@ -374,10 +393,11 @@ class CpuFastPath:
             return
         if len(self._known) >= _CALLS_LIMIT:
             self._known.clear()
+        self._recent.clear()
         check, grad = _check_of(tensors), is_grad_enabled()
-        kind = _Kind(len(values), len(tensors), check, others, tuple(options), grad, small, **serves)
+        kind = _Kind(len(values), len(tensors), check, values[-1], grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
-        self._known[tensors[0].shape] = (tuple(kind), *earlier)
+        self._known[tensors[0].shape] = ((others, tuple(options), tuple(kind)), *earlier)
 
 
 def _is_contiguous(x: Tensor) -> bool:

@@ -114,10 +114,10 @@ def _cpuinfo() -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else platform.processor()
 
 
-def processor_vendor() -> str:
-    """Return the maker of an x86 processor ("GenuineIntel", "AuthenticAMD"), "" where it is not known."""
-    found = re.search(r"GenuineIntel|AuthenticAMD", _cpuinfo())
-    return found[0] if found else ""
+def processor_family() -> tuple[str, int]:
+    """Return maker and family of an x86 processor, ("AuthenticAMD", 26) for Zen 5; ("", 0) where they are not known."""
+    found = re.search(r"(GenuineIntel|AuthenticAMD)\s+cpu family\s*:\s*(\d+)", _cpuinfo())
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def has_matrix_tiles() -> bool:

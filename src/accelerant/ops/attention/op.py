@@ -235,10 +235,11 @@ def _is_faster_wide(q: Tensor, k: Tensor) -> bool:
     return q.dtype == torch.float16 or (short and not has_matrix_tiles())
 
 
-def _torch_sdpa(
+def torch_sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None = None,
     shared: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Return torch's scaled_dot_product_attention, in float32 where that takes less time."""
     if not dropout and _is_faster_wide(q, k):
         wide = None if mask is None else mask if mask.dtype == torch.bool else mask.float()
         args = q.float(), k.float(), v.float(), wide, dropout, causal
@@ -252,7 +253,7 @@ sdpa_fwd = Operation(
     "sdpa_fwd",
     (
         Implementation("triton", launch_forward, refuses=_why_torch, own=True),
-        Implementation("torch", _torch_sdpa, differentiable=True),
+        Implementation("torch", torch_sdpa, differentiable=True),
     ),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
@@ -284,7 +285,7 @@ def attend_by_torch(
         case = _case(q, k, v, causal, 0.0, -1)
         mixed = sdpa_fwd(case._replace(options=(*case.options, *words)) if words else case, *args)
     else:
-        mixed = _torch_sdpa(*args)
+        mixed = torch_sdpa(*args)
     return mixed if blind is None else mixed.masked_fill(blind, 0.0)
 
 
@@ -426,7 +427,7 @@ def scaled_dot_product_attention(
         check_dtype("scaled_dot_product_attention", x, name)
     shapes = query.shape, key.shape, value.shape
     if min(map(len, shapes)) < 3:  # torch's words for what it does not take either
-        return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     Hq, Hkv = query.shape[-3], key.shape[-3]
     if Hq != Hkv and not enable_gqa and 1 not in (Hq, Hkv):
         raise ShapeError(f"query has {Hq} heads, key {Hkv}: pass enable_gqa=True to share those of key")
@@ -434,7 +435,7 @@ def scaled_dot_product_attention(
     if dropout_p or not alike:
         args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         if is_compiling() or not is_plain(query):
-            return _torch_sdpa(*args)
+            return torch_sdpa(*args)
         sizes = (math.prod(query.shape[:-3]), Hq, Hkv, query.shape[-2], key.shape[-2], query.shape[-1])
         options = (*options_of(is_causal, -1), "dropout" if dropout_p else "broadcast")
         mixed: Tensor = sdpa_fwd(Case(query.device, query.dtype, sizes, options), *args)

@@ -220,7 +220,13 @@ def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, pure=True, args=(False, False))
+_cpu = CpuFastPath(
+    _torch_equivalent,
+    bind=lambda logits, targets, **options: None if options else torch._C._nn.cross_entropy_loss,
+    serves=_torch_serves,
+    pure=True,
+    args=(False, False),
+)
 
 
 @_cpu

@@ -51,7 +51,11 @@ gelu_bwd = triton_operation(
     _torch_backward,
     cost=accesses(3, 18),
 )
-_cpu = CpuFastPath(lambda x, approximate="none": F.gelu(x, approximate=approximate), small=lambda *_, **__: True)
+_cpu = CpuFastPath(
+    lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    bind=lambda x, *options, **_: None if options else F.gelu,
+    small=lambda *_, **__: True,
+)
 
 
 @_cpu

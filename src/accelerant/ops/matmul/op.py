@@ -1,8 +1,8 @@
 """matmul and linear: reference, validation, registration with torch and autograd; the product is a library's.
 
-A general matrix product kernel would not beat cuBLASLt. On an AMD processor with AVX-512, oneDNN takes half the time of
-MKL, which torch calls in float32. This op adds the checks and the ledger, which counts forward
-products with their bytes and operations, and a sample of the backward passes of torch's own autograd.
+A general matrix product kernel would not beat cuBLASLt. On an AMD processor with vector units of 512 bits (from Zen 5
+on), oneDNN takes half the time of MKL, which torch calls in float32. This op adds the checks and the ledger, which
+counts forward products with their bytes and operations, and a sample of the backward passes of torch's own autograd.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accelerant.ops import _library
 from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._library import cast_for_autocast, check_dtype, check_matches, define, is_plain
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.host import processor_vendor
+from accelerant.runtime.host import processor_family
 
 
 def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -54,14 +54,23 @@ ONEDNN_LEAST = 2**23
 """Multiplications below which a training step loses more by the autograd function, 50 us, than its products save."""
 
 
+_ZEN_5 = 26  # AMD's family of processors; Zen 4 runs AVX-512 in two halves, where both libraries are as fast
+
+
 @functools.cache
 def _refuses_processor() -> str | None:
     """Return why MKL multiplies as fast as oneDNN here, or None: MKL keeps AVX-512 to Intel's processors."""
     if _onednn is None or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
         return "this torch lacks MKL, or oneDNN's operator"
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or processor_vendor() != "AuthenticAMD":
+    maker, family = processor_family()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or maker != "AuthenticAMD" or family < _ZEN_5:
         return "torch's library uses all of this processor's vectors"
     return None
+
+
+def may_use_onednn(dtype: torch.dtype, multiplications: int) -> bool:
+    """Return whether oneDNN may take products on a CPU."""
+    return dtype == torch.float32 and multiplications >= ONEDNN_LEAST and _refuses_processor() is None
 
 
 def _refuses_onednn(case: Case) -> str | None:
@@ -131,7 +140,12 @@ def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-_cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True, any_size=True)
+_cpu = CpuFastPath(
+    _torch_equivalent,
+    bind=lambda a, b: torch.matmul if a.dim() > 1 and b.dim() > 1 else None,
+    small=lambda *_, **__: True,
+    any_size=True,
+)
 
 
 @_cpu
@@ -191,7 +205,7 @@ def _check(a: Tensor, b: Tensor) -> None:
 
 
 _linear_cpu = CpuFastPath(
-    lambda input, weight, bias=None: functional.linear(input, weight, bias),
+    functional.linear,
     any_layout=True,
     small=lambda *_, **__: True,
     any_size=True,

@@ -181,6 +181,19 @@ def add_rms_norm_reference(
 # --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
 
 
+def _torch_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    shape: torch.Size | None = None,
+) -> Tensor:  # fmt: skip
+    return torch.layer_norm(x, shape or x.shape[-1:], weight, bias, eps)
+
+
+def _torch_rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, shape: torch.Size | None = None
+) -> Tensor:
+    return torch.rms_norm(x, shape or x.shape[-1:], weight, eps)
+
+
 def _torch_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
@@ -209,12 +222,12 @@ def _all_wide(*args: Any, **options: Any) -> bool:
 
 
 _layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
-    CpuFastPath(function, serves=_all_wide, small=_one_dtype, args=(False,))
-    for function in (
-        lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
-        lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps),
-        _torch_add_layer_norm,
-        _torch_add_rms_norm,
+    CpuFastPath(function, bind=bind, serves=_all_wide, small=_one_dtype, args=(False,))
+    for function, bind in (
+        (_torch_layer_norm, lambda x, *_, **__: partial(_torch_layer_norm, shape=x.shape[-1:])),
+        (_torch_rms_norm, lambda x, *_, **__: partial(_torch_rms_norm, shape=x.shape[-1:])),
+        (_torch_add_layer_norm, None),
+        (_torch_add_rms_norm, None),
     )
 )
 

@@ -162,6 +162,9 @@ def _refuses(few_wide: int, case: Case) -> str | None:
 _softmax_cpu, _log_softmax_cpu = (
     CpuFastPath(
         lambda x, dim=-1, *, axis=None, function=function: function(x, dim if axis is None else axis),
+        bind=lambda x, *dim, function=function, **named: (
+            None if "axis" in named else function if dim or named else partial(function, dim=-1)
+        ),
         serves=lambda x, *_, **__: x.dim() > 0,
         small=lambda x, *_, **__: x.dim() > 0,
     )

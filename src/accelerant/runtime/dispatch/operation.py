@@ -61,7 +61,7 @@ from accelerant.runtime.dispatch.plan import (
     torch_wants_determinism,
 )
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
-from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
+from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.limits import (
     count,
     describe_out_of_memory,
@@ -157,7 +157,7 @@ class Operation:
             if recording := plan.torch_autograd and torch.is_grad_enabled():
                 record.recording += 1
         start = None
-        if calls % SAMPLE_EVERY == 0 or calls <= 4:
+        if calls <= 4 or not calls % (RARELY if recording and calls > RARELY else SAMPLE_EVERY):
             start = _ledger.mark(record, plan.provider, plan.device_index, calls)
         try:
             result = plan.run(*args)

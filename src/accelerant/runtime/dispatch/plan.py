@@ -49,7 +49,7 @@ class DispatchEntry:
     failed: tuple[tuple[str, Exception], ...] = ()
 
 
-_MOST_NODES = 16  # nodes of torch's autograd in one call; there are more only where an input's own node was not found
+_MOST_NODES = 64  # nodes of torch's autograd in one call; there are more only where an input's own node was not found
 
 
 def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Callable[[float], None]]) -> None:
