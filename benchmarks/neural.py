@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accelerant.bench.suites.neural import NeuralSuite
-from accelerant.bench.suites.neural_plan import Libraries
+from accelerant.bench.suites.neural_cases import Libraries
 from accelerant.cli.bench import run_command
 from accelerant.errors import UnsupportedCase
 

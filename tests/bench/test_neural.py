@@ -13,7 +13,6 @@ from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord,
 from accelerant.bench.report import build_report, roofline
 from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
-from accelerant.bench.suites import neural_plan as plan
 from accelerant.bench.suites.neural import NeuralSuite
 from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
 from accelerant.bench.suites.precompile import groups_of, precompile
@@ -45,7 +44,7 @@ def test_an_unknown_peer_is_refused():
 
 def planned(*names, **options):
     options = {"against": ("torch", "compile", "liger"), "budget_s": 0.1, "gpu": True, **options}
-    return plan.plan(names, **options)
+    return neural_cases.plan(names, **options)
 
 
 def test_the_first_dtype_has_all_peers_and_a_further_16_bit_one_the_libraries():
@@ -55,26 +54,26 @@ def test_the_first_dtype_has_all_peers_and_a_further_16_bit_one_the_libraries():
 
 
 def test_a_sweep_has_odd_sizes_and_both_ends():
-    sizes = plan.sweep_sizes()
+    sizes = neural_cases.sweep_sizes()
     assert (sizes[0], sizes[-1]) == (2**10, 2**28)
     assert sum(size % 2 for size in sizes) >= 5
-    assert max(plan.sweep_sizes(12)) == 2**12
+    assert max(neural_cases.sweep_sizes(12)) == 2**12
 
 
 def test_a_case_of_another_size_keeps_its_rows():
     sample = SampleInput("loss", ((64, 16), Indices((64,), 16)))
-    found = plan._resized(Benchmark(sample, torch.float32), 128)
+    found = neural_cases._resized(Benchmark(sample, torch.float32), 128)
     assert found.sample.shapes == ((8, 16), (8,))
-    odd = plan._resized(Benchmark(SampleInput("norm", ((64, 16), (16,), None)), torch.float32), 127)
+    odd = neural_cases._resized(Benchmark(SampleInput("norm", ((64, 16), (16,), None)), torch.float32), 127)
     assert odd is None or odd.sample.shapes == ((1, 127), (127,), None)
-    assert plan._resized(Benchmark(SampleInput("product", ((64, 16), (16, 8))), torch.float32), 128) is None
+    assert neural_cases._resized(Benchmark(SampleInput("product", ((64, 16), (16, 8))), torch.float32), 128) is None
 
 
 def test_a_row_that_is_cut_short_has_fewer_classes():
-    found = plan._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 128)
+    found = neural_cases._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 128)
     assert found.sample.shapes == ((1, 128), (1,))
     assert found.sample.arguments[1].high == 128
-    kept = plan._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 1024)
+    kept = neural_cases._resized(Benchmark(SampleInput("loss", ((64, 300), Indices((64,), 300))), torch.float32), 1024)
     assert kept.sample.shapes == ((3, 300), (3,))
 
 
@@ -105,7 +104,7 @@ def test_without_the_tables_the_other_parts_are_the_same():
 
 def test_what_names_something_to_reach_comes_first_in_whatever_dtype():
     found = planned(dtypes=(torch.bfloat16, torch.float32))
-    aims = [plan.has_target(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]
+    aims = [neural_cases.has_target(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]
     assert sum(aims) > 10
     assert aims == sorted(aims, reverse=True)
     assert torch.float32 in {each.dtype for each in found[: sum(aims)]}  # attention's memory
@@ -114,12 +113,12 @@ def test_what_names_something_to_reach_comes_first_in_whatever_dtype():
 def test_a_cpu_has_each_op_with_fewer_rows_and_whole_weights():
     found = {each.op: each for each in reversed(planned(gpu=False))}
     assert set(found) == set(subjects.OPS)
-    assert all(plan._elements(each.benchmark.sample) <= plan._CPU_MOST for each in found.values())
+    assert all(neural_cases._elements(each.benchmark.sample) <= neural_cases._CPU_MOST for each in found.values())
     assert found["gelu"].benchmark.sample.shapes == ((256, 4096),)
     assert found["linear_gelu"].benchmark.sample.shapes[1] == (4096, 1024)
     assert found["attention"].benchmark.sample.shapes == ((1, 4, 256, 64),) * 3
     square = Benchmark(SampleInput("square", ((4096, 4096), (4096,), (4096,))), torch.bfloat16)
-    assert plan.for_cpu("layer_norm", square).sample.shapes == ((256, 4096), (4096,), (4096,))
+    assert neural_cases.for_cpu("layer_norm", square).sample.shapes == ((256, 4096), (4096,), (4096,))
 
 
 def test_every_op_has_a_case_in_the_plan():
@@ -137,12 +136,12 @@ def test_odd_sizes_are_those_that_torch_takes_too():
 
 
 def test_sizes_are_numbers_powers_and_ranges_by_doubling():
-    assert plan.parse_sizes(["128..1000", "2^3x5", "4..8x1..2"]) == [
+    assert neural_cases.parse_sizes(["128..1000", "2^3x5", "4..8x1..2"]) == [
         (128,), (256,), (512,), (8, 5), (4, 1), (4, 2), (8, 1), (8, 2),
     ]  # fmt: skip
     for text in ("", "4x", "0", "8..4", "-1", "4.5", "2^", "9" * 13, "2..2^40x1..2^40"):
         with pytest.raises(ConfigError, match="--size: "):
-            plan.parse_sizes([text])
+            neural_cases.parse_sizes([text])
 
 
 @pytest.mark.parametrize(
@@ -162,23 +161,23 @@ def test_sizes_are_numbers_powers_and_ranges_by_doubling():
     ],
 )
 def test_the_other_arguments_follow_a_size_as_in_the_samples(op, size, shapes):
-    assert [shape for shape in plan.sized(op, size).sample.shapes if shape is not None] == shapes
+    assert [shape for shape in neural_cases.sized(op, size).sample.shapes if shape is not None] == shapes
 
 
 def test_every_op_without_stated_positions_takes_a_size():
     stated = {"attention_decode", "attention_paged", "attention_varlen"}
     for op in set(subjects.OPS) - stated:
-        rank = len(plan.sized(op, (2,) if len(first_shape(op)) <= 2 else first_shape(op)).sample.shapes[0])
+        rank = len(neural_cases.sized(op, (2,) if len(first_shape(op)) <= 2 else first_shape(op)).sample.shapes[0])
         assert rank == len(first_shape(op))
-    assert plan.sized("cross_entropy", (4, 8)).sample.arguments[1].high == 8
-    probabilities, targets = plan.sized("binary_cross_entropy", (4, 8)).sample.tensors(torch.float32)
+    assert neural_cases.sized("cross_entropy", (4, 8)).sample.arguments[1].high == 8
+    probabilities, targets = neural_cases.sized("binary_cross_entropy", (4, 8)).sample.tensors(torch.float32)
     assert float(probabilities.min()) > 0
     assert float(targets.max()) < 1
     for op in stated:
         with pytest.raises(ConfigError, match="state positions of its rows"):
-            plan.sized(op, (4,))
+            neural_cases.sized(op, (4,))
     with pytest.raises(ConfigError, match="matmul takes 2 numbers, or 3, for example 8192x4096; got 1x2x3x4"):
-        plan.sized("matmul", (1, 2, 3, 4))
+        neural_cases.sized("matmul", (1, 2, 3, 4))
 
 
 def first_shape(op):
@@ -188,7 +187,7 @@ def first_shape(op):
 @pytest.mark.parametrize("op", sorted(subjects.COMPOSITIONS))
 def test_baselines_compute_what_the_reference_does(op):
     size = {"attention": (1, 2, 6, 4), "rope": (1, 2, 6, 4)}.get(op, (6, 8))
-    sample = plan.sized(op, size).sample
+    sample = neural_cases.sized(op, size).sample
     inputs = sample.tensors(torch.float32)
     options = {**sample.options, "causal": True} if op == "attention" else dict(sample.options)
     exact = neural_cases.as_tuple(public_op(op).reference(*[x.double() for x in inputs], **options))
@@ -380,7 +379,7 @@ def small(op, *arguments, **options):
     fields = {"against": ("torch",), "budget_s": 0.0, "dtype": torch.float32, "part": ""}
     benchmark = {name: options.pop(name) for name in ("rotated",) if name in options}
     bench = Benchmark(SampleInput("small", arguments, {}), torch.float32, **benchmark)
-    return plan.PlannedCase(op=op, benchmark=bench, **{**fields, **options})
+    return neural_cases.PlannedCase(op=op, benchmark=bench, **{**fields, **options})
 
 
 def measure(record, cases, **options):

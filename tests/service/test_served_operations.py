@@ -18,8 +18,7 @@ from accelerant.ops.registry import public_ops
 from accelerant.privacy.he import paillier
 from accelerant.service import Client, operations
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
-from accelerant.service.operations import OPERATIONS
-from accelerant.service.served_ops import op_spec
+from accelerant.service.operations import OPERATIONS, op_spec
 
 VECTORS = Path(__file__).parent.parent / "vectors/groth16/poseidon"
 

@@ -22,7 +22,7 @@ import platform
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -102,12 +102,7 @@ class CertificateRow:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The table, and what it was made with.
-
-    Attributes:
-        scope: in words, which cases were run.
-        sha256: of the other fields as JSON with sorted keys; "" for the one of this content.
-    """
+    """The table; `scope` says which cases were run, `sha256` is of the other fields as JSON with sorted keys."""
 
     accelerant: str
     time: str
@@ -183,23 +178,29 @@ def certify(
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := installed_version(name))},
         scope=scope,
-        devices=[_certified(device) for device in present],
+        devices=[
+            CertifiedDevice(
+                one.label, one.name, one.architecture,
+                str(one.properties.get("driver_version") or one.properties.get("driver") or ""),
+            )
+            for one in present
+        ],
         rows=rows,
-    )
-
-
-def _certified(device: ComputeDevice) -> CertifiedDevice:
-    driver = next(
-        (str(device.properties[key]) for key in ("driver_version", "driver") if device.properties.get(key)), ""
-    )
-    return CertifiedDevice(device.label, device.name, device.architecture, driver)
+    )  # fmt: skip
 
 
 def _row(check: CertificateCheck, device: ComputeDevice) -> CertificateRow:
     """Run a check's cases on a device until one is wrong."""
     worst, share, count, note = 0.0, 0.0, 0, ""
     verdict: Verdict = "exact" if check.exact else "within"
-    before, fallbacks = _calls(), ledger().fallback_count()
+    before, fallbacks = {id(record): record.calls for record in ledger().records()}, ledger().fallback_count()
+
+    def called() -> list[OpRecord]:
+        return [record for record in ledger().records() if record.calls > before.get(id(record), 0)]
+
+    def allowed() -> Tolerance:
+        return check.tolerance if all(record.own for record in called()) else check.library_tolerance
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.FallbackWarning)  # the row counts them
         for name, run in check.cases.items():
@@ -212,22 +213,23 @@ def _row(check: CertificateCheck, device: ComputeDevice) -> CertificateRow:
                 if _is_refusal(error):
                     verdict, note = "not served", _first_line(error)
                 break
-            tolerance = check.tolerance if _is_own(before) else check.library_tolerance
+            tolerance = allowed()
             for part in found:
                 error_of, share_of = compare(part, tolerance)
                 worst, share = max(worst, error_of), max(share, share_of)
                 if share_of > 1 and verdict != "wrong":
-                    verdict, note = "wrong", f"{name}: {part.part} is {_shown(error_of)}"
+                    far = "not the reference's" if math.isinf(error_of) else f"{error_of:.2g} from the reference"
+                    verdict, note = "wrong", f"{name}: {part.part} is {far}"
             count += 1
             if verdict == "wrong":
                 break
-    compared = count > 0
+    ran = dict.fromkeys(f"{record.implementation}{' (own)' * record.own}" for record in called())
+    farthest, of_tolerance = (min(value, 1e308) if count else None for value in (worst, share))  # JSON has no infinity
     return CertificateRow(
-        op=check.op, dtype=check.dtype, backend=device.backend, device=device.label, implementation=_ran(before),
-        cases=count, left_out=check.left_out, exact=check.exact, error=_finite(worst) if compared else None,
-        tolerance=_pair(check.tolerance if _is_own(before) else check.library_tolerance),
-        of_tolerance=_finite(share) if compared else None, fallbacks=ledger().fallback_count() - fallbacks,
-        verdict=verdict, note=note,
+        op=check.op, dtype=check.dtype, backend=device.backend, device=device.label, implementation=", ".join(ran),
+        cases=count, left_out=check.left_out, exact=check.exact, error=farthest,
+        tolerance=(allowed().relative, allowed().absolute), of_tolerance=of_tolerance,
+        fallbacks=ledger().fallback_count() - fallbacks, verdict=verdict, note=note,
     )  # fmt: skip
 
 
@@ -239,39 +241,8 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, _REFUSED)
 
 
-def _pair(tolerance: Tolerance) -> tuple[float, float]:
-    return tolerance.relative, tolerance.absolute
-
-
-def _finite(value: float) -> float:
-    """Return a number that JSON has: the largest one for infinity."""
-    return min(value, 1e308)
-
-
-def _shown(error: float) -> str:
-    return "not the reference's" if math.isinf(error) else f"{error:.2g} from the reference"
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-def _calls() -> dict[int, int]:
-    return {id(record): record.calls for record in ledger().records()}
-
-
-def _since(before: dict[int, int]) -> list[OpRecord]:
-    """Return the ledger's records of the ops that were called since."""
-    return [record for record in ledger().records() if record.calls > before.get(id(record), 0)]
-
-
-def _is_own(before: dict[int, int]) -> bool:
-    return all(record.own for record in _since(before))
-
-
-def _ran(before: dict[int, int]) -> str:
-    names = (f"{record.implementation} (own)" if record.own else record.implementation for record in _since(before))
-    return ", ".join(dict.fromkeys(names))
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -448,27 +419,22 @@ def compare(found: Found, tolerance: Tolerance) -> tuple[float, float]:
 
 
 def _tensor_checks(quick: bool) -> Iterator[CertificateCheck]:
+    """Yield a check for each op and dtype; a quick one has the sample with the most elements."""
+    from accelerant.ops.multi_tensor import cases as optimizer
+
+    kinds: list[tuple[str, Any, Callable[..., Iterator[Found]]]] = [("adamw_step", optimizer, _run_adamw)]
     for op in public_ops().values():
-        cases = op.cases
-        library = getattr(cases, "TORCH_TOLERANCES", None) or cases.TOLERANCES
         plain = getattr(importlib.import_module(f"{op.package}.cases"), "KIND", "") == "plain"
-        samples = _quick(cases.SAMPLES) if quick else cases.SAMPLES
-        for dtype, tolerance in _dtypes(cases.TOLERANCES, quick):
-            runs: dict[str, Case] = {
-                sample.name: partial(_run_sample, op, sample, dtype, learns=not plain) for sample in samples
-            }
-            name = str(dtype).removeprefix("torch.")
-            yield CertificateCheck(op.name, name, runs, tolerance, library[dtype], len(cases.SAMPLES) - len(samples))
-    yield from _optimizer_checks(quick)
-
-
-def _dtypes(tolerances: Mapping[torch.dtype, Tolerance], quick: bool) -> list[tuple[torch.dtype, Tolerance]]:
-    return [pair for pair in tolerances.items() if not quick or pair[0] == torch.float32]
-
-
-def _quick(samples: Sequence[SampleInput]) -> list[SampleInput]:
-    """Return the sample with the most elements."""
-    return [max(samples, key=lambda each: sum(torch.Size(s).numel() for s in each.shapes if s is not None))]
+        kinds.insert(-1, (op.name, op.cases, partial(_run_sample, op, not plain)))
+    for name, cases, run in kinds:
+        samples, library = cases.SAMPLES, getattr(cases, "TORCH_TOLERANCES", None) or cases.TOLERANCES
+        if quick:
+            samples = [max(samples, key=lambda each: sum(torch.Size(s).numel() for s in each.shapes if s is not None))]
+        for dtype, tolerance in cases.TOLERANCES.items():
+            if not quick or dtype == torch.float32:
+                runs: dict[str, Case] = {sample.name: partial(run, sample, dtype) for sample in samples}
+                left_out, short = len(cases.SAMPLES) - len(samples), str(dtype).removeprefix("torch.")
+                yield CertificateCheck(name, short, runs, tolerance, library[dtype], left_out)
 
 
 def on_device(x: Tensor | None, device: ComputeDevice) -> Tensor | None:
@@ -483,7 +449,7 @@ def on_device(x: Tensor | None, device: ComputeDevice) -> Tensor | None:
 
 
 def _run_sample(
-    op: PublicOp, sample: SampleInput, dtype: torch.dtype, device: ComputeDevice, *, learns: bool
+    op: PublicOp, learns: bool, sample: SampleInput, dtype: torch.dtype, device: ComputeDevice
 ) -> Iterator[Found]:
     tensors = sample.tensors(dtype)
     exact = [  # copies: in float64 on the CPU `moved` are the tensors themselves, and both gradients one object
@@ -517,16 +483,6 @@ def _tuple(y: Any) -> tuple[Tensor, ...]:
 
 
 _ADAMW: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
-
-
-def _optimizer_checks(quick: bool) -> Iterator[CertificateCheck]:
-    from accelerant.ops.multi_tensor import cases
-
-    samples = _quick(cases.SAMPLES) if quick else cases.SAMPLES
-    for dtype, tolerance in _dtypes(cases.TOLERANCES, quick):
-        runs: dict[str, Case] = {sample.name: partial(_run_adamw, sample, dtype) for sample in samples}
-        name = str(dtype).removeprefix("torch.")
-        yield CertificateCheck("adamw_step", name, runs, tolerance, tolerance, len(cases.SAMPLES) - len(samples))
 
 
 def _run_adamw(sample: SampleInput, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
@@ -572,7 +528,13 @@ def _integer_checks(quick: bool) -> Iterator[CertificateCheck]:
             yield CertificateCheck(f"field_{name}", field.name, runs)
     for field in fields:
         if field.two_adicity >= 12 and not (quick and field.limbs == 1 and field.word_bits == 32):
-            cases = dict(_transforms(field))
+            options: dict[str, dict[str, Any]] = {"forward": {}, "inverse": {"inverse": True}, "coset": {"coset": 7}}
+            options["inverse coset"] = options["inverse"] | options["coset"]
+            cases: dict[str, Case] = {
+                f"2^{bits} {name}": partial(_run_transform, field, 1 << bits, given)
+                for bits in (1, 8, 12)
+                for name, given in options.items()
+            }
             kept = {name: cases[name] for name in ("2^12 inverse coset",)} if quick else cases
             yield CertificateCheck("ntt", field.name, kept, left_out=len(cases) - len(kept))
     for name in CURVES:
@@ -624,19 +586,6 @@ def _run_field(field: Field, op: str, n: int, device: ComputeDevice) -> Iterator
         arguments = (*arguments, _EXPONENT)
     found = getattr(prime, op)(*arguments, device=device)
     yield Found(prime.decode(found), _FIELD_OPS[op](x, y, field.modulus))
-
-
-def _transforms(field: Field) -> Iterator[tuple[str, Case]]:
-    inverse, coset = {"inverse": True}, {"coset": 7}
-    kinds: dict[str, dict[str, Any]] = {
-        "forward": {},
-        "inverse": inverse,
-        "coset": coset,
-        "inverse coset": inverse | coset,
-    }
-    for bits in (1, 8, 12):
-        for name, options in kinds.items():
-            yield f"2^{bits} {name}", partial(_run_transform, field, 1 << bits, options)
 
 
 def _run_transform(field: Field, n: int, options: dict[str, Any], device: ComputeDevice) -> Iterator[Found]:

@@ -222,10 +222,7 @@ def read_floors(path: Path) -> list[Floor]:
 
 
 def check_floors(floors: Sequence[Floor], records: Sequence[BenchmarkRecord]) -> FloorCheck:
-    """Check records against the floors of their devices; a floor without a row to compare is a miss.
-
-    A case that the peer does not have is left out. One of ours that has no time is a miss with the reason.
-    """
+    """Check records against their devices' floors; a floor without a row, or a row without a time, is a miss."""
     held, misses = 0, list[Miss]()
     for floor in floors:
         needed = f"{plain(floor.ms)} ms at most" if floor.ms is not None else f"{floor.times:g}x {floor.peer}"
@@ -254,10 +251,7 @@ def _speed(row: Row, record: BenchmarkRecord, peer: str) -> float | None:
 
 
 def floors_text(records: Sequence[BenchmarkRecord], margin: float) -> str:
-    """Return the floors that records reach with a margin, as TOML: speed over torch's, or else milliseconds.
-
-    First calls, which depend on the host, are left out.
-    """
+    """Return the floors that records reach with a margin, as TOML: speed over torch's, or else ms; no first calls."""
     tables: dict[str, dict[str, str]] = {}
     for record in records:
         speeds: dict[str, float] = {}

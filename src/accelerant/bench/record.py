@@ -363,7 +363,12 @@ class Row:
         """Return the row of a dictionary without its unknown names; TypeError or ValueError if it is not a row."""
         known = {one.name for one in fields(cls)}
         row: Row = typed(cls, {name: value for name, value in body.items() if name in known}, "a row")
-        _check(row)
+        for quantile_ in ("p20", "p50", "p80"):
+            value = getattr(row, quantile_)
+            if value is None and (quantile_ == "p50" or row.p50 is None):
+                continue
+            if value is None or not 0 < value < math.inf:  # no run writes it
+                raise ValueError(f"{row.op} {row.case}: {quantile_} is {value!r}")
         return row
 
 
@@ -415,13 +420,10 @@ class BenchmarkRecord:
             reached = row.speedup or row.of_target
             if row.ours and (reached is not None or row.p50 is None):
                 worst[row.case_key] = min(reached or 0.0, worst.get(row.case_key, math.inf))
-        order = {key: i for i, key in enumerate(dict.fromkeys(row.case_key for row in self.rows))}
         lost = {key: speedup for key, speedup in worst.items() if speedup < 1.0}
-
-        def sort_key(row: Row) -> tuple[bool, float, int]:
-            return row.case_key not in lost, lost.get(row.case_key, 0.0), order[row.case_key]
-
-        return sorted(self.rows, key=sort_key)
+        keys = (row.case_key for row in self.rows)
+        places = {key: (key not in lost, lost.get(key, 0.0), i) for i, key in enumerate(dict.fromkeys(keys))}
+        return sorted(self.rows, key=lambda row: places[row.case_key])
 
     def save_csv(self, path: Path) -> None:
         """Write the rows without their samples as comma-separated values; whole or not at all."""
@@ -535,16 +537,6 @@ def _shown(value: float | None, unit: str = "") -> str:
 def failure_note(error: BaseException, most: int = 160, kind: str = "") -> str:
     """Return "Type: first line of the message" for a row's note, or another kind instead of the error's type."""
     return f"{kind or f'{type(error).__name__}: '}{(str(error).splitlines() or [''])[0][:most]}"
-
-
-def _check(row: Row) -> None:
-    """Raise ValueError for a row that no run writes."""
-    for name in ("p20", "p50", "p80"):
-        value = getattr(row, name)
-        if value is None and (name == "p50" or row.p50 is None):
-            continue
-        if value is None or not 0 < value < math.inf:
-            raise ValueError(f"{row.op} {row.case}: {name} is {value!r}")
 
 
 # --- the journal of a run ---------------------------------------------------------------------------------------------

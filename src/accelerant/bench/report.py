@@ -176,16 +176,13 @@ def _case(rows: Sequence[Row]) -> str:
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
-            row.p50 or 0.0, f"{plain(row.p50)} {row.unit}{_wall(row)}", style(row), row.p20 or 0.0, row.p80 or 0.0,
+            row.p50 or 0.0,
+            f"{plain(row.p50)} {row.unit}" + f", wall {plain(row.wall_ms)} ms" * (row.wall_ms not in (None, row.p50)),
+            style(row), row.p20 or 0.0, row.p80 or 0.0,
         )
         for row in ran
     ]  # fmt: skip
     return bars(f"{ran[0].op} {ran[0].case}", shown, aside=aside)
-
-
-def _wall(row: Row) -> str:
-    """Return the wall time of the plain call as text, where it is another figure."""
-    return "" if row.wall_ms in (None, row.p50) else f", wall {plain(row.wall_ms)} ms"
 
 
 def _ceilings(record: BenchmarkRecord) -> str:

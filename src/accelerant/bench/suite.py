@@ -96,10 +96,7 @@ def same_on_cpu(measure: Callable[[SuiteRun], None]) -> Callable[[SuiteRun], Cpu
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """A benchmark suite. Subclasses are frozen dataclasses; their docstring is the command's help.
-
-    Rows have its `name`; the help shows the arguments of example commands.
-    """
+    """A benchmark suite, whose rows have its `name`. Subclasses are frozen dataclasses; their docstring is the help."""
 
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]] = ()

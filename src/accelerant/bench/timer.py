@@ -128,7 +128,6 @@ def rotated_ms(
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
-    """Return a function that makes all calls, and a description of it."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
@@ -159,10 +158,7 @@ _IN_A_ROW = 20  # calls back to back: too few to fill the launch queue
 def back_to_back_ms(
     fn: Callable[[], object], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
 ) -> Timing:
-    """Return the wall time of one of several calls without a pause, host and device overlapping as in a program.
-
-    A third of the `budget_s` seconds goes to calls from an idle device to an idle device; `wall_ms` is theirs.
-    """
+    """Return the wall time of one of several calls without a pause; `wall_ms` is of one from idle to idle device."""
     return back_to_back_times_ms([fn], device, calls=calls, budget_s=budget_s)[0]
 
 
@@ -290,10 +286,7 @@ def covers(host_s: float, flush_s: float) -> int:
 
 
 def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
-    """Return "copy GB/s" as measure_copy, and "matmul TFLOP/s" of an n x n x n product of random data.
-
-    bfloat16 and n = 8192 on a GPU, float32 and n = 1024 on a CPU.
-    """
+    """Return "copy GB/s" as measure_copy, and "matmul TFLOP/s" of a product in bfloat16, on a CPU in float32."""
     ceilings = measure_copy(device, budget_s=budget_s)
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -311,10 +304,7 @@ def measure_copy(device: torch.device, *, budget_s: float = 0.3) -> dict[str, fl
 
 
 def measure_link(device: torch.device, *, size: int | None = None, budget_s: float = 0.3) -> dict[str, float]:
-    """Return "host to device GB/s" and "device to host GB/s" of large copies, each byte counted once.
-
-    Host memory is pinned for a GPU. `size` is in bytes, by default 512 MiB for a GPU and 64 MiB for a CPU.
-    """
+    """Return "host to device GB/s" and "device to host GB/s" of copies of `size` bytes, pinned for a GPU."""
     gpu = device.type == "cuda"
     size = size or (2**29 if gpu else 2**26)
     host = torch.ones(size, dtype=torch.uint8, pin_memory=gpu)

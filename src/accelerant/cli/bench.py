@@ -120,12 +120,10 @@ def _suite_app(kind: type[Suite], program: str, op: str = "") -> typer.Typer:
     """Return the application of a suite's command; `op` names the only op that it measures."""
     app = Application()
     examples = _OP_EXAMPLES if op else kind.examples
-    app.command(op or kind.name, epilog=_epilog(program, examples))(_suite_command(kind, op))
+    app.command(op or kind.name, epilog="\n".join(f"{program} {example}".strip() for example in examples))(
+        _suite_command(kind, op)
+    )
     return app
-
-
-def _epilog(program: str, examples: Sequence[str]) -> str:
-    return "\n".join(f"{program} {example}".strip() for example in examples)
 
 
 _OP_EXAMPLES = (
@@ -153,7 +151,6 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
 
 
 def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:
-    """Return the command-line parameter of a suite's field."""
     from accelerant.bench.suite import flag_of
 
     bounds = {bound: declared[bound] for bound in ("min", "max") if declared[bound] is not None}

@@ -114,7 +114,9 @@ class CompileCommand:
                 for inspection in done:
                     print(inspection.ptx.strip())
             elif done:
-                _print_table(done, self.shared)
+                titles = ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy")
+                rows = [(one.target, entry.name, *_cells(entry, self.shared)) for one in done for entry in one.entries]
+                print_table(("arch", "entry point", *titles, "limited by"), rows, right=titles)
         if failed:
             raise typer.Exit(1)
 
@@ -220,14 +222,6 @@ def _print_messages(file: str, targets: list[str], done: list[Inspection], faile
             "(--entry 'NAME<float>')",
             file=sys.stderr,
         )
-
-
-def _print_table(done: list[Inspection], shared: int) -> None:
-    titles = ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy")
-    rows = [
-        (inspection.target, entry.name, *_cells(entry, shared)) for inspection in done for entry in inspection.entries
-    ]
-    print_table(("arch", "entry point", *titles, "limited by"), rows, right=titles)
 
 
 def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str | Text, ...]:

@@ -214,7 +214,6 @@ _NAMES = {
 
 
 def _reasons(item: Sample) -> list[str]:
-    """Return one line for each reason, with its figures."""
     by_reason: dict[str, list[str]] = {}
     for name, why in item.reasons.items():
         if name in _NAMES:

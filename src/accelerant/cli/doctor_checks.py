@@ -151,7 +151,6 @@ def _nvidia_is_there() -> bool:
 
 
 def _driver() -> Iterator[Check]:
-    """Check NVIDIA's driver, if there is a driver or a device."""
     reason = registry.reason_absent("cuda")
     if not reason:
         devices = registry.create("cuda").devices()
@@ -221,7 +220,6 @@ def _llvm() -> Iterator[Check]:
 
 
 def _nvrtc() -> Iterator[Check]:
-    """Compile field_add for sm_90 without caches."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         needed: Status = "failed" if _nvidia_is_there() else "ok"
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
@@ -239,7 +237,6 @@ def _nvrtc() -> Iterator[Check]:
 
 
 def _triton() -> Iterator[Check]:
-    """Compile a Triton kernel for sm_90."""
     name = "compiler Triton"
     if importlib.util.find_spec("triton") is None:
         status: Status = "ok" if sys.platform != "linux" else "warning"
@@ -263,7 +260,6 @@ def _triton() -> Iterator[Check]:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a call's result and its milliseconds."""
     began = time.perf_counter()
     return call(), (time.perf_counter() - began) * 1e3
 

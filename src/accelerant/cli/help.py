@@ -257,10 +257,7 @@ def _print_page(command: Any, ctx: Any) -> None:
 
 
 def _declared(command: Any, ctx: Any) -> list[tuple[Any, Any, Any, Any]]:
-    """Return the parameters of a command, each with type, default and typer.Option or Argument of its declaration.
-
-    --version, --help and the options of completion are flags without `Annotated`.
-    """
+    """Return a command's parameters with type, default and declaration; typer's own flags have no `Annotated`."""
     declared = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
     found = []
     for param in command.get_params(ctx):

@@ -108,7 +108,6 @@ def statement(
 
 
 def _costs(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> dict[str, Spent]:
-    """Return the privacy that steps of DP-SGD cost, by method."""
     from accelerant.privacy.dp.ledger.accounting import spent
     from accelerant.privacy.dp.ledger.events import PrivacyEvent
 

@@ -195,21 +195,16 @@ def _kernels(
 
 def _operations(recorded: Any, limits: Mapping[str, float]) -> list[ProfileRow]:
     """Return torch's operations on the CPU, by the time in each of them alone."""
-    found = [each for each in recorded.key_averages() if each.self_cpu_time_total > 0]
-    total_us = sum(each.self_cpu_time_total for each in found) or 1.0
-    rows = []
-    for each in found:
-        ms = each.self_cpu_time_total / 1e3
-        rows.append(
-            ProfileRow(
-                each.key, each.count, ms, ms * 1e3 / total_us, None, None, None, *_rates(ms, 0, each.flops, limits)
-            )
-        )
+    found = [(each, each.self_cpu_time_total / 1e3) for each in recorded.key_averages() if each.self_cpu_time_total > 0]
+    total = sum(ms for _, ms in found) or 1.0
+    rows = [
+        ProfileRow(each.key, each.count, ms, ms / total, None, None, None, *_rates(ms, 0, each.flops, limits))
+        for each, ms in found
+    ]
     return sorted(rows, key=lambda row: -row.total_ms)
 
 
 def _own_ops(ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[ProfileRow]:
-    """Return the ops of the ledger, by implementation and device."""
     total = sum(op["ms_total"] or 0.0 for op in ops) or 1.0
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for op in ops:

@@ -192,7 +192,6 @@ def _text(value: object, *, up: bool = False) -> str:
 
 
 def _page(shown: Sequence[_ListedRun], differing: dict[str, list[Any]], note: str) -> str:
-    """Return the HTML page of a comparison."""
     training, held = [], []
     for number, run in enumerate(shown):
         losses = [(float(record.step), record.loss) for record in run.records]

@@ -214,7 +214,6 @@ def cancel(id: _Id, url: _Url = None, key_file: _KeyFile = None, json_output: Js
 
 @contextmanager
 def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
-    """Yield a client of the service."""
     from accelerant.service.client import Client
 
     key = None

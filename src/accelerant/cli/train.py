@@ -227,7 +227,6 @@ class TrainCommand:
         return {name: values[name] for name, default in defaults.items() if values[name] is not default}
 
     def _simulate_clients(self, given: dict[str, Any]) -> None:
-        """Run digits_demonstration and print its reports."""
         if other := [name for name in given if name not in _OF_CLIENTS]:
             raise ConfigError(
                 f"--federated takes {', '.join(map(_flag, _OF_CLIENTS))} and --json, not {_flag(other[0])}"
@@ -248,7 +247,6 @@ class TrainCommand:
                 print(f"  {stage:12} {traffic}, clients {spent.clients_s:.2f} s, server {spent.server_s:.2f} s")
 
     def _configured(self, given: dict[str, Any]) -> RunConfig:
-        """Return the preset with the options that are given."""
         import torch
 
         from accelerant.nn.train.config import preset
@@ -275,7 +273,6 @@ class TrainCommand:
         )
 
     def _extension(self, folder: Path, given: dict[str, Any]) -> Extension:
-        """Return the extension of a private run."""
         from accelerant.nn.train.folder import RunFolder
         from accelerant.privacy.dp.ledger import PrivacyLedger
         from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
@@ -292,10 +289,7 @@ class TrainCommand:
         return PrivateRun(PrivateSettings(str(path), **values))
 
     def _train(self, out: Path, run: RunConfig | None, extension: Extension | None) -> None:
-        """Start a run, or continue the one in `out` if `run` is None; then print the outcome. Rank 0 alone prints.
-
-        By default a new run is deterministic on the CPU only, where it costs nothing.
-        """
+        """Start a run, or continue the one in `out` if `run` is None; rank 0 prints the outcome."""
         if run is None or self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
 
@@ -597,10 +591,7 @@ def spawn(
 
 
 def _cause(failed: ChildFailedError) -> tuple[int, str]:
-    """Return the status of a failed group, and what ended it if that may not come again; else an empty text.
-
-    The launcher ends the others by SIGTERM, and by SIGKILL those that do not react.
-    """
+    """Return the status of a failed group, and what ended it; "" for an error or the launcher's signal."""
     for rank, failure in sorted(failed.failures.items(), key=lambda each: each[1].timestamp):
         if failure.exitcode == _LOST:
             return 1, f"rank {rank} has lost its device"

@@ -48,7 +48,13 @@ class View:
         """Print how the run ended."""
         summary = outcome.summary
         if outcome.already_finished:
-            _require_summary(summary)
+            try:
+                for name, kind in _FIELDS.items():
+                    summary[name] = typed(kind, summary.get(name), name)
+                for name, kind in _PRIVATE.items() if summary.get("private") else ():
+                    typed(kind, summary["private"].get(name), f"private.{name}")
+            except ValueError as error:
+                raise FormatError(f"summary.json is not a run's of this program: {error}") from None
         if summary["status"] == "interrupted":
             print(f"Stopped after step {summary['steps_done']} of {summary['steps']}; a checkpoint is written.")
             print(f"Continue with:  {escaped(summary['resume'])}")
@@ -141,17 +147,6 @@ _PRIVATE: dict[str, Any] = {
     "unit": str, "secure": bool, "target_epsilon": float | None, "epsilon": float | str, "delta": float,
     "statement": str,
 }  # fmt: skip
-
-
-def _require_summary(summary: dict[str, Any]) -> None:
-    """Raise FormatError unless a summary has the fields that are shown; optional ones that it lacks become None."""
-    try:
-        for name, kind in _FIELDS.items():
-            summary[name] = typed(kind, summary.get(name), name)
-        for name, kind in _PRIVATE.items() if summary.get("private") else ():
-            typed(kind, summary["private"].get(name), f"private.{name}")
-    except ValueError as error:
-        raise FormatError(f"summary.json is not a run's of this program: {error}") from None
 
 
 class SilentView(View):

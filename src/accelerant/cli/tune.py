@@ -94,11 +94,18 @@ def tune(
         missing = count_calls(op or (), dtypes) - len(results)
         if stopped := missing > 0:
             print(f"stopped by the time limit: {missing} of {missing + len(results)} calls not made", file=sys.stderr)
-    entries = {key: one for key, one in choices().entries(torch_device).items() if not op or _op_of(key) in op}
+    entries = choices().entries(torch_device)
+    if op:  # a key begins with the name of a direction: "softmax_bwd float32 ..."
+        named = {key: key.split()[0].removesuffix("_fwd").removesuffix("_bwd") for key in entries}
+        entries = {key: one for key, one in entries.items() if named[key] in op}
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
-        _print_known(entries, chosen.name)
+        if not entries:
+            print(f"no results for {escaped(chosen.name)}: `accelerant tune` measures them")
+        for key, one in sorted(entries.items()):
+            times = ", ".join(f"{name} {plain(ms)} ms" for name, ms in sorted(one.ms.items(), key=lambda pair: pair[1]))
+            print(escaped(f"{key}: {times} ({one.table or 'this device'}, {one.date})"))
         for line in choices().ignored(torch_device):
             print(escaped(f"not used: {line}"), file=sys.stderr)
     if out is not None:
@@ -106,19 +113,6 @@ def tune(
         print(f"{out}: {count} entries", file=sys.stderr)
     if any(result.error for result in results):
         raise typer.Exit(1)
-
-
-def _print_known(entries: Mapping[str, Any], device: str) -> None:
-    if not entries:
-        print(f"no results for {escaped(device)}: `accelerant tune` measures them")
-    for key, entry in sorted(entries.items()):
-        times = ", ".join(f"{name} {plain(ms)} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
-        print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
-
-
-def _op_of(key: str) -> str:
-    """Return the op of a result, whose key begins with that of a direction: "softmax_bwd float32 ..."."""
-    return key.split()[0].removesuffix("_fwd").removesuffix("_bwd")
 
 
 def _entries_of(table: Path) -> dict[str, Any]:

@@ -217,7 +217,6 @@ def inspect(
 
 
 def _lines(name: str, value: Any) -> list[str]:
-    """Return the text of a fact, one or more lines."""
     match name, value:
         case "points", _:
             return [

@@ -257,7 +257,6 @@ def _devices(device: str, *, on_ray: bool) -> tuple[str, int]:
 
 
 def _is_proved(key: VerificationKey, witness: Path, proof: Path, public: Path) -> bool:
-    """Return whether there is a valid proof of a witness's public inputs."""
     from accelerant.zk.formats import Witness
     from accelerant.zk.groth16 import Proof, verify
 

@@ -85,12 +85,12 @@ def _parts(config: _Config) -> dict[str, tuple[Part, ...]]:
     return parts
 
 
-def _layout(model_type: str, architecture: str, prefix: str, positions: int, kinds: int) -> Layout:
-    return Layout(
-        model_type=model_type, architecture=architecture, prefix=prefix, embedding="embeddings.word_embeddings.weight",
+LAYOUTS = {
+    kind: Layout(
+        model_type=kind, architecture=architecture, prefix=prefix, embedding="embeddings.word_embeddings.weight",
         fields={
-            "vocab_size": ("vocab_size", 30522), "positions": ("max_position_embeddings", positions),
-            "kinds": ("type_vocab_size", kinds), "layers": ("num_hidden_layers", 12),
+            "vocab_size": ("vocab_size", 30522), "positions": ("max_position_embeddings", 512),
+            "kinds": ("type_vocab_size", 2), "layers": ("num_hidden_layers", 12),
             "heads": ("num_attention_heads", 12), "width": ("hidden_size", 768), "hidden": ("intermediate_size", 3072),
             "eps": ("layer_norm_eps", 1e-12),
         },
@@ -100,14 +100,12 @@ def _layout(model_type: str, architecture: str, prefix: str, positions: int, kin
         },
         from_fields=_from_fields, more_fields=lambda config: {}, parts=_parts,
         ignored=re.compile(r"embeddings\.(position_ids|token_type_ids)|(pooler|cls|lm_head)\..*"),
-    )  # fmt: skip
-
-
-LAYOUTS = {
-    "bert": _layout("bert", "BertModel", "bert.", 512, 2),
-    "roberta": _layout("roberta", "RobertaModel", "roberta.", 512, 2),
-    "xlm-roberta": _layout("xlm-roberta", "XLMRobertaModel", "roberta.", 512, 2),
-}
+    )
+    for kind, architecture, prefix in (
+        ("bert", "BertModel", "bert."), ("roberta", "RobertaModel", "roberta."),
+        ("xlm-roberta", "XLMRobertaModel", "roberta."),
+    )
+}  # fmt: skip
 
 
 class _Block(nn.Module):

@@ -27,9 +27,7 @@ from accelerant.ops._library import autocast_dtype, autocasts, is_plain, keys_of
 from accelerant.ops._per_example import is_traced
 from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, Float8Weights, refuses_device
 from accelerant.ops.recurrent.op import recurrent
-from accelerant.ops.transformer.block import (
-    fused_linear,
-)
+from accelerant.ops.transformer.block import fused_linear
 from accelerant.runtime.memory.limits import only_counts
 
 FUSED = {"cuda"}
@@ -75,10 +73,7 @@ def may_fuse(x: Tensor) -> bool:
 
 
 def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
-    """Return whether layers may run as one autograd function.
-
-    They may on a GPU, if they may be bypassed.
-    """
+    """Return whether layers may run as one autograd function: on a GPU, if they may be bypassed."""
     return may_fuse(x) and may_bypass(x, dtype, *layers, feeds_sinks=True)
 
 

@@ -254,7 +254,15 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         update = Update(tensors, groups, workspace, max_norm=most, grad_scale=scale, found_inf=found_inf)
         decays = self._added_decays(owned)
         if update.max_norm is not None and (owned.distributed or decays):
-            _clip_over_processes(update, grads)
+            norm = _norm_over_processes(grads)
+            if update.grad_scale is not None:
+                norm = norm / update.grad_scale
+                if update.found_inf is None:
+                    update.found_inf = norm.isfinite().logical_not().float().reshape(())
+            update.workspace.norm.copy_(norm)
+            factor = ((norm + 1e-6) / update.max_norm).clamp(min=1.0).float()
+            update.grad_scale = factor if update.grad_scale is None else factor * update.grad_scale
+            update.max_norm = None
         if decays:
             params = torch._foreach_mul(tensors.params, decays)
             if update.grad_scale is not None:  # by which the kernels divide
@@ -481,19 +489,6 @@ def _norm_over_processes(grads: Iterable[Tensor]) -> Tensor:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
-
-
-def _clip_over_processes(update: Update, grads: list[Tensor]) -> None:
-    """Clip an update by the norm of its gradients, of which each process may hold a part, in place of the kernels."""
-    norm = _norm_over_processes(grads)
-    if update.grad_scale is not None:
-        norm = norm / update.grad_scale
-        if update.found_inf is None:
-            update.found_inf = norm.isfinite().logical_not().float().reshape(())
-    update.workspace.norm.copy_(norm)
-    factor = ((norm + 1e-6) / cast(float, update.max_norm)).clamp(min=1.0).float()
-    update.grad_scale = factor if update.grad_scale is None else factor * update.grad_scale
-    update.max_norm = None
 
 
 @torch.no_grad()

@@ -280,7 +280,6 @@ def create_app(settings: ServiceSettings) -> FastAPI:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Add the schema of errors to the OpenAPI document."""
     inner = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -303,10 +302,7 @@ _FETCH_S = 3.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens; the first signal ends new work, within `drain_s` the rest.
-
-    A second signal ends that wait: jobs go back to the queue.
-    """
+    """uvicorn's server; the first signal ends new work, and the rest within `drain_s`, the second ends that wait."""
 
     _drain: asyncio.Task[None]
 

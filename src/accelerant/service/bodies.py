@@ -73,7 +73,10 @@ def read_kserve(
         raise FormatError(f"Inference-Header-Content-Length is {size}, the body has {len(body):,} bytes")
     if size > most_json:
         raise FormatError(f"the JSON has {size:,} bytes, more than {most_json:,}: send large tensors as bytes")
-    head = _json(body[:size] if json_bytes is not None else body)
+    try:
+        head = decode_json(body[:size] if json_bytes is not None else body)
+    except ValueError as error:
+        raise FormatError(f"the body is not JSON: {clipped(str(error))}") from None
     if not isinstance(head, dict):
         raise FormatError(f"the body must be a JSON object, got {clipped(head)}")
     tensors = head.get(key, [])
@@ -94,13 +97,6 @@ def read_kserve(
     if json_bytes is not None and size != len(body):
         raise FormatError(f"{len(body) - size:,} bytes follow the last tensor")
     return head, values
-
-
-def _json(data: bytes) -> Any:
-    try:
-        return decode_json(data)
-    except ValueError as error:
-        raise FormatError(f"the body is not JSON: {clipped(str(error))}") from None
 
 
 def _declared(entry: Any, key: str) -> tuple[str, tuple[int, ...], str, int | None]:
@@ -243,10 +239,7 @@ def _listed(name: str, value: Value) -> list[Any]:
 
 
 def read_tensors(format: str, body: bytes, names: Collection[str], *, most_json: int = 1 << 62) -> Values:
-    """Return the arrays of a body by name; `names` are those of .npy arrays, which follow each other in this order.
-
-    Headers of safetensors and metadata of Arrow, which become objects as JSON does, have at most `most_json` bytes.
-    """
+    """Return a body's arrays by name, of .npy in the order of `names`; headers have `most_json` bytes at most."""
     if format == NPY:
         return _read_npy(body, names)
     return {SAFETENSORS: _read_safetensors, ARROW: _read_arrow}[format](body, most_json)

@@ -23,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -67,6 +68,13 @@ _LENGTH = "inference-header-content-length"
 _POLL_S = (0.05, 2.0)  # wait before the first look at a job, and the longest between two; it grows by half
 _AWAY_S = (1.0, 60.0)
 """Time for which a read is repeated while the service is out of reach: of one that never answered, and of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result(Generic[_T]):
+    """The result of a call, after its last step."""
+
+    value: _T
 
 
 class _ClientMethod(Generic[_P, _T]):
@@ -359,10 +367,16 @@ class _ClientMethods:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _own_connections(self) -> None:
-        """Leave the connections to the process that made them: another one would read its answers."""
-        if self._process != os.getpid():
+    def _next(self, steps: Steps[_T], found: Any) -> httpx.Request | float | _Result[_T]:
+        """Return the step after a response or an error of the one before; the result after the last."""
+        if self._process != os.getpid():  # in which another process would read this one's answers
             self._http, self._process = self._connect(), os.getpid()
+        try:
+            return steps.throw(found) if isinstance(found, httpx.TransportError) else steps.send(found)
+        except StopIteration as end:
+            return _Result(end.value)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
 
     def _until(self) -> float:
         return time.monotonic() + self.timeout
@@ -392,7 +406,6 @@ class _ClientMethods:
         return (yield from self._answered("POST", path, until, content=content, headers=headers))
 
     def _wait(self, id: str, until: float) -> Steps[Outputs]:
-        """Wait for the end of a job, and fetch its result."""
         pause, longest = _POLL_S
         while True:
             job = _job((yield from self._json("GET", f"/jobs/{_segment(id)}", until=until)))
@@ -467,25 +480,17 @@ class Client(_ClientMethods):
     _http: httpx.Client
 
     def _run(self, steps: Steps[_T]) -> _T:
-        self._own_connections()
-        go_on: Callable[[Any], httpx.Request | float] = steps.send
         found: Any = None
-        try:
-            while True:
-                step = go_on(found)
-                go_on, found = steps.send, None
-                if isinstance(step, float):
-                    time.sleep(step)
-                    continue
-                try:
-                    found = self._http.send(step)
-                except httpx.TransportError as error:
-                    go_on, found = steps.throw, error
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from None
+        while not isinstance(step := self._next(steps, found), _Result):
+            found = None
+            if isinstance(step, float):
+                time.sleep(step)
+                continue
+            try:
+                found = self._http.send(step)
+            except httpx.TransportError as error:
+                found = error
+        return step.value
 
     def close(self) -> None:
         """Close the connections."""
@@ -505,25 +510,17 @@ class AsyncClient(_ClientMethods):
     _http: httpx.AsyncClient
 
     async def _run(self, steps: Steps[_T]) -> _T:
-        self._own_connections()
-        go_on: Callable[[Any], httpx.Request | float] = steps.send
         found: Any = None
-        try:
-            while True:
-                step = go_on(found)
-                go_on, found = steps.send, None
-                if isinstance(step, float):
-                    await asyncio.sleep(step)
-                    continue
-                try:
-                    found = await self._http.send(step)
-                except httpx.TransportError as error:
-                    go_on, found = steps.throw, error
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from None
+        while not isinstance(step := self._next(steps, found), _Result):
+            found = None
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+                continue
+            try:
+                found = await self._http.send(step)
+            except httpx.TransportError as error:
+                found = error
+        return step.value
 
     async def close(self) -> None:
         """Close the connections."""
@@ -583,7 +580,6 @@ def _bytes(file: _File) -> bytes:
 
 
 def _segment(name: str) -> str:
-    """Return a name as a segment of a path."""
     if not name.strip(".") or "/" in name:
         raise ConfigError(f"{name!r} is not the name of an operation or a job")
     return quote(name, safe="")

@@ -489,7 +489,6 @@ class GuardedProtocol(HttpToolsProtocol):
             secured.connection_made(transport)
 
     def _begin(self, transport: Any) -> None:
-        """Expect headers soon."""
         super().connection_made(transport)
         self._header_bytes, self._in_headers, self._awaits_headers = 0, False, True
         self._header_timer: asyncio.TimerHandle | None = None
@@ -673,7 +672,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
 
     def _end(self) -> None:
-        """Send the last answer."""
         last, self._last = self._last or b"", b""
         if not self.transport.is_closing():
             self.transport.write(last)

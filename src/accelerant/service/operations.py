@@ -7,6 +7,7 @@ packages add operations by an entry point of the group "accelerant.operations" (
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import math
@@ -23,19 +24,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model, field_validator
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.parameters import FIELDS, field_of
-from accelerant.config import override
-from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
+from accelerant.config import override, similar
+from accelerant.errors import AccelerantError, ConfigError, FormatError, RangeError, ShapeError
 from accelerant.runtime.files import clipped, decode_json
 from accelerant.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from accelerant.accelerator import Accelerator
+    from accelerant.ops.registry import PublicOp
     from accelerant.service.jobs.worker import Context
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -393,42 +395,17 @@ _CPU_FLOPS_S = 2e10
 _CPU_ELEMENTS_S = 1e8
 
 
-class GeluParameters(Parameters):
-    """Options of ops.gelu."""
-
-    approximate: Literal["none", "tanh"] = "none"
-
-
-class SoftmaxParameters(Parameters):
-    """Options of ops.softmax."""
-
-    dim: Annotated[int, Field(ge=-8, lt=8)] = -1
-
-
-class NormParameters(Parameters):
-    """Options of ops.layer_norm."""
-
-    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-
-
-class AttentionParameters(Parameters):
-    """Options of ops.attention."""
-
-    causal: Annotated[bool, Field(validation_alias=AliasChoices("causal", "is_causal"))] = False
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-
-
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ShapeError(message)
 
 
-def _check_softmax(inputs: Arrays, parameters: SoftmaxParameters) -> None:
+def _check_softmax(inputs: Arrays, parameters: Any) -> None:
     n = inputs["x"].ndim
     _require(-n <= parameters.dim < n, f"dim {parameters.dim} is no axis of x of shape {inputs['x'].shape}")
 
 
-def _check_norm(inputs: Arrays, parameters: NormParameters) -> None:
+def _check_norm(inputs: Arrays, parameters: Any) -> None:
     x = inputs["x"]
     _require(x.ndim > 0, "x must have an axis")
     for name in ("weight", "bias"):
@@ -455,7 +432,7 @@ def _matmul_cost(inputs: Arrays, parameters: NoParameters) -> float:
     return operations / _CPU_FLOPS_S
 
 
-def _check_attention(inputs: Arrays, parameters: AttentionParameters) -> None:
+def _check_attention(inputs: Arrays, parameters: Any) -> None:
     q, k, v = (inputs[name] for name in "qkv")
     good = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     good = good and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype == v.dtype
@@ -463,22 +440,22 @@ def _check_attention(inputs: Arrays, parameters: AttentionParameters) -> None:
     _require(good, f"q (B, Hq, S, D), k and v (B, Hkv, T, D) must fit, Hkv divide Hq, and dtypes agree; got {shapes}")
 
 
-def _attention_cost(inputs: Arrays, parameters: AttentionParameters) -> float:
+def _attention_cost(inputs: Arrays, parameters: Any) -> float:
     q, k = inputs["q"], inputs["k"]
     return 4.0 * float(q.size * k.shape[2]) / _CPU_FLOPS_S
 
 
 def _neural(
-    name: str, summary: str, inputs: Sequence[str], parameters: type[Parameters],
+    name: str, summary: str, inputs: Sequence[str], options: dict[str, Any],
     cost: Callable[[Arrays, Any], float] | None = None, *, optional: Sequence[str] = (), **more: Any,
 ) -> None:  # fmt: skip
-    """Add an operation whose inputs are the op's tensors, in order, and its parameters the op's options."""
+    """Add an operation whose inputs are the op's tensors, in order, its parameters the op's options."""
 
-    def run(given: Arrays, options: Any, context: Context) -> Results:
+    def run(given: Arrays, parameters: Any, context: Context) -> Results:
         tensors = [given.get(each) for each in inputs]
-        return {"y": np.asarray(getattr(accelerator_on(context.device), name)(*tensors, **options.model_dump()))}
+        return {"y": np.asarray(getattr(accelerator_on(context.device), name)(*tensors, **parameters.model_dump()))}
 
-    first = inputs[0]
+    first, parameters = inputs[0], create_model(f"{name}_parameters", __base__=Parameters, **options)
     OPERATIONS[name] = OpSpec(
         name, summary, "neural", tuple(TensorSpec(each, _FLOATS, optional=each in optional) for each in inputs),
         (TensorSpec("y", _FLOATS),), parameters, run, cost or (lambda given, _: given[first].size / _CPU_ELEMENTS_S),
@@ -486,18 +463,26 @@ def _neural(
     )  # fmt: skip
 
 
-_neural("gelu", "Gaussian error linear unit", ["x"], GeluParameters, elementwise=True)
-_neural("softmax", "Softmax along an axis", ["x"], SoftmaxParameters, check=_check_softmax)
 _neural(
-    "layer_norm", "Layer normalization of rows", ["x", "weight", "bias"], NormParameters, check=_check_norm,
-    optional=("weight", "bias"),
+    "gelu", "Gaussian error linear unit", ["x"], {"approximate": (Literal["none", "tanh"], "none")}, elementwise=True
+)
+_neural(
+    "softmax", "Softmax along an axis", ["x"], {"dim": (Annotated[int, Field(ge=-8, lt=8)], -1)}, check=_check_softmax
+)
+_neural(
+    "layer_norm", "Layer normalization of rows", ["x", "weight", "bias"],
+    {"eps": (Annotated[float, Field(gt=0, lt=1)], 1e-5)}, check=_check_norm, optional=("weight", "bias"),
 )  # fmt: skip
 _neural(
-    "matmul", "Product of matrices", ["a", "b"], NoParameters, _matmul_cost, check=_check_matmul,
+    "matmul", "Product of matrices", ["a", "b"], {}, _matmul_cost, check=_check_matmul,
     result_bytes=_matmul_bytes,
 )  # fmt: skip
 _neural(
-    "attention", "Scaled dot-product attention, also with fewer heads of keys", ["q", "k", "v"], AttentionParameters,
+    "attention", "Scaled dot-product attention, also with fewer heads of keys", ["q", "k", "v"],
+    {
+        "causal": (Annotated[bool, Field(validation_alias=AliasChoices("causal", "is_causal"))], False),
+        "scale": (Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, None),
+    },
     _attention_cost, check=_check_attention,
 )  # fmt: skip
 
@@ -742,7 +727,6 @@ class SearchParameters(Parameters):
 
 @functools.lru_cache(maxsize=16)
 def _collection(place: str, device: str) -> Any:
-    """Return an open collection, which a worker keeps."""
     from accelerant.search import Collection
 
     location, _, name = place.rpartition("/")
@@ -775,6 +759,88 @@ def search(inputs: Arrays, parameters: SearchParameters, context: Context) -> Re
     matches = {"ids": found.ids, "selected": found.selected, "age_s": found.age_s, "payloads": found.payloads}
     scores = np.array(found.scores, np.float32).reshape(len(inputs["queries"]), -1)
     return {"matches": _text(json.dumps(matches)), "scores": scores}
+
+
+# --- any public op: its tensors are the inputs, its options the parameters -------------------------------------------
+#
+# The setting `ops` names those that are offered. Their shapes are computed without memory, on torch's meta device, so
+# that the server refuses what the op would refuse, and knows the size of the result. For that it imports torch.
+
+_INTEGERS = ("INT64", "INT32", "INT8")
+_CPU_OP_ELEMENTS_S = 1e7
+
+
+class OpParameters(Parameters):
+    """Options of an op."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)  # a type that JSON has no value for keeps its default
+
+
+def op_spec(name: str) -> OpSpec:
+    """Return the operation of a public op, whose outputs are y, y1, ...; ConfigError for a name that is no op's."""
+    from accelerant.ops.registry import public_ops
+
+    if name not in public_ops():
+        raise ConfigError(f"ops: there is no op {clipped(name)}{similar(name, public_ops())}")
+    op = public_ops()[name]
+    signature = inspect.signature(op.function, eval_str=True)
+    declared = inspect.signature(op.function).parameters.values()
+    tensors = {each.name: each for each in declared if str(each.annotation).startswith("Tensor")}
+    options: dict[str, Any] = {
+        each.name: (each.annotation, ... if each.default is inspect.Parameter.empty else each.default)
+        for each in signature.parameters.values()
+        if each.name not in tensors
+    }
+
+    def shaped(given: Arrays, parameters: Any) -> tuple[Any, ...]:
+        return _shaped(op, given, {each: getattr(parameters, each) for each in options})
+
+    def run(given: Arrays, parameters: Any, context: Context) -> Results:
+        arguments = {each: given.get(each) for each in tensors} | {each: getattr(parameters, each) for each in options}
+        found = getattr(accelerator_on(context.device), name)(**arguments)
+        return {f"y{i or ''}": np.asarray(y) for i, y in enumerate(found if isinstance(found, tuple) else (found,))}
+
+    outputs = ("y", "y1") if str(signature.return_annotation).startswith("tuple") else ("y",)
+    return OpSpec(
+        name, (op.function.__doc__ or "").partition("\n")[0].rstrip("."), "neural", _inputs(op, tensors),
+        tuple(TensorSpec(each, (*_FLOATS, *_INTEGERS)) for each in outputs),
+        create_model(f"{name}_parameters", __base__=OpParameters, **options), run,
+        lambda given, parameters: sum(x.size for x in given.values()) / _CPU_OP_ELEMENTS_S,
+        check=lambda given, parameters: [*shaped(given, parameters)].clear(),
+        result_bytes=lambda given, parameters: sum(y.nbytes for y in shaped(given, parameters)),
+    )  # fmt: skip
+
+
+def _inputs(op: PublicOp, tensors: Mapping[str, inspect.Parameter]) -> tuple[TensorSpec, ...]:
+    """Return an op's inputs: integers where its first sample has them, else floating-point numbers."""
+    from accelerant.ops._cases import Indices, Stated
+
+    sample = op.cases.SAMPLES[0].arguments
+    integers = {each for each, one in zip(tensors, sample, strict=False) if isinstance(one, (Indices, Stated))}
+    return tuple(
+        TensorSpec(
+            name, _INTEGERS if name in integers else _FLOATS, optional=each.default is not inspect.Parameter.empty
+        )
+        for name, each in tensors.items()
+    )
+
+
+def _shaped(op: PublicOp, given: Arrays, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the results of a call as tensors without memory; raise what the op raises, or ShapeError."""
+    import torch
+
+    metas = {
+        name: torch.empty(x.shape, dtype=torch.from_numpy(np.empty(0, x.dtype)).dtype, device="meta")
+        for name, x in given.items()
+    }
+    try:
+        with torch.no_grad():
+            found = op.function(**metas, **options)
+    except AccelerantError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever torch raises for these shapes
+        raise ShapeError(f"{op.name}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    return found if isinstance(found, tuple) else (found,)
 
 
 # --- operations of other packages -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,7 +74,7 @@ _LEDGER_COLUMNS = (
 _LEDGER_EVERY = 3  # seconds between two readings of the workers' ledgers for a page
 
 
-class Telemetry:
+class Telemetry(Collector):
     """Counts of requests, samples of devices, read within its context, and the queue's state; of one event loop."""
 
     stream_s: ClassVar[float] = math.inf
@@ -95,7 +95,7 @@ class Telemetry:
             "accelerant_request_seconds", "Time from a request's first byte to its answer.",
             ("operation", "backend", "status"), buckets=BUCKETS_S, registry=self._registry,
         )  # fmt: skip
-        self._registry.register(_ServiceCollector(jobs, settings, self._history))
+        self._registry.register(self)
 
     def register(self, served: ServedModels) -> None:
         """Add the metrics and the ledgers of served models."""
@@ -153,6 +153,31 @@ class Telemetry:
         samples = [history[-1] for history in list(self._history.values())]
         texts = (to_prometheus(samples), prometheus_text(self.ledger()))
         return generate_latest(self._registry) + "".join(texts).encode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the queue's, the jobs' and the workers' metrics, and whether each device is lost."""
+        stats, settings = self._jobs.stats(), self._settings
+        for name, text, value in (
+            ("queue_jobs", "Jobs that wait.", stats.queued),
+            ("queue_jobs_limit", "Waiting jobs at which a request is refused with 429.", settings.queue_jobs),
+            ("queue_bytes", "Bytes of the inputs of waiting jobs.", stats.bytes),
+            ("queue_bytes_limit", "Bytes at which a request is refused with 429.", settings.queue_bytes),
+            ("jobs_running", "Jobs that run.", stats.running),
+        ):
+            yield GaugeMetricFamily(f"accelerant_{name}", text, value)
+        states = GaugeMetricFamily("accelerant_jobs", "Jobs of the store, by state.", labels=["state"])
+        for state, count in stats.jobs.items():
+            states.add_metric([state], count)
+        names = ["device", "worker"]
+        up = GaugeMetricFamily("accelerant_worker_up", "1 while the worker process runs.", labels=names)
+        restarts = CounterMetricFamily("accelerant_worker_restarts", "Starts after the first one.", labels=names)
+        for worker in stats.workers:
+            up.add_metric([worker.label, worker.device], int(worker.alive))
+            restarts.add_metric([worker.label, worker.device], worker.restarts)
+        lost = GaugeMetricFamily("accelerant_device_lost", "1 once a device is lost.", labels=["device"])
+        for device in sorted({*self._history, *(worker.label for worker in stats.workers), *lost_devices()}):
+            lost.add_metric([device], int(device in lost_devices()))
+        yield from (states, up, restarts, lost)
 
     def ledger(self) -> dict[str, Any]:
         """Return what the workers computed, as `Ledger.to_dict()` has it."""
@@ -233,40 +258,6 @@ class Telemetry:
         rows = [row for section in sections(exported) for row in section.rows]
         kept = [{name: row[name] for name in _LEDGER_COLUMNS} for row in rows[:_LEDGER_ROWS]]
         return {"rows": kept, "left_out": len(rows) - len(kept), "fallbacks": exported["fallbacks"]}
-
-
-class _ServiceCollector(Collector):
-    """Metrics that are read from the job service when Prometheus asks for them."""
-
-    def __init__(self, jobs: JobService, settings: ServiceSettings, samples: Mapping[str, object]) -> None:
-        self._jobs = jobs
-        self._settings = settings
-        self._samples = samples
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the queue's, the jobs' and the workers' metrics, and whether each device is lost."""
-        stats, settings = self._jobs.stats(), self._settings
-        for name, text, value in (
-            ("queue_jobs", "Jobs that wait.", stats.queued),
-            ("queue_jobs_limit", "Waiting jobs at which a request is refused with 429.", settings.queue_jobs),
-            ("queue_bytes", "Bytes of the inputs of waiting jobs.", stats.bytes),
-            ("queue_bytes_limit", "Bytes at which a request is refused with 429.", settings.queue_bytes),
-            ("jobs_running", "Jobs that run.", stats.running),
-        ):
-            yield GaugeMetricFamily(f"accelerant_{name}", text, value)
-        states = GaugeMetricFamily("accelerant_jobs", "Jobs of the store, by state.", labels=["state"])
-        for state, count in stats.jobs.items():
-            states.add_metric([state], count)
-        names = ["device", "worker"]
-        up = GaugeMetricFamily("accelerant_worker_up", "1 while the worker process runs.", labels=names)
-        restarts = CounterMetricFamily("accelerant_worker_restarts", "Starts after the first one.", labels=names)
-        for worker in stats.workers:
-            up.add_metric([worker.label, worker.device], int(worker.alive))
-            restarts.add_metric([worker.label, worker.device], worker.restarts)
-        lost = GaugeMetricFamily("accelerant_device_lost", "1 once a device is lost.", labels=["device"])
-        for device in sorted({*self._samples, *(worker.label for worker in stats.workers), *lost_devices()}):
-            lost.add_metric([device], int(device in lost_devices()))
-        yield from (states, up, restarts, lost)
 
 
 def _present(labels: Iterable[str]) -> list[ComputeDevice]:

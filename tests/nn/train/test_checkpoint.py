@@ -82,17 +82,10 @@ def test_a_flipped_bit_is_noticed(path):
         load_checkpoint(path)
 
 
-def test_a_changed_document_is_noticed(path):
-    content = path.read_bytes()
-    assert content.count(b'step\\": 3') == 1
-    path.write_bytes(content.replace(b'step\\": 3', b'step\\": 4'))
-    with pytest.raises(FormatError, match="does not match its checksum"):
-        load_checkpoint(path)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (b'step\\": 3', b'step\\": 4'),  # of the document
         (b'"c":{', b'"d":{'),  # the order of names stays
         (b'"dtype":"BF16","shape":[3]', b'"dtype":"F16", "shape":[3]'),
         (b'"shape":[2,3]', b'"shape":[3,2]'),

@@ -200,20 +200,11 @@ def test_batches_that_are_no_tensors_are_refused():
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-def test_accumulated_parts_are_one_large_batch():
-    whole, parts = made(), made()
-    a = fit(whole, *spiral(64, 0), with_(batch_size=32))
-    b = fit(parts, *spiral(64, 0), with_(batch_size=32, accumulate=8))
-    assert b.losses == pytest.approx(a.losses, rel=1e-5)
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
-def test_parts_with_fewer_targets_count_for_less():
-    """Twelve of 64 rows have a target: of an epoch's sixteen parts of four rows, four or more have none."""
+@pytest.mark.parametrize("targets", [64, 12])
+def test_accumulated_parts_are_one_large_batch_by_their_targets(targets):
+    """With 12 targets in 64 rows, of an epoch's sixteen parts of four rows four or more have none."""
     x, y = spiral(64, 0)
-    y = y.clone()
-    y[12:] = -100
+    y[targets:] = -100
     whole, parts = made(), made()
     a = fit(whole, x, y, with_(batch_size=32))
     b = fit(parts, x, y, with_(batch_size=32, accumulate=8))

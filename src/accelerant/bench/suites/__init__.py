@@ -1,1 +1,1 @@
-"""One module a suite; each has `run(device, ...) -> BenchmarkRecord`."""
+"""One module a suite."""

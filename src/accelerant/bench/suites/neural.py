@@ -26,20 +26,28 @@ from accelerant.bench import record, suite, timer
 from accelerant.bench.record import OURS, OUT_OF_MEMORY, Row, failure_note
 from accelerant.bench.subjects import OPS, naive, numpy_call
 from accelerant.bench.suite import SuiteCase, SuiteRun, dtypes_named, option
-from accelerant.bench.suites import neural_plan
 from accelerant.bench.suites.neural_cases import (
+    BASELINES,
+    RUNNERS,
     CaseWork,
+    Libraries,
+    Maker,
     OpCase,
     Oracle,
+    PlannedCase,
     as_tuple,
     benchmarks_of,
     call_of,
     odd_benchmarks_of,
+    parse_sizes,
+    plan,
+    runners_of,
     shapes_label,
     shrunk,
+    sized,
+    sweep_sizes,
     work_of,
 )
-from accelerant.bench.suites.neural_plan import BASELINES, Maker, PlannedCase, parse_sizes, plan, sized
 from accelerant.bench.suites.precompile import Task, compile_first, compiling, groups_of, own_kernels
 from accelerant.bench.timer import first_ms, time_ms
 from accelerant.config import override
@@ -77,7 +85,7 @@ class NeuralSuite(suite.Suite):
         "--device cpu",
         "--dtype bf16 --dtype fp16 --dtype fp32 --odd --sweep --out folder",
     )
-    libraries: ClassVar[neural_plan.Libraries] = {}
+    libraries: ClassVar[Libraries] = {}
     """Peers besides PEERS, for the comparisons outside the package."""
 
     op: tuple[str, ...] = option((), "Only this op; may be repeated.")
@@ -148,7 +156,7 @@ class NeuralSuite(suite.Suite):
         return plan(
             self.op, dtypes=list(dtypes_named(self.dtype or ()).values()), against=self.against or (),
             budget_s=self.budget_s, gpu=gpu, tables=self.tables, odd=self.odd,
-            sweep=neural_plan.sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
+            sweep=sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
             libraries=self.libraries,
         )  # fmt: skip
 
@@ -223,7 +231,7 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
         # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
         base = Row("neural", one.op, label, "", "", part=one.part, note=failure_note(error, kind=OUT_OF_MEMORY))
-        names = (OURS, *(neural_plan.RUNNERS.get(name, name) for name in one.peers))
+        names = (OURS, *(RUNNERS.get(name, name) for name in one.peers))
         run.add(*(replace(base, runner=name) for name in names))
     for row in rows:
         if row.wrong and row.compared:
@@ -312,8 +320,7 @@ class _Runner:
 
 
 def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
-    """Yield each runner's rows as they are measured."""
-    runners = neural_plan.runners_of(case, one)
+    runners = runners_of(case, one)
 
     def plain(direction: str) -> Callable[[], Any]:
         return call_of(public_op(case.name).function, case, direction)
@@ -429,7 +436,6 @@ def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: boo
 
 
 def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
-    """Return the row with its times, or with the reason for their absence."""
     if ready.call is None or ready.fn is None:
         return ready.row
     case, budget_s = this.case, this.planned.budget_s
@@ -470,10 +476,7 @@ def _copies(fn: Callable[..., Any], case: OpCase) -> list[Callable[[], Any]]:
 
 
 def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """Return the peak memory of a call, its results included, above what was allocated before.
-
-    On a CPU it is that of the tensors which torch's operations return; what a kernel allocates inside is not seen.
-    """
+    """Return the peak memory of a call above what was allocated before; on a CPU that of torch's results alone."""
     if device.type != "cuda":
         with LiveSet(device.type) as live:
             call()

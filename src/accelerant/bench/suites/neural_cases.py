@@ -1,4 +1,10 @@
-"""A case of the neural suite with its tensors: the calls to time, their least work, and the check of their results.
+"""The cases of the neural suite: their plan, their tensors and calls, and the check of their results.
+
+The plan, made without a device, orders the cases and estimates their times. It has four parts: the tables of the ops
+(their BENCHMARKS, in each requested dtype), requested sizes, odd sizes (their LARGE samples, which the tests run too),
+and a sweep from 2^10 to 2^28 elements of the ops that work row by row. Cases with targets come first, then the rest of
+the tables in the first dtype, odd sizes, the other dtypes, and the sweep, so that an incomplete run has what matters
+most. On a CPU the tables' cases have fewer rows.
 
 A case is an op on the arguments of a Benchmark. It is measured forward, backward, or both together where a program
 never has one without the other. Before a runner is timed, its results are compared with the op's reference in float64:
@@ -8,17 +14,22 @@ dtype, whichever is more, but never above one half.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import re
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelerant.bench.subjects import OPS, attention_flops, varlen_flops
-from accelerant.ops._cases import Benchmark
+from accelerant.bench.record import NAIVE, NUMPY, OURS, UNFUSED
+from accelerant.bench.subjects import COMPOSITIONS, NOT_BY_ROWS, OPS, attention_flops, unfused, varlen_flops
+from accelerant.errors import ConfigError
+from accelerant.ops._cases import Benchmark, Fractions, Indices, SampleInput, Stated
 from accelerant.ops.registry import public_op
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
@@ -102,10 +113,7 @@ def shrunk(name: str, inputs: Sequence[Tensor | None], rows: int) -> Inputs:
 
 
 def first_rows(inputs: Sequence[Tensor | None], rows: int, shared: Sequence[int] = ()) -> Inputs:
-    """Return the first rows of the first argument, and of the arguments that have one entry for each of its rows.
-
-    `shared` has the indices of arguments that are the same for every row, such as weights.
-    """
+    """Return the first rows of the first argument, and of those with an entry for each, except the indices `shared`."""
     first = inputs[0]
     if first is None or not first.ndim or len(first) <= rows:
         return tuple(inputs)
@@ -360,3 +368,356 @@ def _affordable(case: OpCase, flops: int) -> Inputs:
 def _cut_to(name: str, inputs: Inputs, share: float) -> Inputs:
     rows = 0 if inputs[0] is None else max(1, int(len(inputs[0]) * share))
     return first_rows(inputs, rows - rows % _ROWS if rows > _ROWS else rows, OPS[name].shared)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+Maker = Callable[[], Callable[..., Any]]
+"""Returns a peer's function; raises UnsupportedCase where its library is absent."""
+
+Libraries = Mapping[str, Mapping[str, Maker]]  # op -> peer's name -> its maker, for peers besides those that torch has
+
+BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
+"""Baselines by the names that --against takes; by default where sizes are requested."""
+
+RUNNERS = {"compile": "torch.compile", **BASELINES}  # runner of a peer, where it differs from the peer's name
+
+_OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
+"""Shares of the budget of each figure: in a further dtype; at odd sizes and in the sweep."""
+
+_SWEEP_PEERS, _ODD_PEERS, _FLOAT32_PEERS = ("torch", "compile"), ("torch",), ("torch",)
+"""Peers of the sweep, at odd sizes, and in a further float32: the other libraries are for 16 bits."""
+
+_NOT_AGAIN = ("compile",)
+"""Peers left out in a further dtype: torch.compile is as fast in float16 as in bfloat16, and compiles for seconds."""
+
+_FIGURE_S = 0.035
+_COMPILED_S = 0.35  # seconds besides the timed calls: of a figure; of loading one torch.compile result from its cache
+
+_COMPILE_S = {"compile": 5.0, "liger": 2.0, "quack": 10.0, "flash_attn_4": 25.0}
+"""Seconds of one core that compiling a peer takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A case to measure; `part` is Row.part: "", "size", "odd" or "sweep".
+
+    `budget_s` are seconds of calls behind each figure; `race` lets dispatch race first, else it chooses as in a user's
+    first call; `deterministic` also measures what that setting costs; `makers` are peers besides torch's.
+    """
+
+    part: str
+    op: str
+    benchmark: Benchmark
+    dtype: torch.dtype
+    against: tuple[str, ...]
+    budget_s: float
+    deterministic: bool = False
+    race: bool = False
+    makers: Mapping[str, Maker] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> str:
+        """The case's name, the same in each run that measures the same."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        options = "".join(f" {key}={value}" for key, value in self.benchmark.sample.options.items())
+        words = (self.part, self.op, f"{self.benchmark.sample.name}{options}", dtype, "+".join(self.against))
+        return " ".join(filter(None, words))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The requested peers that have this op."""
+        return tuple(name for name in self.against if name in ("torch", "compile", *self.makers))
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """The requested baselines that run on the host and have this op."""
+        known = {"numpy": self.op in COMPOSITIONS, "naive": self.op in COMPOSITIONS and self.op not in NOT_BY_ROWS}
+        return tuple(name for name in self.against if known.get(name))
+
+    @property
+    def estimate_s(self) -> float:
+        """Approximate seconds on a large GPU, once everything is compiled."""
+        figures = 2 * (1 + len(self.peers)) + (1 if self.part == "" else 0)
+        elements = sum(math.prod(shape) for shape in self.benchmark.sample.shapes if shape is not None)
+        call_s = 4e-4 + elements * 8 / 2e12  # the cache flush, and a few passes over the arguments
+        flops = 0.0
+        if OPS[self.op].flops is not None:
+            first = self.benchmark.sample.shapes[0] or ()
+            flops = 2.0 * math.sqrt(max(elements, 1)) * (math.prod(first) or 1)
+        call_s += flops / (2e14 if self.dtype != torch.float32 else 3e13)
+        timed = max(self.budget_s, 12 * call_s) + 10 * call_s
+        compiled = (0.1 if self.part == "sweep" else 2 * _COMPILED_S) if "compile" in self.peers else 0.0
+        return figures * (_FIGURE_S + timed) + compiled + (0.25 if self.race else 0.0)
+
+    @property
+    def compile_s(self) -> float:
+        """Approximate seconds of one core that compiling takes."""
+        return 1.0 + sum(_COMPILE_S.get(name, 0.0) for name in self.peers)
+
+
+def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
+    """Return the makers of the runners' functions by runner, ours first."""
+    subject = OPS[case.name]
+    makers: dict[str, Maker] = {OURS: lambda: public_op(case.name).function}
+    for peer in one.peers:
+        if peer == "torch":
+            makers["torch"] = lambda: subject.theirs
+        elif peer == "compile":
+            makers[RUNNERS[peer]] = lambda: _compiled(case, one.part)
+        else:
+            makers[RUNNERS.get(peer, peer)] = one.makers[peer]
+    return makers
+
+
+def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
+    """Compile torch's function for the case's sizes; in a sweep, for any number of rows with the largest in view."""
+    function = OPS[case.name].theirs
+    if part != "sweep" or case.inputs[0] is None:
+        return torch.compile(function, dynamic=False)
+    compiled, rows = torch.compile(function), len(case.inputs[0])
+
+    def with_any_rows(*args: Any, **options: Any) -> Any:
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(*args, **options)
+
+    return with_any_rows
+
+
+def plan(
+    names: Sequence[str], *, dtypes: Sequence[torch.dtype] = (), against: Sequence[str], budget_s: float, gpu: bool,
+    tables: bool = True, odd: bool = False, sweep: Sequence[int] = (), sizes: Sequence[Sequence[int]] = (),
+    libraries: Libraries | None = None,
+) -> list[PlannedCase]:  # fmt: skip
+    """Return the cases in the order of measurement; the first of `dtypes`, by default each case's own, has all peers.
+
+    Further dtypes omit torch.compile and have less than `budget_s` seconds of calls behind a figure; a float32 among
+    them omits all peers but torch. `sweep` (numbers of elements) has torch and torch.compile, odd sizes torch;
+    requested `sizes` are measured in every dtype with all peers, see `sized`.
+    """
+    ops = list(names) or list(OPS)
+    first = dtypes[0] if dtypes else None
+
+    def case(part: str, op: str, benchmark: Benchmark, dtype: torch.dtype | None, peers: Sequence[str], budget_s: float,
+             **more: bool) -> PlannedCase:  # fmt: skip
+        dtype = dtype or (benchmark.dtype if gpu else torch.float32)
+        makers = {**OPS[op].peers, **(libraries or {}).get(op, {})}
+        if op in COMPOSITIONS and not benchmark.sample.options.get("interleaved"):
+            makers["unfused"] = functools.partial(unfused, op)
+        return PlannedCase(part, op, benchmark, dtype, tuple(peers), budget_s, makers=makers, **more)
+
+    benchmarks = [(op, one if gpu else for_cpu(op, one)) for op in ops for one in benchmarks_of(op)] if tables else []
+    by_dtype: list[list[PlannedCase]] = []
+    for i, dtype in enumerate((dtypes or (None,)) if tables else ()):
+        budget, peers = budget_s * (_OTHER_DTYPE if i else 1.0), against
+        if i:
+            kept = _FLOAT32_PEERS if dtype == torch.float32 else set(against) - {*_NOT_AGAIN}
+            peers = [name for name in against if name in kept]
+        options = {"deterministic": gpu and not i, "race": gpu}
+        by_dtype.append([case("", op, one, dtype, peers, budget, **options) for op, one in benchmarks])
+    requested = [
+        case("size", op, sized(op, size), dtype, against, budget_s, race=gpu)
+        for op in ops for size in sizes for dtype in dtypes or (None,)
+    ]  # fmt: skip
+    few = budget_s * _MANY_SIZES
+    uneven, swept = [], []
+    for op in ops if odd else ():
+        peers = [name for name in against if name in _ODD_PEERS]
+        uneven += [case("odd", op, one, first, peers, few) for one in odd_benchmarks_of(op, first or torch.bfloat16)]
+    for op in ops:  # the largest first: torch.compile compiles for any number of rows with the largest in view
+        for size in sorted(sweep, reverse=True):
+            resized = _resized(benchmarks_of(op)[0], size)
+            if resized is not None:
+                several = (resized.sample.shapes[0] or ())[0] > 1
+                peers = [name for name in against if name in _SWEEP_PEERS and (several or name != "compile")]
+                swept.append(case("sweep", op, resized, first, peers, few))
+    main, others = [*requested, *itertools.chain(*by_dtype[:1])], list(itertools.chain(*by_dtype[1:]))
+    aimed = [each for each in (*main, *others) if has_target(each.benchmark) and each.dtype == each.benchmark.dtype]
+    return list({each.key: each for each in (*aimed, *main, *uneven, *others, *swept)}.values())
+
+
+def has_target(benchmark: Benchmark) -> bool:
+    """Return whether a benchmark names a time, speed or memory to reach."""
+    times = (benchmark.forward_ms, benchmark.backward_ms, benchmark.both_ms, benchmark.forward_x, benchmark.backward_x)
+    return any(target is not None for target in (*times, benchmark.peak_mib))
+
+
+_CPU_ELEMENTS = 2**20
+_CPU_FLOPS = 3 * 10**8  # limits of a case on a CPU, as far as it has rows to spare: some milliseconds on two cores
+
+_CPU_MOST = 40 * 10**6
+"""Limit of all elements of a case, weights and tables included; beyond it a smaller, tested size is taken."""
+
+_CPU_HEADS, _CPU_LENGTH = 4, 256  # limits of attention
+
+
+def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
+    """Return a table's case with fewer rows, or a tested size where the arguments shared by all rows are too large."""
+    sample = benchmark.sample
+    if op == "attention":
+        (_, heads, length, width), (_, key_heads, keys, _) = (sample.shapes[i] or () for i in (0, 1))
+        kept = min(key_heads, max(1, _CPU_HEADS * key_heads // heads))
+        q = (1, kept * heads // key_heads, min(length, _CPU_LENGTH), width)
+        k = (1, kept, min(keys, _CPU_LENGTH), width)
+        return replace(benchmark, sample=SampleInput("x".join(map(str, q)), (q, k, k), sample.options))
+    tested = min(filter(OPS[op].odd, public_op(op).cases.LARGE), key=_elements)
+    if op.startswith("attention_"):  # other arguments hold the positions of their rows
+        return replace(benchmark, sample=tested)
+    fewer = [_with_fewer_rows(op, each) for each in (sample, tested)]
+    return replace(benchmark, sample=next((each for each in fewer if _elements(each) <= _CPU_MOST), fewer[1]))
+
+
+def _elements(sample: SampleInput) -> int:
+    return sum(math.prod(shape) for shape in sample.shapes if shape is not None)
+
+
+def _with_fewer_rows(op: str, sample: SampleInput) -> SampleInput:
+    """Return a sample with as many rows as a CPU has time for."""
+    first, shared = sample.shapes[0] or (1,), OPS[op].shared
+    row_flops = 1
+    if OPS[op].flops is not None:  # the first argument is multiplied by the second
+        row_flops = 2 * math.prod(sample.shapes[1] or (1,))
+        if op == "conv2d":
+            row_flops *= max(1, math.prod(first[2:]) // int(sample.options.get("stride", 1)) ** 2)
+    rows = min(first[0], max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // row_flops))
+    shapes = [
+        (rows, *shape[1:])
+        if shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
+        else shape
+        for i, shape in enumerate(sample.shapes)
+    ]
+    return _reshaped(sample, shapes, sample.name if rows == first[0] else f"{sample.name}, {rows} rows")
+
+
+def _reshaped(
+    sample: SampleInput,
+    shapes: Sequence[tuple[int, ...] | None],
+    name: str = "",
+    high: Callable[[Indices], int] | None = None,
+) -> SampleInput:
+    """Return a sample with arguments of other shapes, named after them by default; `high` gives the indices' limit."""
+    arguments: list[Any] = []
+    for argument, shape in zip(sample.arguments, shapes, strict=True):
+        if isinstance(argument, Indices):
+            argument = replace(argument, high=high(argument) if high else argument.high)
+        if isinstance(argument, (Fractions, Indices)) and shape is not None:
+            argument = replace(argument, shape=shape)
+        arguments.append(shape if isinstance(argument, tuple) else argument)
+    name = name or "@".join("x".join(map(str, shape)) for shape in shapes if shape)
+    return SampleInput(name, tuple(arguments), sample.options)
+
+
+# --- requested sizes -------------------------------------------------------------------------------------------------
+
+_NUMBER = r"(2\^\d{1,2}|\d{1,12})"
+_MOST_SIZES = 256
+
+
+def parse_sizes(texts: Sequence[str], flag: str = "--size") -> list[tuple[int, ...]]:
+    """Return the sizes of "4096x4096", "2^20" or "128..8192x1024" (by doubling), each once, at most 256."""
+    found: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        ranges: list[list[int]] = []
+        for factor in text.replace(" ", "").lower().split("x"):
+            match = re.fullmatch(rf"{_NUMBER}(?:\.\.{_NUMBER})?", factor)
+            low, high = (_number(part or factor) for part in match.groups()) if match else (0, 0)
+            if not 0 < low <= high:
+                raise ConfigError(f"{flag}: wanted sizes like 4096x4096, or 128..8192 for a range; got {text!r}")
+            ranges.append([low << i for i in range((high // low).bit_length())])
+        if len(found) + math.prod(map(len, ranges)) > _MOST_SIZES:
+            raise ConfigError(f"{flag}: {text!r} makes more than {_MOST_SIZES} sizes")
+        found |= dict.fromkeys(itertools.product(*ranges))
+    return list(found)
+
+
+def _number(text: str) -> int:
+    base, _, power = text.partition("^")
+    return int(base) << int(power) - 1 if power else int(base)
+
+
+def sized(op: str, size: Sequence[int]) -> Benchmark:
+    """Return a benchmark of an op with the size of its first argument; ConfigError if others do not follow.
+
+    Dimensions that agree in all samples of the op are one number, so other arguments follow. A size may also have all
+    numbers, in the order of the arguments (M, K, N for a product), or a single one for all if the first is a matrix.
+    """
+    candidates = [one for one in benchmarks_of(op) if not any(isinstance(x, Stated) for x in one.sample.arguments)]
+    if not candidates:
+        raise ConfigError(f"--size: arguments of {op} state positions of its rows; `bench {op}` measures its table")
+    benchmark, names = max(((one, _names(op, one.sample)) for one in candidates), key=_ties)
+    sample, rank = benchmark.sample, len(benchmark.sample.shapes[0] or ())
+    old = dict(zip(names, _dimensions(sample), strict=True))
+    free = list(old)
+    first = dict.fromkeys(names[:rank])
+    if len(size) not in (len(first), len(free)) and not (len(size) == 1 and rank <= 2):
+        also = f", or {len(free)}" if len(free) > len(first) else ""
+        example = "x".join(map(str, (sample.shapes[0] or ())))
+        given = "x".join(map(str, size))
+        raise ConfigError(f"--size: {op} takes {len(first)} numbers{also}, for example {example}; got {given}")
+    new = dict.fromkeys(free, size[0]) if len(size) == 1 else dict(zip(free, size, strict=False))
+    for name in free[len(new) :]:
+        same = [one for one in first if old[one] == old[name]]
+        half = 2 * old[name] == old[names[rank - 1]]  # rope's tables
+        new[name] = new[same[-1]] if same else new[names[rank - 1]] // 2 if half else old[name]
+    left: Iterator[int] = iter(new[name] for name in names)
+    shapes = [None if shape is None else tuple(itertools.islice(left, len(shape))) for shape in sample.shapes]
+
+    def high(argument: Indices) -> int:
+        classes = [name for name in free if old[name] == argument.high]
+        return new[classes[-1]] if classes and argument.dtype == torch.int64 else argument.high
+
+    return Benchmark(_reshaped(sample, shapes, high=high), benchmark.dtype)
+
+
+def _dimensions(sample: SampleInput) -> list[int]:
+    return [length for shape in sample.shapes if shape is not None for length in shape]
+
+
+def _names(op: str, sample: SampleInput) -> list[int]:
+    """Return, for each dimension, the index of the first that equals it in all samples of the same ranks."""
+
+    def form(one: SampleInput) -> list[int | None]:
+        return [None if shape is None else len(shape) for shape in one.shapes]
+
+    cases = public_op(op).cases
+    others = [*cases.SAMPLES, *cases.LARGE, *(one.sample for one in cases.BENCHMARKS)]
+    columns = list(zip(*(_dimensions(one) for one in others if form(one) == form(sample)), strict=True))
+    return [columns.index(column) for column in columns]
+
+
+def _ties(pair: tuple[Benchmark, list[int]]) -> tuple[int, int]:
+    """Return how many other dimensions equal one of the first argument's, and the number of dimensions."""
+    benchmark, names = pair
+    dimensions, first = _dimensions(benchmark.sample), len(benchmark.sample.shapes[0] or ())
+    tied = sum(dimensions[name] in dimensions[:first] for name in set(names) if name >= first)
+    return tied, len(dimensions)
+
+
+def sweep_sizes(largest: int = 28) -> list[int]:
+    """Return 2^10 to 2^largest in powers of four, and after every second an odd number, whose tensor has one row."""
+    both = ((1 << power, (1 << power) - power % 4 // 2) for power in range(10, largest + 1, 2))
+    return [size for pair in both for size in dict.fromkeys(pair)]
+
+
+def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
+    """Return a benchmark with `size` elements in its first argument; None if others do not follow its rows."""
+    first = benchmark.sample.arguments[0]
+    if not isinstance(first, tuple) or len(first) != 2:
+        return None
+    columns = first[1]
+    is_round = size & (size - 1) == 0
+    shape = (size // columns, columns) if is_round and size >= columns else (1, size)
+    shapes: list[tuple[int, ...] | None] = []
+    for argument, old in zip(benchmark.sample.arguments, benchmark.sample.shapes, strict=True):
+        if isinstance(argument, Indices) and old is not None:
+            shapes.append((shape[0], *old[1:]))
+        elif old in (first, (columns,)):
+            shapes.append(shape if old == first else (shape[1],))
+        else:
+            return None
+    sample = _reshaped(
+        benchmark.sample, shapes, high=lambda one: min(one.high, shape[1])
+    )  # classes, as many as columns
+    return Benchmark(replace(sample, name="x".join(map(str, shape))), benchmark.dtype)

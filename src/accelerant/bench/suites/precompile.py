@@ -24,8 +24,7 @@ import torch._inductor.config
 
 from accelerant.bench.record import BenchmarkRecord, Environment
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun
-from accelerant.bench.suites.neural_cases import OpCase, call_of
-from accelerant.bench.suites.neural_plan import PlannedCase, runners_of
+from accelerant.bench.suites.neural_cases import OpCase, PlannedCase, call_of, runners_of
 from accelerant.config import override
 from accelerant.ops.registry import public_op
 from accelerant.runtime.dispatch import Decision, explain_quietly, force, operations
@@ -97,10 +96,7 @@ def precompile(
     groups: Sequence[Sequence[Task]], device: ComputeDevice, workers: int, *, limit_s: float,
     progress: Callable[[str], None] = lambda _: None, share: float | None = None,
 ) -> str:  # fmt: skip
-    """Run groups of tasks, each in one process, and return a note on what is left to the run after `limit_s` seconds.
-
-    `share` is the most of the device's memory for one process, by default what all can have at the same time.
-    """
+    """Run groups of tasks in processes, each with a share of the device's memory; return a note on what is left."""
     count, until = 0, time.monotonic() + limit_s
     workers = max(1, min(workers, len(groups)))
     share = share or min(_MEMORY_SHARE, _MEMORY_ALL / workers)

@@ -80,7 +80,6 @@ def _host_row(run: SuiteRun, op: str, case: str, runner: str, implementation: st
 
 
 def _launches(run: SuiteRun) -> list[Row]:
-    """Measure a kernel launch through the provider, through cuda.core, and torch's add_."""
     device = run.device
     provider = registry.create(device.backend)
     kernel = provider.compile(field_add_source(), device=device.index)
@@ -104,7 +103,6 @@ def _launches(run: SuiteRun) -> list[Row]:
 
 
 def _calls(run: SuiteRun) -> list[Row]:
-    """Measure eager calls of small ops, with and without autograd recording."""
     where, dtype = run.torch_device, torch.bfloat16 if run.gpu else torch.float32
     x = torch.randn(16, 64, device=where, dtype=dtype)
     w = torch.ones(64, device=where, dtype=dtype)
@@ -126,7 +124,6 @@ def _calls(run: SuiteRun) -> list[Row]:
 
 
 def _compiles(device: ComputeDevice) -> list[Row]:
-    """Measure compiles of a C kernel and of a Triton kernel, with an empty and with a filled disk cache."""
     provider = registry.create(device.backend)
     sources = {"field_add": field_add_source()}
     if device.backend == "cuda":
@@ -156,11 +153,7 @@ _ALLOWED_ERROR = 1e-2
 
 
 def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
-    """Measure stream_chunks, the same chunks one after the other, and the overlap of copies and work.
-
-    On an H200 the function's matrix products take about as long as a chunk's transfer, so that each of the three stages
-    can hide the others.
-    """
+    """Measure stream_chunks, the same chunks one after the other, and the overlap of copies and work."""
     run.require_ceiling("link", budget_s)
     where, work = run.torch_device, _StreamedWork(run)
     label = f"{size_name(work.array.nbytes)} in {size_name(work.chunk_bytes)} chunks, {work.products} products each"

@@ -79,7 +79,7 @@ def _checked(path: Path, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor
     """Read a checkpoint's file, and verify this rank's share of its shards, if it has any."""
     if not path.is_file():
         raise MissingFile(f"no checkpoint {path}")
-    tensors, metadata = _read(path, "checkpoint")
+    tensors, metadata = read_tensors(path, "checkpoint")
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} is not a checkpoint of this program: format {metadata.get('format')!r}")
     text = metadata.get("document", "")
@@ -119,12 +119,8 @@ def _from_shards(
 _OF_RANK = re.compile(r"rank\d+\.random\.")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file to the host; raise FormatError if it is missing or torn."""
-    return _read(path, "model")[0]
-
-
-def _read(path: Path, kind: str, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, kind: str = "model", *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a safetensors file's tensors, if wanted, and metadata; raise FormatError if it is missing or torn."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -146,10 +142,7 @@ _DOCUMENT: dict[str, Any] = {
 
 
 def _load_state(path: Path, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the checkpoint of a training; raise FormatError as `load_checkpoint`, and for values of another type.
-
-    All processes read the same one, or raise.
-    """
+    """Read a training's checkpoint, the same in all processes; FormatError as `load_checkpoint`, or for a type."""
     processes, same = Processes(), dict[str, object]()
     with processes.agreed(same):
         tensors, document, shards = _checked(path, processes.rank, processes.size)
@@ -201,10 +194,7 @@ _RESULT_BYTES = 4 << 20  # the report, metrics, and other small files
 
 
 class Checkpoints:
-    """The last checkpoint of a folder, `path`, and the one before it, `previous`.
-
-    Of several processes each calls every method, in the same order.
-    """
+    """The last checkpoint of a folder, `path`, and `previous`; of several processes each calls every method."""
 
     NAMES = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
     SHARDS = "checkpoint-shards-*"
@@ -263,10 +253,7 @@ class Checkpoints:
         self._saver.start(self.path.parent / self.SHARDS.replace("*", str(own["step"])), named, commit)
 
     def finished(self, *, wait: bool) -> bool:
-        """Return True once for each checkpoint that has been written; with `wait`, when it has.
-
-        Raises OSError, with the rank, for a process that cannot write.
-        """
+        """Return True once for each checkpoint that was written, with `wait` at its end; OSError, with the rank."""
         if self._saver is not None:
             return self._saver.finished(wait=wait)
         written, self._written = self._written, False
@@ -340,7 +327,7 @@ class Checkpoints:
 
 def _document(path: Path) -> dict[str, Any]:
     """Return the document of a checkpoint, without its tensors and unchecked; raise FormatError if it has none."""
-    metadata = _read(path, "checkpoint", tensors=False)[1]
+    metadata = read_tensors(path, "checkpoint", tensors=False)[1]
     try:
         document: dict[str, Any] = typed(dict[str, Any], decode_json(metadata.get("document", "")), "document")
     except ValueError as error:
@@ -358,7 +345,6 @@ def _shards_of(path: Path) -> str | None:
 
 
 def _shard_files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint's shards."""
     folder = _shards_of(path)
     return [] if folder is None else [*(path.parent / folder).glob("*.safetensors")]
 

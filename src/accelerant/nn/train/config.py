@@ -62,7 +62,6 @@ T = TypeVar("T")
 
 
 def _check_field(name: str, value: object, hint: Any) -> None:
-    """Raise ConfigError unless a value fits its field's type and range."""
     if isinstance(hint, types.UnionType):  # of a type and None
         if value is None:
             return
@@ -100,10 +99,7 @@ def _require_type(name: str, value: object, kind: type) -> None:
 
 
 def renamed_settings(values: Mapping[str, Any], betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, Any]:
-    """Return the settings in a file, perhaps of an earlier version, under the names of today; `betas`: by default.
-
-    ConfigError for a setting under both of its names.
-    """
+    """Return a file's settings of any version under today's names; ConfigError for one under both of its names."""
     values = dict(values)
     if twice := [old for old, new in _RENAMED.items() if old in values and new in values]:
         raise ConfigError(f"{twice[0]} and {_RENAMED[twice[0]]} say the same: give one")
@@ -460,27 +456,23 @@ class RunConfig:
         """Return the command line that starts this run in `out` anew; empty if its name is no preset's."""
         if self.name not in PRESETS:
             return ""
-        training, known = self.training, PRESETS[self.name].training
+        training, known = self.training, PRESETS[self.name]
         words = ["accelerant", "train", "--preset", self.name, "--data", *paths_of(self.data), "--device", backend]
         if self.init_from:
             words += ["--init-from", str(self.init_from)]
-        for name in ("steps", "batch_size", "microbatch", "learning_rate", "max_grad_norm", "context"):
-            if getattr(training, name) != getattr(known, name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
-        for name in () if self.init_from else ("layers", "width", "heads"):
-            if getattr(self, name) != getattr(PRESETS[self.name], name):
-                words += [f"--{name}", str(getattr(self, name))]
-        if self.cpu_threads != PRESETS[self.name].cpu_threads:
-            words += ["--threads", str(self.cpu_threads)]
-        if training.seed:
-            words += ["--seed", str(training.seed)]
+        recipe = ("steps", "batch_size", "microbatch", "learning_rate", "max_grad_norm", "context")
+        options = [(name, getattr(training, name), getattr(known.training, name)) for name in recipe]
+        shape = () if self.init_from else ("layers", "width", "heads")
+        options += [(name, getattr(self, name), getattr(known, name)) for name in shape]
+        options += [("threads", self.cpu_threads, known.cpu_threads), ("seed", training.seed, 0)]
+        options += [("log", training.log, "jsonl"), ("precision", training.precision, "auto")]
+        for name, value, usual in (*options, ("reduce_dtype", training.reduce_dtype, "float32")):
+            if value != usual:
+                words += [f"--{name.replace('_', '-')}", str(value)]
         if training.deterministic != (backend == "cpu"):
             words.append("--deterministic" if training.deterministic else "--no-deterministic")
         if training.recompute:
             words.append("--recompute")
-        for name, usual in (("log", "jsonl"), ("precision", "auto"), ("reduce_dtype", "float32")):
-            if getattr(training, name) != usual:
-                words += [f"--{name.replace('_', '-')}", getattr(training, name)]
         return shlex.join([*words, *more, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:

@@ -208,11 +208,7 @@ def _grouped(named: Sequence[tuple[str, str]]) -> str:
 
 
 def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
-    """Iterate the regular files below a folder in the order of their names; links to folders are not followed.
-
-    What is left out is appended to `skipped`: hidden files and folders, installed packages, folders of runs of
-    `accelerant train`, and what is no regular file.
-    """
+    """Iterate a folder's regular files by name; hidden ones, links to folders, packages and runs go to `skipped`."""
 
     def skip(path: Path, reason: str) -> None:
         skipped.append((path.relative_to(root).as_posix(), reason))
@@ -439,10 +435,7 @@ def load_corpus(data: Paths, *, seed: int = 0, window_bytes: int = 1024, fixed: 
 def _split(
     documents: Sequence[Document], seed: int, window_bytes: int, fixed: bool
 ) -> tuple[list[Document], list[Document]]:
-    """Cut the documents into blocks, and hold out one of each run of about 10 or 20, drawn by the seed.
-
-    Blocks of one document that follow each other stay together.
-    """
+    """Hold out one block of each run of about 10 or 20, drawn by the seed; neighbours of a part stay one document."""
     total = sum(len(document.data) for document in documents)
     share = _HELD_OUT if total > _LITTLE else _HELD_OUT_OF_LITTLE
     if len(documents) > 1 and total < 8 * window_bytes:  # both parts must have a window
@@ -524,11 +517,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """The tokens of a text in two disjoint parts, and their origin.
-
-    `sha256` is that of the text or the token file, `description` goes to config.json, and `baselines` returns the
-    held-out loss of a unigram and a bigram model of bytes, in nats per byte.
-    """
+    """A text's tokens in two disjoint parts, its origin, and `baselines`: held-out losses of n-gram models of bytes."""
 
     tokenizer: Tokenizer
     train: Tokens
@@ -540,10 +529,7 @@ class TokenizedText:
 
 
 def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, fixed: bool = False) -> TokenizedText:
-    """Read a run's text and tokenize it, with the tokenizer.json `tokenizer_from` if given, or map its token file.
-
-    Raises ConfigError for data that cannot be read or are too short, FormatError for a damaged token file or tokenizer.
-    """
+    """Read and tokenize a run's text, or map its token file; ConfigError for unusable data, FormatError for damaged."""
     watcher.phase("reading the text")
     paths = [Path(name) for name in paths_of(run.data)]
     token_files = [path for path in paths if is_token_file(path)]
@@ -793,7 +779,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _text_parts(path: Path, codec: str, count: _ReadCount) -> Iterator[str]:
-    """Iterate a text file in parts that end between words."""
     decoder = codecs.getincrementaldecoder(codec)("replace")
     text, searched = "", 0
     with _opened(path) as file:

@@ -101,10 +101,7 @@ def split(parts: Sequence[Batch], microbatch: int | None) -> list[Batch]:
 
 
 def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Generator[Sequence[Batch]]:
-    """Iterate steps of one batch, made on the CPU by a thread, which ends when the generator is closed.
-
-    The reader gets them in pinned memory if `pin` is set.
-    """
+    """Iterate steps of one batch, made on the CPU by a thread until the generator is closed, and pinned with `pin`."""
     thread, following = ThreadPoolExecutor(1, "accelerant-batches"), iter(steps[_AHEAD:])
     try:
         ready = deque(thread.submit(make, step) for step in steps[:_AHEAD])
@@ -122,11 +119,9 @@ def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Gene
 class Source(ABC):
     """Data as batches by step.
 
-    Attributes:
-        size, per_step: samples or tokens (`unit`) in the data, and in a step of all processes.
-        microbatch: rows of the batches that the parts of a step are split into; None if they are not split.
-        accumulate: batches of a step in this process; 0 for the config's.
-        fixed: whether the parts of every step have the same shapes.
+    `size` and `per_step` count samples or tokens (`unit`) in the data, and in a step of all processes. The parts of a
+    step are split into batches of `microbatch` rows (None: as they are), `accumulate` of them in this process (0: the
+    config's). `fixed`: the parts of every step have the same shapes.
     """
 
     unit: Literal["samples", "tokens"] = "samples"
@@ -156,10 +151,7 @@ class Source(ABC):
 
     @abstractmethod
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """Iterate the parts of each of some consecutive steps, from `position` on; closing it releases its resources.
-
-        `pin` says to prefetch, and to return pinned memory.
-        """
+        """Iterate the parts of consecutive steps from `position` on, prefetched and pinned with `pin`; close it."""
 
     def position(self) -> dict[str, int]:
         """Return what a resumed run needs in addition to the step."""
@@ -328,7 +320,6 @@ class _LoaderSource(Source):
         return next(self.in_order(1))
 
     def _mine(self, batch: Batch) -> Batch:
-        """Return this process's rows of a batch."""
         if len(batch[0]) % self._processes.size:
             raise ConfigError(
                 f"the loader has a batch of {len(batch[0])} rows, which {self._processes.size} processes cannot share "
@@ -417,7 +408,6 @@ class TokenSource(Source):
         return self._windows(drawn)
 
     def _windows(self, windows: NDArray[np.int64]) -> Batch:
-        """Return the inputs and targets of windows whose tokens are in the vocabulary."""
         if self.vocab_size is not None:
             require_tokens(windows, self.vocab_size, f"the {self._part} part")
         return halves(windows)
@@ -443,7 +433,6 @@ def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source
 
 
 def _tensors(data: Any, name: str) -> Batch:
-    """Return the tensors of a tensor, array or list of numbers, or of several in a tuple or list."""
     if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         return tuple(_tensor(part, name) for part in data)
     return (_tensor(data, name),)
@@ -468,7 +457,6 @@ def _default_precision(tensor: Tensor) -> Tensor:
 
 
 def _as_batch(items: Any) -> Batch:
-    """Return the result of a collate function as a tuple of tensors."""
     if isinstance(items, Tensor):
         return (items,)
     if isinstance(items, tuple | list) and all(isinstance(item, Tensor) for item in items):

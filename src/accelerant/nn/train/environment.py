@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -109,40 +110,34 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, rest
 
 
-def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the result of `random_state`, as far as it is present."""
+def restore_random(
+    tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device, *, trial: bool = False
+) -> None:
+    """Restore the result of `random_state`, as far as it is present; a `trial` sets generators of its own alone."""
     if "cpu" in tensors:
-        torch.set_rng_state(tensors["cpu"])
+        (torch.Generator().set_state if trial else torch.set_rng_state)(tensors["cpu"])
     if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+        on_device: Any = (
+            torch.Generator(device).set_state if trial else partial(torch.cuda.set_rng_state, device=device)
+        )
+        on_device(tensors["cuda"])
     if "python" in tensors and "python" in rest:
         version, gauss = rest["python"]
-        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        of_python: Any = random.Random() if trial else random
+        of_python.setstate((version, tuple(tensors["python"].tolist()), gauss))
     if "numpy" in tensors and "numpy" in rest:
-        position, has_gauss, cached = rest["numpy"]
-        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+        (position, has_gauss, cached), words = rest["numpy"], tensors["numpy"]
+        # NumPy does not check the position, from which it would read beyond its 624 words
+        if words.shape != (624,) or not (0 <= position <= 624 and 0 <= words.min() <= words.max() < 1 << 32):
+            raise ValueError(f"a position of {position}, {tuple(words.shape)} words")
+        of_numpy: Any = np.random.RandomState() if trial else np.random
+        of_numpy.set_state(("MT19937", words.numpy().astype(np.uint32), int(position), int(has_gauss), float(cached)))
 
 
 def require_random(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
-    """Raise FormatError unless `restore_random` accepts the states in a checkpoint; nothing is restored.
-
-    NumPy does not check the position, from which it would read beyond its 624 words.
-    """
+    """Raise FormatError unless `restore_random` accepts the states in a checkpoint; nothing is restored."""
     try:
-        if "cpu" in tensors:
-            torch.Generator().set_state(tensors["cpu"])
-        if device.type == "cuda" and "cuda" in tensors:
-            torch.Generator(device).set_state(tensors["cuda"])
-        if "python" in tensors and "python" in rest:
-            version, gauss = rest["python"]
-            random.Random().setstate((version, tuple(tensors["python"].tolist()), gauss))
-        if "numpy" in tensors and "numpy" in rest:
-            position, has_gauss, cached = rest["numpy"]
-            words = tensors["numpy"]
-            if words.shape != (624,) or not (0 <= position <= 624 and 0 <= words.min() <= words.max() < 1 << 32):
-                raise ValueError(f"a position of {position}, {tuple(words.shape)} words")
-            state = ("MT19937", words.numpy().astype(np.uint32), int(position), int(has_gauss), float(cached))
-            np.random.RandomState().set_state(state)
+        restore_random(tensors, rest, device, trial=True)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise FormatError(f"checkpoint {path} has the state of no random generator: {reason}") from None

@@ -27,11 +27,7 @@ _ADD_UP = "this run begins a new ledger. Trainings on the same data add up: give
 
 
 class RunFolder:
-    """The folder that a run writes to.
-
-    config.json is written first and names the format; summary.json is written last: its presence means that the run is
-    finished.
-    """
+    """A run's folder: config.json is written first and names the format, summary.json last, when it is finished."""
 
     FILES = (
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "tokenizer.json",
@@ -82,11 +78,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds {what}: give --out another folder") from None
 
     def start(self, *, overwrite: bool = False) -> str | None:
-        """Prepare the folder for a new run; return a note for the user, or None.
-
-        The files of an earlier run are moved into a subfolder. With `overwrite` they are removed, except a privacy
-        ledger, which is renamed.
-        """
+        """Prepare the folder for a new run, and return a note: an earlier one is moved, or removed (`overwrite`)."""
         note = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -110,10 +102,7 @@ class RunFolder:
         return note
 
     def _move_aside(self, files: Sequence[Path]) -> str:
-        """Move a run's files into a subfolder; return a note for the user.
-
-        They keep together if the process is killed: the next call moves the rest. config.json is moved last.
-        """
+        """Move a run's files into a subfolder, together also if the process is killed; return a note for the user."""
         moving = self.path / self._MOVING
         moving.mkdir(exist_ok=True)
         here = {file.name for folder in (self.path, moving) for file in folder.iterdir() if file.is_file()}
@@ -187,10 +176,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # from
 
 
 class RunLock:
-    """The lock of a run's folder; a context manager that releases it.
-
-    Entering acquires it if the folder exists; `take` creates the folder and acquires it otherwise.
-    """
+    """The lock of a run's folder. Entering acquires it if the folder exists; `take` makes the folder, too."""
 
     NAME = ".accelerant-train.lock"
 

@@ -74,12 +74,7 @@ class StepRecord:
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl; for a resumed run, first removes the lines after its checkpoint.
-
-    Attributes:
-        records: all records in the file, or in memory if the path is None.
-        lost: number of kept steps without a line: all of them if the file is missing.
-    """
+    """Appends to metrics.jsonl, cut to `keep_steps` first; `records` are all, `lost` counts steps without a line."""
 
     def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
         self._path = path
@@ -123,8 +118,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._last: float | torch.cuda.Event = 0.0
-        self.mark()
+        self._last: Any = self._now()
 
     def mark(self) -> None:
         """Start a span."""
@@ -132,8 +126,7 @@ class StepTimer:
 
     def lap(self) -> Callable[[], float]:
         """End a span and start the next; return a function that waits for the device and returns its milliseconds."""
-        start: Any = self._last
-        end: Any = self._now()
+        start, end = self._last, self._now()
         self._last = end
 
         def ms() -> float:
@@ -144,7 +137,7 @@ class StepTimer:
 
         return ms
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -216,11 +209,7 @@ class ProfiledKernel:
 
 
 class StepProfiler:
-    """Profiles steps of a run and writes trace.json (for Chrome), kernels.txt and kernels.json.
-
-    A short run is profiled at its end. On a GPU the times are those of kernels on the device (CUPTI), on the CPU those
-    of torch's operators.
-    """
+    """Profiles steps, of a short run the last, into trace.json (for Chrome), kernels.txt and kernels.json."""
 
     def __init__(self, folder: Path, steps: int, run: range, device: torch.device) -> None:
         self._folder = folder

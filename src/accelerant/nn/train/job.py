@@ -383,7 +383,7 @@ def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[La
         source = hugging_face.described(folder.path, Llama._layouts)
         return hugging_face.built(Llama, source, torch.float32, place).eval(), tokenizer
     elif folder.finished or folder.model.is_file():
-        path, tensors = folder.model, read_tensors(folder.model)
+        path, tensors = folder.model, read_tensors(folder.model)[0]
     else:
         raise FormatError(f"{folder.path} has no model yet: its first checkpoint was not written")
     if not _covers(shape, tokenizer) or shape.layers > len(tensors):
@@ -483,10 +483,7 @@ def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
 
 
 def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: Shape | None) -> None:
-    """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated.
-
-    `shape` is that of a model that the run began with.
-    """
+    """Raise FormatError, before anything is allocated, if a checkpoint is too small for its run's model."""
     vocab_size = 0
     if shape is not None:
         vocab_size = shape.vocab_size
@@ -539,7 +536,6 @@ def _built(shape: Shape) -> LanguageModel:
 
 
 def _shape_of(run: RunConfig, vocab_size: int) -> Shape:
-    """Return the shape of a run's model."""
     context, width = run.training.context, run.width
     if run.model == "rnn":
         return CharRNNConfig(vocab_size, context, run.layers, width)
@@ -622,10 +618,7 @@ class _TextRun:
             write_atomic(folder.tokenizer, tokenizer.encode())
 
     def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> TrainingOutcome:
-        """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal.
-
-        `config`, if given, is written to config.json when the checkpoint is restored; the run is then unfinished.
-        """
+        """Train, from the last checkpoint if `resume`, and write the results; a new `config` when that is restored."""
         if config is not None and self._processes.first:
             self._events.begun = partial(self._folder.reopen, config)
         run, steps = self._run, self._run.steps
@@ -675,7 +668,6 @@ class _TextRun:
         return TrainingOutcome(summary, signal=number)
 
     def _finish(self, history: History) -> dict[str, Any]:
-        """Evaluate, write a sample and all result files; return the summary."""
         run, folder, tokenizer, records = self._run, self._folder, self._text.tokenizer, history.records
         ended = time.monotonic()
         self._progress.phase("measuring the held-out loss")
@@ -778,7 +770,6 @@ class _TextRun:
         return f"the weights so far are in {folder.model}, for --init-from {shlex.quote(str(folder.path))}"
 
     def _sample(self) -> tuple[str, str]:
-        """Return a prompt, and the text with which the model continues it."""
         tokenizer, size = self._text.tokenizer, self._run.sample_size
         # A private run's sample must not quote a text.
         quotes = self._extension.name == Extension.name

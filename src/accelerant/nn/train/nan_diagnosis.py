@@ -40,10 +40,7 @@ class NotFinite(Exception):  # noqa: N818  caught by the trainer: users see Dive
 
 
 class NanDiagnosis:
-    """Keeps what the diagnosis of a failed step needs; a context manager.
-
-    `active` says whether the steps are the Trainer's own, which can be checked and repeated.
-    """
+    """Keeps what the diagnosis of a failed step needs; `active`: the steps are the Trainer's own, to be repeated."""
 
     def __init__(
         self, trainer: Trainer, source: Source, checkpoints: Checkpoints | None, rate: Callable[[int], float],
@@ -96,10 +93,7 @@ class NanDiagnosis:
         return run
 
     def explain(self, step: object, failed: int, loss: Callable[..., Tensor]) -> str:
-        """Return the words on step `failed`: the module, the last good checkpoint. Restores the state from before it.
-
-        On a GPU `step` repeats the steps since the last saved state, which only a TrainStep can.
-        """
+        """Return words on step `failed`: the module, the last good checkpoint. Restores the state from before it."""
         if not isinstance(step, TrainStep):
             return f"not diagnosed: the steps are not the Trainer's own; {self._last_good()}"
         try:

@@ -92,10 +92,7 @@ _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are summed by one collective: offsets in elements, `first` in the memory of all buckets.
-
-    `flat` is its memory while it is filled; None where copy engines sum, in memory that stays.
-    """
+    """Gradients of one collective at `offsets` of `flat`; copy engines sum in memory that stays, from `first` on."""
 
     indices: list[int]
     offsets: list[int]
@@ -144,10 +141,7 @@ class GradientReduction:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def connect(self) -> None:
-        """Let GPUs of one host sum in each other's memory; every process calls it, with equal parameters.
-
-        Where that is impossible, NCCL sums, and the ledger has the reason.
-        """
+        """Let GPUs of one host sum in each other's memory, or NCCL, with the reason in the ledger; all call it."""
         kinds = {(bucket.dtype, bucket.device) for bucket in self._buckets}
         dtype, device = next(iter(kinds))
         if device.type != "cuda" or self._processes.size == 1:
@@ -387,10 +381,7 @@ class GradientReduction:
 
     @torch.no_grad()
     def finish(self, loss: Tensor) -> None:
-        """Start the sums that are left, also that of the loss, in place; put the others into `.grad`.
-
-        On a GPU the stream waits, not the host.
-        """
+        """Start the sums left, and the loss's in place; put all into `.grad`. The stream waits, not the host."""
         while len(self._launched) < len(self._buckets):
             self._launch(self._buckets[len(self._launched)])
         self._armed = False

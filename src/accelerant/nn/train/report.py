@@ -50,11 +50,7 @@ def build_report(
     *, summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord], ledger: Mapping[str, Any],
     sample: str, curves: Sequence[ReportChart] = (), remarks: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Return the report's HTML page; all text is escaped.
-
-    `summary` and `config` are as in summary.json and config.json, `ledger` as of Ledger.to_dict(); `remarks` are
-    sentences on the meaning of the figures.
-    """
+    """Return the page of summary.json, config.json and Ledger.to_dict() as HTML; `remarks` explain the figures."""
     preset, source, device = (
         str(value) for value in (summary["preset"], config["corpus"]["source"], summary["device"])
     )

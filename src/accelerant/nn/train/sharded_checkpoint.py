@@ -208,10 +208,7 @@ class ShardSaver:
         self._writing = cast(Future[Any], saving)
 
     def finished(self, *, wait: bool) -> bool:
-        """Return whether the writing has ended, of which `wait` awaits the end; once for each `start`.
-
-        Raises OSError, with the rank, for a process that could not write.
-        """
+        """Return whether the writing has ended, once for each `start`; OSError, with the rank, where it failed."""
         if self._writing is None or not (wait or self._writing.done()):
             return False
         writing, self._writing = self._writing, None
@@ -279,10 +276,7 @@ class _Reader(FileSystemReader):
 
 
 def load_shards(path: Path, shards: Shards, names: Mapping[str, str], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of verified shards, those of sharded parameters as this process's parts, the others on the host.
-
-    `names` maps names in the result to stored ones; `like` is the model's state by name.
-    """
+    """Return verified shards' tensors under new names, sharded as in the model's state `like`, else on the host."""
     found: dict[str, Tensor] = {}
     for name, stored in names.items():
         entry = shards.tensors[stored]

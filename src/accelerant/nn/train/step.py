@@ -46,10 +46,7 @@ EAGER_STEPS = 3
 
 
 class Same:
-    """Objects compared by identity, such as the states of an optimizer, which `load_state_dict` replaces.
-
-    They are kept alive: the id() of a deleted one may be reused.
-    """
+    """Objects, kept alive, compared by identity: the states that an optimizer's `load_state_dict` replaces."""
 
     __slots__ = ("_objects",)
 

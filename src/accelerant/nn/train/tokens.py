@@ -36,15 +36,7 @@ from numpy.typing import NDArray
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.nn.models.tokenizer import BYTE_PIECES
-from accelerant.runtime.files import (
-    AtomicFile,
-    clipped,
-    decode_json,
-    open_regular,
-    read_regular,
-    typed,
-    write_atomic,
-)
+from accelerant.runtime.files import AtomicFile, clipped, decode_json, open_regular, read_regular, typed, write_atomic
 
 Tokens = NDArray[np.uint16 | np.uint32]
 
@@ -83,12 +75,9 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 class ByteTokenizer:
-    """Each byte is a token; documents are separated by a newline.
+    """Each byte is a token, and a newline separates documents.
 
-    Attributes:
-        vocab_size: number of tokens.
-        byte_lengths: (vocab_size,), bytes of text in each token; 0 for the end of a document.
-        end: the token after each document; None without one.
+    `byte_lengths` (vocab_size,) counts the bytes of text in each token; `end` follows each document, None for none.
     """
 
     vocab_size = 256
@@ -216,10 +205,7 @@ _PROBE = "a word, 2 Words\n" + "".join(
 
 
 def _require_bpe(text: str) -> None:
-    """Raise FormatError unless a tokenizer.json has a BPE whose result depends on the text alone.
-
-    The library ends with a panic for some models, after it has written a page to the error stream.
-    """
+    """Raise FormatError unless a tokenizer.json has a BPE of the text alone: with other models the library panics."""
     try:
         model = typed(dict[str, Any], typed(dict[str, Any], decode_json(text)).get("model"), "model")
     except ValueError as error:
@@ -266,10 +252,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str, since: int) -> int:
-    """Return the last position at which an unfinished text may be cut without changing its tokens; 0 for none.
-
-    An earlier call searched the characters before `since`.
-    """
+    """Return the last place, not before `since`, where cutting an unfinished text keeps its tokens; or 0."""
     for boundary in (_SPACE, _LINE):
         end = len(text)
         while end > since:
@@ -331,11 +314,7 @@ def train_bpe(
 
 
 def _bounded(texts: Iterator[str]) -> Iterator[str]:
-    """Cut the texts so that no word is longer than _LONGEST_WORD and a space.
-
-    The library's training time grows with the square of a word's length: 156 s for a word of 270 KB. Encoding's does
-    not.
-    """
+    """Cut words longer than _LONGEST_WORD: the library's time of training grows with the square of their length."""
     for text in texts:
         start, found = 0, _LONG.search(text)
         while found is not None:
@@ -472,11 +451,7 @@ def require_tokens(tokens: NDArray[Any], vocab_size: int, origin: str) -> None:
 
 
 class TokenWriter:
-    """Writes a token file in parts, under a temporary name until `finish`; a context manager.
-
-    Leaving without `finish` removes the file: a reader never sees an incomplete one. A process that is killed (SIGTERM,
-    SIGKILL) leaves its temporary file, which the next writer of the path removes.
-    """
+    """Writes a token file under a temporary name until `finish`, so that no reader sees an incomplete one."""
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: Sequence[str]) -> None:
         self._path = path
@@ -511,10 +486,7 @@ class TokenWriter:
         self.count += len(data)
 
     def finish(self, *, documents: int, text_bytes: int, before: Callable[[], None] = lambda: None) -> TokenFileInfo:
-        """Write the header and rename the file; raise ConfigError if no token was written, OSError if the disk is full.
-
-        `before` is called when everything is written, before the file is renamed.
-        """
+        """Write the header, call `before`, and rename the file; ConfigError without a token, OSError on a full disk."""
         if not self.count:
             raise ConfigError(f"no text in {self._source}: nothing to write to {self._path}")
         info = TokenFileInfo(

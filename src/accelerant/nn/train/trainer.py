@@ -506,11 +506,7 @@ class TrainingRun:
                     self.profiler.finish()
 
     def _loop(self, start: int, step: Step, batches: Iterator[Sequence[Batch]], stop: StopRequest) -> int:
-        """Do the steps from `start` (0 for the first) to the last, or until stopped; return the steps completed.
-
-        Nothing waits for the device at each step. The last step is followed by a checkpoint. No checkpoint is written
-        after a loss or gradient that is not finite, for which NotFinite is raised.
-        """
+        """Do the steps from `start` on, until stopped, without waiting for the device; return the steps completed."""
         trainer, total, device = self._trainer, self.history.total_steps, self._trainer.device
         every, every_s = trainer.config.checkpoint_every, trainer.config.checkpoint_every_s
         done, timer = start, StepTimer(device)

@@ -319,7 +319,6 @@ class JobService:
         self._alarm = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._end_late)
 
     def _end_late(self) -> None:
-        """Fail the calls that are past their deadline."""
         self._alarm, self._alarm_at, now = None, math.inf, time.monotonic()
         for call in self._queue.calls:
             if call.deadline <= now and not call.future.done():
@@ -329,7 +328,6 @@ class JobService:
             self._set_alarm(max(min(left), now + _LATE_S))  # not once for each of many
 
     def _feed(self) -> None:
-        """Give waiting calls to the workers that have none."""
         self._fed_soon = False
         ready = [worker for worker in self._workers if worker.ready.is_set()]
         for worker in ready:
@@ -354,10 +352,7 @@ class JobService:
     # --- jobs: callers -----------------------------------------------------------------------------------------------
 
     async def submit(self, request: JobRequest) -> Job:
-        """Accept a job; it is durable when this returns.
-
-        Raises QueueFull if too many jobs or bytes are queued, StoreUnavailable if store or disk fail.
-        """
+        """Accept a job, durable when this returns; QueueFull for too many or large ones, StoreUnavailable else."""
         self._require_accepting(request.operation)
         id = secrets.token_hex(16)
         try:
@@ -426,7 +421,6 @@ class JobService:
     # --- jobs: workers -----------------------------------------------------------------------------------------------
 
     async def _job_loop(self, worker: WorkerProcess) -> None:
-        """Run jobs on a worker, one after the other."""
         while True:
             await worker.ready.wait()
             worker.wake.clear()
@@ -458,7 +452,6 @@ class JobService:
         return True
 
     async def _run(self, claim: Claim, worker: WorkerProcess) -> None:
-        """Run an attempt of a job, and write how it ended."""
         job, folder = claim.job, self._folder(claim.job.id)
         if (earlier := self._running.get(job.id)) is not None and earlier[1].job == job.id:
             earlier[1].kill("another attempt of its job has begun", blameless=True)
@@ -587,7 +580,6 @@ class JobService:
             self._wipe_all_but(id, None)
 
     def _prune(self) -> None:
-        """Remove jobs past their retention, and results beyond their limit."""
         removed, gone = self.store.prune(self.settings.retention_s, self.settings.stored_bytes)
         for id in removed:
             wire.wipe(self._folder(id))

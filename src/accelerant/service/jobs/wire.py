@@ -98,10 +98,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def wipe(path: Path) -> None:
-    """Overwrite a file with zeros and remove it, or a folder with its files; what is not there is no error.
-
-    On copy-on-write file systems and flash memory the old blocks may remain.
-    """
+    """Overwrite a file or folder with zeros, and remove it, if there; copy-on-write and flash may keep old blocks."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_symlink():
             path.unlink()

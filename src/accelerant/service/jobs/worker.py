@@ -84,7 +84,7 @@ def load_operations(place: str) -> dict[str, OpSpec]:
     table: dict[str, OpSpec] = getattr(importlib.import_module(module), attribute)
     if not ops:
         return table
-    from accelerant.service.served_ops import op_spec
+    from accelerant.service.operations import op_spec
 
     return {**{name: op_spec(name) for name in ops}, **table}
 

@@ -129,14 +129,12 @@ class WorkerProcess(Child):
         self._send([wire.prefix({"kind": "calls", "launches": heads}, sum(map(len, body))), *body])
 
     def _taken(self) -> None:
-        """Forget the batch, which has ended."""
         self.launches = []
         if self._watched is not None:
             self._watched.cancel()
             self._watched = None
 
     def _answered(self, head: dict[str, Any], body: memoryview) -> None:
-        """Give callers their results."""
         launch = self.launches[head["launch"]]
         calls = launch.calls if head["call"] is None else [launch.calls[head["call"]]]
         if error := head.get("error"):
@@ -180,7 +178,6 @@ class WorkerProcess(Child):
 
 
 def _cut(arrays: dict[str, np.ndarray], rows: list[int]) -> list[dict[str, np.ndarray]]:
-    """Return the parts of joined results."""
     parts, first = [], 0
     for count in rows:
         parts.append({name: array[first : first + count] for name, array in arrays.items()})
