@@ -469,9 +469,12 @@ types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 pointers = {"at": "i64", "norms": "fp32", "seen": "i1", "maxima": "fp32", "largest": "i32", "state": "i32",
             "cut": "fp32", "chosen": "i32", "keys": "i64", "scores": "fp32", "ids": "i64", "counts": "i64"}
 pointers["copy"] = "bf16"
-rest = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | {"share": "fp32", "tiny": "fp32"}
+rest = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(
+    ("share", "tiny", "least_norm"), "fp32"
+)
 integers = ("Q", "N", "D", "K", "CHOSEN", "KEYS", "q_row", "x_row", "seen_row", "blocks", "first")
 fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "BLOCK_D": 128, "SETS": 8, "ROUNDED": True, "EVEN": True}
+fixed |= {"WORDS": False, "UNROLL": 2}
 cases = [("maxima", dtype, "ip") for dtype in types if dtype != torch.float16] + [("maxima_one", torch.bfloat16, "ip")]
 cases += [(name, torch.float32, "cosine") for name in ("norms", "choose", "score")] + [("best", torch.float32, "l2")]
 count = 0

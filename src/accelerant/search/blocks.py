@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,8 @@ from torch import Tensor
 from accelerant.ops import _hopper as hopper
 from accelerant.ops._hopper import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
-from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
-from accelerant.runtime.providers.cuda_launch import PackedLaunch
+from accelerant.runtime.compilation.triton import TritonKernel, interpreting, recorders, refuses_triton
+from accelerant.runtime.providers.cuda_launch import PackedLaunch, PreparedLaunch
 from accelerant.search.filters import Selection
 
 KERNELS = {
@@ -45,6 +47,15 @@ _CHUNK = 1 << 29
 """Elements of rows in the host's memory that are brought to the device at once."""
 
 _UNIT = 2.0**-24
+
+_FEW_CHOOSE = 4096, 16
+"""Maxima that `search_choose` compares at once, and its warps, for few queries."""
+
+_BLOCK_D, _UNROLL, _ONE_WARPS = 128, 2, 4
+"""Elements, or words of int8, that a step of `search_maxima_one` reads."""
+
+_Shape = tuple[Any, ...]
+"""Dtype and dimensions of an array."""
 
 _TIED = 1 << 30
 """Added to a count of answers where the next row has the score of the last."""
@@ -106,34 +117,38 @@ class Found:
 
 
 class Answers(NamedTuple):
-    """Results of the kernels; `room` is the number of near rows of a query that fit."""
+    """Results of the kernels, right if the state says so; `room` is the number of near rows of a query that fit."""
 
+    room: int
     scores: Tensor
     rows: Tensor
     counts: Tensor
-    room: int
+    state: Tensor
 
 
 def top(
     q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Tensor | None = None
-) -> list[Found] | None:
+) -> Generator[None, None, list[Found] | None]:
     """Return the k best of tiles of queries in chunks of rows, or None where only other ways find or refuse them.
 
+    Yields once, when the kernels are launched, so that those of several devices run at once.
     x may lie in the host's memory; `known` are norms of its rows, on the device. None is returned where norms are not
     finite or squares beyond float32, and where too many rows are as near as the k-th.
     """
     capacity = max(32, 4 * next_power_of_2(k))
-    for _ in range(2):
+    for attempt in range(2):
         step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
         tiles = [slice(at, at + step) for at in range(0, len(q), step)]
         launched = [
-            (tile.start, piece.names, *_launched(q[tile], piece, tile, k, metric, capacity))
+            (tile.start, piece.names, _launched(q[tile], piece, tile, k, metric, capacity))
             for piece in _pieces(x, chosen, known, q.device)
             for tile in tiles
         ]
-        states = [state.cpu().numpy() for *_, state in launched]  # the only wait
+        if not attempt:
+            yield
+        states = [answers.state.cpu().numpy() for *_, answers in launched]  # the only wait
         most = 0
-        for (*_, answers, _), state in zip(launched, states, strict=True):
+        for (*_, answers), state in zip(launched, states, strict=True):
             blocks, near = state[:-2].reshape(2, -1)
             if blocks.min() < 0:
                 return None
@@ -141,7 +156,7 @@ def top(
             if blocks.max() > capacity or found > answers.room:
                 most = max(most, int(blocks.max()), found)
         if not most:
-            return [_found(*each[:3], k, state) for each, state in zip(launched, states, strict=True)]
+            return [_found(*each, k, state) for each, state in zip(launched, states, strict=True)]
         capacity = next_power_of_2(most)
         if most > _LARGEST_CAPACITY:
             break
@@ -149,7 +164,7 @@ def top(
 
 
 def _found(first: int, names: Tensor | int, answers: Answers, k: int, state: np.ndarray[Any, Any]) -> Found:
-    scores, rows, counts, _ = answers
+    _, scores, rows, counts, _ = answers
     if isinstance(names, Tensor):
         rows = names[rows.clamp(min=0)].masked_fill_(rows < 0, -1)
     near = state[len(rows) : -2]
@@ -186,61 +201,119 @@ def _pieces(x: Tensor, chosen: Selection, known: Tensor | None, device: torch.de
         yield Piece(x[some].to(device), None, part, norms, names)
 
 
-def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacity: int) -> tuple[Answers, Tensor]:
-    """Launch the kernels; return the answers, which are right if the state says so."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Launches of searches that differ in memory alone: each pointer as the number of an array and an offset."""
+
+    work_bytes: int
+    out: tuple[_Shape, ...]
+    room: int
+    launches: list[tuple[PreparedLaunch, list[tuple[int, int]]]]
+
+
+_plans: hopper.LaunchCache[Plan] = hopper.LaunchCache(256)
+
+
+def _size_bytes(arrays: Sequence[_Shape]) -> int:
+    return sum(ceil_div(math.prod(shape) * dtype.itemsize, 16) * 16 for dtype, *shape in arrays)
+
+
+def _cut(memory: Tensor, arrays: Sequence[_Shape]) -> list[Any]:
+    """Return arrays that follow one another in memory, each from a multiple of 16 bytes on."""
+    found, at = [], 0
+    for dtype, *shape in arrays:
+        stop = at + math.prod(shape) * dtype.itemsize
+        found.append(memory[at:stop].view(dtype).view(shape))
+        at = ceil_div(stop, 16) * 16
+    return found
+
+
+def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacity: int) -> Answers:
+    """Launch the kernels; a case that is known takes few steps of the host."""
     x, at, device = piece.x, piece.at, q.device
-    (Q, D), N = q.shape, len(x) if at is None else len(at)
     seen = None if piece.seen is None else piece.seen[tile] if len(piece.seen) > 1 else piece.seen
-    state = torch.zeros(2 * Q + 2, dtype=torch.int32, device=device)
-    kind, largest = kind_of(q.dtype, x.dtype), state[2 * Q :]
-    one = Q == 1 and kind != "int8"  # conversions of int8 take longer than reading it
+    first = 0 if isinstance(piece.names, Tensor) else piece.names
+    addresses = [0 if each is None else each.data_ptr() for each in (q, x, at, seen)]
+    key = (
+        *q.shape, q.dtype, q.stride(0), *x.shape, x.dtype, x.stride(0), None if at is None else len(at), _step(seen),
+        seen is None, piece.known is None, k, metric, capacity, first, device.index, *(each & 15 for each in addresses),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is not None:
+        work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=device)
+        out = torch.zeros(_size_bytes(plan.out), dtype=torch.uint8, device=device)
+        bases = (*addresses, work.data_ptr(), out.data_ptr())
+        for launch, places in plan.launches:
+            launch.start([bases[base] + offset for base, offset in places])
+        return Answers(plan.room, *_cut(out, plan.out))
+
+    (Q, D), N = q.shape, len(x) if at is None else len(at)
+    kind = kind_of(q.dtype, x.dtype)
+    words = kind == "int8" and Q == 1 and _has_words(q, x)
+    one = Q == 1 and (kind != "int8" or words)  # single conversions of int8 take longer than reading it
     rounded = kind == "bfloat16" and not one
     factor = q.bfloat16() if rounded and not interpreting() else q
-    if at is None and seen is None and _suits_hopper(factor, x):
-        sets, height = _SETS, _HOPPER_WIDTH // _SETS
-        maxima = _maxima_hopper(factor, x, piece.known, largest, metric)
-    else:
-        norms = _norms(piece, largest, metric, N, whole=kind == "int8")
-        unknown = largest if norms is None and kind != "int8" else None
-        maxima, sets = _maxima(factor, x, at, norms, seen, unknown, metric, N, one=one)
-        height = _ROWS
-    chosen = torch.empty(Q, capacity, dtype=torch.int32, device=device)
-    cut = torch.empty(Q, dtype=torch.float32, device=device)
-    nearest = N if maxima.shape[1] <= k else min(N, capacity)
-    keys = torch.empty(Q, nearest, dtype=torch.int64, device=device)
-    scores = torch.empty(Q, k, dtype=torch.float32, device=device)
-    rows, counts = (torch.empty(shape, dtype=torch.int64, device=device) for shape in ((Q, k), Q))
-    share = 4 * _UNIT if kind == "int8" and metric == "ip" else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
-    blocks, tiny = maxima.shape[1], (D * 1e-38) ** 0.5  # squares below float32's range
-    KERNELS["choose"].launch(
-        (Q,), (q, maxima, state, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, share, tiny),
-        {"METRIC": metric, "ROUNDED": rounded, "WIDTH": 1024},
-    )  # fmt: skip
-    args = (q, x, at, seen, state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen), capacity, nearest)
-    parts = 16 if Q > 8 else capacity
-    constants = {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": _ROWS, "PARTS": parts}
-    KERNELS["score"].launch((Q * parts,), args, constants)
-    first = 0 if isinstance(piece.names, Tensor) else piece.names
-    KERNELS["best"].launch(
-        (Q * ceil_div(max(nearest, k), 64),), (keys, state, scores, rows, counts, Q, nearest, k, first),
-        {"METRIC": metric, "WIDTH": 64},
-    )  # fmt: skip
-    return Answers(scores, rows, counts, nearest), state
+    on_hopper = at is None and seen is None and _suits_hopper(factor, x)
+    sets, height = (1, _ROWS) if one else (_SETS, _HOPPER_WIDTH // _SETS if on_hopper else _ROWS)
+    blocks = ceil_div(N, sets * height) * sets
+    room = N if blocks <= k else min(N, capacity)
+    shapes: list[_Shape] = [
+        (torch.float32, Q, blocks), (torch.int64, Q, room), (torch.int32, Q, capacity), (torch.float32, Q),
+        (torch.float32, 0 if metric == "ip" or piece.known is not None or one else len(x)),
+    ]  # fmt: skip
+    of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q), (torch.int32, 2 * Q + 2))
+    work = torch.empty(_size_bytes(shapes), dtype=torch.uint8, device=device)
+    out = torch.zeros(_size_bytes(of_out), dtype=torch.uint8, device=device)
+    maxima, keys, chosen, cut, norms = _cut(work, shapes)
+    answers = Answers(room, *_cut(out, of_out))
+    state, largest = answers.state, answers.state[2 * Q :]
+    thread = threading.get_ident()
+    recorded = recorders[thread] = []
+    try:
+        if on_hopper:
+            _maxima_hopper(factor, x, piece.known, norms, maxima, largest, metric)
+        else:
+            _maxima(factor, piece, norms, seen, maxima, largest, metric, N, one=one, words=words)
+        tiny = (D * 1e-38) ** 0.5  # squares below float32's range
+        whole = kind == "int8" and metric == "ip"
+        share = 4 * _UNIT if whole else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
+        width, warps = _FEW_CHOOSE if Q <= 64 else (1024, 4)
+        KERNELS["choose"].launch(
+            (Q,), (q, maxima, state, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, share, tiny,
+            128.0 * D**0.5 if whole else tiny), {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
+        )  # fmt: skip
+        parts = 16 if Q > 8 else capacity
+        KERNELS["score"].launch(
+            (Q * parts,), (q, x, at, seen, state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen),
+            capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": _ROWS, "PARTS": parts},
+        )  # fmt: skip
+        KERNELS["best"].launch(
+            (Q * ceil_div(max(room, k), 64),), (keys, state, *answers[1:4], Q, room, k, first),
+            {"METRIC": metric, "WIDTH": 64},
+        )  # fmt: skip
+    finally:
+        del recorders[thread]
+    if recorded and not on_hopper and not rounded and piece.known is None:  # by own kernels alone, on these arrays
+        owners = (q, x, at, seen, work, out)
+        _plans.keep(key, Plan(len(work), of_out, room, [(kernel, [_place(each, owners) for each in used])
+                                                         for kernel, used in recorded]))  # fmt: skip
+    return answers
 
 
-def _norms(piece: Piece, largest: Tensor, metric: str, N: int, *, whole: bool) -> Tensor | None:
-    """Return the norms of rows or None, and write the squares of the largest unless the product finds that."""
-    x = piece.x
-    if whole and metric == "ip":
-        largest[0].fill_(int(np.float32(128 * 128 * x.shape[1]).view(np.int32)))
-    elif piece.known is not None:
-        square = piece.known.amax().square()
-        largest.copy_(torch.stack([square, square * 2.0**-16]).view(torch.int32))
-    if metric == "ip" or piece.known is not None:
-        return piece.known
-    norms = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _measured(x, piece.at, norms, None, largest, metric, N)
-    return norms
+def _place(pointer: int, owners: Sequence[Tensor | None]) -> tuple[int, int]:
+    """Return the number of the array that a pointer is in, and its offset there."""
+    for at, each in reversed(list(enumerate(owners))):
+        if each is not None and (
+            pointer == each.data_ptr() or each.data_ptr() < pointer < each.data_ptr() + each.nbytes
+        ):
+            return at, pointer - each.data_ptr()
+    raise ValueError(f"no array has address {pointer}")
+
+
+def _has_words(q: Tensor, x: Tensor) -> bool:
+    """Return whether an instruction multiplies four elements of int8 vectors."""
+    aligned = not (x.shape[1] | x.stride(0) | q.data_ptr() | x.data_ptr()) & 3
+    return aligned and _shared_bytes(x.device) > 0 and torch.version.hip is None
 
 
 def _measured(
@@ -251,26 +324,35 @@ def _measured(
 
 
 def _maxima(
-    q: Tensor, x: Tensor, at: Tensor | None, norms: Tensor | None, seen: Tensor | None, largest: Tensor | None,
-    metric: str, N: int, *, one: bool,
-) -> tuple[Tensor, int]:  # fmt: skip
-    """Return the largest quick score of each block of rows, (queries, blocks), and how many blocks interleave."""
-    Q, D = q.shape
-    sets = 1 if one else _SETS
-    tiles = ceil_div(N, sets * _ROWS)
-    maxima = torch.empty(Q, tiles * sets, dtype=torch.float32, device=x.device)
+    q: Tensor, piece: Piece, norms: Tensor, seen: Tensor | None, maxima: Tensor, largest: Tensor, metric: str, N: int,
+    *, one: bool, words: bool,
+) -> None:  # fmt: skip
+    """Write the largest quick score of each block of rows, and the squares of the largest norms."""
+    x, at, known, (Q, D) = piece.x, piece.at, piece.known, q.shape
+    whole = metric == "ip" and kind_of(q.dtype, x.dtype) == "int8"
+    if known is not None and not whole:
+        square = known.amax().square()
+        largest.copy_(torch.stack([square, square * 2.0**-16]).view(torch.int32))
+    elif metric != "ip" and not one:
+        _measured(x, at, norms, None, largest, metric, N)
+        known = norms
+    unknown = None if whole or known is not None else largest  # the product finds it
     if one:
-        args = (q, x, at, norms, seen, maxima, largest, N, D, x.stride(0))
-        KERNELS["maxima_one"].launch((tiles,), args, {"METRIC": metric, "ROWS": _ROWS, "BLOCK_D": 128})
-        return maxima, sets
+        q, x = (each.view(torch.int32) for each in (q, x)) if words else (q, x)
+        KERNELS["maxima_one"].launch(
+            (maxima.shape[1],), (q, x, at, known, seen, maxima, unknown, N, x.shape[1], x.stride(0)),
+            {"METRIC": metric, "WORDS": words, "UNROLL": _UNROLL, "ROWS": _ROWS, "BLOCK_D": _BLOCK_D},
+            num_warps=_ONE_WARPS,
+        )  # fmt: skip
+        return
     constants, warps, stages = tile_of(Q, q.dtype, x.dtype, _shared_bytes(x.device))
-    even = D % int(constants["BLOCK_D"]) == 0
+    tiles = ceil_div(Q, int(constants["BLOCK_Q"])) * (maxima.shape[1] // _SETS)
     KERNELS["maxima"].launch(
-        (ceil_div(Q, int(constants["BLOCK_Q"])) * tiles,),
-        (q, x, at, norms, seen, maxima, largest, Q, N, D, q.stride(0), x.stride(0), _step(seen), maxima.shape[1]),
-        {"METRIC": metric, "EVEN": even, "SETS": sets, **constants}, num_warps=warps, num_stages=stages,
+        (tiles,),
+        (q, x, at, known, seen, maxima, unknown, Q, N, D, q.stride(0), x.stride(0), _step(seen), maxima.shape[1]),
+        {"METRIC": metric, "EVEN": D % int(constants["BLOCK_D"]) == 0, "SETS": _SETS, **constants},
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return maxima, sets
 
 
 # --- the product on Hopper, hopper.cu ---------------------------------------------------------------------------------
@@ -307,19 +389,19 @@ def hopper_program(metric: str, *, measures: bool) -> HopperProgram:
 _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
-def _maxima_hopper(q: Tensor, x: Tensor, known: Tensor | None, largest: Tensor, metric: str) -> Tensor:
-    """Return maxima of blocks; rows of other dtypes than bfloat16 are rounded to it in parts."""
-    (Q, D), N = q.shape, len(x)
-    blocks = ceil_div(N, _HOPPER_WIDTH) * _SETS
-    maxima = torch.empty(Q, blocks, dtype=torch.float32, device=x.device)
-    norms = known if known is not None or metric == "ip" else torch.empty(N, dtype=torch.float32, device=x.device)
+def _maxima_hopper(
+    q: Tensor, x: Tensor, known: Tensor | None, room: Tensor, maxima: Tensor, largest: Tensor, metric: str
+) -> None:  # fmt: skip
+    """Write maxima of blocks; rows of other dtypes than bfloat16 are rounded to it in parts."""
+    D, N = q.shape[1], len(x)
+    norms = known if known is not None or metric == "ip" else room
     if x.dtype == torch.bfloat16:
         if known is not None:
             largest[0].copy_(known.amax().square().view(torch.int32))
         elif metric != "ip":
             _measured(x, None, norms, None, largest, metric, N)
         _product(q, x, norms, maxima, largest if norms is None else None, metric)
-        return maxima
+        return
     step = ceil_div(_COPIED // D, _HOPPER_WIDTH) * _HOPPER_WIDTH
     copy = torch.empty(min(step, N), D, dtype=torch.bfloat16, device=x.device)
     for first in range(0, N, step):
@@ -327,7 +409,6 @@ def _maxima_hopper(q: Tensor, x: Tensor, known: Tensor | None, largest: Tensor, 
         own = None if norms is None else norms[first : first + step]
         _measured(part, None, own if known is None else None, copy, largest, metric, len(part))
         _product(q, copy[: len(part)], own, maxima[:, first // _HOPPER_WIDTH * _SETS :], None, metric)
-    return maxima
 
 
 def _product(q: Tensor, x: Tensor, norms: Tensor | None, maxima: Tensor, largest: Tensor | None, metric: str) -> None:

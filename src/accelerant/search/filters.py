@@ -31,7 +31,8 @@ class Selection:
         if isinstance(rows, range):
             rows = range(max(rows.start - start, 0), max(min(rows.stop, stop) - start, 0))
         elif rows is not None:
-            rows = rows[(rows >= start) & (rows < stop)] - start
+            first, end = torch.searchsorted(rows, torch.tensor([start, stop], device=rows.device)).tolist()
+            rows = rows[first:end] - start
         return Selection(rows, None if self.each is None else self.each[:, start:stop])
 
 
@@ -76,6 +77,9 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
     given = whole[whole >= 0] if given.dtype == torch.uint64 else whole  # no row has an id above 2^63
     if ids is not None:
         return Selection(torch.isin(ids, given.to(ids.device)).nonzero().squeeze(1))
+    if given.is_cuda:  # without a sort
+        marked = torch.zeros(count + 2, dtype=torch.bool, device=given.device)
+        return Selection(marked.index_fill_(0, given.clamp(-1, count) + 1, True)[1:-1].nonzero().squeeze(1))
     rows = given.unique()
     return Selection(rows[(rows >= 0) & (rows < count)])
 

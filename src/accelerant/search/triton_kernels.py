@@ -4,8 +4,9 @@
     search_norms:   |x[n]|, the largest of them, the largest |x[n] - bfloat16(x[n])|, and a copy of x in bfloat16
     search_maxima:  m[q, j] = max over n in block j of s[q, n], -inf for hidden rows and those beyond the last; under ip
                     the largest norms too, of rows that lie in the cache since their product
-    search_maxima_one: the same for one query, sums in float32
-    search_choose:  blocks with m[q, j] >= T - 2 e: T is the k-th largest of 1,024 maxima of m, e the bound of the error
+    search_maxima_one: the same for one query, sums in float32 or of int8's words in int32, with the norms where those
+                    are not known
+    search_choose:  blocks with m[q, j] >= T - 2 e: T is the k-th largest of WIDTH maxima of m, e the bound of the error
     search_score:   the scores of the chosen blocks' rows: products and sums in float64, rounded once to float32
     search_best:    the k largest of a query, of equal ones the first rows
 
@@ -31,13 +32,11 @@ _NONE = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
-def _finished(scores, norms_ptr, seen_ptr, queries, place, rows, N, seen_row, METRIC: tl.constexpr):
+def _finished(scores, norms, seen_ptr, queries, place, rows, N, seen_row, METRIC: tl.constexpr):
     """Turn products (queries, rows) into scores."""
     if METRIC == "l2":
-        norms = tl.load(norms_ptr + rows)
         scores = 2.0 * scores - (norms * norms)[None, :]
     elif METRIC == "cosine":
-        norms = tl.load(norms_ptr + rows)
         scores = scores * tl.where(norms > 0.0, 1.0 / norms, 0.0)[None, :]
     if seen_ptr is not None:
         seen = tl.load(seen_ptr + queries.to(tl.int64)[:, None] * seen_row + rows[None, :]).to(tl.int32)
@@ -57,6 +56,12 @@ def _squares(x):
     x = x.to(tl.float32)
     lost = x - x.to(tl.bfloat16).to(tl.float32)
     return x * x, lost * lost
+
+
+@triton.jit
+def _usual(total):
+    """Return squares of norms, infinity for those of which float32 has no inverse."""
+    return tl.where((total < 1e24) & ((total > 1e-24) | (total == 0.0)), total, float("inf"))
 
 
 @triton.jit
@@ -96,8 +101,7 @@ def search_norms(
     total, lost = tl.sum(sums, 1), tl.sum(losses, 1)
     if METRIC == "cosine":  # the loss of a unit vector; norms of which float32 has no inverse count as infinite
         lost = tl.where(total > 0.0, lost / total, 0.0)
-        usual = (total < 1e24) & ((total > 1e-24) | (total == 0.0))
-        total = tl.where(usual, total, float("inf"))
+        total = _usual(total)
     if norms_ptr is not None:
         tl.store(norms_ptr + rows, tl.sqrt(total))
     tl.atomic_max(largest_ptr, tl.max(_bits(total), 0))
@@ -141,7 +145,10 @@ def search_maxima(
             products = tl.dot(q, x, products)
         q_at += BLOCK_D
         x_at += BLOCK_D
-    scores = _finished(products.to(tl.float32), norms_ptr, seen_ptr, some, place, rows, N, seen_row, METRIC)
+    norms = rows
+    if norms_ptr is not None:
+        norms = tl.load(norms_ptr + rows)
+    scores = _finished(products.to(tl.float32), norms, seen_ptr, some, place, rows, N, seen_row, METRIC)
     maxima = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_N // SETS, SETS]), 1)
     block = tile * SETS + tl.arange(0, SETS)
     at = maxima_ptr + queries.to(tl.int64)[:, None] * blocks + block[None, :]
@@ -161,9 +168,15 @@ def search_maxima(
 
 
 @triton.jit
+def _four_products(x, y, sums):
+    """Return the sums (int32) and the products of the 4 int8 of each word."""
+    return tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, sums], tl.int32, True, 1)
+
+
+@triton.jit
 def search_maxima_one(
     q_ptr, x_ptr, at_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, N, D, x_row,
-    METRIC: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    METRIC: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -171,27 +184,39 @@ def search_maxima_one(
     if at_ptr is not None:
         rows = tl.load(at_ptr + rows)
     width = tl.arange(0, BLOCK_D)
-    sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
     x_at = x_ptr + rows[:, None] * x_row + width[None, :]
-    for start in range(0, D, BLOCK_D):
+    for start in tl.range(0, D, BLOCK_D, loop_unroll_factor=UNROLL):
         inside = start + width < D
-        q = tl.load(q_ptr + start + width, mask=inside, other=0).to(tl.float32)
-        x = tl.load(x_at, mask=inside[None, :], other=0).to(tl.float32)
-        sums += x * q[None, :]
-        if largest_ptr is not None:
-            squares += x * x
+        q = tl.load(q_ptr + start + width, mask=inside, other=0)
+        x = tl.load(x_at, mask=inside[None, :], other=0)
+        if WORDS:
+            sums = _four_products(x, tl.broadcast_to(q[None, :], [ROWS, BLOCK_D]), sums)
+            if largest_ptr is not None:
+                squares = _four_products(x, x, squares)
+        else:
+            x = x.to(tl.float32)
+            sums += x * q.to(tl.float32)[None, :]
+            if largest_ptr is not None:
+                squares += x * x
         x_at += BLOCK_D
-    scores = tl.sum(sums, 1)[None, :]
-    scores = _finished(scores, norms_ptr, seen_ptr, tl.zeros([1], tl.int32), place, rows, N, 0, METRIC)
-    tl.store(maxima_ptr + block + tl.arange(0, 1), tl.max(scores, 1))
+    norms = rows
+    if norms_ptr is not None:
+        norms = tl.load(norms_ptr + rows)
     if largest_ptr is not None:
-        tl.atomic_max(largest_ptr, tl.max(_bits(tl.sum(squares, 1)), 0))
+        total = tl.sum(squares, 1).to(tl.float32)
+        total = _usual(total) if METRIC == "cosine" else total
+        tl.atomic_max(largest_ptr, tl.max(_bits(total), 0))
+        norms = tl.sqrt(total)
+    scores = tl.sum(sums, 1).to(tl.float32)[None, :]
+    scores = _finished(scores, norms, seen_ptr, tl.zeros([1], tl.int32), place, rows, N, 0, METRIC)
+    tl.store(maxima_ptr + block + tl.arange(0, 1), tl.max(scores, 1))
 
 
 @triton.jit
 def search_choose(
-    q_ptr, maxima_ptr, state_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny,
+    q_ptr, maxima_ptr, state_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny, least_norm,
     METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0)
@@ -205,7 +230,7 @@ def search_choose(
         sums += squares
         losses += lost
     norm = tl.sqrt(tl.sum(sums, 0)) + tiny
-    largest = tl.sqrt(tl.load(state_ptr + 2 * Q).to(tl.float32, bitcast=True)) * 1.001 + tiny
+    largest = tl.sqrt(tl.load(state_ptr + 2 * Q).to(tl.float32, bitcast=True)) * 1.001 + least_norm
     if METRIC == "l2":
         error = share * (norm + largest) * (norm + largest)
     elif METRIC == "cosine":
@@ -226,10 +251,15 @@ def search_choose(
         tops = tl.maximum(tops, maxima)
     order = _ordered(tops).to(tl.int64)
     low, high = tl.min(order, 0), tl.max(order, 0) + 1  # at least K are at least low
-    for _ in range(24):
-        middle = (low + high) >> 1
-        enough = tl.sum((order >= middle).to(tl.int32), 0) >= K
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    for _ in range(11):  # 4 bounds in between, whose counts are parts of one sum
+        step = (high - low) // 5
+        above = (order >= low + step).to(tl.int64) + ((order >= low + 2 * step).to(tl.int64) << 16)
+        above += ((order >= low + 3 * step).to(tl.int64) << 32) + ((order >= low + 4 * step).to(tl.int64) << 48)
+        above = tl.sum(above, 0)
+        enough = ((above & 0xFFFF) >= K).to(tl.int64) + (((above >> 16) & 0xFFFF) >= K).to(tl.int64)
+        enough += (((above >> 32) & 0xFFFF) >= K).to(tl.int64) + (((above >> 48) & 0xFFFF) >= K).to(tl.int64)
+        low += enough * step
+        high = tl.where(enough < 4, low + step, high)
     least = _of_order(low.to(tl.int32))
     limit = tl.maximum(least - 2.0 * error, -3.0e38)  # -inf is hidden
     cut = least - 1.5 * error
@@ -238,19 +268,18 @@ def search_choose(
     elif METRIC == "cosine":
         cut = cut / norm
     tl.store(cut_ptr + query, tl.maximum(cut, -3.4e38))
-    count = 0
-    for start in range(0, blocks, WIDTH):
-        maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
-        near = (maxima >= limit).to(tl.int32)
-        found = tl.sum(near, 0)
-        if found > 0:
-            at = count + tl.cumsum(near, 0) - 1
-            tl.store(chosen_ptr + query.to(tl.int64) * CHOSEN + at, start + lanes, mask=(near > 0) & (at < CHOSEN))
-        count += found
     usual = (norm < 1e19) & (largest < 1e19)  # not of NaN
     if METRIC == "cosine":
         usual = usual & (norm > 1e-12)
-    tl.store(state_ptr + query, tl.where(usual, count, -1))
+    if not usual:
+        tl.store(state_ptr + query, -1)
+    limit = tl.where(usual, limit, float("nan"))  # none is chosen
+    counts = state_ptr + query + tl.zeros([WIDTH], tl.int32)
+    for start in range(0, blocks, WIDTH):
+        maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
+        near = maxima >= limit
+        at = tl.atomic_add(counts, 1, mask=near)
+        tl.store(chosen_ptr + query.to(tl.int64) * CHOSEN + at, start + lanes, mask=near & (at < CHOSEN))
 
 
 @triton.jit
