@@ -14,7 +14,7 @@ import torch
 
 from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
 from accelerant.search import Collection
-from accelerant.search.collection_lists import Lists
+from accelerant.search.collection import Lists
 from accelerant.search.qdrant import StoreError, edge_filter
 
 qdrant_edge = pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")

@@ -152,7 +152,10 @@ def test_an_answer_depends_on_its_query_alone(data):
     mask = data.draw(st.sampled_from((None, range(3, 9_000), range(0, 30_000, 7), "each")))
     k, nprobe = data.draw(st.sampled_from((1, 10, 150))), data.draw(st.sampled_from((1, 3, 8)))
     shared, least = data.draw(st.sampled_from((0, 10**9))), data.draw(st.sampled_from((0, 1 << 21)))
-    with mock.patch.dict(Index._listed.__globals__, _SHARED=shared), mock.patch.object(lists, "_LEAST_WORK", least):
+    with (
+        mock.patch.dict(Index._listed.__globals__, _SHARED=shared, _READERS=0),
+        mock.patch.object(lists, "_LEAST_WORK", least),
+    ):
         whole = index.search(queries, k, nprobe=nprobe, mask=each if mask == "each" else mask)
     for some in (slice(0, 1), slice(3, 5), slice(10, 50)):
         hits = index.search(queries[some], k, nprobe=nprobe, mask=each[some] if mask == "each" else mask)

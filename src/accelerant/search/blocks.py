@@ -20,7 +20,7 @@ from accelerant.ops._hopper import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting, recorders, refuses_triton
 from accelerant.runtime.providers.cuda_launch import PackedLaunch, PreparedLaunch
-from accelerant.search.filters import Selection
+from accelerant.search.arrays import Selection
 
 KERNELS = {
     name: TritonKernel("accelerant.search.triton_kernels", f"search_{name}", widths=widths, contracts=name != "score")

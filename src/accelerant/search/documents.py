@@ -21,8 +21,7 @@ from accelerant.nn.encoder import Encoder
 from accelerant.nn.train.corpus import Reading
 from accelerant.runtime.files import clipped, decode_json, read_regular, typed, write_atomic
 from accelerant.runtime.registry import DeviceLike, find_device
-from accelerant.search.collection import Collection
-from accelerant.search.collection_lists import require_kind
+from accelerant.search.collection import Collection, require_kind
 
 __all__ = ["DocumentIndex", "Indexed", "Source"]
 

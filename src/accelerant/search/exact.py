@@ -29,8 +29,7 @@ from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDt
 from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
-from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
-from accelerant.search.filters import Selection, selection
+from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
 from accelerant.search.lists import Layout, Scan, padded, pair_scores, scored, tiled
 from accelerant.search.llvm_kernels import BLOCK
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from accelerant.errors import FormatError, MissingFile, UnsupportedCase
 from accelerant.runtime.files import AtomicFile, open_regular
-from accelerant.search.clusters import ProductQuantizer
 from accelerant.search.index import Index, Lists, State, list_numbers
+from accelerant.search.lists import ProductQuantizer
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -23,18 +23,31 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.host import fork_safe
-from accelerant.search.arrays import Hits, as_given, names, tensor, vectors
-from accelerant.search.clusters import ProductQuantizer, kmeans, nearest
+from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
-from accelerant.search.filters import Selection, selection
-from accelerant.search.lists import LONG, NONE, Keys, Layout, Scan, best, keys_of, padded, ranked, scored, tiled
+from accelerant.search.lists import (
+    LONG,
+    NONE,
+    Keys,
+    Layout,
+    ProductQuantizer,
+    Scan,
+    best,
+    keys_of,
+    kmeans,
+    nearest,
+    padded,
+    ranked,
+    scored,
+    tiled,
+)
 
 KINDS = ("flat", "ivf", "ivfpq")
 _UNSORTED = 8
 """Lists are sorted again when more than an eighth of the rows lies outside of them."""
 
-_SHARED = 12_000
-"""Scores of a list of vectors from which on a CPU multiplies it with all queries at once; for fewer, each scans it."""
+_READERS, _SHARED = 64, 12_000
+"""Queries that read a list of vectors, and scores of it, from which on a CPU multiplies it with all of them at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +406,9 @@ class Index:
         metric = "ip" if self.metric == "cosine" else self.metric
         kind: type[_Scanned | _ListSearch] = _Scanned if q.device.type == "cpu" else _ListSearch
         lists = len(state.starts) - 1
-        if state.codes is None and len(q) * nprobe * len(state.ids) >= _SHARED * lists**2:  # both are exact
-            kind = _ListSearch
+        readers = len(q) * nprobe / lists  # of a list
+        if state.codes is None and readers >= _READERS and readers * len(state.ids) >= _SHARED * lists:
+            kind = _ListSearch  # both are exact
         return kind(q, k, metric, state, self.rerank).hits(nprobe, chosen)
 
     def save(self, path: str | Path) -> None:
