@@ -160,9 +160,8 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
         given = given if by_id else given[..., :count]
     if given.dtype == torch.bool:
         if by_id and ids is not None and given.dim():
-            at, length = ids.to(given.device), given.shape[-1]
-            inside = (at >= 0) & (at < length)
-            given = given[..., at.clamp(0, length - 1)] & inside if length else inside.expand(*given.shape[:-1], count)
+            at = ids.to(given.device).clamp(-1, given.shape[-1])  # the last is one more, which selects nothing
+            given = torch.nn.functional.pad(given, (0, 1))[..., at]
         if given.shape not in ((count,), (queries, count)):
             raise ShapeError(f"a mask must be ({count},) or ({queries}, {count}), got {tuple(given.shape)}")
         if given.dim() == 1:
