@@ -473,8 +473,7 @@ rest = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fro
     ("share", "tiny", "least_norm"), "fp32"
 )
 integers = ("Q", "N", "D", "K", "CHOSEN", "KEYS", "q_row", "x_row", "seen_row", "blocks", "first")
-fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "BLOCK_D": 128, "SETS": 8, "ROUNDED": True, "EVEN": True}
-fixed |= {"WORDS": False, "UNROLL": 2}
+fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "BLOCK_D": 128, "SETS": 8, "ROUNDED": True, "EVEN": True, "WORDS": False}
 cases = [("maxima", dtype, "ip") for dtype in types if dtype != torch.float16] + [("maxima_one", torch.bfloat16, "ip")]
 cases += [(name, torch.float32, "cosine") for name in ("norms", "choose", "score")] + [("best", torch.float32, "l2")]
 count = 0

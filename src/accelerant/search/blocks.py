@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +48,8 @@ _CHUNK = 1 << 29
 
 _UNIT = 2.0**-24
 
-_FEW_CHOOSE = 4096, 16
+_FEW = 4096, 16
 """Maxima that `search_choose` compares at once, and its warps, for few queries."""
-
-_BLOCK_D, _UNROLL, _ONE_WARPS = 128, 2, 4
-"""Elements, or words of int8, that a step of `search_maxima_one` reads."""
 
 _Shape = tuple[Any, ...]
 """Dtype and dimensions of an array."""
@@ -128,15 +125,14 @@ class Answers(NamedTuple):
 
 def top(
     q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Tensor | None = None
-) -> Generator[None, None, list[Found] | None]:
+) -> list[Found] | None:
     """Return the k best of tiles of queries in chunks of rows, or None where only other ways find or refuse them.
 
-    Yields once, when the kernels are launched, so that those of several devices run at once.
     x may lie in the host's memory; `known` are norms of its rows, on the device. None is returned where norms are not
     finite or squares beyond float32, and where too many rows are as near as the k-th.
     """
     capacity = max(32, 4 * next_power_of_2(k))
-    for attempt in range(2):
+    for _ in range(2):
         step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
         tiles = [slice(at, at + step) for at in range(0, len(q), step)]
         launched = [
@@ -144,8 +140,6 @@ def top(
             for piece in _pieces(x, chosen, known, q.device)
             for tile in tiles
         ]
-        if not attempt:
-            yield
         states = [answers.state.cpu().numpy() for *_, answers in launched]  # the only wait
         most = 0
         for (*_, answers), state in zip(launched, states, strict=True):
@@ -277,7 +271,7 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
         tiny = (D * 1e-38) ** 0.5  # squares below float32's range
         whole = kind == "int8" and metric == "ip"
         share = 4 * _UNIT if whole else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
-        width, warps = _FEW_CHOOSE if Q <= 64 else (1024, 4)
+        width, warps = _FEW if Q <= 64 else (1024, 4)
         KERNELS["choose"].launch(
             (Q,), (q, maxima, state, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, share, tiny,
             128.0 * D**0.5 if whole else tiny), {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
@@ -341,8 +335,7 @@ def _maxima(
         q, x = (each.view(torch.int32) for each in (q, x)) if words else (q, x)
         KERNELS["maxima_one"].launch(
             (maxima.shape[1],), (q, x, at, known, seen, maxima, unknown, N, x.shape[1], x.stride(0)),
-            {"METRIC": metric, "WORDS": words, "UNROLL": _UNROLL, "ROWS": _ROWS, "BLOCK_D": _BLOCK_D},
-            num_warps=_ONE_WARPS,
+            {"METRIC": metric, "WORDS": words, "ROWS": _ROWS, "BLOCK_D": 64 if x.dtype in _HALVES else 128},
         )  # fmt: skip
         return
     constants, warps, stages = tile_of(Q, q.dtype, x.dtype, _shared_bytes(x.device))

@@ -15,11 +15,11 @@ d u), u = 2^-24. Source: Higham 2002, "Accuracy and Stability of Numerical Algor
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from accelerant.search import blocks
 from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
 from accelerant.search.lists import Layout, Scan, padded, pair_scores, scored, tiled
 from accelerant.search.llvm_kernels import BLOCK
-
-T = TypeVar("T")
 
 METRICS = ("ip", "cosine", "l2", "hamming")
 
@@ -166,12 +164,12 @@ def search(
     with RecordedLaunch(record, provider, index):
         starts = [0, *accumulate(map(len, parts))]
 
-        def one(at: int) -> Generator[None, None, Hits | tuple[Tensor, ...]]:
+        def one(at: int) -> Hits | tuple[Tensor, ...]:
             part, start, stop = parts[at], starts[at], starts[at + 1]
             near = q.to(part.device) if part.device.type != "cpu" else q
             own = None if ids is None else ids[start:stop].to(near.device)
             some = chosen if len(parts) == 1 else chosen.part(start, stop)
-            found = (yield from blocks.top(near, part, wanted, metric, some, norms)) if serves and len(part) else None
+            found = blocks.top(near, part, wanted, metric, some, norms) if serves and len(part) else None
             if (
                 found is not None
                 and any(each.tied for each in found)
@@ -185,29 +183,16 @@ def search(
             pairs = search.top(part, some) if found is None else search.among(part, found)
             return tuple(x.to(q.device) for x in pairs)
 
-        if serves or len({part.device for part in parts}) == 1:
-            answers = _together([one(at) for at in range(len(parts))])
-        else:  # each GPU is kept busy by its own thread
+        if len({part.device for part in parts}) > 1:  # each GPU is kept busy by its own thread
             with ThreadPoolExecutor(len(parts)) as pool:
-                answers = list(pool.map(lambda at: _together([one(at)])[0], range(len(parts))))
+                answers = list(pool.map(one, range(len(parts))))
+        else:
+            answers = [one(at) for at in range(len(parts))]
         if isinstance(answers[0], Hits):
             (scores, names), counts = answers[0], answers[0].counts
             return Hits(scores.to(q.device), names.to(q.device), counts.to(q.device))
         row, name, score = map(torch.cat, zip(*answers, strict=True))
         return dense(row, name, score, len(q), k, smallest=metric in ("l2", "hamming"))
-
-
-def _together(steps: list[Generator[None, None, T]]) -> list[T]:
-    """Return the results of generators, each of which is run to its first yield before any is run on."""
-    found: dict[int, T] = {}
-    while len(found) < len(steps):
-        for at, each in enumerate(steps):
-            if at not in found:
-                try:
-                    next(each)
-                except StopIteration as end:
-                    found[at] = end.value
-    return [found[at] for at in range(len(steps))]
 
 
 def _by_id(found: blocks.Found, ids: Tensor | None, *, smallest: bool) -> Hits:

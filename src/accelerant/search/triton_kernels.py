@@ -176,7 +176,7 @@ def _four_products(x, y, sums):
 @triton.jit
 def search_maxima_one(
     q_ptr, x_ptr, at_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, N, D, x_row,
-    METRIC: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    METRIC: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -187,7 +187,7 @@ def search_maxima_one(
     sums = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
     squares = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
     x_at = x_ptr + rows[:, None] * x_row + width[None, :]
-    for start in tl.range(0, D, BLOCK_D, loop_unroll_factor=UNROLL):
+    for start in range(0, D, BLOCK_D):
         inside = start + width < D
         q = tl.load(q_ptr + start + width, mask=inside, other=0)
         x = tl.load(x_at, mask=inside[None, :], other=0)
