@@ -184,7 +184,7 @@ def test_numbers_of_24_bits_hold_what_they_stand_for(interpreted):
     for _ in range(60):
         x = torch.randn(1, 32)
         planes, units = torch.empty(1, 3, 32, dtype=torch.int8), torch.empty(1)
-        TO_PLANES.launch((1,), (x, None, planes, units, 32, 0.0), {"BLOCK": 32, "EARLY": None})
+        TO_PLANES.launch((1,), (x, None, planes, units, 32, 0.0), {"BLOCK": 32, "EARLY": False})
         high, middle, low = planes[0].double()
         found = (high * 65536 + middle * 256 + low) * units.double()
         torch.testing.assert_close(found, x[0].double(), rtol=0, atol=2.5e-7 * float(x.abs().max()))

@@ -144,12 +144,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
-def early_bytes(device: torch.device, most: int = 0) -> int | None:
-    """Return what a kernel loads of each row before the preceding one ends; None: it begins after that.
-
-    See start_early in triton_kernels.py.
-    """
-    return most if is_hopper(device) and torch.version.hip is None else None
+def starts_early(device: torch.device) -> bool:
+    """Return whether a device's kernels may begin before the preceding one ends: see start_early."""
+    return is_hopper(device) and torch.version.hip is None
 
 
 def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:

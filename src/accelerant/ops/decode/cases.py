@@ -11,8 +11,8 @@ from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants, paged_stages
 from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
-from accelerant.ops.decode.steps import EARLY, WORDS_PLANS, DecodeTile, usual_plan
 from accelerant.ops.decode.steps import KERNELS as _STEPS
+from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
 from accelerant.ops.linear_int8.op import TO_PLANES
 
 KIND = "plain"
@@ -81,7 +81,7 @@ def compilation(
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types = {"*": kind, "lengths_ptr": "*i32", "scale": "fp32", "o_ptr": "*fp32" if split else kind}
     optional = {"lse_ptr": "*fp32" if split else None}
-    fixed = {**constants(rows, width, dtype, capability), "EARLY": 0 if capability == (9, 0) else None}
+    fixed = {**constants(rows, width, dtype, capability), "EARLY": capability == (9, 0)}
     return specialized(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
 
 
@@ -95,7 +95,7 @@ def _paged_kernel(
     types |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else None)
     types["starts_ptr"] = "*i32" if ragged else None
     sizes = paged_constants(group, ragged, 16, width, windowed, capped, dtype, capability)
-    fixed = {**sizes, "EARLY": 0 if capability == (9, 0) else None}
+    fixed = {**sizes, "EARLY": capability == (9, 0)}
     return specialized(_PAGED_KERNELS["fwd"], types, fixed, NUM_WARPS, paged_stages(ragged, capability))
 
 
@@ -107,7 +107,7 @@ def _paged_combine(width: int, *, ragged: bool) -> Compilation:
         "PAGE": 16,
         "AHEAD": AHEAD,
         "BLOCK_D": width,
-        "EARLY": None if ragged else 0,
+        "EARLY": not ragged,
     }
     return specialized(_PAGED_KERNELS["combine"], types, fixed, 1)
 
@@ -120,9 +120,7 @@ def _linear(
         "*": kind, "weight_ptr": "*i8" if integers else kind, "scale_ptr": "*fp32" if integers else None, "eps": "fp32",
         "norm_ptr": kind if norm else None, "residual_ptr": kind if residual else None,
     }  # fmt: skip
-    return specialized(
-        _STEPS["linear"], types, plan.constants(gated, integers and by_bits, EARLY if by_bits else None), plan.num_warps
-    )
+    return specialized(_STEPS["linear"], types, plan.constants(gated, integers and by_bits, by_bits), plan.num_warps)
 
 
 def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
@@ -131,7 +129,7 @@ def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_
     return specialized(
         _STEPS["words"],
         {**types, **optional},
-        plan.constants(gated, by_bits, EARLY if by_bits else None),
+        plan.constants(gated, by_bits, by_bits),
         plan.num_warps,
     )
 
@@ -139,15 +137,13 @@ def _words(plan: DecodeTile, *, gated: bool = False, residual: bool = False, by_
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
-    return specialized(
-        TO_PLANES, {**types, **optional}, {"BLOCK": block, "EARLY": None if norm else 0}, min(32, block // 256)
-    )
+    return specialized(TO_PLANES, {**types, **optional}, {"BLOCK": block, "EARLY": not norm}, min(32, block // 256))
 
 
 def _rope(kind: str, *, turned: bool = True, paged: bool = False) -> Compilation:
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
     types = {"*": kind, "positions_ptr": "*i32", "slots_ptr": "*i64" if paged else None, **tables}
-    return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64, "EARLY": 0 if paged else None}, 1)
+    return specialized(_STEPS["rope"], types, {"HEADS": 4, "BLOCK": 64, "EARLY": paged}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)
@@ -182,7 +178,7 @@ KERNELS = (
         Compilation(
             _KERNELS["combine"],
             {"*": "*fp32", "o_ptr": "*bf16"},
-            {"BLOCK_S": splits, "BLOCK_D": width, "EARLY": 0 if width == 256 else None},
+            {"BLOCK_S": splits, "BLOCK_D": width, "EARLY": width == 256},
             NUM_WARPS,
         )
         for splits, width in ((16, 128), (MAX_SPLITS, 256))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._hopper import early_bytes
+from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor, with_torch_keywords
 from accelerant.ops.attention.backends import TORCH, attend
@@ -81,14 +81,14 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
     KERNELS["fwd"].launch(
         (programs * splits,),
         (q, k, v, lengths, parts, lse, T, Sq, Hkv, group, row_blocks, splits, D, scale, *strides),
-        {**fixed, "EARLY": early_bytes(q.device)},
+        {**fixed, "EARLY": starts_early(q.device)},
         num_warps=NUM_WARPS,
         num_stages=stages_for(capability),
     )
     if lse is not None:
         rows = B * Hq * Sq
         joined = {
-            "BLOCK_S": next_power_of_2(splits), "BLOCK_D": fixed["BLOCK_D"], "EARLY": early_bytes(q.device),
+            "BLOCK_S": next_power_of_2(splits), "BLOCK_D": fixed["BLOCK_D"], "EARLY": starts_early(q.device),
         }  # fmt: skip
         KERNELS["combine"].launch((rows,), (parts, lse, o, rows, splits, D), joined, num_warps=NUM_WARPS)
     return o

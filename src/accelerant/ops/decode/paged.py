@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerant.config import launch_log
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._hopper import early_bytes
+from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import accesses, ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import (
     below_autograd,
@@ -156,14 +156,14 @@ def launch_triton(
             q, k_blocks, v_blocks, block_table, lengths, starts, o, parts, stats, R, N, columns, Hkv, Hq // Hkv, splits,
             D, window, scale, softcap, *q.stride()[:2], *k_blocks.stride()[:3], *v_blocks.stride()[:3],
         ),
-        {**fixed, "EARLY": early_bytes(q.device)},
+        {**fixed, "EARLY": starts_early(q.device)},
         num_warps=NUM_WARPS,
         num_stages=paged_stages(starts is not None, capability),
     )  # fmt: skip
     if splits > 1:
         joined = {
             "WINDOW": windowed, "SPLIT": SPLIT, "PAGE": page, "AHEAD": AHEAD, "BLOCK_D": fixed["BLOCK_D"],
-            "EARLY": early_bytes(q.device),
+            "EARLY": starts_early(q.device),
         }  # fmt: skip
         args = (parts, stats, lengths, starts, o, R, columns, Hq, D, window)
         KERNELS["combine"].launch((R * Hq,), args, joined, num_warps=1)

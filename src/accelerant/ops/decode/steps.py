@@ -17,7 +17,7 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
-from accelerant.ops._hopper import early_bytes
+from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import FLOATING, name_of, refuses_triton_kernel
 from accelerant.ops.linear_int8.op import to_planes
@@ -47,7 +47,7 @@ class DecodeTile:
     num_warps: int
     unroll: int
 
-    def constants(self, gated: bool, by_bits: bool, early: int | None) -> dict[str, int | bool | None]:
+    def constants(self, gated: bool, by_bits: bool, early: bool) -> dict[str, int | bool]:
         """Return the compile-time arguments; by_bits: 8-bit integers are converted or multiplied by PTX."""
         return {
             "GATED": gated, "BYTES": by_bits, "SETS": self.sets, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k,
@@ -76,9 +76,6 @@ WORDS_PLANS = tuple(DecodeTile(*sizes) for sizes in (
     (2, 1, 512, 1, 2), (2, 1, 512, 1, 4), (2, 1, 1024, 2, 2), (4, 2, 512, 2, 2), (2, 4, 512, 4, 4),
 ))  # fmt: skip
 """Candidates of decode_words; the first is the fastest measured on an H200 for Llama 3.1 8B."""
-
-EARLY = 1024
-"""Bytes of each row of a weight that decode_linear loads to the L2 before the preceding kernel ends."""
 
 WORDS_MIN_BYTES = 2**26  # bytes of a weight from which on decode_words pays for converting x first, measured on an H200
 
@@ -132,7 +129,7 @@ def launch_linear(
     KERNELS["linear"].launch(
         (ceil_div(N, outputs * plan.block_n), M),
         (x, norm, weight, scale, residual, y, N, K, eps),
-        plan.constants(gated, weight.dtype == torch.int8 and x.device.type == "cuda", early_bytes(x.device, EARLY)),
+        plan.constants(gated, weight.dtype == torch.int8 and x.device.type == "cuda", starts_early(x.device)),
         num_warps=plan.num_warps,
     )
     return y
@@ -160,7 +157,7 @@ def launch_words(
     KERNELS["words"].launch(
         (ceil_div(N, outputs * plan.block_n), M),
         (planes.view(torch.int32), units, weight.view(torch.int32), scale, residual, y, N, K // 4),
-        plan.constants(gated, x.device.type == "cuda", early_bytes(x.device, EARLY)),
+        plan.constants(gated, x.device.type == "cuda", starts_early(x.device)),
         num_warps=plan.num_warps,
     )
     return y
@@ -181,7 +178,7 @@ def launch_rope(
         KERNELS["rope"].launch(
             (ceil_div(heads + 2 * kv_heads, heads_per_program), B),
             (qkv, cos, sin, positions, slots, q, k_cache, v_cache, heads, kv_heads, T, half),
-            {"HEADS": heads_per_program, "BLOCK": block, "EARLY": early_bytes(qkv.device)},
+            {"HEADS": heads_per_program, "BLOCK": block, "EARLY": starts_early(qkv.device)},
             num_warps=1,
         )
     return q

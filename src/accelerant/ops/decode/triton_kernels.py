@@ -18,7 +18,7 @@ Bound:  memory: the caches are read once.
 import triton
 import triton.language as tl
 
-from accelerant.ops._hopper.triton_kernels import ask, start_early
+from accelerant.ops._hopper.triton_kernels import start_early
 from accelerant.ops.attention.triton_kernels import _LN2, _LOG2E, _dot
 
 
@@ -28,7 +28,7 @@ def attention_decode_fwd(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     part = tl.program_id(0) % splits
     block = tl.program_id(0) // splits % row_blocks
     h = (tl.program_id(0) // splits // row_blocks % heads).to(tl.int64)  # key head
@@ -92,7 +92,7 @@ def attention_decode_fwd(
 def attention_decode_combine(
     parts_ptr, lse_ptr, o_ptr, rows, splits, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCK_S)
     width = tl.arange(0, BLOCK_D)
@@ -206,7 +206,7 @@ def attention_paged_fwd(
     TOKENS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     part = tl.program_id(0) % splits
     h = (tl.program_id(0) // splits % heads).to(tl.int64)
     row, begin, count, first = _paged_row(starts_ptr, tl.program_id(0) // splits // heads, rows, TOKENS)
@@ -264,7 +264,7 @@ def attention_paged_combine(
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     row = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     token = row
@@ -391,16 +391,6 @@ def _rows(weight_ptr, first, lanes, N, K, GATED: tl.constexpr, SETS: tl.constexp
 
 
 @triton.jit
-def _start_rows(weight_ptr, numbers, K, SETS: tl.constexpr, EARLY: tl.constexpr):
-    """Do the same for the beginnings of each set's rows of K elements."""
-    if EARLY is not None:
-        size = K * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        for r in tl.static_range(SETS - 1):
-            ask(weight_ptr + numbers[r].to(tl.int64) * K, size, EARLY)
-        start_early(weight_ptr + numbers[SETS - 1].to(tl.int64) * K, size, EARLY)
-
-
-@triton.jit
 def _finish(
     z, residual_ptr, y_ptr, row, first, N, GATED: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -427,7 +417,7 @@ def _products(
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
     x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread holds the elements of x that it needs
     weight_at, numbers = _rows(weight_ptr, first, lanes, N, K, GATED, SETS, BLOCK_N)
-    _start_rows(weight_ptr, numbers, K, SETS, EARLY)
+    start_early(EARLY)
     acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)  # a tuple of sums takes more registers
     acc1, acc2, acc3, squares = acc0, acc0, acc0, acc0
     full = K // STEP * STEP
@@ -491,7 +481,7 @@ def decode_linear(
 
 @triton.jit
 def decode_planes(x_ptr, norm_ptr, planes_ptr, units_ptr, K, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < K
@@ -549,7 +539,7 @@ def decode_words(
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_W)[None, :], (BLOCK_N, BLOCK_W))
     x_at = planes_ptr + row * 3 * W + lanes
     weight_at, numbers = _rows(weight_ptr, first, lanes, N, W, GATED, SETS, BLOCK_N)
-    _start_rows(weight_ptr, numbers, W, SETS, EARLY)
+    start_early(EARLY)
     high = ()
     for _ in tl.static_range(SETS):
         high = high + (tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.int32),)  # noqa: RUF005
@@ -585,7 +575,7 @@ def decode_rope(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, heads, kv_heads, T, HALF,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_early(None, 0, EARLY)
+    start_early(EARLY)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
     b = tl.program_id(1).to(tl.int64)
     width = 2 * HALF

@@ -15,7 +15,15 @@ from torch.nn import functional
 from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._hopper import ELEMENTS, HopperProgram, early_bytes, hopper_program, is_hopper, load, refuses_device
+from accelerant.ops._hopper import (
+    ELEMENTS,
+    HopperProgram,
+    hopper_program,
+    is_hopper,
+    load,
+    refuses_device,
+    starts_early,
+)
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import (
     autocast_dtype,
@@ -413,7 +421,7 @@ def to_planes(x: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tenso
         TO_PLANES.launch(
             (M,),
             (x, norm, planes, units, K, eps),
-            {"BLOCK": block, "EARLY": early_bytes(x.device)},
+            {"BLOCK": block, "EARLY": starts_early(x.device)},
             num_warps=max(1, min(32, block // 256)),
         )
     return planes, units
