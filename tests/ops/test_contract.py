@@ -160,7 +160,8 @@ def test_matches_the_reference(op, sample, dtype, implementation, request):
     own = implementation == "triton"
     tolerances = it.cases.TOLERANCES if own else getattr(it.cases, "TORCH_TOLERANCES", None) or it.cases.TOLERANCES
     check_sample(op, sample, dtype, tolerances=tolerances)
-    wanted = implementation if own else getattr(it.cases, "ON_CPU", "torch")
+    left = own or (dtype == torch.float64 and "torch" in it.runs)  # float64 is left to torch by kernels of a CPU, too
+    wanted = implementation if left else getattr(it.cases, "ON_CPU", "torch")
     assert {wanted} <= ran() <= {wanted} | it.runs
 
 
