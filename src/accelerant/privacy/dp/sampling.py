@@ -152,9 +152,9 @@ class PoissonBatches:
 
 def warn_of_repeats(data: Any) -> None:
     """Warn if a Subset or ConcatDataset has a row of its data set several times: each is a unit of its own."""
-    if not isinstance(data, (Subset, ConcatDataset)) or (origins := _origins(data)) is None:
+    if not isinstance(data, (Subset, ConcatDataset)):
         return
-    counts = np.unique(origins, axis=0, return_counts=True)[1]
+    counts = np.unique(_origins(data, {}), return_counts=True)[1]
     if len(counts) and (most := int(counts.max())) > 1:
         warnings.warn(
             f"{int((counts > 1).sum())} rows of the data set are in the {type(data).__name__} several times, up to "
@@ -166,24 +166,14 @@ def warn_of_repeats(data: Any) -> None:
         )
 
 
-def _origins(data: Any) -> NDArray[np.int64] | None:
-    """Return the data set and the row in it of each entry, (N, 2); None if no two entries can be the same row."""
+def _origins(data: Any, known: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return a number for each entry, (N,), the same where two are one row of a data set."""
     if isinstance(data, ConcatDataset):
-        sets: list[Any] = data.datasets
-        parts = [_origins(each) for each in sets]
-        if all(part is None for part in parts) and len({id(each) for each in sets}) == len(parts):
-            return None
-        pairs = zip(sets, parts, strict=True)
-        return np.concatenate([_numbered(each, range(len(each))) if part is None else part for each, part in pairs])
-    if not isinstance(data, Subset):
-        return None
-    inner = _origins(data.dataset)
-    return _numbered(data.dataset, data.indices) if inner is None else inner[np.asarray(data.indices, np.int64)]
-
-
-def _numbered(data: Any, indices: Any) -> NDArray[np.int64]:
-    index = np.asarray(indices, np.int64)
-    return np.stack([np.full(len(index), id(data)), np.where(index < 0, index + len(data), index)], 1)
+        return np.concatenate([_origins(each, known) for each in data.datasets])
+    if isinstance(data, Subset):
+        return _origins(data.dataset, known)[np.asarray(data.indices, np.int64)]
+    begin = sum(map(len, known.values()))
+    return known.setdefault(id(data), np.arange(begin, begin + len(data)))
 
 
 def rows_of(data: Any) -> int:
@@ -600,13 +590,9 @@ class Units:
         sampler.share = share
         return sampler
 
-    def require_ledger(self, ledger: PrivacyLedger) -> None:
-        """Check that a ledger names the unit; ConfigError if groups are drawn, and it calls the unit an example."""
-        if self.groups is not None:
-            _require_named(ledger)
 
-
-def _require_named(ledger: PrivacyLedger) -> None:
+def require_named(ledger: PrivacyLedger) -> None:
+    """Check that a ledger names the unit where groups are drawn; ConfigError if it calls the unit an example."""
     if ledger.unit == "example":
         raise ConfigError(
             "groups of rows are drawn, and the ledger's unit is an example: its statement would be of rows. Create it "
@@ -629,7 +615,7 @@ def require_sampler(sampler: PoissonSampler, rate: float, ledger: PrivacyLedger,
             "records must be 1"
         )
     if isinstance(sampler, GroupedSampler):
-        _require_named(ledger)
+        require_named(ledger)
 
 
 def delta_remark(delta: float, count: int, unit: str) -> str:

@@ -54,20 +54,7 @@ from accelerant.errors import (
     UnsupportedCase,
     UnsupportedDtype,
 )
-from accelerant.privacy.he.encoding import (
-    DTYPES,
-    EXPONENT_MOST,
-    FLOATS,
-    SLOT_BITS,
-    decode,
-    encode,
-    encode_words,
-    in_slots,
-    joint_dtype,
-    out_of_slots,
-    scale_of,
-    signed_numbers,
-)  # fmt: skip
+from accelerant.privacy.he import encoding
 from accelerant.privacy.he.messages import KINDS, Origin, SecretKey, head_of, host_array, open_box, reader_of, sealed
 from accelerant.privacy.messages import shape_bytes
 from accelerant.privacy.random import SecureStream
@@ -200,27 +187,27 @@ class PublicKey:
         self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: DeviceLike,
         masks: Callable[[int, MemorySpace], Residues],
     ) -> EncryptedTensor:  # fmt: skip
-        array, origin = host_array(x, DTYPES, "Paillier")
+        array, origin = host_array(x, encoding.DTYPES, "Paillier")
         space = HOST
         if device is not None or origin.device.startswith("cuda"):
             space = space_at(origin.device if device is None else device)
-        exponent, bound = scale_of(origin.dtype, exponent, limit, pack)
+        exponent, bound = encoding.scale_of(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
         most = 2.0**1023 if limit is None else float(min(math.ceil(limit), 2**1023))
         if space is not HOST and not pack and bool((np.abs(array.astype(np.float64)) < most).all()):
-            words, offset = encode_words(array, exponent, bound)
+            words, offset = encoding.encode_words(array, exponent, bound)
             plain: Residues = self._plain_words(words, offset, space)
         else:
-            numbers = encode(array, exponent, bound)
-            plain = self._plain(in_slots(numbers, self.slots) if pack else numbers, space)
+            numbers = encoding.encode(array, exponent, bound)
+            plain = self._plain(encoding.in_slots(numbers, self.slots) if pack else numbers, space)
         cipher = plain.times(masks(len(plain), space))
         return EncryptedTensor(self, cipher, tuple(array.shape), exponent, bound, origin, packed=pack, fresh=True)
 
     @property
     def slots(self) -> int:
         """Values of 24 bits in a packed ciphertext."""
-        return (self.n.bit_length() - 2) // SLOT_BITS
+        return (self.n.bit_length() - 2) // encoding.SLOT_BITS
 
     def _plain(self, numbers: Iterable[Any], space: MemorySpace) -> Residues:
         """Return the ciphertexts (1 + m n) of numbers, without randomness."""
@@ -280,7 +267,7 @@ class PublicKey:
         dtype = dtype or ("float64" if exponent else "int64")
         if kind not in ("torch", "numpy"):
             raise ConfigError(f"kind is 'torch' or 'numpy', got {kind!r}")
-        exponent, bound = scale_of(dtype, exponent, limit, False)
+        exponent, bound = encoding.scale_of(dtype, exponent, limit, False)
         cipher = residues_of(numbers, self.n_square, space_at(device))
         return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), Origin(kind, dtype))
 
@@ -385,15 +372,17 @@ class PrivateKey(SecretKey):
             raise FormatError(f"the tensor was encrypted for {c.public!r}, the key is of {self.public!r}")
         named = str(c.origin.dtype) if dtype is None else dtype if isinstance(dtype, str) else clipped(dtype)
         named = named.removeprefix("torch.")
-        if named not in DTYPES:
-            raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(DTYPES)}, got {named}")
+        if named not in encoding.DTYPES:
+            raise UnsupportedDtype(
+                f"a decrypted tensor has one of the dtypes {', '.join(encoding.DTYPES)}, got {named}"
+            )
         if c.residues.space is HOST:
             numbers: Any = self._signed(c.residues)
         else:
             numbers = self._signed_on_device(c.residues, self.public.n if c.packed else c.bound)
         if c.packed:
-            numbers = out_of_slots(numbers, self.public.slots, math.prod(c.shape))
-        return decode(numbers, c.exponent, c.shape, replace(c.origin, dtype=named))
+            numbers = encoding.out_of_slots(numbers, self.public.slots, math.prod(c.shape))
+        return encoding.decode(numbers, c.exponent, c.shape, replace(c.origin, dtype=named))
 
     def _signed(self, cipher: Residues) -> list[int]:
         """Return the plaintexts, those above n - n/3 as negative; RangeError for one beyond n/3."""
@@ -419,7 +408,7 @@ class PrivateKey(SecretKey):
         found = space.store(halves[0].plus_words(halves[1].words, 1).plus(offset).plain())
         if not offset or found[:, columns:].any():
             return self._in_range((m - offset) % n for m in ints_of(found))
-        return signed_numbers(found[:, :columns])
+        return encoding.signed_numbers(found[:, :columns])
 
     def _in_range(self, numbers: Iterable[Any]) -> list[int]:
         """Return numbers mod n, those above n - n/3 as negative; RangeError for one beyond n/3."""
@@ -552,7 +541,7 @@ class EncryptedTensor:
             raise ShapeError(f"shape {self.shape} has no axis {clipped(axis)}")
         index = self._index().reshape(-1) if axis is None else np.moveaxis(self._index(), axis, 0)
         terms, shape = index.shape[0], index.shape[1:]
-        origin = self.origin if self.dtype in FLOATS else replace(self.origin, dtype="int64")
+        origin = self.origin if self.dtype in encoding.FLOATS else replace(self.origin, dtype="int64")
         if not terms:
             raise ShapeError(f"shape {self.shape}: a sum needs at least one term")
         bound = self._checked(self.bound * terms, "the sum")
@@ -584,7 +573,7 @@ class EncryptedTensor:
                 raise UnsupportedCase(f"the plain operand is no multiple of 16^{self.exponent}, the packed exponent")
             self._common_shape(shape)
             index = np.broadcast_to(np.arange(len(numbers)).reshape(shape), self.shape).reshape(-1)
-            numbers, shape = in_slots([numbers[i] for i in index.tolist()], self.public.slots), self.shape
+            numbers, shape = encoding.in_slots([numbers[i] for i in index.tolist()], self.public.slots), self.shape
         self._checked(bound, "the plain operand")
         plain = self.public._plain([sign * number for number in numbers], self.residues.space)
         return EncryptedTensor(
@@ -601,7 +590,7 @@ class EncryptedTensor:
         shape = self._common_shape(other.shape)
         bound = self._checked(x.bound + y.bound, "the sum")
         cipher = x._spread(shape).times(y._spread(shape))
-        origin = replace(self.origin, dtype=joint_dtype(self.dtype, other.dtype))
+        origin = replace(self.origin, dtype=encoding.joint_dtype(self.dtype, other.dtype))
         return replace(self, residues=cipher, shape=shape, exponent=low, bound=bound, origin=origin, fresh=False)
 
     def __mul__(self, other: Any) -> EncryptedTensor:
@@ -637,7 +626,7 @@ class EncryptedTensor:
 
     def __matmul__(self, other: Any) -> EncryptedTensor:
         """Multiply (..., k) by a plain matrix (k, m) or vector (k,): a power for each of the ... k m products."""
-        array, _ = host_array(other, DTYPES, "Paillier")
+        array, _ = host_array(other, encoding.DTYPES, "Paillier")
         if not self.shape or array.ndim not in (1, 2) or array.shape[0] != self.shape[-1]:
             raise ShapeError(f"{self.shape} @ {array.shape}: wanted (..., k) @ (k, m) or (k,)")
         terms = self if array.ndim == 1 else self.reshape(*self.shape, 1)
@@ -666,7 +655,7 @@ class EncryptedTensor:
         Args:
             rerandomize: by default where an operation has been applied since encryption.
         """
-        kind, dtype, width = KINDS.index(self.origin.kind), DTYPES.index(self.dtype), 2 * self.public.n_bytes
+        kind, dtype, width = KINDS.index(self.origin.kind), encoding.DTYPES.index(self.dtype), 2 * self.public.n_bytes
         return b"".join([
             head_of("PAI", "c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
             self.exponent.to_bytes(4, "big", signed=True), self.bound.to_bytes(self.public.n_bytes, "big"),
@@ -683,11 +672,13 @@ class EncryptedTensor:
         reader = reader_of(data, "PAI", "c")
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
-        packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(DTYPES) - 1))
+        packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(encoding.DTYPES) - 1))
         exponent = int.from_bytes(reader.take(4), "big", signed=True)
-        bound = reader.number(public.n_bytes, 2 ** (SLOT_BITS - 1) - 1 if packed else public.max_int)
-        if abs(exponent) > EXPONENT_MOST:
-            raise FormatError(f"an exponent is from {-EXPONENT_MOST} to {EXPONENT_MOST}, got {exponent}")
+        bound = reader.number(public.n_bytes, 2 ** (encoding.SLOT_BITS - 1) - 1 if packed else public.max_int)
+        if abs(exponent) > encoding.EXPONENT_MOST:
+            raise FormatError(
+                f"an exponent is from {-encoding.EXPONENT_MOST} to {encoding.EXPONENT_MOST}, got {exponent}"
+            )
         shape = reader.shape()
         count, width, body = math.prod(shape), 2 * public.n_bytes, reader.rest()
         if packed:
@@ -697,7 +688,7 @@ class EncryptedTensor:
         numbers = [int.from_bytes(body[at : at + width], "big") for at in range(0, len(body), width)]
         public._check_ciphertexts(numbers)
         cipher = residues_of(numbers, public.n_square, space_at(device))
-        origin = Origin(KINDS[kind], DTYPES[dtype])
+        origin = Origin(KINDS[kind], encoding.DTYPES[dtype])
         return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
 
     def to(self, device: DeviceLike) -> EncryptedTensor:
@@ -713,7 +704,7 @@ class EncryptedTensor:
             raise UnsupportedCase(f"a packed tensor cannot be {what}: encrypt with pack=False")
 
     def _checked(self, bound: int, what: str) -> int:
-        most = 2 ** (SLOT_BITS - 1) - 1 if self.packed else self.public.max_int
+        most = 2 ** (encoding.SLOT_BITS - 1) - 1 if self.packed else self.public.max_int
         if bound > most:
             raise RangeError(
                 f"{what} may have {bound.bit_length()} bits, more than the {most.bit_length()} of a "
@@ -751,10 +742,11 @@ class EncryptedTensor:
         """Return integers, their exponent (the highest that is exact), shape and resulting dtype of a plain operand."""
         if type(other) is int:  # of any size
             return [other], 0, (), self.dtype
-        array, origin = host_array(other, DTYPES, "Paillier")
-        exponent, _ = scale_of(origin.dtype, None, None, False)
-        numbers = encode(array, exponent, None)
+        array, origin = host_array(other, encoding.DTYPES, "Paillier")
+        exponent, _ = encoding.scale_of(origin.dtype, None, None, False)
+        numbers = encoding.encode(array, exponent, None)
         while exponent < 0 and not any(number % 16 for number in numbers):
             numbers, exponent = [number // 16 for number in numbers], exponent + 1
-        scalar = isinstance(other, float) and self.dtype in FLOATS
-        return numbers, exponent, tuple(array.shape), self.dtype if scalar else joint_dtype(self.dtype, origin.dtype)
+        scalar = isinstance(other, float) and self.dtype in encoding.FLOATS
+        dtype = self.dtype if scalar else encoding.joint_dtype(self.dtype, origin.dtype)
+        return numbers, exponent, tuple(array.shape), dtype

@@ -20,28 +20,16 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.privacy.dp.clipping import rules
 from accelerant.privacy.dp.clipping.layers import expanded
-from accelerant.privacy.dp.clipping.rules import (
-    NotForEachExample,
-    OwnParameters,
-    Region,
-    computing_hooks,
-    holders,
-    in_region,
-    mapped,
-    region,
-    register,
-    replace_methods,
-    tensors_of,
-)
 from accelerant.runtime.memory.peak import modules_restored
 
 _TOLERANCE = 1e-2
 """Largest difference of the plain result from that of single examples, over the largest value: rounding, or TF32."""
 
 
-@register
-class OwnParametersRule(OwnParameters):
+@rules.register
+class OwnParametersRule(rules.OwnParameters):
     """Runs a module's own forward in a region, with its parameters once for each example."""
 
     layers = (nn.Module,)
@@ -49,9 +37,9 @@ class OwnParametersRule(OwnParameters):
     def __init__(self, module: nn.Module, sink: Any, plain: Any) -> None:
         super().__init__(module, sink, plain)
         self._clipper = sink
-        self._holders = holders(module)
+        self._holders = rules.holders(module)
         self._compared: set[bool] = set()
-        self._hooks = computing_hooks(module)
+        self._hooks = rules.computing_hooks(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed example by example and, the first time, compared with the plain one."""
@@ -63,14 +51,14 @@ class OwnParametersRule(OwnParameters):
             self._compared.add(mode)
         return result
 
-    def inside(self, region: Region, *args: Any, **kwargs: Any) -> Any:
+    def inside(self, region: rules.Region, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output with the region's parameters in place of its own."""
         with self._substituted(region):
             return self.plain(*args, **kwargs)
 
     def _count(self, args: Any, kwargs: Any) -> int:
         """Return the number of examples of the inputs; raise if they have none."""
-        found = [x for x in tensors_of((args, kwargs)) if x.dim()]
+        found = [x for x in rules.tensors_of((args, kwargs)) if x.dim()]
         batch = self.sink.batch
         if batch is None:
             batch = found[0].shape[0] if found else None
@@ -80,7 +68,7 @@ class OwnParametersRule(OwnParameters):
             message = f"{name}, which has parameters of its own, got {shapes or 'no tensor'}, without a first dimension"
             message += f" of {'the' if batch is None else batch} examples"
             if self.sink.runs_by_example:
-                raise NotForEachExample(message)
+                raise rules.NotForEachExample(message)
             raise ShapeError(message)
         for x in found:
             if x.requires_grad and x.shape[0] not in (1, batch):
@@ -109,20 +97,20 @@ class OwnParametersRule(OwnParameters):
             return value.flatten(0, 1)
 
         before = list(_kept(self.module))
-        with region(count) as now:
-            inputs = mapped((args, kwargs), lambda x: _entered(now, x))
+        with rules.region(count) as now:
+            inputs = rules.mapped((args, kwargs), lambda x: _entered(now, x))
             try:
                 with contextlib.nullcontext() if shared is not None else self._substituted(now):
                     result = self.plain(*inputs[0], **inputs[1])
             except (NotImplementedError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError | NotForEachExample):
+                if isinstance(error, torch.OutOfMemoryError | rules.NotForEachExample):
                     raise
                 raise UnsupportedCase(
                     f"{kind} has parameters of its own, and its forward cannot run for each example by itself: "
                     f"{str(error).rstrip('. ')}. Compute with layers (torch.nn), without item(), writes into other "
                     "tensors and kernels of your own; or register a LayerRule, or freeze the parameters"
                 ) from error
-            result = mapped(result, leave)
+            result = rules.mapped(result, leave)
             for _, key, value in _kept(self.module):
                 if now.unwrap(value) is not None:
                     self._restore(before)
@@ -132,7 +120,7 @@ class OwnParametersRule(OwnParameters):
         return result
 
     @contextmanager
-    def _substituted(self, now: Region) -> Iterator[None]:
+    def _substituted(self, now: rules.Region) -> Iterator[None]:
         """Put expanded parameters in the place of those that the module uses itself."""
         kept = [(module, module._parameters) for module in self._holders]
         known: dict[int, Tensor] = {}
@@ -149,7 +137,7 @@ class OwnParametersRule(OwnParameters):
                 module.__dict__["_parameters"] = own
             self.module.__dict__.update(weights)
 
-    def _substitute(self, now: Region, known: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    def _substitute(self, now: rules.Region, known: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
         def substitute(parameter: Tensor) -> Tensor:
             if not self.sink.wants(parameter):
                 return parameter
@@ -166,7 +154,7 @@ class OwnParametersRule(OwnParameters):
             "inputs and results must be that of the examples, or 1 for what all of them share, and it must not mix "
             "them (as a mean over dimension 0 does)"
         )
-        return NotForEachExample(message) if self.sink.runs_by_example else UnsupportedCase(message)
+        return rules.NotForEachExample(message) if self.sink.runs_by_example else UnsupportedCase(message)
 
     @staticmethod
     def _restore(before: list[tuple[dict[str, Any], str, Tensor]]) -> None:
@@ -177,15 +165,15 @@ class OwnParametersRule(OwnParameters):
         """Raise UnsupportedCase if the plain forward gives another result: it depends on other examples."""
 
         def plain() -> list[Tensor]:
-            return tensors_of(self._without_trace(lambda: self.plain(*args, **kwargs)))
+            return rules.tensors_of(self._without_trace(lambda: self.plain(*args, **kwargs)))
 
-        found, expected, again = [each.detach() for each in tensors_of(result)], plain(), []
+        found, expected, again = [each.detach() for each in rules.tensors_of(result)], plain(), []
         if not _alike(found, expected):  # it may have drawn random numbers: compare without dropout
             modes = [(module, module.training) for module in self.module.modules()]
             try:
                 for module, _ in modes:
                     module.training = False
-                found = tensors_of(self._without_trace(lambda: self._by_example(count, args, kwargs)))
+                found = rules.tensors_of(self._without_trace(lambda: self._by_example(count, args, kwargs)))
                 expected, again = plain(), plain()
             finally:
                 for module, mode in modes:
@@ -222,7 +210,7 @@ class WholeModel(OwnParametersRule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output; inside a region of another module, its plain forward's."""
-        if self._by_itself or in_region():
+        if self._by_itself or rules.in_region():
             return super().forward(*args, **kwargs)
         sink, before = self._clipper, self._clipper.inputs
         sink.inputs = args, kwargs
@@ -231,7 +219,7 @@ class WholeModel(OwnParametersRule):
                 result = self.plain(*args, **kwargs)
             self._runs_plain = True
             return result
-        except NotForEachExample as error:
+        except rules.NotForEachExample as error:
             if sink.batch is None:
                 raise
             once = error.once
@@ -245,7 +233,7 @@ class WholeModel(OwnParametersRule):
 def attach_whole(model: nn.Module, sink: Any, undo: ExitStack) -> None:
     """Let a model run for each example by itself if it must."""
     whole = WholeModel(model, sink, model.forward)
-    replace_methods(model, {"forward": whole.forward}, undo, compiled=lambda: whole.runs_plain)
+    rules.replace_methods(model, {"forward": whole.forward}, undo, compiled=lambda: whole.runs_plain)
 
 
 class _Substitutes(dict[str, Any]):
@@ -269,7 +257,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                     yield mapping, key, value
 
 
-def _entered(now: Region, x: Tensor) -> Tensor:
+def _entered(now: rules.Region, x: Tensor) -> Tensor:
     """Return an input of the module as one example has it; x itself if its first dimension is not of examples."""
     return now.wrap(x.unsqueeze(1)) if x.dim() and x.shape[0] == now.examples else x
 

@@ -25,16 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerant.privacy.dp.noise.discrete import (
-    CELL_FIELD,
-    CELLS,
-    COMPARED,
-    COMPARED_REST,
-    LAPLACE_POOL,
-    POOL,
-    TRIGGER,
-    draws_of_unit,
-)
+from accelerant.privacy.dp.noise import discrete
 from accelerant.privacy.random.stream import (
     BLOCK_WORDS,
     KeystreamBlocks,
@@ -180,7 +171,7 @@ _TOGETHER = 2
 
 _MOST = 2.0**46
 _INTEGER = 2.0**23
-_POOL_WORDS = 2 * LAPLACE_POOL
+_POOL_WORDS = 2 * discrete.LAPLACE_POOL
 """Words of a Laplace draw's first block that become the pool, numbers of 64 bits."""
 
 _INPUTS = ("ptr noalias readonly %state", "ptr noalias readonly %first")
@@ -195,7 +186,9 @@ def _lookups(blocks: KeystreamBlocks, tables: list[int], words: list[Value]) -> 
         gather = f"llvm.masked.gather.{suffix(words[0].type)}.v{blocks.lanes}p0"
         found = []
         for table, cell in zip(tables, shifted, strict=True):
-            index = code.op("add", code.convert("zext", code.op("and", cell, CELLS - 1), "i64"), table * CELLS)
+            index = code.op(
+                "add", code.convert("zext", code.op("and", cell, discrete.CELLS - 1), "i64"), table * discrete.CELLS
+            )
             pointers = vector("ptr", blocks.lanes)
             addresses = code(f"getelementptr inbounds i32, ptr %tables, {index.type} {index}", pointers)
             rest = Value("poison", cell.type)
@@ -210,7 +203,7 @@ def _lookups(blocks: KeystreamBlocks, tables: list[int], words: list[Value]) -> 
         if level == 0:
             found = []
             for table, cell in zip(tables, shifted, strict=True):
-                base = (table * CELLS + first) // 16
+                base = (table * discrete.CELLS + first) // 16
                 low, high = (code.load(kind, "%tables", base + i, align=4) for i in (0, 1))
                 found.append(code.intrinsic(kind, "llvm.x86.avx512.vpermi2var.d.512", low, cell, high))
             return found
@@ -224,15 +217,15 @@ def _pool(blocks: KeystreamBlocks) -> tuple[Value, Value]:
     """Return five magnitudes of 9 bits, from bit 7 on of two words, computed from a block of keystream."""
     code = blocks.code
     low = high = constant(vector("i32", blocks.lanes), 0)
-    for slot in range(POOL):
+    for slot in range(discrete.POOL):
         words = [blocks.word(3 * slot + i) for i in range(3)]
         entries = _lookups(blocks, [1, 2, 3], [words[0]] * 3)
-        compared, threshold = (code.op("and", x, COMPARED_REST) for x in (words[0], entries[0]))
+        compared, threshold = (code.op("and", x, discrete.COMPARED_REST) for x in (words[0], entries[0]))
         below = code.compare("ult", words[2], entries[2])
         for x, y in ((words[1], entries[1]), (compared, threshold)):
             less, equal = code.compare("ult", x, y), code.compare("eq", x, y)
             below = code.op("or", less, code.op("and", equal, below))
-        magnitude = code.op("and", code.select(below, words[0], entries[0]), CELL_FIELD)
+        magnitude = code.op("and", code.select(below, words[0], entries[0]), discrete.CELL_FIELD)
         shift = 9 * slot
         if shift < 32:
             low = code.op("or", low, code.op("shl", magnitude, shift))
@@ -246,13 +239,13 @@ def _sample(
 ) -> tuple[Value, tuple[Value, Value]]:
     """Return a base sample, and the pool after it."""
     low, high = pool
-    compared, threshold = code.op("and", word, COMPARED), code.op("and", entry, COMPARED)
+    compared, threshold = code.op("and", word, discrete.COMPARED), code.op("and", entry, discrete.COMPARED)
     chosen = code.select(code.compare("ult", compared, threshold), word, entry)
     triggered = code.compare("eq", code.op("and", word, trigger), trigger)
     chosen = code.select(triggered, low, chosen)
     next_low = code.intrinsic(word.type, f"llvm.fshr.{suffix(word.type)}", high, low, constant(word.type, 9))
     pool = code.select(triggered, next_low, low), code.select(triggered, code.op("lshr", high, 9), high)
-    magnitude = code.op("lshr", code.op("and", chosen, CELL_FIELD), 7)
+    magnitude = code.op("lshr", code.op("and", chosen, discrete.CELL_FIELD), 7)
     sign = code.op("ashr", word, 31)
     return code.op("sub", code.op("xor", magnitude, sign), sign), pool
 
@@ -263,7 +256,7 @@ class GaussianKernel(VectorKernel):
 
     terms: int
     adds: bool
-    trigger: int = TRIGGER
+    trigger: int = discrete.TRIGGER
     least_share = 2  # the fewest indices that are worth another thread: about 10 us
 
     @property
@@ -282,7 +275,7 @@ class GaussianKernel(VectorKernel):
         with code.loop("%begin", "%end") as index:
             strides = lane_constants("i64", range(0, BLOCK_WORDS * count, BLOCK_WORDS))
             counters = blocks.counters(code.op("mul", index, BLOCK_WORDS * count), strides)
-            group = code.op("mul", code.op("udiv", index, parts), 32 * draws_of_unit(self.terms))
+            group = code.op("mul", code.op("udiv", index, parts), 32 * discrete.draws_of_unit(self.terms))
             at = code.variable("i64", code.op("add", group, code.op("mul", code.op("urem", index, parts), count)))
             blocks.generate(counters)
             pool = [code.variable(words, word) for word in _pool(blocks)]
@@ -365,7 +358,7 @@ class LaplaceKernel(VectorKernel):
             draws = code.op("mul", index, count)
             counters = blocks.counters(code.op("mul", draws, per_draw), strides)
             word = code.variable("i64", 0)
-            pool = [code.variable(numbers, 0) for _ in range(LAPLACE_POOL)]
+            pool = [code.variable(numbers, 0) for _ in range(discrete.LAPLACE_POOL)]
             total = code.variable(numbers, 0)
             with code.loop(0, per_draw) as block:
                 blocks.generate(code.op("add", counters, code.broadcast(block, count)))

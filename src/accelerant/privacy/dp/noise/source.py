@@ -22,20 +22,7 @@ from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops._hopper import HopperProgram
 from accelerant.ops._launch import multiprocessors
 from accelerant.ops._library import name_of
-from accelerant.privacy.dp.noise.discrete import (
-    GROUP,
-    MAX_TERMS,
-    UNIT_BLOCKS,
-    GaussianConvolution,
-    convolution_of,
-    digits_of,
-    draws_of_unit,
-    grid_steps,
-    groups_of,
-    laplace_blocks,
-    make_tables,
-    thresholds,
-)
+from accelerant.privacy.dp.noise import discrete
 from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel, LaplaceKernel, PhiloxKernel
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.stream import (
@@ -66,6 +53,7 @@ SHARED_BYTES = (512 * 32 + 3 * 512 * 4) * 4
 RANGE = 2.0**46  # grid steps at which a value saturates before noise is added, unless it is float64
 KINDS = {"float32": "VALUE_FLOAT", "bfloat16": "VALUE_BFLOAT16", "float16": "VALUE_FLOAT16", "int64": "VALUE_STEPS"}
 
+_Plan = discrete.GaussianConvolution
 _COMMON = ("*u32", "*u64", "*u32", "*", "i64", "i32", "i32", "i32", "i32", "u32")
 _TABLES_LIMIT = 16
 _tables: dict[tuple[object, str, int], Tensor] = {}
@@ -75,8 +63,8 @@ _held: list[Tensor] = []  # tables that captured graphs read
 @functools.cache
 def gaussian_source(terms: int, adds: bool) -> KernelSource:
     """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward])."""
-    if not 1 <= terms <= MAX_TERMS:
-        raise ConfigError(f"terms must be 1 to {MAX_TERMS}, got {terms}")
+    if not 1 <= terms <= discrete.MAX_TERMS:
+        raise ConfigError(f"terms must be 1 to {discrete.MAX_TERMS}, got {terms}")
     entry = "gaussian_add" if adds else "gaussian_steps"
     dialects: dict[str, str | Builder] = {"portable": _portable(terms, entry), "llvm": GaussianKernel(terms, adds)}
     return KernelSource(f"{entry}_{terms}", dialects, {entry: (*_COMMON, "f32", "f32") if adds else _COMMON})
@@ -155,9 +143,7 @@ def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> Non
     x.copy_((steps if noise is None else steps + noise).to(torch.float32) * (grid * scale))
 
 
-def gaussian_add(
-    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianConvolution, grid: float, scale: float
-) -> None:
+def gaussian_add(stream: SecureStream, tensors: Sequence[Tensor], plan: _Plan, grid: float, scale: float) -> None:
     """Replace x by (round(x / grid) + Z) * grid * scale; x contiguous, of one dtype, on one device."""
     numbers = (1 / grid, grid * scale)
     if tensors and _is_fused(tensors[0].device):
@@ -168,9 +154,7 @@ def gaussian_add(
             _launch_one(stream, x, plan, numbers)
 
 
-def gaussian_steps(
-    stream: SecureStream, shape: Sequence[int], plan: GaussianConvolution, device: torch.device
-) -> Tensor:
+def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: _Plan, device: torch.device) -> Tensor:
     """Return int64 draws of the discrete Gaussian."""
     out = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     if _is_fused(device):
@@ -182,8 +166,8 @@ def gaussian_steps(
 
 def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, device: torch.device) -> Tensor:
     """Return int64 draws of the discrete Laplace distribution."""
-    digits, count = digits_of(steps), math.prod(shape)
-    blocks = laplace_blocks(digits)
+    digits, count = discrete.digits_of(steps), math.prod(shape)
+    blocks = discrete.laplace_blocks(digits)
     draws = lanes() if device.type == "cpu" else 1  # of an index
     indices = -(-count // draws)
     out = torch.empty(indices * draws, dtype=torch.int64, device=device)
@@ -197,12 +181,12 @@ def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, d
     return out[:count].view(tuple(shape))
 
 
-def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianConvolution, numbers: tuple[float, ...]) -> None:
+def _launch_one(stream: SecureStream, x: Tensor, plan: _Plan, numbers: tuple[float, ...]) -> None:
     """Launch the portable or the CPU's kernel for one tensor; without numbers the draws replace x."""
     if not x.numel():
         return
-    units = groups_of(x.numel(), plan.terms) * GROUP
-    taken = take(stream, units * UNIT_BLOCKS, x.device)
+    units = discrete.groups_of(x.numel(), plan.terms) * discrete.GROUP
+    taken = take(stream, units * discrete.UNIT_BLOCKS, x.device)
     provider, kernel = compiled(gaussian_source(plan.terms, bool(numbers)), x.device)
     grid, block = _grid(units // (lanes() if x.device.type == "cpu" else 1), x.device)
     table = _on_device(plan, x.device)
@@ -210,15 +194,13 @@ def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianConvolution, numb
         provider.launch(kernel, grid, block, (*taken, table, x, x.numel(), *_factors(plan), 1, *numbers))
 
 
-def _launch_rows(
-    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianConvolution, numbers: tuple[float, float]
-) -> None:
+def _launch_rows(stream: SecureStream, tensors: Sequence[Tensor], plan: _Plan, numbers: tuple[float, float]) -> None:
     """Launch gaussian.cuh for up to ROWS tensors."""
-    rows, groups = packed_rows(tensors, GROUP * draws_of_unit(plan.terms))
+    rows, groups = packed_rows(tensors, discrete.GROUP * discrete.draws_of_unit(plan.terms))
     if not groups:
         return
     device = tensors[0].device
-    taken, table = take(stream, groups * GROUP * UNIT_BLOCKS, device), _on_device(plan, device)
+    taken, table = take(stream, groups * discrete.GROUP * discrete.UNIT_BLOCKS, device), _on_device(plan, device)
     _, kernel = compiled(fused_source(plan.terms, name_of(tensors[0].dtype)), device)
     blocks = min(multiprocessors(device), -(-groups * 32 // THREADS))
     args = (rows, *taken, table, *_factors(plan), 1, *numbers)
@@ -259,9 +241,9 @@ def _grid(indices: int, device: torch.device) -> tuple[tuple[int], tuple[int]]:
     return ((indices,), (1,)) if device.type == "cpu" else ((-(-indices // BLOCK),), (BLOCK,))
 
 
-def _factors(plan: GaussianConvolution) -> tuple[int, ...]:
+def _factors(plan: _Plan) -> tuple[int, ...]:
     """Return k1 to k4, 0 beyond the plan's terms."""
-    return (*plan.factors[1:], *[0] * (MAX_TERMS - plan.terms))
+    return (*plan.factors[1:], *[0] * (discrete.MAX_TERMS - plan.terms))
 
 
 def _is_fused(device: torch.device) -> bool:
@@ -269,14 +251,14 @@ def _is_fused(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _on_device(key: GaussianConvolution | tuple[str, Fraction], device: torch.device) -> Tensor:
+def _on_device(key: _Plan | tuple[str, Fraction], device: torch.device) -> Tensor:
     """Return a table in a device's memory, cached."""
     cached = (key, device.type, index_of(device))
     table = _tables.get(cached)
     if table is None:
         if capturing(device):
             raise ConfigError("noise of this width is captured before it was drawn once: run a step before the capture")
-        words = make_tables(key.weights()) if isinstance(key, GaussianConvolution) else thresholds(key[1])
+        words = discrete.thresholds(key[1]) if isinstance(key, tuple) else discrete.make_tables(key.weights())
         table = torch.from_numpy(words.reshape(-1).view(np.int32).copy()).to(device)
         while len(_tables) >= _TABLES_LIMIT:
             _tables.pop(next(iter(_tables)))
@@ -361,9 +343,9 @@ class SecureSource(NoiseSource):
             ConfigError: a number out of range, or noise too wide for the grid; nothing was changed.
             UnsupportedDtype: another dtype.
         """
-        steps = grid_steps(std, grid)
+        steps = discrete.grid_steps(std, grid)
         _check(tensors, scale)
-        plan = convolution_of(steps) if steps else None
+        plan = discrete.convolution_of(steps) if steps else None
         for (device, dtype, _), members in _by_kind(tensors).items():
             if plan is not None and dtype in fused_dtypes(device):
                 with _contiguous(members) as dense:
@@ -375,17 +357,19 @@ class SecureSource(NoiseSource):
 
     def add_laplace_(self, tensors: Sequence[Tensor], scale_b: float, *, grid: float, scale: float = 1.0) -> None:
         """Add discrete Laplace noise; arguments and errors of add_gaussian_."""
-        steps = grid_steps(scale_b, grid)
+        steps = discrete.grid_steps(scale_b, grid)
         _check(tensors, scale)
         if steps:
-            digits_of(steps)  # refuses before anything is changed
+            discrete.digits_of(steps)  # refuses before anything is changed
         for x in tensors:
             noise = laplace_steps(self._stream, x.shape, steps, x.device) if steps else None
             add_steps(x, noise, grid, scale)
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
         """Return int64 draws of the discrete Gaussian; ConfigError if std_grid is not above 0, or too wide."""
-        return gaussian_steps(self._stream, shape, convolution_of(grid_steps(std_grid, 1.0)), torch.device(device))
+        return gaussian_steps(
+            self._stream, shape, discrete.convolution_of(discrete.grid_steps(std_grid, 1.0)), torch.device(device)
+        )
 
     def __repr__(self) -> str:
         return "SecureSource()"

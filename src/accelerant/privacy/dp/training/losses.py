@@ -315,19 +315,17 @@ class _LossTrace(TorchFunctionMode):
         if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if func is Tensor.backward:
-            self._active = False
         if name == "register_hook" and args[0] in self._slots:
             self._hosted[self._slots[args[0]]] = "a hook may change its gradients"
-        if name in ("backward", "__set__", "__delete__", "requires_grad_", "register_hook", "retain_grad"):
-            return func(*args, **kwargs)
-        if len(self._calls) >= _MOST_OPS:
+        if func is Tensor.backward or len(self._calls) >= _MOST_OPS:
             self._active = False
+        names = ("backward", "__set__", "__delete__", "requires_grad_", "register_hook", "retain_grad")
+        if not self._active or name in names:
             return func(*args, **kwargs)
         writes = (
             (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or kwargs.get("out") is not None
-        )
-        writes = writes or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+            or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+        )  # fmt: skip
         if writes and isinstance(target := kwargs.get("out", args[0] if args else None), Tensor):
             self._changes = True
             self._keep(target)
@@ -344,7 +342,8 @@ class _LossTrace(TorchFunctionMode):
 
         given = pytree.tree_map(slot, (args, kwargs))
         hosted = self._read > 0 and self._is_hosted(name, given, literals)
-        random = self._random() if any(part in name for part in _DRAWING) else None
+        source: Any = torch.cuda if self._device == "cuda" else torch
+        random = source.get_rng_state() if any(part in name for part in _DRAWING) else None
         result = func(*args, **kwargs)
         self._add(name, func, given, args, result, writes, random)
         self._follow(name, args, given, result, hosted)
@@ -359,9 +358,6 @@ class _LossTrace(TorchFunctionMode):
         finally:
             if self._active:
                 recorders.append(self.call)
-
-    def _random(self) -> Tensor:
-        return torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
 
     def _number(self, given: float) -> Any:
         """Return the number that the host read last from a tensor, if it is this one or its inverse."""
@@ -494,8 +490,9 @@ class _LossTrace(TorchFunctionMode):
                 return isinstance(each, np.ndarray)
             if isinstance(each, (bool, np.bool_)) or each in (0, 1, -1) or each in literals:
                 return False
-            rows = self._clipper.examples or 1
-            return self._read == 2 or not any(map(_short, (number := float(each), number * rows, number / rows)))
+            rows, number = self._clipper.examples or 1, float(each)
+            found = (number, number * rows, number / rows)  # those of settings have few digits
+            return self._read == 2 or not any(math.isclose(x, float(f"{x:.6g}"), rel_tol=1e-12) for x in found)
 
         args, kwargs = given
         if name == "__getitem__":
@@ -515,7 +512,10 @@ class _LossTrace(TorchFunctionMode):
         if follows and (name in _READING or (ragged and isinstance(result, (int, torch.Size)))):
             many = args[0].numel() > 1 and args[0].is_floating_point()  # no predictions
             self._read = max(self._read, 2 if many else 3 - follows)
-        ragged = ragged or name in _RAGGED or (name == "__getitem__" and _masked(args[1]))
+        if name == "__getitem__":
+            index = pytree.tree_leaves(args[1])
+            ragged = ragged or any(isinstance(each, Tensor) and each.dtype == torch.bool for each in index)
+        ragged = ragged or name in _RAGGED
         for each in pytree.tree_leaves(result if result is not None else args[:1]):
             number = self._slots.get(each) if isinstance(each, Tensor) else None
             if number is None:
@@ -589,7 +589,8 @@ class _LossTrace(TorchFunctionMode):
         _, before = self._repeat(calls, self.inputs, [], used, None, rows)
         for index, kept in self._replacements(used, rows):
             _, after = self._repeat(calls, self.inputs, [], used, index, rows)
-            for one, two in zip(map(_dense, before), map(_dense, after), strict=True):
+            for pair in zip(before, after, strict=True):
+                one, two = (each if each.layout == torch.strided else each.to_dense() for each in pair)
                 if one.shape == two.shape and one.dim() and len(one) % rows == 0:
                     if _moved([one.reshape(rows, -1).double()], [two.reshape(rows, -1).double()], kept):
                         return True
@@ -701,21 +702,6 @@ def _literals() -> frozenset[float]:
         else:
             known += each if isinstance(each, (tuple, frozenset)) else getattr(each, "co_consts", ())
     return frozenset(found)
-
-
-def _short(number: float) -> bool:
-    """Return whether a number has few digits, as settings have."""
-    return math.isclose(number, float(f"{number:.6g}"), rel_tol=1e-12)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return a tensor, a sparse one with its zeros."""
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
-def _masked(index: Any) -> bool:
-    """Return whether an index has a mask."""
-    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in pytree.tree_leaves(index))
 
 
 def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> bool:

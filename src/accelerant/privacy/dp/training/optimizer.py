@@ -84,51 +84,38 @@ class AdaptiveClipping:
 
 
 class AdaptiveNorm:
-    """The clipping norm of a training, and the noisy counts that move it."""
+    """The clipping norm of a training, and the noisy counts that move it; `prepare` comes first.
+
+    Attributes:
+        gradient_multiplier: noise multiplier of the gradients, z_delta.
+        delta: charged by the noise on the count.
+        note: for the ledger.
+    """
 
     def __init__(self, settings: AdaptiveClipping, source: NoiseSource, noise_multiplier: float) -> None:
-        self.settings = settings
-        self._source = source
-        self._multiplier = noise_multiplier
+        self.settings, self._source, self._multiplier = settings, source, noise_multiplier
         self._counts: NoisySum | None = None
         self._below: Tensor | None = None
+        self.gradient_multiplier = self.delta = 0.0
+        self.note = ""
 
     def prepare(self, expected: float) -> None:
         """Divide the noise between gradients and count; ConfigError if count_std leaves nothing for the gradients."""
         if self._counts is not None:
             return
-        std, least = self.settings.count_std, self._multiplier * _COUNT_SENSITIVITY
+        z, std, least = self._multiplier, self.settings.count_std, self._multiplier * _COUNT_SENSITIVITY
         if std is None:
             std = max(expected / 20.0, _LEAST_SHARE * least)
         if std <= least:
             raise ConfigError(f"count_std must be above half the noise multiplier, {least:g}; got {std:g}")
-        self._counts = NoisySum(self._source, std / _COUNT_SENSITIVITY if self._multiplier else 0.0, 1)
-
-    @property
-    def _prepared(self) -> NoisySum:
-        if self._counts is None:
-            raise ConfigError("prepare comes first")
-        return self._counts
-
-    @property
-    def gradient_multiplier(self) -> float:
-        """Noise multiplier of the gradients: z_delta."""
-        z = self._multiplier
-        return 1.0 / math.sqrt(z**-2 - self._prepared.noise_multiplier**-2) if z else 0.0
-
-    @property
-    def delta(self) -> float:
-        """Delta charged by the noise on the count."""
-        return self._prepared.plan(_COUNT_SENSITIVITY).delta
-
-    @property
-    def note(self) -> str:
-        """Note for the ledger."""
-        return f"with a count of multiplier {self._prepared.noise_multiplier:.6g} for the clipping norm"
+        self._counts = counts = NoisySum(self._source, std / _COUNT_SENSITIVITY if z else 0.0, 1)
+        self.gradient_multiplier = 1.0 / math.sqrt(z**-2 - counts.noise_multiplier**-2) if z else 0.0
+        self.delta = counts.plan(_COUNT_SENSITIVITY).delta
+        self.note = f"with a count of multiplier {counts.noise_multiplier:.6g} for the clipping norm"
 
     def count(self, norms: Tensor, clipper: PerExampleClipper) -> None:
         """Count a backward pass's norms; nothing waits for the device."""
-        inside = (norms.detach() <= _norm_of(clipper)).to(torch.float64) - 0.5  # NaN is not inside
+        inside = (norms.detach() <= clipper.sensitivity).to(torch.float64) - 0.5  # NaN is not inside
         if clipper.mask is not None:
             inside = inside * clipper.mask.to(inside.device)
         total = inside.sum().reshape(1)
@@ -138,24 +125,18 @@ class AdaptiveNorm:
         """Move the clipper's norm by the noisy count of the step."""
         count = torch.zeros(1, dtype=torch.float64, device=device) if self._below is None else self._below
         processes.sum_to_first_([count])
-        if processes.first:
-            self._prepared.add_([count], self._prepared.plan(_COUNT_SENSITIVITY), 1.0)
+        if processes.first and self._counts is not None:
+            self._counts.add_([count], self._counts.plan(_COUNT_SENSITIVITY), 1.0)
         processes.from_first_([count])
         share = 0.5 + float(count) / expected
         change = -self.settings.learning_rate * (share - self.settings.quantile)
-        moved = _norm_of(clipper) * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
+        moved = clipper.sensitivity * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
         clipper.set_bounds(min(LARGEST_NORM, max(LEAST_NORM, moved)))
         self.forget()
 
     def forget(self) -> None:
         """Reset the count."""
         self._below = None
-
-
-def _norm_of(clipper: PerExampleClipper) -> float:
-    norm = clipper.max_grad_norm
-    assert isinstance(norm, float)  # for the type checker: adaptive clipping is flat
-    return norm
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from accelerant._renamed import missing_arguments, understood_arguments
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.privacy.dp import sampling
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import require_norm
 from accelerant.privacy.dp.clipping.rules import mark
@@ -45,16 +46,6 @@ from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.ledger.ledger import LedgerLike, ledger_path
 from accelerant.privacy.dp.noise.mechanisms import NoisySum, make_source, require_clipped_unit
-from accelerant.privacy.dp.sampling import (
-    DrawnBatch,
-    GroupedSampler,
-    PoissonBatches,
-    PoissonSampler,
-    Units,
-    delta_remark,
-    require_sampler,
-    rows_of,
-)
 from accelerant.privacy.dp.training.gradients import least_noise
 from accelerant.privacy.dp.training.optimizer import (
     AdaptiveClipping,
@@ -97,8 +88,8 @@ class PrivateTraining:
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
         self._derived: float | None = None  # expected batch size from the number of units, kept out of states
-        self._samplers: weakref.WeakSet[PoissonSampler] = weakref.WeakSet()
-        self._returned: DrawnBatch | None = None  # by `batches`, and not declared again since
+        self._samplers: weakref.WeakSet[sampling.PoissonSampler] = weakref.WeakSet()
+        self._returned: sampling.DrawnBatch | None = None  # by `batches`, and not declared again since
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
 
@@ -135,8 +126,8 @@ class PrivateTraining:
 
     def batches(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
-        sampler: PoissonSampler | None = None,
-    ) -> Generator[DrawnBatch, None, None]:  # fmt: skip
+        sampler: sampling.PoissonSampler | None = None,
+    ) -> Generator[sampling.DrawnBatch, None, None]:  # fmt: skip
         """Draw batches from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
         Each row, or one row of each group, is in each draw with probability sample_rate, independently: batches vary in
@@ -163,8 +154,8 @@ class PrivateTraining:
 
     def _draws(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
-        sampler: PoissonSampler | None = None,
-    ) -> PoissonBatches:  # fmt: skip
+        sampler: sampling.PoissonSampler | None = None,
+    ) -> sampling.PoissonBatches:  # fmt: skip
         """Draw as `batches` does; `use` is to be called before the forward pass of each part."""
         if not self._attached:
             raise ConfigError("this private training was detached: call make_private again")
@@ -172,7 +163,7 @@ class PrivateTraining:
         if steps is None:
             steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
         if sampler is None:
-            rows, processes = rows_of(data), self._processes
+            rows, processes = sampling.rows_of(data), self._processes
             count = self._units.number(rows)
             sampler = self._units.sampler(rows, self.sample_rate, steps, rank=processes.rank, size=processes.size)
             self._samplers.add(sampler)
@@ -184,14 +175,14 @@ class PrivateTraining:
         self.ledger.describe(units=count)
         if self.optimizer.expected_batch_size is None:
             self._derived = self.optimizer.expected_batch_size = self.sample_rate * count
-        return PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
+        return sampling.PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
         """Return a warning if delta is too large for `count` units, else ""; `batches` does not warn of it again."""
         self._warned_of_delta = True
-        return delta_remark(self.delta, count, self.ledger.unit)
+        return sampling.delta_remark(self.delta, count, self.ledger.unit)
 
-    def use(self, batch: DrawnBatch, origin: object = None) -> None:
+    def use(self, batch: sampling.DrawnBatch, origin: object = None) -> None:
         """Declare that the next forward and backward pass is of this part of a draw; `batches` does it for its parts.
 
         Of the part that `batches` returned last a first call changes nothing.
@@ -216,7 +207,7 @@ class PrivateTraining:
         self.clipper.mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
         self.optimizer.losses.begin((batch.tensors, batch.mask))
 
-    def _used(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
+    def _used(self, batches: sampling.PoissonBatches) -> Generator[sampling.DrawnBatch, None, None]:
         try:
             parts = iter(batches)
             while True:
@@ -233,10 +224,10 @@ class PrivateTraining:
             if not self._tracker.awaited:  # next(batches(...)) ends this before the batch is used: it stays masked
                 self.clipper.mask = None
 
-    def _require_sampler(self, sampler: PoissonSampler) -> None:
+    def _require_sampler(self, sampler: sampling.PoissonSampler) -> None:
         """Check a user's sampler: the ledger records this training's rate, which must be the sampler's."""
-        require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes.size)
-        self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, GroupedSampler)
+        sampling.require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes.size)
+        self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, sampling.GroupedSampler)
         self._samplers.add(sampler)
 
     def step(self) -> bool:
@@ -428,12 +419,9 @@ def make_private(
 
 
 def _attached(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    arguments: _TrainingArguments,
-    processes: Processes,
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: _TrainingArguments, processes: Processes,
     dimensions: int,
-) -> PrivateTraining:
+) -> PrivateTraining:  # fmt: skip
     """Open the ledger, find the noise, and attach clipper and optimizer: all of it or nothing."""
     ledger, units = arguments.ledger, arguments.units
     with contextlib.ExitStack() as undo:
@@ -444,8 +432,13 @@ def _attached(
             opened.append(_opened(ledger, units.name, arguments.budget))
             if opened[0] is not ledger:
                 undo.callback(opened[0].close)
-            known = arguments.noise_multiplier
-            return _calibrated(arguments, opened[0], dimensions) if known is None else known, opened[0].run_id
+            if (known := arguments.noise_multiplier) is not None:
+                return known, opened[0].run_id
+            assert arguments.budget is not None and arguments.steps is not None  # noqa: PT018  for the type checker
+            unit = NoisySum(make_source(insecure=arguments.insecure), 1.0, dimensions).plan(arguments.sensitivity)
+            charged = 2 * unit.delta  # twice: the count of adaptive clipping has noise of its own
+            noise = least_noise(arguments.budget, arguments.sample_rate, arguments.steps, opened[0], charged)
+            return noise, opened[0].run_id
 
         noise, run_id = processes.on_first(begin)
         book = opened[0] if opened else _opened(ledger if isinstance(ledger, PrivacyLedger) else None, units.name, None)
@@ -501,7 +494,7 @@ class _TrainingArguments:
     sensitivity: float = dataclasses.field(init=False)
     budget: Budget | None = dataclasses.field(init=False)
     adaptive: AdaptiveClipping | None = dataclasses.field(init=False)
-    units: Units = dataclasses.field(init=False)
+    units: sampling.Units = dataclasses.field(init=False)
 
     def __post_init__(self, groups: Any) -> None:
         noise, target = self.noise_multiplier, self.target_epsilon
@@ -538,9 +531,10 @@ class _TrainingArguments:
         if self.adaptive is not None and isinstance(self.max_grad_norm, Mapping):
             raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {self.max_grad_norm!r}")
         make_source(insecure=self.insecure)  # refuses what is not True or False
-        self.units = Units.of(groups)
+        self.units = sampling.Units.of(groups)
         if isinstance(self.ledger, PrivacyLedger):
-            self.units.require_ledger(self.ledger)
+            if self.units.groups is not None:
+                sampling.require_named(self.ledger)
             require_clipped_unit(self.ledger)
         elif self.ledger is not None:
             ledger_path(self.ledger)
@@ -616,15 +610,6 @@ def _agreed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obj
 
 def _opened(ledger: LedgerLike, unit: str, budget: Budget | None) -> PrivacyLedger:
     return ledger if isinstance(ledger, PrivacyLedger) else PrivacyLedger(ledger, unit=unit, budget=budget)
-
-
-def _calibrated(arguments: _TrainingArguments, ledger: PrivacyLedger, dimensions: int) -> float:
-    """Return the noise multiplier for the target, given the ledger's events and the delta that the noise charges."""
-    steps = arguments.steps
-    assert arguments.budget is not None and steps is not None  # noqa: PT018  for the type checker: checked before
-    # Twice: the count of adaptive clipping has noise of its own.
-    charged = 2 * NoisySum(make_source(insecure=arguments.insecure), 1.0, dimensions).plan(arguments.sensitivity).delta
-    return least_noise(arguments.budget, arguments.sample_rate, steps, ledger, charged)
 
 
 def _require_unwrapped(model: nn.Module) -> None:

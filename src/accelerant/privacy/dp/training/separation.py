@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,41 +70,29 @@ class _Mode:
     done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
+class _Gradients(NamedTuple):
     """A layer's gradients in one pass: the norms of the examples (B,), and the sums over those that were not masked."""
 
     norms: Tensor
     sums: list[Tensor]
 
-    @classmethod
-    def of(cls, norms: Tensor, sums: list[Tensor]) -> _Gradients:
-        return cls(norms.double().nan_to_num(-1.0, -1.0).cpu(), sums)
-
-    def minus(self, other: _Gradients, kept: Tensor) -> tuple[_Difference, _Difference]:
-        """Return the differences of norms and sums from another pass, both over the rows that were kept."""
-        scale = max(float(other.norms[kept].abs().max()), math.sqrt(_dot(other.sums, other.sums)))
-        sums = [one - two for one, two in zip(self.sums, other.sums, strict=True)]
-        return _Difference([(self.norms - other.norms)[kept]], scale), _Difference(sums, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """Changes of a layer's gradients of the rows that were kept; the scale is the largest gradient."""
-
-    values: list[Tensor]
-    scale: float
-
-    def common(self, other: _Difference) -> float:
-        """Return the size of what two differences have in common, relative to the gradients."""
-        return math.sqrt(max(0.0, _dot(self.values, other.values))) / max(self.scale, sys.float_info.min)
-
-    def equals(self, other: _Difference) -> bool:
-        return all(map(torch.equal, self.values, other.values))
-
 
 _Part = tuple[str, int]
 """A layer, and 0 for its norms or 1 for its sums: a norm does not show a change of sign, a sum does."""
+
+_Difference = tuple[list[Tensor], float]
+"""Changes of a part's gradients of the rows that were kept, and the size of the layer's gradients."""
+
+
+def _differences(now: dict[str, _Gradients], before: dict[str, _Gradients], kept: Tensor) -> dict[_Part, _Difference]:
+    """Return what changed between two passes; the gradients of the one before are freed on the way."""
+    found: dict[_Part, _Difference] = {}
+    for name in now.keys() & before.keys():
+        one, two = now[name], before.pop(name)
+        scale = max(float(two.norms[kept].abs().max()), math.sqrt(_dot(two.sums, two.sums)))
+        found[name, 0] = [(one.norms - two.norms)[kept]], scale
+        found[name, 1] = [a - b for a, b in zip(one.sums, two.sums, strict=True)], scale
+    return found
 
 
 def _dot(one: list[Tensor], two: list[Tensor]) -> float:
@@ -126,17 +114,12 @@ class SeparationCheck:
         self._clipper = clipper
         self._modes = {True: _Mode(), False: _Mode()}
         self._chance = random.Random()
-        self._running = self._called = self._warned = self._knows_loss = False
-
-    @property
-    def running(self) -> bool:
-        """Whether a pass of the model is one of the check's."""
-        return self._running
+        self.running = self._called = self._warned = self._knows_loss = False  # running: a pass is one of the check's
 
     @property
     def pending(self) -> bool:
         """Whether the next forward pass may have to be checked."""
-        return not (self._running or self._modes[self._clipper.model.training].done)
+        return not (self.running or self._modes[self._clipper.model.training].done)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the rows of a forward pass that is about to begin, if they can show anything new."""
@@ -157,7 +140,7 @@ class SeparationCheck:
             return
         if (other := _other_rows((args, kwargs), rows)) is None:
             return  # as in an empty draw, all of whose rows are padding
-        self._running = True  # the passes of the check call the model, too
+        self.running = True  # the passes of the check call the model, too
         try:
             if mode.done:
                 some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)])
@@ -165,7 +148,7 @@ class SeparationCheck:
                 return
             used, seen = self._check(other, (args, kwargs))
         finally:
-            self._running = False
+            self.running = False
         mode.next = 2 * mode.forwards  # unless the check failed: then the next pass is checked
         mode.seen |= seen
         mode.done = used <= mode.seen and bool(mode.seen)
@@ -215,7 +198,7 @@ class SeparationCheck:
                 )
         if not changed:
             self._warn("no row of the input changes any gradient")
-        return passes.layers, changed
+        return set(passes.before), changed
 
     def _refuse(self, passes: _Passes, patterns: list[Tensor]) -> set[str]:
         """Raise UnsupportedCase if rows that are replaced change others; return the layers where gradients changed."""
@@ -273,22 +256,17 @@ class _Passes:
         self._lengths: list[int] = []
         self.buffers: list[dict[str, Tensor]] = []
         self._states: list[dict[str, Tensor]] = []  # after earlier passes
-        self._before: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}  # norms of the layers that the passes use
         self._noise: dict[str, float] = {}
-
-    @property
-    def layers(self) -> set[str]:
-        """The layers that the passes use."""
-        return set(self._before)
 
     def begin(self) -> bool | None:
         """Find the norms of the examples and their noise; return whether it is rounding, None if there are none."""
         passes = [self._passed(self._rows) for _ in range(2)]
-        self._before, again = ({name: each.norms for name, each in found.items()} for found in passes)
-        self._noise = {name: float((each - again[name]).abs().max()) for name, each in self._before.items()}
-        if not self._before:
+        self.before, again = ({name: each.norms for name, each in found.items()} for found in passes)
+        self._noise = {name: float((each - again[name]).abs().max()) for name, each in self.before.items()}
+        if not self.before:
             return None
-        return all(self._noise[name] <= _RANDOM * float(each.abs().max()) for name, each in self._before.items())
+        return all(self._noise[name] <= _RANDOM * float(each.abs().max()) for name, each in self.before.items())
 
     def compare(self, patterns: list[Tensor]) -> tuple[set[str], set[str]]:
         """Return the layers where gradients of rows that were kept changed, and those where any did."""
@@ -298,7 +276,7 @@ class _Passes:
                 continue
             moved, first = self._difference(replaced)
             for name, norms in moved.items():
-                scale = float(self._before[name].abs().max())
+                scale = float(self.before[name].abs().max())
                 if bool((norms > 4 * self._noise[name] + _TOLERANCE * scale).any()):
                     changed.add(name)
             suspects = {part for part, each in first.items() if self._shows(each, each) and part[0] not in mixed}
@@ -315,7 +293,7 @@ class _Passes:
         tolerance = _TOLERANCE
         if not self.precise and torch.is_autocast_enabled(self._device):
             tolerance = max(tolerance, torch.finfo(torch.get_autocast_dtype(self._device)).eps / 8)
-        return one.common(two) > tolerance
+        return math.sqrt(max(0.0, _dot(one[0], two[0]))) > tolerance * max(one[1], sys.float_info.min)
 
     def remembers(self) -> str:
         """Return the names of what the model keeps of a batch before, if a gradient depends on it; else ""."""
@@ -324,11 +302,9 @@ class _Passes:
             self._states.clear()
             alone = self._passed(self._rows, earlier=self._rows)
             after = self._passed(self._rows, earlier=self._other)
-            every = torch.ones_like(self._rows, dtype=torch.bool)
-            changes = {name: after[name].minus(alone.pop(name), every) for name in after.keys() & alone.keys()}
-            return {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
+            return _differences(after, alone, torch.ones_like(self._rows, dtype=torch.bool))
 
-        if not self._confirmed(difference, {(name, kind) for name in self._before for kind in (0, 1)}):
+        if not self._confirmed(difference, {(name, kind) for name in self.before for kind in (0, 1)}):
             return ""
         one, two = self._states[0], self._states[-1]
         names = [name for name in two if name not in one or not torch.equal(one[name], two[name])]
@@ -345,7 +321,7 @@ class _Passes:
                 suspects = {
                     part for part in known[-1] if all(self._shows(known[-1][part], each[part]) for each in known)
                 }
-                if len(known) > 1 and all(known[0][part].equals(known[-1][part]) for part in suspects):
+                if len(known) > 1 and all(all(map(torch.equal, known[0][x][0], known[-1][x][0])) for x in suspects):
                     break  # nothing is random
         finally:
             self.precise = before
@@ -356,9 +332,8 @@ class _Passes:
         kept = ~replaced
         alone = self._passed(self._rows, kept)
         after = self._passed(torch.where(replaced, self._other, self._rows), kept)
-        moved = {name: (self._before[name] - after[name].norms).abs() for name in after.keys() & self._before.keys()}
-        changes = {name: after[name].minus(alone.pop(name), kept) for name in after}
-        return moved, {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
+        moved = {name: (self.before[name] - after[name].norms).abs() for name in after.keys() & self.before.keys()}
+        return moved, _differences(after, alone, kept)
 
     def takes_another_row(self, shared: Container[int] = ()) -> bool:
         """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
@@ -381,7 +356,7 @@ class _Passes:
         self, index: Tensor, mask: Tensor | None = None, earlier: Tensor | None = None
     ) -> dict[str, _Gradients]:
         norms, sums = self._run(index, self.shared, mask, earlier)
-        return {name: _Gradients.of(norms[name], sums[name]) for name in norms}
+        return {name: _Gradients(x.double().nan_to_num(-1.0, -1.0).cpu(), sums[name]) for name, x in norms.items()}
 
     def _run(
         self, index: Tensor, shared: Container[int], mask: Tensor | None = None, earlier: Tensor | None = None
@@ -412,7 +387,7 @@ class _Passes:
 
         args, kwargs = inputs(self._rows if self.backward else index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
-        with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             if earlier is not None:
                 before, more = inputs(earlier)
                 devices = [param.get_device() for _, param in self._clipper.parameters[:1] if param.is_cuda]
@@ -486,10 +461,6 @@ def _square(inputs: Any, rows: int) -> set[int]:
     """
     _, *others = (each for each in tensors_of(inputs) if each.dim())  # the first tells the number of rows
     return {id(each) for each in others if each.shape == (rows, rows)}
-
-
-def _same(each: Tensor) -> Tensor:
-    return each
 
 
 def _detached(each: Tensor, rows: int, index: Tensor | None, widened: bool) -> Tensor:

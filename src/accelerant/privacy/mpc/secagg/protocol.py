@@ -57,14 +57,6 @@ from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import Encoding, SignedSeed, make_encoding, mask_sums, wrapped
-from accelerant.privacy.mpc.secagg.messages import (
-    SEALED_BYTES,
-    SECRET_BYTES,
-    SHARE_BYTES,
-    STAGES,
-    AggregationReader,
-    crypto,
-)
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 from accelerant.runtime.registry import DeviceLike, find_device
@@ -228,7 +220,7 @@ class SecureAggregation:
 
 def make_identities(clients: int) -> tuple[list[Any], list[bytes]]:
     """Return fresh signing keys and verification keys, where one process simulates all clients."""
-    signing = [crypto("asymmetric.ed25519").Ed25519PrivateKey.generate() for _ in range(clients)]
+    signing = [messages.crypto("asymmetric.ed25519").Ed25519PrivateKey.generate() for _ in range(clients)]
     return signing, [key.public_key().public_bytes_raw() for key in signing]
 
 
@@ -279,7 +271,7 @@ class _Round:
     """A client's state in a round; most of it is secret."""
 
     def __init__(self, context: bytes) -> None:
-        x25519 = crypto("asymmetric.x25519").X25519PrivateKey
+        x25519 = messages.crypto("asymmetric.x25519").X25519PrivateKey
         self.context, self.stage = context, messages.ADVERTISE
         self.members = bytes(32)  # digest of the members' keys
         self.share_key, self.mask_key = x25519.generate(), x25519.generate()
@@ -292,7 +284,7 @@ class _Round:
 
     def aead(self, other: int, sender: int, receiver: int) -> Any:
         key = messages.derived(self.share_key, self.keys[other][0], self.context, b"shares", sender, receiver)
-        return crypto("ciphers.aead").ChaCha20Poly1305(key)
+        return messages.crypto("ciphers.aead").ChaCha20Poly1305(key)
 
 
 def _step(
@@ -408,13 +400,13 @@ class AggregationClient:
         state.drawn = tuple(sorted(random.SystemRandom().sample(others, degree)))
         holders = sorted((*state.drawn, self.identity))
         threshold = setup.shares_needed(degree)
-        padding = bytes(SECRET_BYTES - 32)  # elements of the seed and elements of the key: one split, shares of each
+        padding = bytes(messages.SECRET_BYTES - 32)  # elements of seed and of key: one split, shares of each
         both = b"".join((state.seed, padding, state.mask_key.private_bytes_raw(), padding))
         sealed = {}
         for holder, share in zip(holders, shamir.split(both, threshold=threshold, count=len(holders)), strict=True):
             words = share.words.numpy().astype("<u8", copy=False).tobytes()
             if holder == self.identity:
-                state.held[holder] = words[:SHARE_BYTES], words[SHARE_BYTES:]
+                state.held[holder] = words[: messages.SHARE_BYTES], words[messages.SHARE_BYTES :]
             else:
                 sealed[holder] = state.aead(holder, self.identity, holder).encrypt(bytes(12), words, None)
         return self._message(messages.pack_pieces(sealed))
@@ -484,7 +476,7 @@ class AggregationClient:
             if set(statements) != (set(state.held) & set(survivors)) - {self.identity}:
                 raise ProtocolError("the server has not passed on what survivors state of their masks")
             for owner, statement in statements.items():
-                reader = AggregationReader(statement, self.setup.clients)
+                reader = messages.AggregationReader(statement, self.setup.clients)
                 missing = messages.check_statement(reader, state.context, state.members, owner, self._verification_keys)
                 reader.end()
                 if not missing.isdisjoint(survivors):
@@ -538,13 +530,13 @@ class AggregationClient:
         except FileNotFoundError:
             raise ProtocolError(f"client {self.identity} has no suspended round, or another process took it") from None
         try:
-            body = AggregationReader(read_regular(path), self.setup.clients)
+            body = messages.AggregationReader(read_regular(path), self.setup.clients)
         finally:
             path.unlink()
         self._round = state = _Round(body.take(32))
         state.members = body.take(32)
         state.stage = body.take(1)[0]
-        x25519 = crypto("asymmetric.x25519").X25519PrivateKey
+        x25519 = messages.crypto("asymmetric.x25519").X25519PrivateKey
         state.share_key, state.mask_key = (x25519.from_private_bytes(body.take(32)) for _ in range(2))
         state.seed, state.drawn = body.take(32), body.ids()
         state.masked, state.survivors = frozenset(body.ids()), body.ids()
@@ -558,7 +550,7 @@ class AggregationClient:
         assert self._path is not None  # for the type checker: asked where a state_path was given
         return self._path.with_name(self._path.name + ".round")
 
-    def _next(self, answer: bytes, stage: int) -> tuple[_Round, AggregationReader]:
+    def _next(self, answer: bytes, stage: int) -> tuple[_Round, messages.AggregationReader]:
         state = self._round
         if state is None:
             raise ProtocolError(f"client {self.identity} is in no round: it was aborted, has ended, or not begun")
@@ -566,7 +558,7 @@ class AggregationClient:
             raise ProtocolError(f"after stage {messages.STAGES[state.stage]} comes not {messages.STAGES[stage]}")
         body = messages.read_server(answer, stage, state.context, self.identity)
         state.stage = stage
-        return state, AggregationReader(body, self.setup.clients)
+        return state, messages.AggregationReader(body, self.setup.clients)
 
     def _message(self, body: bytes) -> bytes:
         assert self._round is not None  # for the type checker: every stage begins or resumes a round first
@@ -585,9 +577,9 @@ class AggregationClient:
             text = self._round.aead(sender, sender, self.identity).decrypt(bytes(12), ciphertext, None)
         except InvalidTag:
             raise ProtocolError(f"the shares of client {sender} were changed, or are not for this client") from None
-        if len(text) != 2 * SHARE_BYTES:
-            raise ProtocolError(f"the shares of client {sender} have {len(text)} bytes, not {2 * SHARE_BYTES}")
-        return text[:SHARE_BYTES], text[SHARE_BYTES:]
+        if len(text) != 2 * messages.SHARE_BYTES:
+            raise ProtocolError(f"the shares of client {sender} have {len(text)} bytes, not {2 * messages.SHARE_BYTES}")
+        return text[: messages.SHARE_BYTES], text[messages.SHARE_BYTES :]
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -661,7 +653,7 @@ class AggregationServer:
         self._stage = messages.ADVERTISE
         self._failed = False
         self.alive: tuple[int, ...] = tuple(range(setup.clients))
-        self.stages = {name: StageReport() for name in STAGES}
+        self.stages = {name: StageReport() for name in messages.STAGES}
         self._received: dict[int, Any] = {}
         self._public: dict[int, bytes] = {}  # mask keys of the members
         self._sealed: dict[int, dict[int, bytes]] = {}  # by sender, then receiver, of those that shared
@@ -675,7 +667,7 @@ class AggregationServer:
     @property
     def stage(self) -> str:
         """The current stage."""
-        return "failed" if self._failed else STAGES[self._stage] if self._stage < len(STAGES) else "done"
+        return "failed" if self._failed else (*messages.STAGES, "done")[self._stage]
 
     def bind(self, about: bytes) -> None:
         """Bind the round to a request, as its clients do by `advertise`; ProtocolError after their first message."""
@@ -690,7 +682,7 @@ class AggregationServer:
         round or sender, a second one, or one of a client that had left.
         """
         began = time.perf_counter()
-        if self.stage not in STAGES:
+        if self.stage not in messages.STAGES:
             raise ProtocolError(f"the round takes no messages: it is {self.stage}")
         sender, body = messages.read_client(message, self._stage, self._context, self._keys)
         if sender not in self.alive or sender in self._received:
@@ -711,7 +703,7 @@ class AggregationServer:
             BudgetExceeded: the ledger's budget does not allow the release; no client was asked to unmask it.
         """
         began = time.perf_counter()
-        if self.stage not in STAGES:
+        if self.stage not in messages.STAGES:
             raise ProtocolError(f"no stage to end: the round is {self.stage}")
         name, arrived = self.stage, tuple(sorted(self._received))
         if len(arrived) < self.setup.threshold:
@@ -730,7 +722,7 @@ class AggregationServer:
         answers = self._answers(arrived)
         self.alive = arrived
         self._stage += 1
-        if self._stage < len(STAGES):
+        if self._stage < len(messages.STAGES):
             self._received = {}
         packed = {each: messages.pack_message(self._stage, self._context, each, body) for each, body in answers.items()}
         report = self.stages[name]
@@ -756,7 +748,7 @@ class AggregationServer:
         mask = mask_sums([seeds], encoding.words, self.device)[0]
         values, weight = encoding.decode(wrapped(self._total - mask))
         self._received, self._sealed, self._total, self._failed = {}, {}, None, True
-        self.stages[STAGES[-1]].server_s += time.perf_counter() - began
+        self.stages[messages.STAGES[-1]].server_s += time.perf_counter() - began
         survivors = self._survivors
         return Aggregate(values.cpu(), len(survivors) if weight is None else weight, survivors, self.stages)
 
@@ -769,7 +761,7 @@ class AggregationServer:
         if self._stage == messages.MASK:
             words, stated = self.setup.encoding.words, b""
             if self.setup.neighbours is not None:
-                reader = AggregationReader(body, self.setup.clients)
+                reader = messages.AggregationReader(body, self.setup.clients)
                 missing = messages.check_statement(reader, self._context, self._members, sender, self._keys)
                 if missing != set(self._sealed[sender]) - set(self.alive):
                     raise ProtocolError(f"client {sender} has not masked its input with those that it was told")
@@ -783,14 +775,14 @@ class AggregationServer:
             if body != messages.survivors_digest(self._survivors, self._members):
                 raise ProtocolError(f"client {sender} signed other survivors")
             return message[-64:]
-        reader = AggregationReader(body, self.setup.clients)
+        reader = messages.AggregationReader(body, self.setup.clients)
         if self._stage == messages.SHARE:
             sealed = reader.pieces()
             reader.end()
             if not set(sealed) <= set(self.alive) - {sender} or len(sealed) != self.setup.degree(len(self.alive)):
                 raise ProtocolError(f"client {sender} did not draw {self.setup.degree(len(self.alive))} other members")
-            if any(len(each) != SEALED_BYTES for each in sealed.values()):
-                raise ProtocolError(f"encrypted shares of client {sender} do not have {SEALED_BYTES} bytes")
+            if any(len(each) != messages.SEALED_BYTES for each in sealed.values()):
+                raise ProtocolError(f"encrypted shares of client {sender} do not have {messages.SEALED_BYTES} bytes")
             return sealed
         seeds, keys = reader.pieces(), reader.pieces()
         reader.end()
@@ -798,8 +790,8 @@ class AggregationServer:
         alive = set(self._survivors)
         if set(seeds) != own & alive or set(keys) != own - alive:
             raise ProtocolError(f"client {sender} did not reveal the shares that it holds")
-        if any(len(share) != SHARE_BYTES for share in (*seeds.values(), *keys.values())):
-            raise ProtocolError(f"a share of client {sender} does not have {SHARE_BYTES} bytes")
+        if any(len(share) != messages.SHARE_BYTES for share in (*seeds.values(), *keys.values())):
+            raise ProtocolError(f"a share of client {sender} does not have {messages.SHARE_BYTES} bytes")
         return {**seeds, **keys}
 
     def _answers(self, arrived: tuple[int, ...]) -> dict[int, bytes]:
@@ -841,7 +833,7 @@ class AggregationServer:
         keys = self._combined([left for left, others in near.items() if others])
         masks: list[SignedSeed] = [(seed, 1) for seed in seeds.values()]
         for left, secret in keys.items():
-            key = crypto("asymmetric.x25519").X25519PrivateKey.from_private_bytes(secret)
+            key = messages.crypto("asymmetric.x25519").X25519PrivateKey.from_private_bytes(secret)
             if key.public_key().public_bytes_raw() != self._public[left]:
                 raise ProtocolError(f"the shares of client {left}'s key were changed: they do not give its public key")
             for each in near[left]:
