@@ -23,7 +23,6 @@ from accelerant._renamed import missing_names, renamed_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
-    from accelerant.privacy.dp.counts import private_count, private_histogram
     from accelerant.privacy.dp.ledger import Budget, Ledger, PrivacyEvent, PrivacyLedger, PrivacyStatement
     from accelerant.privacy.dp.ledger.accounting import calibrate
     from accelerant.privacy.dp.noise.mechanisms import (
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
         RandomizedResponse,
         gaussian_noise_,
         laplace_noise_,
+        private_count,
+        private_histogram,
         release,
     )
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
@@ -50,11 +51,11 @@ __all__ = [
 
 _NAMES = {
     "clipping": ("PerExampleClipper",),
-    "counts": ("private_count", "private_histogram"),
     "ledger": ("Budget", "Ledger", "PrivacyEvent", "PrivacyLedger", "PrivacyStatement"),
     "ledger.accounting": ("calibrate",),
     "noise.mechanisms": (
-        "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_", "release",
+        "LocalGaussian", "LocalLaplace", "RandomizedResponse", "gaussian_noise_", "laplace_noise_",
+        "private_count", "private_histogram", "release",
     ),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
     "training.engine": ("PrivacyEngine",),

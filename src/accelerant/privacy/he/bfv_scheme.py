@@ -100,23 +100,18 @@ class EncryptionParameters:
         return next(((count, bits) for count, bits in choices if (count - 1) * bits >= 0.95 * best), (0, 0))
 
     @property
+    @functools.lru_cache(maxsize=16)  # noqa: B019  parameters are few
     def primes(self) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """The data primes, the key-switching prime, and the primes of products' auxiliary base."""
-        return _primes(self)
-
-
-@functools.lru_cache(maxsize=16)
-def _primes(parameters: EncryptionParameters) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    count, bits = parameters._division()
-    n, t = parameters.n, parameters.plain_modulus
-    special, *data = (p for p in primes_below(bits, n, count + 1) if p != t)
-    data = data[: count - 1]
-    needed = math.prod(data) * 4 * t * n
-    auxiliary: list[int] = []
-    for p in primes_below(30, n, 2 * count + 6):
-        if math.prod(auxiliary) <= needed and p not in (special, t, *data):
-            auxiliary.append(p)
-    return tuple(data), special, tuple(auxiliary)
+        (count, bits), n, t = self._division(), self.n, self.plain_modulus
+        special, *data = (p for p in primes_below(bits, n, count + 1) if p != t)
+        data = data[: count - 1]
+        needed = math.prod(data) * 4 * t * n
+        auxiliary: list[int] = []
+        for p in primes_below(30, n, 2 * count + 6):
+            if math.prod(auxiliary) <= needed and p not in (special, t, *data):
+                auxiliary.append(p)
+        return tuple(data), special, tuple(auxiliary)
 
 
 def residues(values: Integers, primes: tuple[int, ...]) -> Words:
@@ -172,11 +167,6 @@ def uniform_rows(seed: bytes, count: int, primes: tuple[int, ...], n: int) -> Wo
     return rows
 
 
-@functools.lru_cache(maxsize=8)
-def _scheme(space: MemorySpace, parameters: EncryptionParameters) -> Scheme:
-    return Scheme(space, parameters)
-
-
 class Scheme:
     """Parameters with their tables in one device's memory. Rows of `rns`: P, the data primes, B, t."""
 
@@ -197,9 +187,10 @@ class Scheme:
         self._plain = rns.conversion(data, (t,), scale=t, divide=self.q, out=-1)
 
     @staticmethod
+    @functools.lru_cache(maxsize=8)
     def of(space: MemorySpace, parameters: EncryptionParameters) -> Scheme:
         """Return the scheme of some parameters on a device, kept for the next call."""
-        return _scheme(space, parameters)
+        return Scheme(space, parameters)
 
     # --- estimates of the noise budget, in bits ----------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ class OwnParametersRule(rules.OwnParameters):
         count = self._count(args, kwargs)
         result = self._by_example(count, args, kwargs)
         mode = self.module.training
-        if mode not in self._compared and count > 1 and not _capturing():
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if mode not in self._compared and count > 1 and not captured:
             self._compare(count, result, args, kwargs)
             self._compared.add(mode)
         return result
@@ -96,9 +97,12 @@ class OwnParametersRule(rules.OwnParameters):
                 return value.squeeze(2).movedim(0, 1)
             return value.flatten(0, 1)
 
+        def enter(x: Tensor) -> Tensor:
+            return now.wrap(x.unsqueeze(1)) if x.dim() and x.shape[0] == count else x  # else not of examples
+
         before = list(_kept(self.module))
         with rules.region(count) as now:
-            inputs = rules.mapped((args, kwargs), lambda x: _entered(now, x))
+            inputs = rules.mapped((args, kwargs), enter)
             try:
                 with contextlib.nullcontext() if shared is not None else self._substituted(now):
                     result = self.plain(*inputs[0], **inputs[1])
@@ -113,7 +117,8 @@ class OwnParametersRule(rules.OwnParameters):
             result = rules.mapped(result, leave)
             for _, key, value in _kept(self.module):
                 if now.unwrap(value) is not None:
-                    self._restore(before)
+                    for mapping, name, kept in before:
+                        mapping[name] = kept
                     raise UnsupportedCase(
                         f"{kind} keeps in {key} what it computed from the examples: return it, or leave it out"
                     )
@@ -124,20 +129,7 @@ class OwnParametersRule(rules.OwnParameters):
         """Put expanded parameters in the place of those that the module uses itself."""
         kept = [(module, module._parameters) for module in self._holders]
         known: dict[int, Tensor] = {}
-        names = [hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name for hook in self._hooks]
-        weights = {name: self.module.__dict__[name] for name in names}
-        try:
-            for module, own in kept:
-                module.__dict__["_parameters"] = _Substitutes(own, self._substitute(now, known))
-            for hook in self._hooks:  # weights from the substitutes
-                hook(self.module, ())
-            yield
-        finally:
-            for module, own in kept:
-                module.__dict__["_parameters"] = own
-            self.module.__dict__.update(weights)
 
-    def _substitute(self, now: rules.Region, known: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
         def substitute(parameter: Tensor) -> Tensor:
             if not self.sink.wants(parameter):
                 return parameter
@@ -145,7 +137,18 @@ class OwnParametersRule(rules.OwnParameters):
                 known[id(parameter)] = now.created(lambda: expanded(parameter, self.sink, now.examples))
             return known[id(parameter)]
 
-        return substitute
+        names = [hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name for hook in self._hooks]
+        weights = {name: self.module.__dict__[name] for name in names}
+        try:
+            for module, own in kept:
+                module.__dict__["_parameters"] = _Substitutes(own, substitute)
+            for hook in self._hooks:  # weights from the substitutes
+                hook(self.module, ())
+            yield
+        finally:
+            for module, own in kept:
+                module.__dict__["_parameters"] = own
+            self.module.__dict__.update(weights)
 
     def _not_here(self, what: str) -> UnsupportedCase:
         """Return the error for a result that only a model that runs in a region as a whole can use, or none."""
@@ -155,11 +158,6 @@ class OwnParametersRule(rules.OwnParameters):
             "them (as a mean over dimension 0 does)"
         )
         return rules.NotForEachExample(message) if self.sink.runs_by_example else UnsupportedCase(message)
-
-    @staticmethod
-    def _restore(before: list[tuple[dict[str, Any], str, Tensor]]) -> None:
-        for mapping, key, value in before:
-            mapping[key] = value
 
     def _compare(self, count: int, result: Any, args: Any, kwargs: Any) -> None:
         """Raise UnsupportedCase if the plain forward gives another result: it depends on other examples."""
@@ -257,11 +255,6 @@ def _kept(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                     yield mapping, key, value
 
 
-def _entered(now: rules.Region, x: Tensor) -> Tensor:
-    """Return an input of the module as one example has it; x itself if its first dimension is not of examples."""
-    return now.wrap(x.unsqueeze(1)) if x.dim() and x.shape[0] == now.examples else x
-
-
 def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
     """Return whether two results are the same but for rounding."""
     if len(found) != len(expected):
@@ -275,10 +268,6 @@ def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
             if not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * float(largest), equal_nan=True):
                 return False
     return True
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

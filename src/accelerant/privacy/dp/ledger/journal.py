@@ -399,7 +399,8 @@ def _counts(events: object) -> Counter[PrivacyEvent]:
     return found
 
 
-def _records(counts: Counter[PrivacyEvent]) -> list[tuple[dict[str, Any], int]]:
+def event_records(counts: Counter[PrivacyEvent]) -> list[tuple[dict[str, Any], int]]:
+    """Return counted events as records hold them."""
     return [(event_record(event), count) for event, count in counts.items() if count]
 
 
@@ -417,7 +418,11 @@ class RunWriter:
         self.facts = {**facts, "versions": versions(), "torn_bytes": journal.torn_bytes}
         if journal.unguarded:
             self.facts["unguarded"] = journal.unguarded
-        journal.append({"kind": "run", "run": run, "time": time, **self.facts})
+        self.write("run", time=time, **self.facts)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append a record of this run."""
+        self._journal.append({"kind": kind, "run": self._run, **fields})
 
     def reserve(self, event: PrivacyEvent, block: int) -> None:
         """Reserve `block` more of an event unless event.count more, which is at most `block`, are reserved already."""
@@ -426,23 +431,13 @@ class RunWriter:
         if self.used[one] + event.count <= self._reserved[one]:
             return
         more = self.used[one] + block - self._reserved[one]
-        self._journal.append({"kind": "reserve", "run": self._run, "event": event_record(one), "count": more})
+        self.write("reserve", event=event_record(one), count=more)
         self._reserved[one] += more
 
     def settle(self, *, closed: bool) -> None:
         """Replace the reservations by the exact counts."""
         self._reserved = self.used.copy()  # first: Ctrl-C may come after the line was written
-        self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": _records(self.used)})
-
-    def merge(self, more: Mapping[str, Counter[PrivacyEvent]]) -> None:
-        """Write events of other runs, by their ids."""
-        runs = {name: _records(counts) for name, counts in more.items()}
-        self._journal.append({"kind": "merged", "run": self._run, "runs": runs})
-
-    def describe(self, delta: float | None, units: int | None) -> None:
-        """Write a chosen delta, a number of units, or both."""
-        given = {name: value for name, value in (("delta", delta), ("units", units)) if value is not None}
-        self._journal.append({"kind": "described", "run": self._run, **given})
+        self.write("used", closed=closed, events=event_records(self.used))
 
     def close(self) -> None:
         """Settle, and close the file; a fork of the process writes nothing."""

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
@@ -42,6 +41,7 @@ from accelerant.privacy.dp.ledger.journal import (
     LedgerJournal,
     Run,
     RunWriter,
+    event_records,
     fresh_id,
     read_journal,
     versions,
@@ -212,7 +212,7 @@ class PrivacyLedger:
             if not lacking:
                 return
             if self.path is not None:
-                self._open_writer().merge(lacking)
+                self._open_writer().write("merged", runs={name: event_records(each) for name, each in lacking.items()})
             self._history.merge(lacking)
             self._past = self._history.counts
 
@@ -239,7 +239,8 @@ class PrivacyLedger:
             if delta is None and units is None:
                 return
             if self.path is not None:
-                self._open_writer().describe(delta, units)
+                given = (("delta", delta), ("units", units))
+                self._open_writer().write("described", **{name: each for name, each in given if each is not None})
             self._history.describe(delta, units)
 
     @property
@@ -277,9 +278,7 @@ class PrivacyLedger:
     def __enter__(self) -> PrivacyLedger:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

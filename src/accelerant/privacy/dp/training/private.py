@@ -1,13 +1,4 @@
-"""`make_private`: makes an ordinary training loop differentially private.
-
-    private = make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
-                           sample_rate=256 / 60000)
-    for batch in private.batches((images, labels), microbatch=64):
-        loss = cross_entropy(private.model(batch.tensors[0]), batch.tensors[1])
-        loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    print(private.epsilon(), private.ledger.statement())
+"""`make_private`: makes an ordinary training loop differentially private; the package has an example.
 
 DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
 

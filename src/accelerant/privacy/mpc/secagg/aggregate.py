@@ -184,6 +184,9 @@ def check_leaving(leaving: Leaving, clients: int) -> None:
                 raise ConfigError(f"leaving[{stage!r}]: clients are 0 to {clients - 1}, got {clipped(each)}")
 
 
+_METHODS = {"share": "share_keys", "mask": "masked_input"}  # of a client, by stage; others are called as the stage
+
+
 def run_round(
     server: AggregationServer, clients: Sequence[AggregationClient], update_of: Callable[[int], tuple[Any, int]],
     round_number: int, leaving: Leaving,
@@ -194,20 +197,12 @@ def run_round(
         for i in leaving.get(stage, ()):
             answers.pop(i, None)
         for i, answer in answers.items():
-            client = clients[i]
-            given = update_of(i) if stage == "mask" else None
+            given = (round_number,) if stage == "advertise" else (answer, *(update_of(i) if stage == "mask" else ()))
             began = time.perf_counter()
-            if stage == "advertise":
-                message = client.advertise(round_number)
-            elif given is not None:
-                try:
-                    message = client.masked_input(answer, *given)
-                except DivergenceError as error:
-                    raise DivergenceError(f"client {i}: {error}") from None
-            else:
-                message = {"share": client.share_keys, "consistency": client.consistency, "unmask": client.unmask}[
-                    stage
-                ](answer)
+            try:
+                message = getattr(clients[i], _METHODS.get(stage, stage))(*given)
+            except DivergenceError as error:
+                raise DivergenceError(f"client {i}: {error}") from None
             server.stages[stage].clients_s += time.perf_counter() - began
             server.receive(message)
         answers = server.advance()

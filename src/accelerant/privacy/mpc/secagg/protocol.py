@@ -42,7 +42,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Concatenate, Final, Literal, ParamSpec
+from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ from accelerant.runtime.registry import DeviceLike, find_device
 SECURITY: Final = -40.0  # log2 of the probability that a sparse graph fails
 _MOST_CLIENTS = 65_535
 _MOST_SIZE = 1 << 31
-_P = ParamSpec("_P")
+_Step = TypeVar("_Step", bound=Callable[..., bytes])
 
 
 @renamed_arguments(clip="max_abs")
@@ -287,20 +287,18 @@ class _Round:
         return messages.crypto("ciphers.aead").ChaCha20Poly1305(key)
 
 
-def _step(
-    method: Callable[Concatenate[AggregationClient, _P], bytes],
-) -> Callable[Concatenate[AggregationClient, _P], bytes]:
+def _step(method: _Step) -> _Step:
     """Abort the client if a step fails: its secrets of the round are forgotten, and the round is not resumed."""
 
     @functools.wraps(method)
-    def step(self: AggregationClient, /, *args: _P.args, **kwargs: _P.kwargs) -> bytes:
+    def step(self: AggregationClient, *args: Any, **kwargs: Any) -> bytes:
         try:
             return method(self, *args, **kwargs)
         except BaseException:
             self._round = None
             raise
 
-    return step
+    return cast("_Step", step)
 
 
 class AggregationClient:
