@@ -4,22 +4,19 @@ import sys
 import pytest
 
 import accelerant
-from accelerant.privacy import dp, federated, mpc
+from accelerant.privacy import dp, federated, he, mpc
 
 
-def test_every_name_is_there():
-    assert sorted(dp.__all__) == dir(dp)
-    for name in dp.__all__:
-        assert getattr(dp, name).__name__.endswith(name)
-    assert accelerant.privacy.dp is dp
-    assert sorted(mpc.__all__) == dir(mpc)
-    assert all(getattr(mpc, name) for name in mpc.__all__)
-    assert sorted(federated.__all__) == dir(federated)
-    assert all(getattr(federated, name) for name in federated.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        dp.nothing  # noqa: B018  the look-up is the test
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        accelerant.privacy.nothing  # noqa: B018  as above
+@pytest.mark.parametrize("package", [dp, federated, he, mpc])
+def test_every_name_is_there(package):
+    assert sorted(package.__all__) == dir(package)
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert package is not dp or found.__name__.endswith(name)
+    assert getattr(accelerant.privacy, package.__name__.rpartition(".")[2]) is package
+    for where in (package, accelerant.privacy):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            where.nothing  # noqa: B018  the look-up is the test
 
 
 @pytest.mark.slow

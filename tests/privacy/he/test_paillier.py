@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-import accelerant
 from accelerant.algebra.bigint import residues_of
 from accelerant.errors import (
     AccelerantError,
@@ -548,14 +547,6 @@ def test_a_limit_beyond_every_float(keys):
     with pytest.raises(RangeError, match="a smaller limit"):
         public.encrypt([1], limit=10**400)
     assert private.decrypt(public.encrypt([5, -6], limit=10**200)).tolist() == [5, -6]
-
-
-def test_names():
-    assert accelerant.privacy.he is he
-    assert sorted(he.__all__) == dir(he)
-    assert all(getattr(he, name) for name in he.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        he.nothing  # noqa: B018  the look-up is the test
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -66,16 +66,17 @@ def test_a_record_has_what_is_not_the_default():
 
 
 @pytest.mark.parametrize(
-    "found", [{}, {"mechanism": "gaussian"}, {"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}]
+    ("found", "message"),
+    [
+        ({}, "an event has the fields"),
+        ({"mechanism": "gaussian"}, "an event has the fields"),
+        ({"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}, "an event has the fields"),
+        ({"mechanism": "gaussian", "noise_multiplier": -1}, "got -1"),
+    ],
 )
-def test_other_fields_are_no_event(found):
-    with pytest.raises(FormatError, match="an event has the fields"):
+def test_other_fields_and_values_without_meaning_are_no_event(found, message):
+    with pytest.raises(FormatError, match=message):
         PrivacyEvent.from_dict(found)
-
-
-def test_a_value_without_meaning_is_no_event():
-    with pytest.raises(FormatError, match="got -1"):
-        PrivacyEvent.from_dict({"mechanism": "gaussian", "noise_multiplier": -1})
 
 
 def test_amplified():

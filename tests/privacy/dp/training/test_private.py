@@ -294,25 +294,11 @@ def test_all_that_is_released_from_the_data_is_in_one_statement(tmp_path):
     assert "not closed" in str(statement)
 
 
-def test_the_expected_batch_size_is_that_of_the_data():
-    data, model = points(40), mlp()
-    with private(model, 0.25) as training:
+def test_draws_of_a_pass_and_the_expected_batch_size_follow_from_rate_and_data():
+    with private(mlp(), 0.25) as training:
         assert training.optimizer.expected_batch_size is None
-        next(iter(training.batches(data)))
-        assert training.optimizer.expected_batch_size == 10.0
-
-
-def test_a_pass_is_as_many_draws_as_the_rate_says():
-    data, model = points(40), mlp()
-    with private(model, 0.25) as training:
-        assert sum(batch.last for batch in _stepped(training, data)) == 4
-
-
-def _stepped(training, data):
-    for batch in training.batches(data):
-        classify(training.model, *batch.tensors).backward()
-        training.optimizer.step()
-        yield batch
+        train(training, points(40))
+        assert (training.optimizer.steps, training.optimizer.expected_batch_size) == (4, 10.0)
 
 
 @pytest.mark.slow

@@ -114,12 +114,17 @@ class SeparationCheck:
         self._clipper = clipper
         self._modes = {True: _Mode(), False: _Mode()}
         self._chance = random.Random()
-        self.running = self._called = self._warned = self._knows_loss = False  # running: a pass is one of the check's
+        self._running = self._called = self._warned = self._knows_loss = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass of the model is one of the check's."""
+        return self._running
 
     @property
     def pending(self) -> bool:
         """Whether the next forward pass may have to be checked."""
-        return not (self.running or self._modes[self._clipper.model.training].done)
+        return not (self._running or self._modes[self._clipper.model.training].done)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the rows of a forward pass that is about to begin, if they can show anything new."""
@@ -140,7 +145,7 @@ class SeparationCheck:
             return
         if (other := _other_rows((args, kwargs), rows)) is None:
             return  # as in an empty draw, all of whose rows are padding
-        self.running = True  # the passes of the check call the model, too
+        self._running = True  # the passes of the check call the model, too
         try:
             if mode.done:
                 some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)])
@@ -148,7 +153,7 @@ class SeparationCheck:
                 return
             used, seen = self._check(other, (args, kwargs))
         finally:
-            self.running = False
+            self._running = False
         mode.next = 2 * mode.forwards  # unless the check failed: then the next pass is checked
         mode.seen |= seen
         mode.done = used <= mode.seen and bool(mode.seen)
