@@ -38,6 +38,7 @@ import numpy.typing as npt
 from accelerant._renamed import renamed_names
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError
+from accelerant.privacy.he import messages
 from accelerant.privacy.he.bfv_scheme import (
     EncryptionParameters,
     Scheme,
@@ -48,18 +49,6 @@ from accelerant.privacy.he.bfv_scheme import (
     ternary,
     uniform_rows,
 )
-from accelerant.privacy.he.messages import (
-    INTEGERS,
-    KINDS,
-    Origin,
-    SecretKey,
-    head_of,
-    host_array,
-    in_kind,
-    open_box,
-    reader_of,
-    sealed,
-)  # fmt: skip
 from accelerant.privacy.messages import MessageReader, shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
@@ -220,7 +209,7 @@ class PublicKey:
         """Return the key as bytes; without the keys for products and rotations unless `computing`."""
         halves = self._halves if computing else {}
         return b"".join([
-            head_of("BFV", "n"), _packed(self.parameters), self._seed, _bytes(self._half),
+            messages.head_of("BFV", "n"), _packed(self.parameters), self._seed, _bytes(self._half),
             len(halves).to_bytes(2, "big"),
             *(element.to_bytes(4, "big") + seed + _bytes(half) for element, (seed, half) in halves.items()),
         ])  # fmt: skip
@@ -228,7 +217,7 @@ class PublicKey:
     @classmethod
     def from_bytes(cls, data: bytes, *, device: DeviceLike = "cpu") -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes. Nothing tells whose key it is."""
-        reader = reader_of(data, "BFV", "n")
+        reader = messages.reader_of(data, "BFV", "n")
         parameters = _parameters(reader)
         data_primes, special, _ = parameters.primes
         seed, half = reader.take(_SEED_BYTES), _words(reader, (), data_primes, parameters.n)
@@ -255,7 +244,7 @@ class PublicKey:
         return self._switching[element]
 
 
-class PrivateKey(SecretKey):
+class PrivateKey(messages.SecretKey):
     """A key that decrypts; neither shown by repr nor pickled or copied."""
 
     def __init__(self, public: PublicKey, secret: npt.NDArray[np.int64]) -> None:
@@ -271,16 +260,16 @@ class PrivateKey(SecretKey):
 
     def to_bytes(self, passphrase: str) -> bytes:
         """Return the key encrypted with a passphrase: see messages.sealed."""
-        head = head_of("BFV", "s") + _packed(self.parameters) + self.public.fingerprint
-        return sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
+        head = messages.head_of("BFV", "s") + _packed(self.parameters) + self.public.fingerprint
+        return messages.sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
 
     @classmethod
     def from_bytes(cls, data: bytes, passphrase: str, public: PublicKey) -> PrivateKey:
         """Return the key that to_bytes gave; FormatError for other bytes, passphrase or public key."""
-        reader = reader_of(data, "BFV", "s")
+        reader = messages.reader_of(data, "BFV", "s")
         if _parameters(reader) != public.parameters or reader.take(32) != public.fingerprint:
             raise FormatError(f"the private key is not that of {public!r}")
-        secret = np.frombuffer(open_box(reader, data, passphrase, public.n), np.uint8)
+        secret = np.frombuffer(messages.open_box(reader, data, passphrase, public.n), np.uint8)
         if len(secret) != public.n or secret.max() > 2:
             raise FormatError("the private key's polynomial has another degree, or other coefficients than -1, 0, 1")
         return cls(public, secret.astype(np.int64) - 1)
@@ -315,7 +304,7 @@ class PrivateKey(SecretKey):
         if (scheme.noise_fraction(self.public.space.store(phase)) >= 0.25).any():
             raise BudgetExceeded("the noise budget of a ciphertext is spent: fewer multiplications, or a larger n")
         values = scheme.decode(scheme.rounded(phase))[:, : c.shape[-1]].reshape(c.shape)
-        return in_kind(values.astype(c.origin.dtype), c.origin)
+        return messages.in_kind(values.astype(c.origin.dtype), c.origin)
 
     def noise_budget(self, c: Ciphertext) -> int:
         """Return the bits by which the noise may still grow, the least of a batch; decryption needs at least 1."""
@@ -363,9 +352,11 @@ def _words(reader: MessageReader, shape: tuple[int, ...], primes: tuple[int, ...
     return words
 
 
-def _plain(parameters: EncryptionParameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...], Origin]:
+def _plain(
+    parameters: EncryptionParameters, values: Any
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], messages.Origin]:
     """Return integers in all slots, (batch, n), the shape that they had, and the origin of results."""
-    array, origin = host_array(values, INTEGERS, "BFV")
+    array, origin = messages.host_array(values, messages.INTEGERS, "BFV")
     origin = replace(origin, dtype="int32" if origin.kind == "jax" else "int64")
     n, half = parameters.n, parameters.plain_modulus // 2
     if array.ndim == 0 or not 0 < array.shape[-1] <= n:
@@ -397,7 +388,7 @@ class Ciphertext:
     data: Any
     shape: tuple[int, ...]
     budget_bits: float
-    origin: Origin
+    origin: messages.Origin
     seed: bytes | None = None
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
 
@@ -520,7 +511,7 @@ class Ciphertext:
         return both[0], both[1], (*lead, max(lengths))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        array, _ = host_array(other, INTEGERS, "BFV")
+        array, _ = messages.host_array(other, messages.INTEGERS, "BFV")
         if array.shape[-1:] in ((), (1,)):
             array = np.broadcast_to(array, (*array.shape[:-1], self.shape[-1]))
         return _plain(self.public.parameters, array)[:2]
@@ -530,7 +521,8 @@ class Ciphertext:
         words = self.public.space.store(self.data)
         body = _bytes(words) if self.seed is None else self.seed + _bytes(words[:, 0])
         return b"".join([
-            head_of("BFV", "c"), self.public.fingerprint, bytes([self.seed is not None, KINDS.index(self.origin.kind)]),
+            messages.head_of("BFV", "c"), self.public.fingerprint,
+            bytes([self.seed is not None, messages.KINDS.index(self.origin.kind)]),
             min(max(0, int(self.budget_bits)), 1023).to_bytes(2, "big"), shape_bytes(self.shape), body,
         ])  # fmt: skip
 
@@ -540,10 +532,10 @@ class Ciphertext:
 
         Shape and estimated budget are the sender's.
         """
-        reader, n, scheme = reader_of(data, "BFV", "c"), public.n, public._scheme
+        reader, n, scheme = messages.reader_of(data, "BFV", "c"), public.n, public._scheme
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
-        seeded, kind, budget = reader.number(1, 1), reader.number(1, len(KINDS) - 1), reader.number(2, 1023)
+        seeded, kind, budget = reader.number(1, 1), reader.number(1, len(messages.KINDS) - 1), reader.number(2, 1023)
         shape = reader.shape()
         if not shape or not 0 < shape[-1] <= n:
             raise FormatError(f"ciphertexts have shapes (..., m) with m from 1 to {n}, the message has {shape}")
@@ -553,7 +545,7 @@ class Ciphertext:
         words = _words(reader, (batch, parts), scheme.data, n)
         if seed is not None:
             words = np.stack((words[:, 0], uniform_rows(seed, batch, scheme.data, n)), axis=1)
-        origin = Origin(KINDS[kind], "int32" if KINDS[kind] == "jax" else "int64")
+        origin = messages.Origin(messages.KINDS[kind], "int32" if messages.KINDS[kind] == "jax" else "int64")
         return cls(public, public.space.load(words), shape, budget, origin, seed)
 
 

@@ -288,11 +288,12 @@ class VectorKernel(ABC):
 
     vectors: Vectors | None = field(default=None, kw_only=True)
     written_out = True  # everything is vectors already: no optimization but inlining helps
+    sources = ("privacy/random", "privacy/dp/noise")  # of the package, on which the text depends
 
     @property
     def key(self) -> str:
         """See builder_key."""
-        return builder_key(replace(self, vectors=self.vectors or host_vectors()), "privacy/random", "privacy/dp/noise")
+        return builder_key(replace(self, vectors=self.vectors or host_vectors()), *self.sources)
 
     @abstractmethod
     def build(self, target: str) -> str:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,8 @@ from accelerant.errors import ConfigError, DivergenceError, ShapeError, Unsuppor
 from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, charge, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
-from accelerant.privacy.random.stream import (
-    BLOCK_WORDS,
-    KEYSTREAM_BLOCK,
-    KeystreamBlocks,
-    VectorKernel,
-    chacha20_text,
-    compiled,
-    host_vectors,
-    index_of,
-    key_words,
-    lanes,
-)
-from accelerant.runtime.compilation.kernel import Builder, KernelSource, builder_key
+from accelerant.privacy.random import stream
+from accelerant.runtime.compilation.kernel import Builder, KernelSource
 from accelerant.runtime.compilation.llvm import constant, lane_constants, vector
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
@@ -76,37 +65,32 @@ _PAD = 16  # blocks: whole vectors on every CPU
 @functools.cache
 def mask_sums_source() -> KernelSource:
     """Return chacha20_mask_sums(states, starts, out, blocks, total, one) of masks.c."""
-    text = chacha20_text() + Path(__file__).with_name("masks.c").read_text(encoding="utf-8")
+    text = stream.chacha20_text() + Path(__file__).with_name("masks.c").read_text(encoding="utf-8")
     dialects: dict[str, str | Builder] = {"portable": text, "llvm": MaskSumsKernel()}
     arguments = ("*u32", "*i64", "*u32", "i64", "i64", "u32")
     return KernelSource("chacha20_mask_sums", dialects, {"chacha20_mask_sums": arguments})
 
 
 @dataclass(frozen=True, slots=True)
-class MaskSumsKernel(VectorKernel):
+class MaskSumsKernel(stream.VectorKernel):
     """A Builder of masks.c for CPUs: an index is lanes() blocks of a row."""
 
     least_share = 1
-
-    @property
-    def key(self) -> str:
-        """See builder_key."""
-        builder = replace(self, vectors=self.vectors or host_vectors())
-        return builder_key(builder, "privacy/random", "privacy/mpc/secagg/encoding.py")
+    sources = ("privacy/random", "privacy/mpc/secagg/encoding.py")
 
     def build(self, target: str) -> str:
         """Return LLVM IR."""
         inputs = ("ptr noalias readonly %states", "ptr noalias readonly %starts", "ptr noalias %out")
         code = self.function("chacha20_mask_sums", *inputs, "i64 %blocks", "i64 %total", "i32 %one")
-        blocks = KeystreamBlocks(code, self.vectors or host_vectors(), keyed=False)
+        blocks = stream.KeystreamBlocks(code, self.vectors or stream.host_vectors(), keyed=False)
         count = blocks.lanes
         kind, align = vector("i32", count), 4 * count
-        sums = code.stack(f"[{BLOCK_WORDS} x {kind}]", align=align)
+        sums = code.stack(f"[{stream.BLOCK_WORDS} x {kind}]", align=align)
         with code.loop("%begin", "%end") as index:
             first = code.op("mul", index, count)
             row = code.op("sdiv", first, "%blocks")
             counters = blocks.counters(code.op("srem", first, "%blocks"), lane_constants("i64", range(count)))
-            for j in range(BLOCK_WORDS):
+            for j in range(stream.BLOCK_WORDS):
                 code.store(kind, constant(kind, 0), sums, j, align=align)
             stop = code.load("i64", "%starts", code.op("add", row, 1), align=8)
             with code.loop(code.load("i64", "%starts", row, align=8), stop) as seed:
@@ -114,14 +98,14 @@ class MaskSumsKernel(VectorKernel):
                 blocks.rekey(state)
                 blocks.generate(counters)
                 sign = code.broadcast(code.load("i32", state, 10, align=4), count)
-                for j in range(BLOCK_WORDS):
+                for j in range(stream.BLOCK_WORDS):
                     added = code.op("add", code.load(kind, sums, j, align=align), code.op("mul", blocks.word(j), sign))
                     code.store(kind, added, sums, j, align=align)
-            to = code.at("i32", "%out", code.op("mul", first, BLOCK_WORDS))
-            for j in range(BLOCK_WORDS):
+            to = code.at("i32", "%out", code.op("mul", first, stream.BLOCK_WORDS))
+            for j in range(stream.BLOCK_WORDS):
                 word = code.load(kind, sums, j, align=align)
                 for lane in range(count):
-                    code.store("i32", code.lane(word, lane), to, BLOCK_WORDS * lane + j, align=4)
+                    code.store("i32", code.lane(word, lane), to, stream.BLOCK_WORDS * lane + j, align=4)
         code.ret()
         return blocks.program()
 
@@ -131,20 +115,20 @@ def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device
     device = torch.device(device)
     states = np.zeros((sum(map(len, rows)), 12), np.uint32)
     if len(states):
-        states[:, :8] = key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
+        states[:, :8] = stream.key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
         states[:, 10] = [sign & 0xFFFFFFFF for row in rows for _, sign in row]
     starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64).to(device)
     held = torch.from_numpy(states.view(np.int32)).to(device)
-    blocks = -(-n // (BLOCK_WORDS * _PAD)) * _PAD
+    blocks = -(-n // (stream.BLOCK_WORDS * _PAD)) * _PAD
     total = blocks * len(rows)
-    out = torch.empty((len(rows), blocks * BLOCK_WORDS), dtype=torch.int32, device=device)
+    out = torch.empty((len(rows), blocks * stream.BLOCK_WORDS), dtype=torch.int32, device=device)
     if device.type == "cpu":
-        grid, block = total // lanes(), 1
+        grid, block = total // stream.lanes(), 1
     else:
-        grid, block = -(-total // KEYSTREAM_BLOCK), KEYSTREAM_BLOCK
-    provider, kernel = compiled(mask_sums_source(), device)
-    words = states.shape[0] * blocks * BLOCK_WORDS
-    where = "cpu" if device.type == "cpu" else f"{device.type}:{index_of(device)}"
+        grid, block = -(-total // stream.KEYSTREAM_BLOCK), stream.KEYSTREAM_BLOCK
+    provider, kernel = stream.compiled(mask_sums_source(), device)
+    words = states.shape[0] * blocks * stream.BLOCK_WORDS
+    where = "cpu" if device.type == "cpu" else f"{device.type}:{stream.index_of(device)}"
     record = sole_record("mask_sums", kernel.name, kernel.backend, where, f"{len(rows)} rows", size_bytes=4 * words)
     with RecordedLaunch(record, provider, kernel.device):
         provider.launch(kernel, (grid,), (block,), (held, starts, out, blocks, total, 1))
