@@ -25,83 +25,101 @@ from accelerant.ops.recurrent.op import run_layers
 from accelerant.privacy.dp.clipping.layers import expanded, linear, require_first_visit
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Matrices for inputs and states, and their biases."""
 
-class _Recurrent(torch.autograd.Function):
-    """x (B, T, K), h (B, H), c (B, H) of an LSTM, None of a GRU, the weights -> y (B, T, H), the states at the end."""
+
+def _gates(x: Tensor, states: Tensor, weights: _Weights) -> tuple[Tensor, Tensor]:
+    """Return the contributions of inputs (B, T, K) and states (B, T, H) to all gates, (B, T, gates H) each."""
+    return F.linear(x, weights[0], weights[2]), F.linear(states, weights[1], weights[3])
+
+
+def _feed(
+    sink: PerExampleSink, weights: _Weights, x: Tensor, states: Tensor, dx_gates: Tensor, dh_gates: Tensor
+) -> None:
+    examples = x.shape[0]
+    w_ih, w_hh, b_ih, b_hh = weights
+    sink.linear(w_ih, b_ih, dx_gates.flatten(0, 1), x.reshape(-1, x.shape[2]), examples)
+    sink.linear(w_hh, b_hh, dh_gates.flatten(0, 1), states.reshape(-1, states.shape[2]), examples)
+
+
+class _LSTM(torch.autograd.Function):
+    """x (B, T, K), h and c (B, H), the weights -> y (B, T, H), h and c after the last step."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor | None, sink: PerExampleSink, *weights: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor, sink: PerExampleSink, *weights: Any) -> Any:
         flat = [weight for weight in weights if weight is not None]
-        run: Any = torch.gru if c is None else torch.lstm
-        begin = h[None] if c is None else (h[None], c[None])
-        y, *last = run(x, begin, flat, weights[2] is not None, 1, 0.0, False, False, True)
+        y, last_h, last_c = torch.lstm(x, (h[None], c[None]), flat, weights[2] is not None, 1, 0.0, False, False, True)
         ctx.save_for_backward(x, h, c, y, *(None if w is None else w.detach() for w in weights))
         ctx.sink, ctx.parameters = sink, weights
         sink.expect(*weights)
-        return (y, *(each[0] for each in last))
+        return y, last_h[0], last_c[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Any = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
         require_first_visit(ctx)
-        x, h, c, y, w_ih, w_hh, b_ih, b_hh = ctx.saved_tensors
+        x, h, c, y, *weights = ctx.saved_tensors
         states = torch.cat((h[:, None], y[:, :-1]), 1)
-        of_x, of_h = F.linear(x, w_ih, b_ih), F.linear(states, w_hh, b_hh)  # to all gates, (B, T, gates H)
-        if c is None:
-            x_gates, h_gates, dh = _gru_backward(of_x, of_h, states, w_hh, dy, dh)
-        else:
-            x_gates, dh, dc = _lstm_backward(of_x + of_h, c, w_hh, dy, dh, dc)
-            h_gates = x_gates
-        sink, examples, parameters = ctx.sink, x.shape[0], ctx.parameters
-        sink.linear(parameters[0], parameters[2], x_gates.flatten(0, 1), x.reshape(-1, x.shape[2]), examples)
-        sink.linear(parameters[1], parameters[3], h_gates.flatten(0, 1), states.reshape(-1, states.shape[2]), examples)
-        return x_gates @ w_ih, dh, dc, None, None, None, None, None
+        of_x, of_h = _gates(x, states, tuple(weights))
+        i, f, g, o = (of_x + of_h).chunk(4, -1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        cells = [c]
+        for t in range(x.shape[1]):
+            cells.append(f[:, t] * cells[-1] + i[:, t] * g[:, t])
+        gates = x.new_empty((*x.shape[:2], 4 * h.shape[1]))
+        for t in reversed(range(x.shape[1])):
+            dh = dh + dy[:, t]
+            tanh = cells[t + 1].tanh()
+            dc = dc + dh * o[:, t] * (1 - tanh * tanh)
+            parts = (
+                dc * g[:, t] * i[:, t] * (1 - i[:, t]),
+                dc * cells[t] * f[:, t] * (1 - f[:, t]),
+                dc * i[:, t] * (1 - g[:, t] * g[:, t]),
+                dh * tanh * o[:, t] * (1 - o[:, t]),
+            )
+            gates[:, t] = torch.cat(parts, 1)
+            dc = dc * f[:, t]
+            dh = gates[:, t] @ weights[1]
+        _feed(ctx.sink, ctx.parameters, x, states, gates, gates)
+        return gates @ weights[0], dh, dc, None, None, None, None, None
 
 
-def _lstm_backward(
-    sums: Tensor, c: Tensor, w_hh: Tensor, dy: Tensor, dh: Tensor, dc: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of all gates' sums, and of the first h and c."""
-    i, f, g, o = sums.chunk(4, -1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    cells, gates = [c], torch.empty_like(sums)
-    for t in range(sums.shape[1]):
-        cells.append(f[:, t] * cells[-1] + i[:, t] * g[:, t])
-    for t in reversed(range(sums.shape[1])):
-        dh = dh + dy[:, t]
-        tanh = cells[t + 1].tanh()
-        dc = dc + dh * o[:, t] * (1 - tanh * tanh)
-        parts = (
-            dc * g[:, t] * i[:, t] * (1 - i[:, t]),
-            dc * cells[t] * f[:, t] * (1 - f[:, t]),
-            dc * i[:, t] * (1 - g[:, t] * g[:, t]),
-            dh * tanh * o[:, t] * (1 - o[:, t]),
-        )
-        gates[:, t] = torch.cat(parts, 1)
-        dc = dc * f[:, t]
-        dh = gates[:, t] @ w_hh
-    return gates, dh, dc
+class _GRU(torch.autograd.Function):
+    """x (B, T, K), h (B, H), the weights -> y (B, T, H), and h after the last step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor, sink: PerExampleSink, *weights: Any) -> Any:
+        flat = [weight for weight in weights if weight is not None]
+        y, last = torch.gru(x, h[None], flat, weights[2] is not None, 1, 0.0, False, False, True)
+        ctx.save_for_backward(x, h, y, *(None if w is None else w.detach() for w in weights))
+        ctx.sink, ctx.parameters = sink, weights
+        sink.expect(*weights)
+        return y, last[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_visit(ctx)
+        x, h, y, *weights = ctx.saved_tensors
+        states = torch.cat((h[:, None], y[:, :-1]), 1)
+        of_x, of_h = _gates(x, states, tuple(weights))
+        (xr, xz, xn), (hr, hz, hn) = of_x.chunk(3, -1), of_h.chunk(3, -1)
+        r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
+        n = (xn + r * hn).tanh()
+        x_gates, h_gates = torch.empty_like(of_x), torch.empty_like(of_h)
+        for t in reversed(range(x.shape[1])):
+            dh = dh + dy[:, t]
+            dn = dh * (1 - z[:, t]) * (1 - n[:, t] * n[:, t])
+            dz = dh * (states[:, t] - n[:, t]) * z[:, t] * (1 - z[:, t])
+            dr = dn * hn[:, t] * r[:, t] * (1 - r[:, t])
+            x_gates[:, t] = torch.cat((dr, dz, dn), 1)
+            h_gates[:, t] = torch.cat((dr, dz, dn * r[:, t]), 1)
+            dh = dh * z[:, t] + h_gates[:, t] @ weights[1]
+        _feed(ctx.sink, ctx.parameters, x, states, x_gates, h_gates)
+        return x_gates @ weights[0], dh, None, None, None, None, None
 
 
-def _gru_backward(
-    of_x: Tensor, of_h: Tensor, states: Tensor, w_hh: Tensor, dy: Tensor, dh: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of what inputs and states add to the gates, and of the first h."""
-    (xr, xz, xn), (hr, hz, hn) = of_x.chunk(3, -1), of_h.chunk(3, -1)
-    r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
-    n = (xn + r * hn).tanh()
-    x_gates, h_gates = torch.empty_like(of_x), torch.empty_like(of_h)
-    for t in reversed(range(of_x.shape[1])):
-        dh = dh + dy[:, t]
-        dn = dh * (1 - z[:, t]) * (1 - n[:, t] * n[:, t])
-        dz = dh * (states[:, t] - n[:, t]) * z[:, t] * (1 - z[:, t])
-        dr = dn * hn[:, t] * r[:, t] * (1 - r[:, t])
-        x_gates[:, t] = torch.cat((dr, dz, dn), 1)
-        h_gates[:, t] = torch.cat((dr, dz, dn * r[:, t]), 1)
-        dh = dh * z[:, t] + h_gates[:, t] @ w_hh
-    return x_gates, h_gates, dh
-
-
-_run: Callable[..., tuple[Tensor, ...]] = _Recurrent.apply
+_run_lstm: Callable[..., tuple[Tensor, ...]] = _LSTM.apply
+_run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
@@ -148,7 +166,7 @@ class _RecurrentRule(LayerRule):
             weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
             begin = [state[layer * directions + direction].to(x.dtype) for state in states]
             with torch.autocast(x.device.type, enabled=False):  # the backward pass repeats it in this dtype
-                return _run(x, *begin, *(() if lstm else (None,)), self.sink, *weights)
+                return (_run_lstm if lstm else _run_gru)(x, *begin, self.sink, *weights)
 
         y, *final = run_layers(run, x, module.num_layers, module.dropout, module.training, module.bidirectional)
         return y, tuple(final) if lstm else final[0]
