@@ -639,6 +639,12 @@ def test_what_torch_cannot_do_as_well_is_ours():
     assert is_ours(ops.embedding(TARGETS.clamp(0), low))  # torch would add in bfloat16
 
 
+def test_a_loss_without_options_is_the_mean_of_any_call():
+    logits, targets = torch.randn(64, 3), torch.randint(3, (64,)).index_fill_(0, torch.arange(9), -100)
+    losses = torch.stack([ops.cross_entropy(logits, targets) for _ in range(12)])
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets).expand(12))
+
+
 def test_few_rows_of_low_precision_are_added_in_float32():
     table, dy = torch.zeros(3, 64), torch.randn(5000, 64)
     low, places = table.bfloat16().requires_grad_(), torch.arange(5000) % 3

@@ -220,9 +220,15 @@ def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
+def _mean(logits: Tensor, targets: Tensor) -> Tensor:
+    kernel: Any = torch._C._nn.cross_entropy_loss
+    loss: Tensor = kernel(logits, targets, None, 1)  # 1: the mean, which is not its default
+    return loss
+
+
 _cpu = CpuFastPath(
     _torch_equivalent,
-    bind=lambda logits, targets, **options: None if options else torch._C._nn.cross_entropy_loss,
+    bind=lambda logits, targets, **options: None if options else _mean,
     serves=_torch_serves,
     pure=True,
     args=(False, False),
