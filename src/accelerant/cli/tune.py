@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from accelerant.bench.tuning import TuneResult
+    from accelerant.runtime.dispatch.choice_store import CandidateTimes
 
 _EXAMPLES = """\
 accelerant tune
@@ -101,18 +102,22 @@ def tune(
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
-        if not entries:
-            print(f"no results for {escaped(chosen.name)}: `accelerant tune` measures them")
-        for key, one in sorted(entries.items()):
-            times = ", ".join(f"{name} {plain(ms)} ms" for name, ms in sorted(one.ms.items(), key=lambda pair: pair[1]))
-            print(escaped(f"{key}: {times} ({one.table or 'this device'}, {one.date})"))
-        for line in choices().ignored(torch_device):
-            print(escaped(f"not used: {line}"), file=sys.stderr)
+        _list(chosen.name, entries, choices().ignored(torch_device))
     if out is not None:
         count = _write(out, torch_device, serves or (), before if stopped else {})
         print(f"{out}: {count} entries", file=sys.stderr)
     if any(result.error for result in results):
         raise typer.Exit(1)
+
+
+def _list(device: str, entries: Mapping[str, CandidateTimes], ignored: Iterable[str]) -> None:
+    if not entries:
+        print(f"no results for {escaped(device)}: `accelerant tune` measures them")
+    for key, one in sorted(entries.items()):
+        times = ", ".join(f"{name} {plain(ms)} ms" for name, ms in sorted(one.ms.items(), key=lambda pair: pair[1]))
+        print(escaped(f"{key}: {times} ({one.table or 'this device'}, {one.date})"))
+    for line in ignored:
+        print(escaped(f"not used: {line}"), file=sys.stderr)
 
 
 def _entries_of(table: Path) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def patch(
     Linear followed by a GELU in a Sequential, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
     and the losses CrossEntropyLoss, MSELoss, L1Loss, BCELoss and BCEWithLogitsLoss.
 
-    On an NVIDIA GPU the first calls run as the model was, while child processes compile the kernels that it lacks; they
-    begin to after 63 calls or 10 s, unless the kernels of such a model were all there before.
+    On an NVIDIA GPU the first calls run as the model was while child processes compile missing kernels. Compilation
+    starts after 63 calls or 10 s, or at once if the kernels of such a model have all been compiled before.
 
     Methods are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the
     state_dict stay. A module is left alone, as the report says, if its forward has another form or was replaced, or if
@@ -69,12 +69,11 @@ def patch(
     loss on our ops, where that is faster. Nothing is measured, and all runs on our ops, with graph=True and with the
     settings `deterministic` and `race = "off"`.
 
-    On a GPU a torch.optim.Adam or AdamW whose parameters are all those of patched models takes torch's fused kernels
-    from its first step on, unless it was given `foreach`, `fused`, `capturable` or `differentiable`.
-
-    Outputs and gradients equal the unpatched model's within the tolerance of the dtype, but for the random numbers of
-    torch.nn's Dropout. A model without one of transformers can be pickled. The config of a transformers model then
-    names "accelerant" as its attention; other models that share the config compute what they did before.
+    On a GPU a torch.optim.Adam or AdamW of patched parameters alone takes torch's fused kernels, unless it was given
+    `foreach`, `fused`, `capturable` or `differentiable`. Outputs and gradients equal the unpatched model's within the
+    tolerance of the dtype, but for the random numbers of torch.nn's Dropout. A model without one of transformers can be
+    pickled. The config of a transformers model then names "accelerant" as its attention; other models that share the
+    config compute what they did before.
     """
     if padding not in _PADDING:
         raise ConfigError(f"padding must be 'exact' or 'skip', got {padding!r}")
@@ -91,9 +90,9 @@ def patch(
     if rules is not None:
         if (note := rules.version_note()) is not None:
             record.report.notes.append(note)
-            if note not in _WARNED:
-                _WARNED.add(note)
-                warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
+        if note is not None and note not in _WARNED:
+            _WARNED.add(note)
+            warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
         importlib.import_module("accelerant.nn.patching.attention").register()
     if not record.report.changed:
         warnings.warn(_why_nothing(record.report), UserWarning, stacklevel=2)
