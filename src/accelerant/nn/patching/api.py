@@ -90,9 +90,7 @@ def patch(
     if rules is not None:
         if (note := rules.version_note()) is not None:
             record.report.notes.append(note)
-        if note is not None and note not in _WARNED:
-            _WARNED.add(note)
-            warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=2)
+            _warn_once(note)
         importlib.import_module("accelerant.nn.patching.attention").register()
     if not record.report.changed:
         warnings.warn(_why_nothing(record.report), UserWarning, stacklevel=2)
@@ -106,6 +104,12 @@ def patch(
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
+
+
+def _warn_once(note: str) -> None:
+    if note not in _WARNED:
+        _WARNED.add(note)
+        warnings.warn(f"accelerant.nn.patch: {note}", UserWarning, stacklevel=3)
 
 
 def unpatch(model: nn.Module) -> None:
