@@ -49,8 +49,7 @@ def patch(
             the options.
         loss: in training with labels, compute a language model's loss without materializing its logits; reading
             output.logits computes them. False: always compute all logits, and leave torch.nn's losses.
-        padding: "exact" or "skip", without effect: masks with padding stay on our kernels, and results equal the
-            unpatched model's at all positions.
+        padding: "exact" or "skip", without effect: results with padding equal the unpatched model's at all positions.
         embedding: whether to replace token and position embeddings.
         graph: whether calls run from CUDA graphs: the forward pass as one, in training the backward pass as another,
             captured after three eager calls that differ at most in their length. None: where that makes steps faster,
