@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock, layers
@@ -225,6 +226,35 @@ def test_a_block_by_torch_is_one_call_of_the_ledger(rows, in_float32):
     assert forward["flops_per_call"] == 2 * rows * (2 * 3072 + 2 * 16 * (rows + 1))  # of weights, and of pairs
     assert [each["implementation"] for each in forward["refused"]] == ["layers"]
     assert {op: row["calls"] for op, row in found.items()} == {"torch_block_fwd": 3, "torch_block_bwd": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_a_block_of_many_rows_takes_float32_under_autocast(norm_first, dtype):
+    block, x = TransformerBlock(64, 4, norm_first=norm_first), torch.randn(4, 40, 64)
+    with torch.autocast("cpu", dtype):
+        y = block(x)
+    assert y.dtype == (torch.float32 if norm_first else dtype)
+    assert (y - block(x)).norm() < 0.02 * y.norm()
+
+
+def test_a_block_takes_parameters_in_any_order_and_dtype_that_its_layers_take():
+    block, x = TransformerBlock(16, 4), torch.randn(2, 5, 16)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    expected = block(x)
+    for layer in (block.norm_1, block.mlp.up):
+        prune.remove(prune.identity(layer, "weight"), "weight")
+        assert list(layer._parameters) == ["bias", "weight"]
+    torch.testing.assert_close(block(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="Long"):
+            block(x.long())
+        expected = block(x)
+        for name, parameter in block.named_parameters():
+            if name.endswith("bias"):
+                parameter.data = parameter.data.bfloat16()
+        assert (block(x) - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from patch_models import CAUSAL, FAMILIES, ROTARY, assert_same, batch, make, outcome, transformers
 from torch import nn
-from transformers import activations
+from transformers import activations, modeling_outputs
 
 import accelerant as acl
 from accelerant.errors import ConfigError
@@ -437,6 +437,24 @@ def test_the_report_names_every_leaf_once():
     assert "ops.linear_gelu('tanh')" in text
     assert "Dropout  ours draws other random numbers" in text
     assert "logits are not materialized" in text
+
+
+def test_a_model_without_source_can_be_patched():
+    text = """
+def forward(self, input_ids=None, labels=None):
+    logits = self.lm_head(self.embedding(input_ids))
+    return CausalLMOutput(CrossEntropyLoss()(logits.view(-1, 8), labels.view(-1)), logits)
+"""
+    names = {"CrossEntropyLoss": nn.CrossEntropyLoss, "CausalLMOutput": modeling_outputs.CausalLMOutput}
+    exec(text, names)
+    kind = type("Model", (transformers.PreTrainedModel,), {"forward": names["forward"]})
+    kind.get_output_embeddings = lambda self: self.lm_head
+    model = kind(transformers.PretrainedConfig())
+    model.embedding, model.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    ids = torch.arange(6).view(2, 3)
+    before = model(ids, ids)
+    assert acl.nn.patch(model, loss=True).notes
+    torch.testing.assert_close(model(ids, ids).loss, before.loss)
 
 
 def test_patching_twice_changes_nothing_more():

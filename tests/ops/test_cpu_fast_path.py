@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
 from accelerant.config import override
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import ConfigError, IndexOutOfRange, ShapeError, UnsupportedCase
 from accelerant.ops import _differentiable
 from accelerant.ops._differentiable import CpuFastPath
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of, force
@@ -643,6 +643,34 @@ def test_a_loss_without_options_is_the_mean_of_any_call():
     logits, targets = torch.randn(64, 3), torch.randint(3, (64,)).index_fill_(0, torch.arange(9), -100)
     losses = torch.stack([ops.cross_entropy(logits, targets) for _ in range(12)])
     torch.testing.assert_close(losses, F.cross_entropy(logits, targets).expand(12))
+
+
+def test_calls_that_torch_refuses_record_no_gradient():
+    logits, targets = torch.randn(4, 3, requires_grad=True), torch.arange(4)
+    ledger().reset()
+    for number in range(100):
+        if number % 2:
+            with pytest.raises(IndexOutOfRange):
+                ops.cross_entropy(logits, targets)
+        else:
+            ops.cross_entropy(logits, targets % 3).backward()
+    found = {row["op"]: (row["calls"], row["failures"]) for row in ledger().to_dict()["ops"] if row["calls"]}
+    assert found == {"cross_entropy_fwd": (100, 50), "cross_entropy_bwd": (50, 0)}
+
+
+@pytest.mark.parametrize(
+    ("op", "named"),
+    [
+        (ops.matmul, {"a": torch.ones(3, 4), "b": torch.ones(4, 5)}),
+        (ops.gelu, {"x": torch.ones(3, 4)}),
+        (ops.softmax, {"x": torch.ones(3, 4)}),
+    ],
+)
+def test_calls_by_keywords_are_torchs_at_once(op, named, monkeypatch):
+    expected = op(*named.values())
+    monkeypatch.setattr(_differentiable._ledger, "discount", lambda *_: pytest.fail("torch's function refused it"))
+    for _ in range(8):
+        torch.testing.assert_close(op(**named), expected)
 
 
 def test_few_rows_of_low_precision_are_added_in_float32():

@@ -164,6 +164,7 @@ def _with_padding(mask: Tensor | None, padding: Tensor | None, shape: tuple[int,
 
 
 _WIDE = {torch.float32}
+_FLOATS = _WIDE | {torch.float16, torch.bfloat16}
 _FEW_PRODUCTS = 2**21
 """Multiplications of a layer up to which a CPU takes float32 in less time than 16 bits with the casts of weights."""
 
@@ -291,9 +292,9 @@ class TransformerBlock(nn.Module):
         """Apply the block by torch's functions, which nothing counts; under autocast few rows run in float32."""
         if not torch.is_autocast_enabled("cpu"):
             return self._functions(x, x.dtype)
-        low, weights = compute_dtype(x), [layer._parameters["weight"] for layer in self._layers()]
-        few = x.numel() * self._up().out_features <= _FEW_PRODUCTS and x.dtype != torch.float64
-        dtype = torch.float32 if few and {each.dtype for each in weights if each is not None} == _WIDE else low
+        low, dtypes = compute_dtype(x), {each.dtype for each in self._params() if each is not None}
+        few = x.numel() * self._up().out_features <= _FEW_PRODUCTS and x.dtype in _FLOATS
+        dtype = torch.float32 if few and dtypes == _WIDE else low
         shown = torch.promote_types(x.dtype, low) if self.norm_first else low
         torch.set_autocast_enabled("cpu", False)  # which would ask each function
         try:
@@ -304,7 +305,7 @@ class TransformerBlock(nn.Module):
     def _functions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute in a dtype; the body is one function, since each call of another costs a part of a small block."""
         layers: tuple[Any, ...] = self._layers()
-        params: list[Any] = [parameter for layer in layers for parameter in layer._parameters.values()]
+        params: list[Any] = self._params()
         if dtype != torch.float32:
             params[2:6], params[8:] = _cast(params[2:6], dtype), _cast(params[8:], dtype)
         n1, c1, qkv, c2, projection, c3, n2, c4, up, c5, down, c6 = params
@@ -360,14 +361,18 @@ class TransformerBlock(nn.Module):
         # In the order in which Block takes their parameters.
         return parts["norm_1"], attention["qkv"], attention["projection"], parts["norm_2"], mlp["up"], mlp["down"]
 
+    def _params(self) -> list[Tensor | None]:
+        found = [layer._parameters for layer in self._layers()]  # a pruned layer's are in another order
+        return [each[name] for each in found for name in ("weight", "bias")]
+
 
 def _cast(params: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
     return [None if each is None else each.to(dtype) for each in params]
 
 
 def _normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    if x.dtype == weight.dtype == torch.float32:
-        return torch.layer_norm(x, weight.shape, weight, bias, eps)
+    if x.dtype == weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
+        return torch.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
     return torch_composite(True, x, weight, bias, eps).to(dtype)
 
 

@@ -252,7 +252,7 @@ class CpuFastPath:
                 try:
                     return run(*args, **options)
                 except _TORCH_ERRORS:
-                    _ledger.discount(record)  # the public function says what is wrong, in its own words
+                    _ledger.discount(record, grad)  # the public function says what is wrong, in its own words
                 except BaseException:
                     _ledger.failed(record)
                     raise
@@ -380,7 +380,8 @@ class CpuFastPath:
             operation.plans.add_dependent(self._known)
             operation.plans.add_dependent(self._recent)
             serves = small or self._serves(*args, **options)
-            run = self._bind(*args, **options) if serves and self._bind is not None else None
+            binds = serves and args and self._bind is not None  # torch's functions name their first argument otherwise
+            run = self._bind(*args, **options) if binds else None
             self._remember(args, options, small, run=run or self._function, record=record if serves else None)
 
     def _remember(self, args: Any, options: Any, small: bool = False, **serves: Any) -> None:

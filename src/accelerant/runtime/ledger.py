@@ -228,10 +228,12 @@ class Ledger:
                 raise
             raise lost from error
 
-    def discount(self, record: OpRecord) -> None:
+    def discount(self, record: OpRecord, recording: bool = False) -> None:
         """Take back a counted call, which is made in another way."""
         with self.lock:
-            record.calls = max(0, record.calls - 1)  # it may have been reset in between
+            if record.calls:  # it may have been reset in between; no call from here on, see CpuFastPath
+                record.calls -= 1
+                record.recording -= recording
 
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
         """Record the event after a timed call."""

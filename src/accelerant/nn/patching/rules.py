@@ -429,7 +429,10 @@ def _bare_head(model: Any) -> str | None:
     name = next((name for name, each in model.named_children() if each is layer), None)
     if name is None or type(getattr(model, name)) is not nn.Linear or getattr(model, name).bias is not None:
         return None
-    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):  # of a class that was made by exec, or compiled
+        return None
     found = re.search(rf"^ *(\w+) = self\.{name}\([\w.\[\]]*\)$", source, re.MULTILINE)
     return name if found and len(re.findall(rf"\b{found[1]} (?:[-+*/]?=) ", source)) == 1 else None
 

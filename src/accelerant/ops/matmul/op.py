@@ -142,7 +142,7 @@ def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
 
 _cpu = CpuFastPath(
     _torch_equivalent,
-    bind=lambda a, b: torch.matmul if a.dim() > 1 and b.dim() > 1 else None,
+    bind=lambda a, *b, **_: torch.matmul if b and a.dim() > 1 and b[0].dim() > 1 else None,
     small=lambda *_, **__: True,
     any_size=True,
 )

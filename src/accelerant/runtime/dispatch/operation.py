@@ -162,6 +162,7 @@ class Operation:
         try:
             result = plan.run(*args)
         except Exception as error:  # noqa: BLE001 - sorted by _recover
+            record.recording -= recording
             plan, result = self._recover(case, plan, error, args)
         except BaseException:  # an interrupt
             _ledger.failed(record)
