@@ -112,6 +112,20 @@ def test_few_points_remember_their_kind(tmp_path):
         assert (last.kind, last._mirror.lists is None) == ("ivfpq", False)
 
 
+@pytest.mark.parametrize("damage", [b"", b"IwFl"])
+def test_a_damaged_file_of_lists_is_replaced_and_a_closed_collection_closes_again(tmp_path, damage):
+    with Collection(tmp_path, "made", dim=DIM, kind="ivf") as made:
+        made.upsert(range(1500), vectors(1500))
+        made.close()
+    (file,) = tmp_path.glob("*.faiss")
+    file.write_bytes(damage)
+    with Collection(tmp_path, "made") as made:
+        assert made.kind == "ivf"
+    with Collection(tmp_path, "made") as made:
+        assert made._builder is None
+        assert not made.search(vectors(1)).exact
+
+
 def test_lists_saved_at_the_same_versions_of_other_writes_are_not_read(tmp_path):
     with Collection(tmp_path, dim=DIM, kind="ivf") as made:
         made.upsert(range(1500), vectors(1500, 0))

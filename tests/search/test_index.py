@@ -143,6 +143,11 @@ def test_codes_find_the_best_of_the_vectors_that_they_stand_for(shuffle, monkeyp
     llvm_kernels.compiled.cache_clear()
 
 
+def test_one_answer_of_codes_alone_is_found():
+    index, x = small("ivfpq", rerank=0, bits=8)
+    assert [int(index.search(x[i], 1).ids[0]) for i in range(9)] == index.search(x[:9], 5).ids[:, 0].tolist()
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_an_answer_depends_on_its_query_alone(data):

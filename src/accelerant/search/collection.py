@@ -269,6 +269,8 @@ class Collection:
         self.dim, self.metric = self._store.dim, self._store.metric
         self._folder, self._name, self.kind = None if remote else Path(location), name, "flat"
         self._builder: threading.Thread | None = None
+        self._loaded: Lists | None = None
+        self._closed = False
         self._writing, self._lock, self._busy = fork_safe(threading.RLock()), fork_safe(threading.Lock()), False
         try:
             self._mirror = _Mirror(self._store, self._device)
@@ -294,7 +296,8 @@ class Collection:
             kind = next((other for other in KINDS[1:] if other in saved), "flat")
         file = file_of(self._folder, self._name, kind, self._mirror.stamp)
         if file.is_file():
-            self._mirror.lists = Lists.loaded(file, self._list_metric, self._mirror.ids, self._mirror.vectors)
+            self._loaded = Lists.loaded(file, self._list_metric, self._mirror.ids, self._mirror.vectors)
+            self._mirror.lists = self._loaded
         return kind
 
     def build(self) -> None:
@@ -324,7 +327,7 @@ class Collection:
             return
         mirror, kinds = self._mirror, KINDS[1:] if self.kind == "flat" else (self.kind,)
         files = [file_of(self._folder, self._name, kind, mirror.stamp) for kind in kinds]
-        if self.kind != "flat" and not files[0].is_file():
+        if self.kind != "flat" and (mirror.lists is not self._loaded or not files[0].is_file()):
             if mirror.lists is None:
                 files[0].touch()  # of too few points: it tells their kind
             else:
@@ -350,6 +353,9 @@ class Collection:
         if self._builder is not None:
             self._builder.join()
         with self._writing:
+            if self._closed:
+                return
+            self._closed = True
             try:
                 self._save_lists()
             finally:

@@ -533,7 +533,7 @@ class _Scanned:
             return ranked(self.q, vectors, rows, counts, rank, self.metric), counts
         query, column = (torch.arange(rows.shape[1]) < counts.unsqueeze(1)).nonzero(as_tuple=True)
         row, keys = rows[query, column], np.full(rows.shape, NONE)
-        keys[query, column] = keys_of(self._scored(query, row), rank[row], smallest=self.metric == "l2")
+        keys[query.numpy(), column.numpy()] = keys_of(self._scored(query, row), rank[row], smallest=self.metric == "l2")
         return keys, counts
 
     def _margins(self, scan: Scan) -> Tensor:
