@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +147,20 @@ def test_codes_find_the_best_of_the_vectors_that_they_stand_for(shuffle, monkeyp
 def test_one_answer_of_codes_alone_is_found():
     index, x = small("ivfpq", rerank=0, bits=8)
     assert [int(index.search(x[i], 1).ids[0]) for i in range(9)] == index.search(x[:9], 5).ids[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_default_device_and_autocast_change_nothing(kind):
+    index, x = small(kind)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        other, _ = small(kind)
+        for mask in (None, range(3, 800, 2), [5, 6]):
+            for rows in (x[:1], x[:30]):
+                one, two = (each.search(rows, 7, nprobe=4, mask=mask) for each in (index, other))
+                assert np.array_equal(one.ids, two.ids)
+                assert np.array_equal(one.scores, two.scores)
+                mine, truth = exact(rows, x, 7, "l2", mask), index.search(rows, 7, nprobe=9, mask=mask)
+                assert np.array_equal(mine.ids, truth.ids)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -442,6 +457,14 @@ def test_ids_to_remove_are_never_bits_and_never_all():
     index.add(np.ones((1, 2), np.float32), ids=[2**63 - 1])
     with pytest.raises(ConfigError, match="no ids are left"):
         index.add(np.ones((1, 2), np.float32))
+    index.add(np.ones((0, 2), np.float32))
+    assert index.remove([2**63 - 1]) == 1
+    index.add(np.ones((1, 2), np.float32), ids=[2**63 - 2])
+    index.add(np.ones((1, 2), np.float32))
+    assert index.ids.max() == 2**63 - 1
+    with pytest.raises(RangeError, match=f"below 2\\^63, got {2**63}"):
+        index.add(np.ones((1, 2), np.float32), ids=[2**63])
+    assert small("ivf")[0].search(np.ones(8, np.float32), nprobe=True).ids.shape == (10,)
     for arguments in ({"dim": 2.5}, {"dim": 2, "lists": 1.5}):
         with pytest.raises(ConfigError, match="integers"):
             Index(**arguments)

@@ -56,6 +56,7 @@ def tensor(x: Any, name: str) -> Tensor:
         x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if isinstance(x, np.ndarray):
         x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        x = x.view(np.uint64) if x.dtype == np.uint64 else x  # NumPy has two of 64 bits, torch knows one
         if not x.flags.writeable:  # torch.from_numpy warns of writes, which there are none of
             x = _writable(x)
         try:
@@ -189,7 +190,7 @@ def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:
     if ids is None and (kept.step == 1 or not kept):
         return Selection(range(start, max(kept.stop, start)) if kept else range(0))
     if not kept[8:]:  # steps that int64 does not hold among them
-        listed = torch.tensor(list(kept), dtype=torch.int64)
+        listed = torch.tensor(list(kept), dtype=torch.int64, device="cpu")
         return Selection(listed if ids is None else torch.isin(ids, listed.to(ids.device)).nonzero().squeeze(1))
     if ids is None:
         return Selection(torch.arange(kept.start, kept.stop, kept.step, device="cpu"))

@@ -256,7 +256,7 @@ class Part:
         self.buffer: Tensor | None = None
         self.factor = q
         self.tiles = metric != "hamming" and self.device.type == "cpu" and len(q) >= _SEVERAL
-        self.norms = torch.zeros(0, dtype=torch.float32)
+        self.norms = torch.zeros(0, dtype=torch.float32, device="cpu")
         if metric != "hamming":
             norms = torch.linalg.vector_norm(q.double(), dim=1)
             self._refuse(norms.float(), q, "queries")
@@ -393,12 +393,17 @@ class Part:
         limit = self._raised(tile, maxima, always=True)
         query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(torch.bincount(query, minlength=len(q)).cumsum(0), (1, 0))
-        scan = Scan(Layout(torch.arange(maxima.shape[1] + 1).mul_(BLOCK).clamp_(max=len(x))), x, 0.0, padded(extra))
+        scan = Scan(
+            Layout(torch.arange(maxima.shape[1] + 1, device="cpu").mul_(BLOCK).clamp_(max=len(x))),
+            x,
+            0.0,
+            padded(extra),
+        )
         row, score, counts = scan.found(
             q, block, offsets, None, scan.layout.all_seen, self.wanted, metric=self.metric, limits=limit,
             margins=2 * self.error[tile],
         )  # fmt: skip
-        at, column = (torch.arange(row.shape[1]) < counts.unsqueeze(1)).nonzero(as_tuple=True)
+        at, column = (torch.arange(row.shape[1], device="cpu") < counts.unsqueeze(1)).nonzero(as_tuple=True)
         return self._numbered(tile, rows, at, row[at, column], score[at, column])
 
     def _chosen(self, scores: Tensor, tile: slice | Tensor, rows: Tensor | range, hidden: Tensor | None) -> Found:

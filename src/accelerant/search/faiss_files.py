@@ -136,7 +136,7 @@ class _Reader:
             d, count, metric = self.header()
             index = Index(d, metric, device=device)
             x = self.floats(count, d)  # the count is of four bytes each
-            return _filled(index, torch.arange(count), x)
+            return _filled(index, torch.arange(count, device="cpu"), x)
         if name in (b"IwFl", b"IwPQ", b"IwPf"):
             return self._lists(name, device)
         if name in (b"IxPq", b"IxPo"):
@@ -163,7 +163,9 @@ class _Reader:
         x = self.array(np.uint8)
         if d < 8 or d != 8 * size or len(x) != count * size:
             raise self.wrong(f"{count} vectors of {d} bits in {len(x)} bytes")
-        return _filled(Index(d, "hamming", device=device), torch.arange(count), torch.from_numpy(x).view(count, size))
+        return _filled(
+            Index(d, "hamming", device=device), torch.arange(count, device="cpu"), torch.from_numpy(x).view(count, size)
+        )
 
     def _refined(self, device: Any, depth: int) -> Index:
         d, count, _ = self.header()
@@ -197,8 +199,8 @@ class _Reader:
         self.fields("i?i")
         if len(codes) != count * quantizer.code_bytes:
             raise self.wrong(f"{len(codes)} bytes of {count} codes")
-        lists = Lists(torch.zeros(1, d, dtype=torch.float32), quantizer, False, quantizer.tables())
-        return _of_lists(lists, metric, [count], torch.arange(count), torch.from_numpy(codes), device)
+        lists = Lists(torch.zeros(1, d, dtype=torch.float32, device="cpu"), quantizer, False, quantizer.tables())
+        return _of_lists(lists, metric, [count], torch.arange(count, device="cpu"), torch.from_numpy(codes), device)
 
     def _lists(self, name: bytes, device: Any) -> Index:
         d, count, metric = self.header()

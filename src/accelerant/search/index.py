@@ -92,7 +92,7 @@ class State:
     @cached_property
     def layout(self) -> Layout:
         """The blocks of the lists, and of the rows in none as one more."""
-        return Layout(torch.tensor([*self.starts, len(self.ids)]))
+        return Layout(torch.tensor([*self.starts, len(self.ids)], device="cpu"))
 
     @cached_property
     def scan(self) -> Scan:
@@ -119,7 +119,7 @@ class State:
         """The ids in rising order, and the rank of each row's."""
         order = self.ids.argsort()
         rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order))
+        rank[order] = torch.arange(len(order), device="cpu")
         return self.ids[order], rank
 
     @cached_property
@@ -249,10 +249,10 @@ class Index:
         with self._lock:
             state = self._state
             if ids is None:
-                first = int(state.ids.max()) + 1 if len(state.ids) else 0
-                if first + len(rows) > 1 << 63:
-                    raise ConfigError(f"no ids are left after {first - 1}: give ids")
-                given = torch.arange(first, first + len(rows), device=self.device)
+                last = int(state.ids.max()) if len(state.ids) else -1
+                if last + len(rows) >= 1 << 63:
+                    raise ConfigError(f"no ids are left after {last}: give ids")
+                given = torch.arange(1, len(rows) + 1, device=self.device) + last
             else:
                 given = names(ids, len(rows)).to(self.device)
                 once, counts = given.unique(return_counts=True)
@@ -370,7 +370,7 @@ class Index:
         if state.lists is None or lists < 1:
             assert state.vectors is not None
             return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
-        nprobe = min(nprobe or -(-lists // 8), lists)
+        nprobe = min(int(nprobe or -(-lists // 8)), lists)
 
         def exactly(q: Tensor, chosen: Selection) -> Hits:
             if state.vectors is None:
@@ -517,13 +517,13 @@ class _Scanned:
         assert state.vectors is not None
         assert state.norms is not None
         largest, squares = _largest(state.norms), padded(state.norms.square())
-        scan = Scan(Layout(torch.tensor([state.listed, len(state.ids)])), state.vectors, largest, squares)
-        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64), None, chosen)
+        scan = Scan(Layout(torch.tensor([state.listed, len(state.ids)], device="cpu")), state.vectors, largest, squares)
+        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64, device="cpu"), None, chosen)
 
     def _scanned(self, scan: Scan, probes: Tensor, bias: Tensor | None, chosen: Selection) -> tuple[Keys, Tensor]:
         seen = scan.layout.all_seen if chosen.rows is None and chosen.each is None else scan.layout.seen(chosen)
         Q, nprobe = probes.shape
-        offsets = torch.arange(0, Q * nprobe + 1, nprobe)
+        offsets = torch.arange(0, Q * nprobe + 1, nprobe, device="cpu")
         rows, _, counts = scan.found(
             self.factor, probes.flatten(), offsets, None if bias is None else bias.flatten(), seen, self.wanted,
             metric=self.metric, margins=self._margins(scan),
@@ -531,7 +531,7 @@ class _Scanned:
         vectors, rank = self.state.vectors, self.state.by_id[1]
         if vectors is not None and self.q.shape[1] <= LONG:
             return ranked(self.q, vectors, rows, counts, rank, self.metric), counts
-        query, column = (torch.arange(rows.shape[1]) < counts.unsqueeze(1)).nonzero(as_tuple=True)
+        query, column = (torch.arange(rows.shape[1], device="cpu") < counts.unsqueeze(1)).nonzero(as_tuple=True)
         row, keys = rows[query, column], np.full(rows.shape, NONE)
         keys[query.numpy(), column.numpy()] = keys_of(self._scored(query, row), rank[row], smallest=self.metric == "l2")
         return keys, counts
@@ -555,7 +555,7 @@ class _Scanned:
         x = lists.quantizer.decoded(state.codes[row], lists.tables)
         if lists.residual:
             x = x + lists.centroids[torch.searchsorted(state.scan.layout.starts, row, right=True) - 1]
-        return scored(self.q, x, query, torch.arange(len(row)), self.metric)
+        return scored(self.q, x, query, torch.arange(len(row), device="cpu"), self.metric)
 
 
 class _ListSearch(Part):

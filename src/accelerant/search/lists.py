@@ -29,7 +29,8 @@ def nearest(x: Tensor, centroids: Tensor, *, spherical: bool) -> Tensor:
     """Return the number of the nearest centroid (n,), by inner product if spherical."""
     minus = torch.zeros_like(centroids[:, 0]) if spherical else -centroids.square().sum(1) / 2
     size = max(_CLUSTER_SCORES // len(centroids), 1)
-    parts = [torch.addmm(minus, x[at : at + size], centroids.T).argmax(1) for at in range(0, len(x), size)]
+    with torch.autocast(x.device.type, enabled=False):
+        parts = [torch.addmm(minus, x[at : at + size], centroids.T).argmax(1) for at in range(0, len(x), size)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=x.device)
 
 
@@ -38,7 +39,7 @@ def kmeans(x: Tensor, count: int, *, spherical: bool = False, seed: int = 0) -> 
     if len(x) < count:
         raise ConfigError(f"{count} centroids need as many vectors, got {len(x)}")
     generator = torch.Generator().manual_seed(seed)
-    x = x[torch.randperm(len(x), generator=generator)[: _SAMPLE * count].to(x.device)].float()
+    x = x[torch.randperm(len(x), generator=generator, device="cpu")[: _SAMPLE * count].to(x.device)].float()
     centroids = x[:count].clone()
     for _ in range(_STEPS):
         at = nearest(x, centroids, spherical=spherical)
@@ -149,7 +150,7 @@ def tiled(q: Tensor, x: Tensor, extra: Tensor | None, metric: str, *, maxima: bo
     packed = (
         torch.nn.functional.pad(q, (0, 0, 0, groups * lanes - Q)).view(groups, lanes, d).transpose(1, 2).contiguous()
     )
-    y = torch.empty(blocks if maxima else N, groups * lanes, dtype=torch.float32)
+    y = torch.empty(blocks if maxima else N, groups * lanes, dtype=torch.float32, device="cpu")
     arguments = (x, x.stride(0), packed, groups, packed if extra is None else extra.contiguous(), y, N, d)
     _launched(
         ("tiles", "maxima" if maxima else "scores", "ip" if extra is None else metric),
@@ -165,7 +166,7 @@ def scored(q: Tensor, x: Tensor, query: Tensor, row: Tensor, metric: str) -> Ten
     if q.shape[1] > LONG:
         return pair_scores(q[query], x[row], metric)
     q = q.contiguous()
-    y = torch.empty(len(row), dtype=torch.float32)
+    y = torch.empty(len(row), dtype=torch.float32, device="cpu")
     _launched(("pairs", metric), len(row), 4 * q.shape[1], q, x, x.stride(0), query, row, y, q.shape[1])
     return y
 
@@ -214,13 +215,13 @@ class Layout:
         """The row in each place of each block, the last row for places that are empty, (blocks * 32,) int64."""
         counts = self.blocks.diff() * ROWS
         shift = (self.starts[:-1] - self.blocks[:-1] * ROWS).repeat_interleave(counts)
-        return (torch.arange(len(shift)) + shift).clamp_(max=max(int(self.starts[-1]) - 1, 0))
+        return (torch.arange(len(shift), device="cpu") + shift).clamp_(max=max(int(self.starts[-1]) - 1, 0))
 
     @cached_property
     def places(self) -> Keys:
         """The place of each row from the first on, (rows,) int64."""
         shift = self.blocks[:-1] * ROWS - self.starts[:-1]
-        rows = torch.arange(int(self.starts[0]), int(self.starts[-1]))
+        rows = torch.arange(int(self.starts[0]), int(self.starts[-1]), device="cpu")
         return (rows + shift.repeat_interleave(self.starts.diff())).numpy()
 
     @cached_property
@@ -247,7 +248,7 @@ class Layout:
         x = codes[self.rows].view(-1, ROWS, codes.shape[1])
         if quantizer.bits == 8:
             return x.transpose(1, 2).reshape(len(x), -1)
-        lanes = torch.tensor(LANES)
+        lanes = torch.tensor(LANES, device="cpu")
         halves = torch.stack([x & 15, x >> 4], 3).flatten(2)
         both = (halves[:, lanes] | halves[:, lanes + 16] << 4).transpose(1, 2)
         return torch.nn.functional.pad(both, (0, 0, 0, -both.shape[1] % 4)).reshape(len(x), -1)
@@ -290,7 +291,7 @@ class Scan:
         """
         pieces = []
         for first in range(0, len(q), _QUERIES):
-            which, room = torch.arange(first, min(first + _QUERIES, len(q))), wanted + max(_ROOM, wanted)
+            which, room = torch.arange(first, min(first + _QUERIES, len(q)), device="cpu"), wanted + max(_ROOM, wanted)
             while len(which):  # again, with more room, those that had too little
                 own, least, most = (x if x is None or len(x) == len(which) else x[which] for x in (q, limits, margins))
                 assert own is not None
@@ -302,8 +303,8 @@ class Scan:
                 pieces.append((which, rows, scores, counts))
                 which, room = which[counts < 0], 4 * room
         width = max([int(counts.max()) for _, _, _, counts in pieces], default=0)
-        every = torch.zeros(len(q), width, dtype=torch.int64), q.new_zeros(len(q), width)
-        found = torch.zeros(len(q), dtype=torch.int64)
+        every = torch.zeros(len(q), width, dtype=torch.int64, device="cpu"), q.new_zeros(len(q), width)
+        found = torch.zeros(len(q), dtype=torch.int64, device="cpu")
         for which, rows, scores, counts in pieces:
             for whole, piece in zip(every, (rows, scores), strict=True):
                 some = min(width, piece.shape[1])
@@ -320,11 +321,14 @@ class Scan:
         if len(which) + 1 != len(offsets):  # the probes of these queries alone
             spans = offsets[which + 1] - offsets[which]
             own = torch.nn.functional.pad(spans.cumsum(0), (1, 0))
-            at = torch.arange(int(own[-1])) + (offsets[which] - own[:-1]).repeat_interleave(spans)
+            at = torch.arange(int(own[-1]), device="cpu") + (offsets[which] - own[:-1]).repeat_interleave(spans)
             probes, offsets, bias = probes[at], own, None if bias is None else bias[at]
             seen = seen if len(seen) == 1 else seen[which]
-        scores = torch.empty(Q, room, dtype=torch.float32)
-        rows, counts = torch.empty(Q, room, dtype=torch.int64), torch.empty(Q, dtype=torch.int64)
+        scores = torch.empty(Q, room, dtype=torch.float32, device="cpu")
+        rows, counts = (
+            torch.empty(Q, room, dtype=torch.int64, device="cpu"),
+            torch.empty(Q, dtype=torch.int64, device="cpu"),
+        )
         limits = scores.new_full((Q,), torch.finfo(torch.float32).min) if limits is None else limits
         margins = scores.new_zeros(Q) if margins is None else margins
         kind, parts, tables, small = "flat", 1, scores, scores
@@ -332,7 +336,7 @@ class Scan:
         if self.quantizer is not None:
             kind, parts = str(self.quantizer.bits), len(self.quantizer.centroids)
             tables = scores.new_empty(Q, parts << self.quantizer.bits)
-            small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8) if kind == "4" else scores
+            small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8, device="cpu") if kind == "4" else scores
         centroids, layout = scores if self.tables is None else self.tables, self.layout
         work = len(probes) * layout.all_seen.shape[1] * ROWS * d // (Q * len(layout.starts))
         _launched(
@@ -351,7 +355,7 @@ def levels(parts: int) -> int:
 
 def ranked(q: Tensor, x: Tensor, row: Tensor, counts: Tensor, rank: Tensor, metric: str) -> Keys:
     """Return the keys (Q, room) of the first rows of each query: the scores of `pair_scores`, then ranks of rows."""
-    Q, d, keys = len(q), q.shape[1], torch.empty(row.shape, dtype=torch.int64)
+    Q, d, keys = len(q), q.shape[1], torch.empty(row.shape, dtype=torch.int64, device="cpu")
     arguments = (q.contiguous(), x, x.stride(0), row, counts, rank, keys, row.shape[1], d)
     _launched(("ranked", metric), Q, 4 * d * row.shape[1], *arguments)
     return keys.numpy()
