@@ -75,6 +75,7 @@ def test_gradients_reach_x():
         ({0: torch.zeros(2, 256)}, ShapeError, r"weight must be \(N, 256 / 2\)"),
         ({0: torch.zeros(2, 128, dtype=torch.int32)}, UnsupportedDtype, "x is int32"),
         ({1: torch.zeros(3, 64, dtype=torch.int8)}, UnsupportedDtype, "weight must be uint8"),
+        ({2: None}, TypeError, "scale is a NoneType"),
         ({2: torch.zeros(3)}, ShapeError, r"scale must be \(3, 1\), got \(3,\)"),
         ({3: torch.zeros(3, 1).half()}, UnsupportedDtype, "zero must be float32, got float16"),
         ({4: torch.zeros(4)}, ShapeError, r"bias must be \(3,\), got \(4,\)"),

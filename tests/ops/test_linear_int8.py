@@ -358,6 +358,7 @@ REJECTED = {
     "device of weight": (
         (X, WEIGHT.to("meta"), SCALE), {}, ShapeError, "x and weight must be on one device, got cpu and meta"
     ),
+    "no scale": ((X, WEIGHT, None), {}, TypeError, "scale is a NoneType"),
     "too long": (LONG, {"dynamic": True}, ShapeError, "at most 132104 products in int32, got 132105"),
 }  # fmt: skip
 

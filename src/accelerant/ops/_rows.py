@@ -224,7 +224,7 @@ def products(x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tenso
     """Return the products (M, N) of x (M, K) and a weight; the module describes them."""
     (M, K), N = x.shape, weight.shape[0]
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    y = torch.empty(M, N, dtype=dtype)
+    y = torch.empty(M, N, dtype=dtype, device="cpu")
     if not y.numel():
         return y
     x, weight = x.detach().to(dtype).contiguous(), weight.detach().contiguous()

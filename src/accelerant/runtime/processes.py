@@ -527,7 +527,7 @@ def _require_all() -> None:
 
 def _for_kernel(addresses: list[int], ranks: list[int], patience_s: float, device: torch.device) -> Tensor:
     """Return the addresses of all processes' memory and of a new word in _missing, and the limit in ns."""
-    word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     _missing.append((word, ranks, patience_s))
     return torch.tensor([*addresses, word.data_ptr(), int(patience_s * 1e9)], device=device)
 

@@ -12,7 +12,7 @@ import torch
 from serving_models import GREEDY, drain, generated, llama, prompt, read
 
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeError, UnsupportedCase
-from accelerant.nn import GPT, GPTConfig
+from accelerant.nn import GPT, GPTConfig, quantize
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
 from accelerant.nn.serving.text import StoppingText
 
@@ -72,6 +72,17 @@ def test_options_of_an_engine(model):
         Engine(model, 4, speculate=-1)
     with pytest.raises(UnsupportedCase, match="GPT has no forward_paged"):
         Engine(GPT(GPTConfig(vocab_size=70, context=8, layers=1, heads=2, width=16)), 4)
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+def test_torchs_default_device_is_not_that_of_the_engine(mode):
+    model, ids = llama(), prompt(20)
+    model = model if mode is None else quantize(model, mode=mode, skip=()).model
+    expected = generated(model, ids, 8)
+    with torch.device("meta"), Engine(model, 8, start=False) as engine:
+        answer = engine.submit(ids, GREEDY, max_tokens=8, logprobs=1)
+        drain(engine)
+        assert read(answer)[0] == expected
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

@@ -410,7 +410,7 @@ class Engine:
     def _warm(self) -> None:
         """Compute a step of padding: kernels are compiled, and layers that cannot serve are refused."""
         shape = StepShape(1, 1, 1, 1, True)
-        host = torch.empty(shape.words, dtype=torch.int32)
+        host = torch.empty(shape.words, dtype=torch.int32, device="cpu")
         shape.fill(host.numpy(), [], self.block_size)
         with self._device_context():
             self._logits(shape, host.to(self._device))
@@ -515,7 +515,7 @@ class Engine:
     def _compute(self, rows: list[Row]) -> Drawn:
         """Return the tokens drawn for the rows' samples."""
         shape = StepShape.of(rows, padded=self._captures)
-        host = torch.empty(shape.words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host = torch.empty(shape.words, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
         shape.fill(host.numpy(), rows, self.block_size)
         if self._share is not None:
             self._share(shape, host.numpy())

@@ -56,7 +56,7 @@ def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
 def _tiles(tokens: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
     """Return row, first token, number of tokens and first position of each tile; lengths are at most the table's."""
     if starts is None:
-        row = torch.arange(tokens)
+        row = torch.arange(tokens, device="cpu")
         return torch.stack((row, row, torch.ones_like(row), lengths - 1), 1)
     bounds, ends = starts.tolist(), lengths.tolist()
     found = [
@@ -64,7 +64,7 @@ def _tiles(tokens: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
         for row, (begin, end, length) in enumerate(zip(bounds, bounds[1:], ends, strict=False))
         for at in range(begin, end, _TOKENS)
     ]
-    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+    return torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
 
 
 def launch_llvm(
@@ -74,11 +74,11 @@ def launch_llvm(
     """Compute on a CPU, on as many threads as torch uses."""
     (T, Hq, D), (N, size, Hkv, _), columns = q.shape, k_blocks.shape, block_table.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    o = torch.zeros(q.shape, dtype=wide)
+    o = torch.zeros(q.shape, dtype=wide, device="cpu")
     if not o.numel() or not N or not columns:
         return o.to(q.dtype)
     tiles = _tiles(T, lengths.long().clamp_(max=columns * size), starts)
-    sums = torch.zeros(T, Hq, 2, dtype=wide)
+    sums = torch.zeros(T, Hq, 2, dtype=wide, device="cpu")
     sums[..., 0] = -math.inf
     provider, kernel = _compiled(q.dtype)
     if k_blocks.stride() != v_blocks.stride() or k_blocks.stride(3) != 1:

@@ -278,7 +278,7 @@ def _bags(dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int) -> Tens
     On a CPU torch's own gradient adds in low precision, bags in float32, and faster.
     """
     (V, D), numbers = weight.shape, indices.reshape(-1)
-    begins = torch.zeros(V, dtype=torch.int64)
+    begins = torch.zeros(V, dtype=torch.int64, device=dy.device)
     torch.cumsum(torch.bincount(numbers, minlength=V)[:-1], 0, out=begins[1:])
     order = torch.argsort(numbers, stable=True)  # a fixed order of the sums
     dx: Tensor = torch.embedding_bag(dy.reshape(-1, D).contiguous(), order, begins, False, 0, False, None, False)[0]

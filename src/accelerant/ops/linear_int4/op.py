@@ -262,7 +262,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: 
         raise ShapeError(f"x must be (..., K) with rows, got {tuple(x.shape)}")
     K = x.shape[-1]
     for name, tensor in (("weight", weight), ("scale", scale), ("zero", zero), ("bias", bias)):
-        if tensor is not None and not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("weight", "scale")):
             raise not_a_tensor("linear_int4", name, tensor)
         if tensor is not None and tensor.device != x.device:
             raise ShapeError(f"x and {name} must be on one device, got {x.device} and {tensor.device}")

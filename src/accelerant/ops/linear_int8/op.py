@@ -563,7 +563,7 @@ def linear_int8(
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> None:
     for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
-        if tensor is not None and not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise not_a_tensor("linear_int8", name, tensor)
     if weight.dtype != torch.int8:
         raise UnsupportedDtype(f"weight must be int8, got {name_of(weight.dtype)}: see quantize_int8")

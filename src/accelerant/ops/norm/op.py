@@ -137,7 +137,7 @@ def _widened(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mixed = centre and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
     if mixed and weight is None:
-        weight = torch.ones(x.shape[-1:], dtype=wide)
+        weight = torch.ones(x.shape[-1:], dtype=wide, device=x.device)
     inner = x if mixed else x.to(wide)
     return wide, inner, None if weight is None else weight.to(wide), None if bias is None else bias.to(wide)
 

@@ -58,7 +58,9 @@ class StagingPool:
             raise ConfigError(f"staging wants buffers of at least 1 byte, got {count} of {size_bytes} bytes")
         self.size_bytes = size_bytes
         self.lock = fork_safe(threading.Lock())
-        self._buffers = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._buffers = [
+            torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(count)
+        ]
         self._events: list[Event | None] = [None] * count
         self._next = 0
 
@@ -431,7 +433,7 @@ class _Pipeline:
             out_kinds = kinds if self.expected is None else [(tuple(out.shape), out.dtype) for out in self.expected]
             if out_kinds != kinds:
                 raise ShapeError(f"out must be {_listed(kinds)}, got {_listed(out_kinds)}")
-            self.results = self.results or [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+            self.results = self.results or [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         for i, (value, result) in enumerate(zip(checked, self.results, strict=True)):
             if value.shape[1:] != result.shape[1:] or value.dtype != result.dtype:
                 raise ShapeError(
@@ -450,7 +452,7 @@ class _Pipeline:
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=0 not in shape)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=0 not in shape)
 
 
 def _listed(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
