@@ -6,6 +6,7 @@ import importlib
 import inspect
 import io
 import json
+import linecache
 import pickle
 import re
 import weakref
@@ -439,22 +440,51 @@ def test_the_report_names_every_leaf_once():
     assert "logits are not materialized" in text
 
 
-def test_a_model_without_source_can_be_patched():
-    text = """
-def forward(self, input_ids=None, labels=None):
-    logits = self.lm_head(self.embedding(input_ids))
-    return CausalLMOutput(CrossEntropyLoss()(logits.view(-1, 8), labels.view(-1)), logits)
+def model_with_its_own_loss(loss, use_cache, source=True):
+    text = f"""
+def forward(self, input_ids=None, labels=None, use_cache=None, return_dict=None):
+    hidden = self.embedding(input_ids)
+    logits = self.lm_head(hidden)
+    return CausalLMOutput(loss={loss}, logits=logits)
 """
+    if source:
+        linecache.cache[f"<{loss}>"] = len(text), None, text.splitlines(keepends=True), f"<{loss}>"
     names = {"CrossEntropyLoss": nn.CrossEntropyLoss, "CausalLMOutput": modeling_outputs.CausalLMOutput}
-    exec(text, names)
+    exec(compile(text, f"<{loss if source else None}>", "exec"), names)
     kind = type("Model", (transformers.PreTrainedModel,), {"forward": names["forward"]})
     kind.get_output_embeddings = lambda self: self.lm_head
-    model = kind(transformers.PretrainedConfig())
+    config = transformers.PretrainedConfig()
+    config.use_cache = use_cache
+    model = kind(config)
     model.embedding, model.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-    ids = torch.arange(6).view(2, 3)
-    before = model(ids, ids)
-    assert acl.nn.patch(model, loss=True).notes
-    torch.testing.assert_close(model(ids, ids).loss, before.loss)
+    return model
+
+
+MEAN = "CrossEntropyLoss()(logits.view(-1, 8), labels.view(-1))"
+
+
+@pytest.mark.parametrize(
+    ("loss", "use_cache", "source", "computes_no_logits"),
+    [
+        (MEAN, True, True, True),
+        (MEAN, False, True, False),
+        (MEAN, True, False, False),
+        (f"(logits.register_hook(lambda dy: 2 * dy), {MEAN})[1]", True, True, False),
+        (f"{MEAN.replace('logits', 'logits.detach()')} + logits.sum()", True, True, True),
+    ],
+    ids=["mean", "no cache", "no source", "hook", "detached"],
+)
+def test_a_loss_that_a_model_computes_has_its_gradients(loss, use_cache, source, computes_no_logits):
+    model, ids = model_with_its_own_loss(loss, use_cache, source), torch.arange(6).view(2, 3)
+    gradients = []
+    for patched in (False, True):
+        if patched:
+            report = acl.nn.patch(model, loss=True)
+        model.zero_grad()
+        model(ids, ids).loss.backward()
+        gradients.append(model.lm_head.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert ("ops.linear_cross_entropy" in str(report)) is computes_no_logits
 
 
 def test_patching_twice_changes_nothing_more():

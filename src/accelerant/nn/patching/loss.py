@@ -249,7 +249,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         classes = self.weight is None and input.dim() == 2 and target.dim() == 1 and _are_indices(target)
         if classes and not _is_compilers(input.numel()):
             compute: Callable[..., Tensor] = functools.partial(ops.cross_entropy, input)
-            if isinstance(input, Logits) and not input.source.is_computed:
+            detached = torch.is_grad_enabled() and not input.requires_grad
+            if isinstance(input, Logits) and not input.source.is_computed and not detached:
                 hidden, weight, _ = input.source.inputs
                 compute = functools.partial(ops.linear_cross_entropy, hidden.flatten(0, -2), weight)
             return compute(

@@ -61,16 +61,20 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> Replacement 
 def _without_cache(model: Any, plan: Replacement | str | None) -> Replacement | str | None:
     """Return the plan of a model; that of one with labels and a cache makes none in training."""
     kind = type(model)
-    parameters = inspect.signature(kind.forward).parameters.values()
-    names = {each.name for each in parameters}
-    takes = "use_cache" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
-    caches = takes and "labels" in names and getattr(model.config.get_text_config(), "use_cache", False)
-    if not caches or (isinstance(plan, Replacement) and plan.forward is loss.causal_lm_forward):
+    if not _caches(model) or (isinstance(plan, Replacement) and plan.forward is loss.causal_lm_forward):
         return plan
     if not isinstance(plan, Replacement):
         plan = Replacement([], notes=() if plan is None else (f"the loss of {kind.__name__} stays as it is: {plan}",))
     options = plan.options | {"inner": plan.forward, "names": tuple(_parameters(kind))}
     return replace(plan, forward=loss.cacheless_forward, options=options, notes=(*plan.notes, _CACHE))
+
+
+def _caches(model: Any) -> bool:
+    """Return whether calls of a model with labels may make a cache."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = {each.name for each in parameters}
+    takes = "use_cache" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return takes and "labels" in names and bool(getattr(model.config.get_text_config(), "use_cache", False))
 
 
 def _parameters(kind: Any) -> list[str]:
@@ -417,7 +421,7 @@ def _any_loss(module: Any, options: Options) -> Replacement | str:
     rebound: Forward | None = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
     if rebound is None:
         return "its forward has decorators that patch does not know"
-    head = _bare_head(module) if options.loss else None
+    head = _bare_head(module) if options.loss and _caches(module) else None
     if head is None:
         return Replacement(changes, rebound, notes=notes)
     return _loss_plan(rebound, True, {"deferred": head}, (_LAZY,))
@@ -432,6 +436,8 @@ def _bare_head(model: Any) -> str | None:
     try:
         source = inspect.getsource(inspect.unwrap(type(model).forward))
     except (OSError, TypeError):  # of a class that was made by exec, or compiled
+        return None
+    if re.search(r"\.(register_hook|retain_grad)\(", source):
         return None
     found = re.search(rf"^ *(\w+) = self\.{name}\([\w.\[\]]*\)$", source, re.MULTILINE)
     return name if found and len(re.findall(rf"\b{found[1]} (?:[-+*/]?=) ", source)) == 1 else None
