@@ -14,7 +14,7 @@ from accelerant.algebra.field.program import field_add_source
 from accelerant.cli.cache import shipped_kernels
 from accelerant.config import override
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.cache import KNOWN, KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
 from accelerant.runtime.providers.cuda import OfflineCudaProvider
 from processes import Command
@@ -70,6 +70,7 @@ def test_a_damaged_entry_is_listed_and_cleared(run, cache, damage):
     (entry,) = KernelCache().entries()
     assert entry.damage
     assert "damaged" in run("list")[1]
+    (cache / f"{KNOWN}model").touch()  # a note that the kernels of a model are there
     assert run("clear", "--yes")[0] == 0
     assert not list(cache.iterdir())
 

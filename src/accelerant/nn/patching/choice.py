@@ -41,7 +41,7 @@ from accelerant.nn.patching import capture
 from accelerant.nn.patching.record import RECORD, Forward, PatchRecord
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
-from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cache import KNOWN, KernelCache
 from accelerant.runtime.streams.graphs import captures_ahead
 
 LAPS = 8  # of each side that decide; the first call of each compiles, and is not counted: 18 calls
@@ -479,7 +479,7 @@ def _known(model: nn.Module) -> Path:
     """Return the file that says so."""
     sizes = sorted({(tuple(x.shape), str(x.dtype)) for x in model.parameters()})
     text = f"{type(model).__qualname__} {sizes} {torch.cuda.get_device_capability()} {__version__}"
-    return KernelCache().root / f".known-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return KernelCache().root / f"{KNOWN}{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _allocated_bytes(trial: _Trial) -> int:

@@ -43,6 +43,8 @@ _KEY = re.compile("[0-9a-f]{64}")
 _FILES = ("report.json", "code")
 _HAS_MODES = os.open in os.supports_dir_fd  # not on Windows
 _TEMPORARY = ".new-"
+KNOWN = ".known-"
+"""Prefix of empty files which note that the kernels of a model are there."""
 _LEFTOVER_S = 3600.0
 """Age from which a temporary folder is taken for a dead process's: it is renamed within milliseconds."""
 
@@ -162,6 +164,8 @@ class KernelCache:
 
     def clear(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
         """Remove entries, but for links and folders with files of others; return those that were removed."""
+        for mark in self.root.glob(f"{KNOWN}*"):
+            mark.unlink(missing_ok=True)
         return [entry for entry in entries if _remove_ours(self.root / entry.key)]
 
     def remove_leftovers(self) -> int:
