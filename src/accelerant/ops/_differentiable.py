@@ -380,8 +380,8 @@ class CpuFastPath:
             operation.plans.add_dependent(self._known)
             operation.plans.add_dependent(self._recent)
             serves = small or self._serves(*args, **options)
-            binds = serves and args and self._bind is not None  # torch's functions name their first argument otherwise
-            run = self._bind(*args, **options) if binds else None
+            bind = self._bind if serves and args else None  # torch's functions name their first argument otherwise
+            run = bind(*args, **options) if bind else None
             self._remember(args, options, small, run=run or self._function, record=record if serves else None)
 
     def _remember(self, args: Any, options: Any, small: bool = False, **serves: Any) -> None:
