@@ -125,7 +125,9 @@ def linear_sum(
     outputs. Programs wait in the order in which they start, so the first ones that wait are resident everywhere.
     """
     first = tl.program_id(0) * (SETS * BLOCK_N)
-    z = _products(x_ptr, None, weight_ptr, None, 0, first, N, K, 0.0, False, False, SETS, BLOCK_N, BLOCK_K, UNROLL)
+    z = _products(
+        x_ptr, None, weight_ptr, None, 0, first, N, K, 0.0, False, False, SETS, BLOCK_N, BLOCK_K, UNROLL, False,
+    )  # fmt: skip
     here = tl.load(addresses_ptr + RANK)
     missing = tl.load(addresses_ptr + SIZE)
     patience = tl.load(addresses_ptr + SIZE + 1)

@@ -21,7 +21,15 @@ from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import memory_space
 from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, is_tensor, space_at, space_of
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    ArrayOperand,
+    DeviceVerdict,
+    MemorySpace,
+    is_tensor,
+    space_at,
+    space_of,
+)
 from accelerant.algebra.msm.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.algebra.msm.cpu import scratch_bytes as host_scratch_bytes
 from accelerant.algebra.msm.device import DeviceBases, canonical, start_msm
@@ -312,7 +320,7 @@ def _inward_by_one(
 ) -> tuple[_Start, _Check]:
     """Return starter_of points that the kernel which converts them checks, and a function that waits for its error."""
     space, n = operand.space, _count(curve, operand)
-    verdict, words = memory_space.DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
+    verdict, words = DeviceVerdict.of(space), operand.words.reshape((n, *curve.shape))
     converted = launch.inward(space, curve, words, scalars, verdict)
 
     def check() -> FormatError | None:
