@@ -251,10 +251,8 @@ class Choice:
         self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
         self._compiling: set[_Trial] = set()  # kinds of calls whose kernels are being compiled
         self._misses = background.misses()
-        self._early, self._early_until_s = (
-            -1,
-            0.0,
-        )  # calls before the first on our ops, -1 while unknown; and until when
+        # Calls before the first on our ops, -1 while unknown; and the time that ends them.
+        self._early, self._early_until_s = -1, 0.0
         self._last: Any = None  # the key of the last call
         self._device_type = ""
         self._param: Any = lambda: None
