@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerant.nn.patching import capture
-from accelerant.nn.patching.host import HostWork
-from accelerant.nn.patching.lazy import LazyTensor
+from accelerant.nn.patching.attention import LazyTensor
+from accelerant.nn.patching.capture import HostWork
 
 aten = torch.ops.aten
 DEVICE = torch.device("lazy", 0)

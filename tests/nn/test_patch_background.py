@@ -16,7 +16,7 @@ from patch_models import assert_same, batch, make, outcome
 import accelerant as acl
 from accelerant.config import override
 from accelerant.errors import ConfigError
-from accelerant.nn.patching.warm import compile_kernels, model_of
+from accelerant.nn.patching.api import compile_kernels, model_of
 from accelerant.runtime.compilation import background, triton
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from accelerant.nn import patch, unpatch
-from accelerant.nn.patching import optimizer
+from accelerant.nn.patching import api
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     """Parameters on the CPU count as those on a GPU do: torch has fused kernels for both."""
-    monkeypatch.setattr(optimizer, "_is_plain", lambda x: x.is_floating_point())
+    monkeypatch.setattr(api, "_is_plain", lambda x: x.is_floating_point())
 
 
 def layers():
@@ -56,7 +56,7 @@ def test_a_chosen_step_stays(options):
     model = layers()
     patch(model)
     used = torch.optim.AdamW(model.parameters(), **options)
-    optimizer._before_step(used, (), {})
+    api._before_step(used, (), {})
     assert {name: used.param_groups[0][name] for name in options} == options
     assert not used.param_groups[0]["fused"]
 

@@ -140,7 +140,7 @@ def _warm_model(
 ) -> None:
     import torch
 
-    from accelerant.nn.patching.warm import compile_kernels, model_of
+    from accelerant.nn.patching.api import compile_kernels, model_of
     from accelerant.runtime import registry
 
     if excluded:

@@ -226,7 +226,7 @@ def sample(
     """
     text = _prompt_text(prompt)
     from accelerant.cli.train import choose_device
-    from accelerant.nn.text import load_text_model
+    from accelerant.nn.models.tokenizer import load_text_model
 
     seed, _ = _drawing(tokens, temperature, top_k, top_p, seed)
     source = load_text_model(Path(folder).expanduser(), choose_device(device, "--device"))

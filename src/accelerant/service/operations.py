@@ -594,7 +594,7 @@ class TrainParameters(Parameters):
 def _model(folder: str, device: str) -> Any:
     import torch
 
-    from accelerant.nn.text import load_text_model
+    from accelerant.nn.models.tokenizer import load_text_model
 
     return load_text_model(Path(folder), torch.device(device))
 

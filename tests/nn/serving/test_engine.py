@@ -14,7 +14,7 @@ from serving_models import GREEDY, drain, generated, llama, prompt, read
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, quantize
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
-from accelerant.nn.serving.text import StoppingText
+from accelerant.nn.serving.engine import StoppingText
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from accelerant.config import override
 from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency, UnsupportedCase
 from accelerant.nn import GPT, CharRNN, GPTConfig, Llama, quantize
-from accelerant.nn.text import load_text_model
+from accelerant.nn.models.tokenizer import load_text_model
 from accelerant.nn.train import (
     RunConfig,
     export_run,

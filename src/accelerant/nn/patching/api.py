@@ -1,21 +1,41 @@
-"""The functions patch and unpatch; transformers is optional, and used only for a model that contains one of its own."""
+"""The functions patch and unpatch, and compilation of a Hugging Face model's kernels ahead of its process.
+
+transformers is optional, and used only for a model that contains one of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
+import time
 import warnings
+import weakref
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from accelerant.errors import ConfigError
-from accelerant.nn.patching import optimizer, plain
+from accelerant.config import override
+from accelerant.errors import CompileError, ConfigError, MissingDependency
+from accelerant.nn.patching import plain
 from accelerant.nn.patching.forms import Options, Replacement
 from accelerant.nn.patching.record import RECORD, Changed, LeftAlone, PatchRecord, PatchReport
+from accelerant.runtime.compilation import background
+
+_USUAL_STEP = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+_with_fused_steps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _PADDING = ("exact", "skip")
+_POLL_S = 0.05
+_LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "Seq2SeqLM")
 
 _REPLICATE = "_replicate_for_data_parallel"
 """The method that nn.DataParallel calls to copy a module: the copy's forward would be bound to the original."""
@@ -99,7 +119,8 @@ def patch(
         _add_graphs(model, record, automatic=graph is None)
     if record.graphs is not None or record.report.changed:
         _add_choice(model, record, fixed=graph is True)
-        optimizer.add(model)
+        _register_fused_steps()
+        _with_fused_steps.add(model)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
@@ -122,7 +143,7 @@ def unpatch(model: nn.Module) -> None:
         return
     record.check()
     record.undo()
-    optimizer.discard(model)
+    _with_fused_steps.discard(model)
     owner = next(each for each in model.modules() if each.__dict__.get(RECORD) is record)  # a wrapper hands it on
     del owner.__dict__[RECORD], owner.__dict__[_REPLICATE]
 
@@ -205,3 +226,87 @@ def _refuse_replica() -> None:
         "nn.DataParallel cannot copy a patched model: use DistributedDataParallel (accelerate launch or torchrun; the "
         "Trainer takes DataParallel where one process sees several GPUs)"
     )
+
+
+@functools.cache
+def _register_fused_steps() -> Any:
+    """Let optimizers of the models' parameters alone take torch's fused kernels, from their first step on.
+
+    torch's usual step takes a kernel for each of its parts, as much time as the replays of a small model.
+    """
+    return register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _seen_optimizers or torch.compiler.is_compiling():
+        return
+    _seen_optimizers.add(optimizer)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not optimizer.state:
+        ours = {id(param) for model in _with_fused_steps for param in model.parameters()}
+        for group in optimizer.param_groups:
+            usual = _USUAL_STEP.items() <= group.items() and not isinstance(group["lr"], Tensor)
+            if usual and all(id(x) in ours and _is_plain(x) for x in group["params"]):
+                group["fused"] = True
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.is_cuda and x.is_floating_point()
+
+
+def model_of(name: str, device: torch.device) -> nn.Module:
+    """Return a model of transformers with random weights: of a folder's config.json, or of a type's default config."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependency("transformers", "huggingface", "--model") from error
+    try:
+        folder = Path(name).is_dir()
+        config = transformers.AutoConfig.from_pretrained(name) if folder else transformers.AutoConfig.for_model(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+    kinds: list[Any] = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+    mappings = (getattr(transformers, f"AutoModelFor{each}")._model_mapping for each in _LANGUAGE_MODELS)
+    kinds += [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    for kind in filter(None, kinds):
+        if {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
+            with device:
+                model: nn.Module = kind._from_config(config)
+            return model.train()
+    raise ConfigError(f"--model {name}: {type(config).__name__} has no language model that takes input_ids and labels")
+
+
+def compile_kernels(
+    model: nn.Module, batch: int, tokens: int, low: torch.dtype | None, progress: Callable[[str], None] = lambda _: None
+) -> list[str]:  # fmt: skip
+    """Patch a language model and compile the kernels of its training step and of its evaluation on its device.
+
+    `low` is the dtype of autocast, None for none. Returns the names of the kernels that were not in the disk cache;
+    raises CompileError if the child processes fail.
+    """
+    patch(model, graph=False)
+    background.start()
+    before = len(background.asked()[0])
+    with override(race="off"):  # calls run on our ops, without a comparison
+        for train in (True, False):
+            while _misses(model.train(train), torch.zeros(batch, tokens, dtype=torch.long), low):
+                while (found := background.asked())[1]:
+                    total = len(found[0]) - before
+                    progress(f"compiled: {total - found[1]} of {total} kernels")
+                    time.sleep(_POLL_S)
+                if not background.is_ready():  # which warns of the reason
+                    raise CompileError(f"the kernels of {type(model).__name__} are not compiled")
+    if next(model.parameters()).is_cuda:
+        importlib.import_module("accelerant.nn.patching.choice").remember(model)
+    return background.asked()[0][before:]
+
+
+def _misses(model: nn.Module, ids: torch.Tensor, low: torch.dtype | None) -> int:
+    """Run a step, an evaluation if the model is not in training mode; return how many operations lacked kernels."""
+    device, before = next(model.parameters()).device, background.misses()
+    ids = ids.to(device)
+    with torch.autocast(device.type, low, enabled=low is not None), torch.set_grad_enabled(model.training):
+        loss = model(input_ids=ids, labels=ids)["loss"]
+    if model.training:
+        loss.backward()
+        model.zero_grad()
+    return background.misses() - before

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.nn.patching import capture
-from accelerant.nn.patching.capture import POSITIONS, Padding, Reason, flattened
-from accelerant.nn.patching.host import HostWork
+from accelerant.nn.patching.capture import POSITIONS, HostWork, Padding, Reason, flattened
 
 _PARTS = 7  # buckets between 0 and the longest call, of one width in its upper half: about 12% more tokens
 _MOST_PADDING = 0.12, 0.2  # of tokens of one length, of two: in the mean, above which lengths get graphs of their own

@@ -30,8 +30,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture
 from accelerant.nn.patching.buckets import ALIGNED, Buckets, Call, Lengths, NotYet, Untrue, covers, rehearse, tried
-from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, Padding, Reason, State, versions
-from accelerant.nn.patching.host import HostWork
+from accelerant.nn.patching.capture import PLAIN_TENSORS, Captured, HostWork, Padding, Reason, State, versions
 from accelerant.nn.patching.record import Forward, PatchReport
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background

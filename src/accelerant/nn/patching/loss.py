@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.nn.patching.attention import assumed_packing, causal_mask
-from accelerant.nn.patching.lazy import LazyTensor
+from accelerant.nn.patching.attention import LazyTensor, assumed_packing, causal_mask
 from accelerant.nn.patching.plain import is_exported
 from accelerant.nn.patching.record import ATTENTION_NAME, MARK, PARTS, is_bare
 from accelerant.ops._library import autocast_dtype

@@ -25,7 +25,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # w
 
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn.serving import Engine
-from accelerant.nn.serving.inputs import StepShape
+from accelerant.nn.serving.scheduler import StepShape
 from accelerant.runtime.host import host_memory, usable_cores
 from accelerant.service.child import ChildEnd
 from accelerant.service.jobs import wire
