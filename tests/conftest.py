@@ -61,10 +61,7 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Move what `sample(n)` leaves out to the tier below, and deselect what needs a GPU where there is none.
-
-    Deselecting takes no time; to skip the 3,000 GPU tests one by one takes 10 s.
-    """
+    """Move what `sample(n)` leaves out to the tier below, and deselect what needs a GPU where there is none."""
     seen = Counter()
     for item in items:
         if item.get_closest_marker("soak"):

@@ -1,7 +1,5 @@
 """Processes that tests start: forked by one server, which imports torch and the package once for all of them."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import datetime
@@ -43,11 +41,7 @@ def results(function, *calls):
 
 
 class Command:
-    """`accelerant ARGUMENTS` in a process of its own, on one thread, with the methods of subprocess.Popen.
-
-    Args:
-        before: is called in the process first.
-    """
+    """`accelerant ARGUMENTS` in a process of its own, on one thread, with the methods of subprocess.Popen."""
 
     def __init__(self, *arguments, cwd=".", environment=None, before=None):
         self._folder = tempfile.TemporaryDirectory()
@@ -118,11 +112,7 @@ def group(rank, size, folder):
 
 
 def run(checks, processes, folder):
-    """Run the checks, functions of no argument, in this order in each process of a group.
-
-    Returns:
-        Name of each -> None, or the text of the first error.
-    """
+    """Run the checks, functions of no argument, in this order in each process of a group."""
     context = forkserver()
     children = [context.Process(target=_enter, args=(rank, processes, checks, folder)) for rank in range(processes)]
     for child in children:

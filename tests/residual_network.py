@@ -22,10 +22,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Two convolutions and a shortcut for each width, at half of the resolution before from the second on.
-
-    Three widths make a ResNet-8.
-    """
+    """Two convolutions and a shortcut for each width, at half of the resolution before from the second on."""
 
     def __init__(self, widths, classes, *, pool):
         super().__init__()

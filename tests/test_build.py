@@ -1,7 +1,5 @@
 """Licenses of the dependencies, lock files, and the check of the wheel's contents."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

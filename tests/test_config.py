@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -176,27 +174,14 @@ def test_override_reads_text_as_the_environment_is_read():
 @pytest.mark.parametrize(
     "change",
     [
-        {"cache_dir": None},
-        {"cache_dir": ""},
-        {"cache_dir": 5},
-        {"memory_fraction": "much"},
-        {"memory_fraction": None},
-        {"memory_fraction": True},
-        {"memory_fraction": 1.5},
-        {"fallback": None},
-        {"backend": ""},
-        {"race": "always"},
-        {"tune": True},
-        {"deterministic": "perhaps"},
-        {"deterministic": None},
-        {"implementation": "gelu_fwd"},
-        {"implementation": {"gelu_fwd": ""}},
-        {"implementation": {"gelu_fwd": 3}},
-        {"implementation": 3},
-        {"implementation": [1, 2]},
+        {"cache_dir": None}, {"cache_dir": ""}, {"cache_dir": 5}, {"memory_fraction": "much"},
+        {"memory_fraction": None}, {"memory_fraction": True}, {"memory_fraction": 1.5}, {"fallback": None},
+        {"backend": ""}, {"race": "always"}, {"tune": True}, {"deterministic": "perhaps"}, {"deterministic": None},
+        {"implementation": "gelu_fwd"}, {"implementation": {"gelu_fwd": ""}}, {"implementation": {"gelu_fwd": 3}},
+        {"implementation": 3}, {"implementation": [1, 2]},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_override_refuses_values_without_meaning(change):
     (name,) = change
     before = settings()

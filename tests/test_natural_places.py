@@ -1,10 +1,4 @@
-"""What a newcomer touches: an op, a backend, a curve, a Hugging Face family and a job type of another package.
-
-Each is added by public registration alone, in a package of its own that is installed for these tests, and used from end
-to end. CONTRIBUTING.md has the same five places inside of the repository.
-"""
-
-from __future__ import annotations
+"""What a newcomer touches: an op, a backend, a curve, a Hugging Face family and a job type of another package."""
 
 import json
 import os

@@ -1,9 +1,4 @@
-"""The private names of torch and transformers that src uses are those of private_names.txt, and all exist.
-
-A private name may go with any release. Where torch has a public one with the same result, use that; otherwise add the
-name to the list, with the reason where that is not plain. Private attributes of objects (module._forward_hooks) are not
-listed: the tests of what reads them notice when they go.
-"""
+"""The private names of torch and transformers that src uses are those of private_names.txt, and all exist."""
 
 import ast
 import importlib

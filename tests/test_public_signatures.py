@@ -1,9 +1,4 @@
-"""One vocabulary: rules for the signatures and the values of everything that a package exports.
-
-A name is public if a package's `__all__` has it. An exception to a rule has its reason beside it.
-"""
-
-from __future__ import annotations
+"""One vocabulary: rules for the signatures and the values of everything that a package exports."""
 
 import collections.abc
 import copy

@@ -1,7 +1,5 @@
 """The provider for users' tests: real results, and times, counts and failures that the test decides."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

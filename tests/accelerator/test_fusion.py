@@ -172,16 +172,9 @@ def test_every_function_has_a_case():
     operators = {"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "pos", "neg"}
     others = {"bitwise_and", "bitwise_or", "bitwise_not", "where", "half", "bfloat16", "double", "contiguous", "clone"}
     others |= {
-        "round",
-        "floor_divide",
-        "remainder",
-        "atan2",
-        "bitwise_xor",
-        "rint",
-        "logical_and",
-        "logical_or",
+        "round", "floor_divide", "remainder", "atan2", "bitwise_xor", "rint", "logical_and", "logical_or",
         "logical_not",
-    }
+    }  # fmt: skip
     others |= {"int", "long", "permute", "transpose", "swapaxes", "diff"}  # of test_fusion_random and below
     assert set(FUNCTIONS) - tested - operators - others == set()
 

@@ -4,11 +4,7 @@ from accelerant.algebra.curve.weierstrass import add, multiply
 
 
 def msm_sum(curve, scalars, points):
-    """Return the sum of scalars[i] points[i], product by product, with affine additions.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Return the sum of scalars[i] points[i], product by product, with affine additions."""
     total = None
     for scalar, point in zip(scalars, points, strict=True):
         total = add(curve, total, multiply(curve, scalar, point))

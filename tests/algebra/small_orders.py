@@ -44,10 +44,7 @@ def small_primes(curve, limit=20_000):
 
 
 def of_small_order(curve, prime):
-    """A point of prime order.
-
-    Not (cofactor / prime) times a point: that is infinity where the part of the group is not cyclic.
-    """
+    """A point of prime order."""
     seed = 1
     while True:
         point, exponent = point_out_of_subgroup(curve, seed), curve.order * curve.cofactor

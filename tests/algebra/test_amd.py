@@ -1,11 +1,4 @@
-"""Portable C for AMD: what the integer kernels take there, and that they do not depend on the size of a wave.
-
-No AMD GPU runs these tests: clang compiles, and the assembler's notes have registers and spills. A wave has 64 threads
-on gfx90a and gfx942, and 32 on gfx1100. On PoCL, where the kernels are exact, a group's threads run one after the other
-up to each barrier, so no kernel relies on threads in step.
-"""
-
-from __future__ import annotations
+"""Portable C for AMD: what the integer kernels take there, and that they do not depend on the size of a wave."""
 
 import functools
 import re

@@ -1,7 +1,5 @@
 """Floors of speed: what a file may say, which rows must reach them, and the command's exit status."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each suite runs for real on the CPU, with hardly any time for each figure."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import replace

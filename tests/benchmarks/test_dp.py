@@ -106,13 +106,9 @@ def test_what_an_h200_is_asked_for(cpu):
         kinds = [PrivateKind(secure=True), PrivateKind(secure=False), PrivateKind(secure=True, part=case.part)]
         asked[name] = [suite._target_share(case, kind, h200) for kind in kinds]
     assert asked == {
-        "64x1024/16": [0.9, 0.9, 0.85],
-        "16x1024": [0.8, 0.9, 0.8],
-        "128x128": [0.75, None, 0.75],
-        "32x1024": [None, None, None],
-        "64x256 loop": [0.85, 0.9, 0.85],
-        "16x1024 loop": [0.9, 0.93, 0.9],
-    }
+        "64x1024/16": [0.9, 0.9, 0.85], "16x1024": [0.8, 0.9, 0.8], "128x128": [0.75, None, 0.75],
+        "32x1024": [None, None, None], "64x256 loop": [0.85, 0.9, 0.85], "16x1024 loop": [0.9, 0.93, 0.9],
+    }  # fmt: skip
     assert suite._target_share(parse_case("64x1024", TINY), PrivateKind(secure=True), h200) is None
 
 

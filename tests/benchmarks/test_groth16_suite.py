@@ -1,7 +1,5 @@
 """The suite groth16 with small circuits, its circuits, and its processes; a program stands for snarkjs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The suites model, presets and noise: small ones for real, large ones predicted and refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

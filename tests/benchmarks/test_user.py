@@ -1,7 +1,5 @@
 """The suite user: plain calls of ops and zk beside torch's, with nothing raced or prepared."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

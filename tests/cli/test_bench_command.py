@@ -1,7 +1,5 @@
 """`accelerant bench`: what is left behind, and the exit statuses."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -252,20 +250,9 @@ def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
 
 def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
     arguments = [
-        "matmul",
-        "--device",
-        "cpu",
-        "--size",
-        "8..16",
-        "--size",
-        "4x8",
-        "--dtype",
-        "float32",
-        "--dtype",
-        "bfloat16",
-        "--list",
-        "--json",
-    ]
+        "matmul", "--device", "cpu", "--size", "8..16", "--size", "4x8", "--dtype", "float32", "--dtype", "bfloat16",
+        "--list", "--json",
+    ]  # fmt: skip
     assert status(*arguments) == 0
     cases = [case["case"] for case in json.loads(capsys.readouterr().out)]
     assert [case.rpartition(" ")[0] for case in cases] == [

@@ -352,13 +352,9 @@ def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant,
 
 def test_the_verdict_is_a_success_or_the_command_that_leads_there():
     summary = {
-        "validation_nats_per_byte": 2.0,
-        "bigram_nats_per_byte": 2.5,
-        "unigram_nats_per_byte": 3.5,
-        "preset": "tiny",
-        "steps": 100,
-        "out": "a b",
-    }
+        "validation_nats_per_byte": 2.0, "bigram_nats_per_byte": 2.5, "unigram_nats_per_byte": 3.5, "preset": "tiny",
+        "steps": 100, "out": "a b",
+    }  # fmt: skip
     assert verdict(summary) == "beaten: 20.0% less loss"
     assert verdict({**summary, "unigram_nats_per_byte": 1.9}).startswith("the unigram model has less loss than both")
     summary |= {"validation_nats_per_byte": 3.0, "steps_to_bigram": 1500}

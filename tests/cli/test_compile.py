@@ -1,7 +1,5 @@
 """accelerant compile: real NVRTC compiles, no device."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 
@@ -115,24 +113,14 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
         (["bench", "runtime", "--device", "rocm"], "backend 'rocm' is not available"),
         (
             [
-                "bench",
-                "neural",
-                "--op",
-                "gelu",
-                "--device",
-                "cpu",
-                "--against",
-                "torch",
-                "--budget-seconds",
-                "0",
-                "--compare",
-                "/nowhere.json",
+                "bench", "neural", "--op", "gelu", "--device", "cpu", "--against", "torch", "--budget-seconds", "0",
+                "--compare", "/nowhere.json",
             ],
             "/nowhere.json",
         ),
         (["nonsense"], "nonsense"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
     assert status(*arguments) == 2
     assert message in capsys.readouterr().err

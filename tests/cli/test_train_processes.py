@@ -76,18 +76,8 @@ def test_private_steps_of_two_processes_are_those_of_one(accelerant, text, tmp_p
 @pytest.mark.slow
 def test_a_spent_budget_ends_both_processes_at_the_same_step(accelerant, text, tmp_path):
     line = [
-        "train",
-        text,
-        "--steps",
-        40,
-        "--private",
-        "--noise-multiplier",
-        1,
-        "--target-epsilon",
-        1.8,
-        "--delta",
-        1e-5,
-    ]
+        "train", text, "--steps", 40, "--private", "--noise-multiplier", 1, "--target-epsilon", 1.8, "--delta", 1e-5,
+    ]  # fmt: skip
     (first, output, errors), (second, *_) = commands([[*line, "--device", "cpu", "--out", tmp_path / "two"]] * 2)
     assert (first, second) == (0, 0), errors
     assert 0 < len(losses(tmp_path / "two")) < 40

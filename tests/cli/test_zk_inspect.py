@@ -1,7 +1,5 @@
 """`accelerant zk inspect`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

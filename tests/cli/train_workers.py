@@ -1,7 +1,5 @@
 """Command lines in processes that torchrun would start; apart, so that a fresh interpreter can import it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -29,10 +27,7 @@ def losses(out):
 
 
 def commands(lines, change=None, interrupt=None):
-    """Run a command line in each process; return status, output and errors of each. They are forked by one server.
-
-    Each gets SIGINT when the file `interrupt` has something in it.
-    """
+    """Run a command line in each process; return status, output and errors of each. They are forked by one server."""
     context = forkserver()
     port = free_port()
     queue = context.Queue()

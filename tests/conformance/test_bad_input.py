@@ -1,7 +1,5 @@
 """What every backend must refuse, and what must go on in spite of it: wrong numbers, dead buffers, broken caches."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """One C text for CUDA, OpenCL and HIP: each portable kernel compiles unchanged on all, and runs right where it can."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -323,14 +323,8 @@ def test_selectors_name_labels_of_the_pods(tmp_path):
         *(
             (VALUES["cpu"] | {"settings": {name: value}}, name)
             for name, value in (
-                ("nonsense", 3),
-                ("queue_jobs", 0),
-                ("queue_jobs", "many"),
-                ("queue_jobs", 1.5),
-                ("lease_s", -1),
-                ("log", "xml"),
-                ("devices", "cuda:0"),
-                ("models", {"a b": "/x"}),
+                ("nonsense", 3), ("queue_jobs", 0), ("queue_jobs", "many"), ("queue_jobs", 1.5), ("lease_s", -1),
+                ("log", "xml"), ("devices", "cuda:0"), ("models", {"a b": "/x"}),
             )
         ),
         (VALUES["cpu"] | {"settings": {"tls_certificate": "/cert.pem"}}, "dependency on tls_key"),
@@ -348,7 +342,7 @@ def test_selectors_name_labels_of_the_pods(tmp_path):
         (VALUES["cpu"] | {"secret": {"existing": "our_keys"}}, "secret.existing"),
         (VALUES["cpu"] | {"image": {"tag": "a b"}}, "image.tag"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_refused(tmp_path, values, reason):
     done = helm(tmp_path, ["template", "release"], values, "--kube-version", "1.33.0")
     assert done.returncode != 0

@@ -33,10 +33,7 @@ def mesh_of(*names):
 
 
 def llama(dtype=torch.float64, **changes):
-    """The same weights in each process, with norms that are not all 1.
-
-    In float64, since AdamW's first steps enlarge the rounding of gradients near 0.
-    """
+    """The same weights in each process, with norms that are not all 1."""
     torch.manual_seed(5)
     model = acl.nn.Llama(acl.nn.LlamaConfig(**{name: getattr(LLAMA, name) for name in LLAMA.__slots__} | changes))
     for name, parameter in model.named_parameters():

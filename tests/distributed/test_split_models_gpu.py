@@ -1,7 +1,4 @@
-"""Split models on GPUs: in a group of one process over NCCL, and decoding over two.
-
-One process shows the kernels, fused blocks and captured graphs; two or four, the exchanges.
-"""
+"""Split models on GPUs: in a group of one process over NCCL, and decoding over two."""
 
 import copy
 import multiprocessing

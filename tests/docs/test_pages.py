@@ -1,7 +1,5 @@
 """The pages that show Python sessions are true, line by line, and the README's programs run."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """The commands of docs/production.md that begin with "$" run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """docs/webgpu.html: written from the package's WGSL, and run by Chromium, whose device in software is SwiftShader."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import queue

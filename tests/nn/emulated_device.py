@@ -1,9 +1,4 @@
-"""A device whose stream is being captured, emulated on the CPU: what a CUDA graph of a training step would refuse.
-
-Tensors of the device are wrappers around CPU tensors, so that results are exact. Each operation that the host cannot
-enqueue during a capture is noted: a value or a shape that the host reads, and a copy between host and device. The
-wrappers are of torch's "lazy" device, the only one that needs no backend of its own.
-"""
+"""A device whose stream is being captured, emulated on the CPU: what a CUDA graph of a training step would refuse."""
 
 from __future__ import annotations
 
@@ -171,10 +166,7 @@ def _others():
 
 
 def refusals(model, inputs):
-    """Return why no CUDA graph takes a training step of a model, which is moved to the device: sorted reasons.
-
-    The step runs twice, as before a capture and in it.
-    """
+    """Return why no CUDA graph takes a training step of a model, which is moved to the device: sorted reasons."""
     move(model)
     inputs = {name: OnDevice.of(value) for name, value in inputs.items()}
     work, reasons = HostWork(DEVICE.type), set()

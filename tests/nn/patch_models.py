@@ -1,7 +1,5 @@
 """Tiny Hugging Face models with random weights, for the tests of patch."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -1,7 +1,5 @@
 """What each process of the distributed tests of patch does."""
 
-from __future__ import annotations
-
 import torch
 
 from processes import group, results

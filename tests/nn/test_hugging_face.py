@@ -20,14 +20,9 @@ CONFIG = GPTConfig(vocab_size=70, context=16, layers=2, heads=2, width=16, eps=1
 def theirs(cls="GPT2LMHeadModel", **changes):
     torch.manual_seed(0)
     fields = {
-        "vocab_size": 70,
-        "n_positions": 16,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "layer_norm_epsilon": 1e-3,
+        "vocab_size": 70, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "layer_norm_epsilon": 1e-3,
         "initializer_range": 0.3,
-    } | changes
+    } | changes  # fmt: skip
     model = getattr(transformers, cls)(transformers.GPT2Config(**fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -29,18 +29,10 @@ def theirs(*, scaling=None, **changes):
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 500.0} | (scaling or {})
     fields = {
-        "vocab_size": 101,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-3,
-        "rope_parameters": rope,
-        "initializer_range": 0.2,
-        "attn_implementation": "eager",
-    } | changes
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-3, "rope_parameters": rope,
+        "initializer_range": 0.2, "attn_implementation": "eager",
+    } | changes  # fmt: skip
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -52,15 +44,11 @@ def theirs(*, scaling=None, **changes):
 KINDS = pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"scaling": SCALING},
-        {"tie_word_embeddings": True},
-        {"head_dim": 12},
-        {"num_key_value_heads": 4},
+        {}, {"scaling": SCALING}, {"tie_word_embeddings": True}, {"head_dim": 12}, {"num_key_value_heads": 4},
         {"num_key_value_heads": 1},
     ],
     ids=["plain", "scaled", "tied", "head width", "as many kv heads", "one kv head"],
-)
+)  # fmt: skip
 
 
 def tokens(*shape):

@@ -358,15 +358,10 @@ LOOSE = {"rtol": 5e-2, "atol": 3e-2}  # of bfloat16: of single elements
 @pytest.mark.parametrize(
     ("family", "autocast"),
     [
-        ("gpt2", False),
-        ("llama", False),
-        ("qwen3", False),
-        ("vit", False),
-        ("bert", False),
-        ("gpt2", True),
+        ("gpt2", False), ("llama", False), ("qwen3", False), ("vit", False), ("bert", False), ("gpt2", True),
         ("qwen3", True),
     ],
-)
+)  # fmt: skip
 def test_compiles_whole(family, autocast):
     """The graph has no break, and of our ops those alone that the compiler does not beat."""
     model, inputs = make(family, num_hidden_layers=1), batch(family)

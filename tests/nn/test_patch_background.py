@@ -1,9 +1,4 @@
-"""A patched model's first steps on a cold cache: libraries run while child processes compile its kernels for sm_90.
-
-Triton's interpreter stands in for the device; what is compiled is real.
-"""
-
-from __future__ import annotations
+"""A patched model's first steps on a cold cache: libraries run while child processes compile its kernels for sm_90."""
 
 import re
 import time

@@ -130,15 +130,10 @@ def test_transcripts_of_any_length_give_what_they_give_without_graphs(rng):
 @pytest.mark.parametrize(
     ("least", "most", "rows", "pairs"),
     [
-        (100, 500, 1, 1),
-        (100, 500, 8, 1),
-        (1, 128, 1, 1),
-        (20, 2000, 1, 1),
-        (400, 420, 1, 1),
-        (1, 30, 4, 1),
+        (100, 500, 1, 1), (100, 500, 8, 1), (1, 128, 1, 1), (20, 2000, 1, 1), (400, 420, 1, 1), (1, 30, 4, 1),
         (100, 500, 8, 2),
     ],
-)
+)  # fmt: skip
 def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, rows, pairs, rng):
     added = tokens = 0
     for _ in range(20):

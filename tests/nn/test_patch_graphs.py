@@ -1,7 +1,4 @@
-"""patch with CUDA graphs: calls replayed from graphs equal eager calls, and what cannot be captured runs eagerly.
-
-Without a GPU a graph's replay runs the captured function again, and writes its results over those of the capture.
-"""
+"""patch with CUDA graphs: calls replayed from graphs equal eager calls, and what cannot be captured runs eagerly."""
 
 import copy
 import pickle

@@ -49,11 +49,7 @@ def trained(graph, steps=8, make=optim.AdamW, rate=1e-3, **options):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_graphs_step_is_the_eager_step(accumulate):
-    """With changing data and learning rates; by SGD, whose steps follow the gradients.
-
-    Sums in any order (attention, embedding) leave the last bits open, and AdamW's first steps go as far for a gradient
-    of nearly nothing as for any other: with it, parameters differ by a step where such a gradient's sign does.
-    """
+    """With changing data and learning rates; by SGD, whose steps follow the gradients."""
     begun = torch.nn.utils.parameters_to_vector(model().parameters()).detach()
     eager, plain, expected = trained(False, make=optim.SGD, rate=0.02, accumulate=accumulate)
     captured, step, found = trained(True, make=optim.SGD, rate=0.02, accumulate=accumulate)

@@ -58,10 +58,7 @@ SIXTEEN_BYTES = 6
 
 
 def wide_loads(code):
-    """Loads of 16 bytes from global memory, read off the instructions: nvdisasm takes 0.7 s for each cubin.
-
-    The encodings are those that nvdisasm shows; `check_decoding` compares with it once a process.
-    """
+    """Loads of 16 bytes from global memory, read off the instructions: nvdisasm takes 0.7 s for each cubin."""
     return sum(low & 0xFFF in LOADS and high >> 9 & 7 == SIXTEEN_BYTES for low, high in instructions(code))
 
 

@@ -1,7 +1,4 @@
-"""The tests of ops run their Triton kernels: compiled on a GPU, interpreted on CPU tensors where there is none.
-
-On a GPU they run as they do ahead of a capture: otherwise training on few elements is left to torch's functions.
-"""
+"""The tests of ops run their Triton kernels: compiled on a GPU, interpreted on CPU tensors where there is none."""
 
 import contextlib
 import importlib.util

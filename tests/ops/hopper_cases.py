@@ -24,17 +24,10 @@ TAKEN = [  # shape, causal, None
 def each_shape(long, across):
     """Return (shape, causal) for shapes (B, Hq, Hkv, S, Skv, D); the longest of either kind differ by kernel."""
     square = [
-        (1, 1, 1, 1, 1, 64),
-        (1, 2, 2, 64, 64, 64),
-        (2, 3, 3, 65, 65, 64),
-        (2, 12, 12, 1024, 1024, 64),
-        (1, 4, 2, 777, 777, 64),
-        (2, 8, 1, 300, 300, 128),
-        (1, 2, 2, long, long, 128),
-        (3, 2, 2, 130, 130, 32),
-        (1, 5, 5, 513, 513, 96),
-        (1, 2, 2, 9, 9, 8),
-    ]
+        (1, 1, 1, 1, 1, 64), (1, 2, 2, 64, 64, 64), (2, 3, 3, 65, 65, 64), (2, 12, 12, 1024, 1024, 64),
+        (1, 4, 2, 777, 777, 64), (2, 8, 1, 300, 300, 128), (1, 2, 2, long, long, 128), (3, 2, 2, 130, 130, 32),
+        (1, 5, 5, 513, 513, 96), (1, 2, 2, 9, 9, 8),
+    ]  # fmt: skip
     return [(shape, causal) for shape in square for causal in (False, True)] + [
         (shape, False) for shape in (*ACROSS, across)
     ]

@@ -122,10 +122,7 @@ def close(actual, expected, tolerance):
 
 
 def bound(op, sample, dtype, device="cpu"):
-    """A call as a function of the tensors that can have a gradient, for us and for the reference.
-
-    An op of several results gives them as one, flattened and joined.
-    """
+    """A call as a function of the tensors that can have a gradient, for us and for the reference."""
     it = parts(op)
     whole = sample.tensors(dtype, device)
     places = [at for at, tensor in enumerate(whole) if wants_gradient(tensor)]
@@ -180,11 +177,7 @@ def check_sample(op, sample, dtype, device="cpu", tolerances=None):
 
 
 def check_beside(ours, theirs, *tensors, near=(1e-5, 1e-6), slopes=(1e-5, 1e-5), dy=None):
-    """Fail unless two functions have the same values, NaN for NaN, and gradients for all tensors; return the values.
-
-    near, slopes: the relative and the absolute tolerance of values and of gradients. dy: what the results get, drawn
-    if None.
-    """
+    """Fail unless two functions have the same values, NaN for NaN, and gradients for all tensors; return the values."""
     mine, others = ([each.detach().requires_grad_() for each in tensors] for _ in range(2))
     y, expected = ours(*mine), theirs(*others)
     torch.testing.assert_close(y, expected, rtol=near[0], atol=near[1], equal_nan=True)

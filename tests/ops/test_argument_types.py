@@ -91,10 +91,7 @@ def test_an_argument_at_anothers_position_is_refused(call, words):
 
 
 def torch_parameters(op):
-    """Return torch's parameters of an op by name, with their defaults in the words of Python; None if it has none.
-
-    Functions in C have their signature in the first line of the docstring alone.
-    """
+    """Return torch's parameters of an op by name, with their defaults in the words of Python; None if it has none."""
     name = {"attention": "scaled_dot_product_attention"}.get(op, op)
     function = {"max_pool2d": functional.max_pool2d_with_indices}.get(op)
     function = function or getattr(functional, name, None) or getattr(torch, name, None)
@@ -164,14 +161,8 @@ def test_ops_that_torch_lacks_understand_its_names_too(op):
     tensors, options = sample_of(op)
     own = list(inspect.signature(OPS[op].function).parameters)
     theirs = {
-        "q": "query",
-        "k": "key",
-        "v": "value",
-        "k_cache": "key",
-        "v_cache": "value",
-        "gate": "input",
-        "x": "input",
-    }
+        "q": "query", "k": "key", "v": "value", "k_cache": "key", "v_cache": "value", "gate": "input", "x": "input",
+    }  # fmt: skip
     named = {theirs.get(name, name): x for name, x in zip(own, tensors, strict=False)}
     if "causal" in own:
         options = {**options, "causal": True}
@@ -276,13 +267,9 @@ def test_linear_refuses():
 
 
 HEADS = [
-    ((2, 4, 5, 8), (2, 4, 5, 8)),
-    ((2, 4, 5, 8), (2, 2, 7, 8)),
-    ((4, 7, 8), (4, 5, 8)),
-    ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8)),
-    ((2, 4, 5, 8), (1, 4, 5, 8)),
-    ((5, 8), (6, 8)),
-]
+    ((2, 4, 5, 8), (2, 4, 5, 8)), ((2, 4, 5, 8), (2, 2, 7, 8)), ((4, 7, 8), (4, 5, 8)),
+    ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8)), ((2, 4, 5, 8), (1, 4, 5, 8)), ((5, 8), (6, 8)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

@@ -510,15 +510,10 @@ for kernel in ("fwd", "bwd_q", "bwd_kv"):
 @pytest.mark.parametrize(
     "part",
     [
-        "sm_90:*bf16:128",
-        "sm_90:split:128",
-        "sm_75:*fp32:128",
-        "sm_75:*fp16:256",
-        "sm_86:*bf16:64",
-        "sm_86:*bf16:256",
+        "sm_90:*bf16:128", "sm_90:split:128", "sm_75:*fp32:128", "sm_75:*fp16:256", "sm_86:*bf16:64", "sm_86:*bf16:256",
         "sm_100:*bf16:128",
     ],
-)
+)  # fmt: skip
 def test_tiles_fit_shared_memory(part):
     """The widest heads of each kind of device."""
     rows = [line.split() for line in printed(SIZES, part).splitlines()]

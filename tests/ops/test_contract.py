@@ -1,7 +1,4 @@
-"""Every op folder, walked: what it must hold, and what each op must pass.
-
-A new op is tested here from its cases.py alone; its own test module adds what only that op has.
-"""
+"""Every op folder, walked: what it must hold, and what each op must pass."""
 
 import ast
 import importlib.util
@@ -515,11 +512,7 @@ def test_batched_backward(op):
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """(Folder, "every" or "first", targets) -> the report of compile_kernels.py.
-
-    One process serves all, since its imports take longer than most folders. A process that ended, or
-    that took five minutes for a folder, fails the test of that folder; the next has another.
-    """
+    """(Folder, "every" or "first", targets) -> the report of compile_kernels.py."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     source = str(FOLDER.parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environment.get("PYTHONPATH"))))

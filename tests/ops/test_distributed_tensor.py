@@ -1,7 +1,5 @@
 """DTensors: each op is left to torch, whose operations have rules of sharding, with gradients and without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

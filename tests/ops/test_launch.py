@@ -1,7 +1,4 @@
-"""The eviction policy of kernels that read their input once: where it is asked for, and that it changes no result.
-
-Launches that calls repeat with other pointers: what is kept, and that results are those of the first launch.
-"""
+"""The eviction policy of kernels that read their input once: where it is asked for, and that it changes no result."""
 
 import threading
 from types import SimpleNamespace

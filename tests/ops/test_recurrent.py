@@ -211,11 +211,7 @@ def test_wider_vectors_than_ours_are_torchs(capability, implementation, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [{"B": 33, "T": 9, "K": 5, "H": 64}, {"B": 16, "T": 5, "K": 5, "H": 128}], ids=str)
 def test_triton_is_as_accurate_as_cudnn(cell, dtype, sizes):
-    """float32 too, which cuDNN computes in TF32 by default, and we in three products of it.
-
-    The gradient of a relu in 16 bits is left out. Its error is that of the signs that rounding changes, and more change
-    here, since the products of the inputs are kept in 16 bits.
-    """
+    """float32 too, which cuDNN computes in TF32 by default, and we in three products of it."""
     if sizes["H"] == 128 and (dtype == torch.float32 or torch.cuda.get_device_capability() not in DATA_CENTRE):
         pytest.skip("the weights do not fit shared memory")
     seeds = [

@@ -18,8 +18,5 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def fixed_entropy(monkeypatch):
-    """The operating system's entropy, the same each time: keys, seeds and draws of the test are fixed.
-
-    For tests that compare frequencies and deviations with a bound: whether a right sampler passes is no matter of luck.
-    """
+    """The operating system's entropy, the same each time: keys, seeds and draws of the test are fixed."""
     monkeypatch.setattr(os, "urandom", random.Random(0).randbytes)

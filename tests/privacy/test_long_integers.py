@@ -1,7 +1,5 @@
 """Integers of more digits than Python prints, 4,300: every message that shows a user's number shortens them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

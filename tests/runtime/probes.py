@@ -1,7 +1,5 @@
 """Operations of a test's own, for the tests of dispatch."""
 
-from __future__ import annotations
-
 import torch
 
 from accelerant.runtime.dispatch import Case, Cost, Operation

@@ -1,7 +1,5 @@
 """Kernels that child processes compile while libraries' functions run in their place."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Whether a graph is being captured is asked of the device that work goes to, not of the current one."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import ExitStack, contextmanager
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -198,15 +196,10 @@ def tables(tmp_path):
 @pytest.mark.parametrize(
     ("name", "served"),
     [
-        ("NVIDIA H200", True),
-        ("NVIDIA H200 NVL", True),
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA H100 PCIe", True),
-        ("NVIDIA H200 MIG 1g.18gb", False),
-        ("NVIDIA H20", False),
-        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA H200", True), ("NVIDIA H200 NVL", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", True),
+        ("NVIDIA H200 MIG 1g.18gb", False), ("NVIDIA H20", False), ("NVIDIA A100-SXM4-80GB", False),
     ],
-)
+)  # fmt: skip
 def test_a_shipped_table_serves_its_models(tmp_path, tables, model, name, served):
     model(name)
     found = Choices(tmp_path / "local", tables).find(CPU, KEY)

@@ -1,7 +1,5 @@
 """What only the CPU provider does; what every provider does stands in tests/conformance."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

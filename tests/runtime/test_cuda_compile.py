@@ -1,7 +1,5 @@
 """What of the CUDA provider works without a GPU: compiling. Each portable kernel for each target: tests/conformance."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import math
@@ -115,17 +113,12 @@ def test_the_key_changes_with_target_compiler_and_fixed_options(dialects, monkey
 @pytest.mark.parametrize(
     "change",
     [
-        {"module": "another.module"},
-        {"name": "l"},
-        {"kinds": ("*bf16", "i32", "constexpr")},
-        {"constants": (("BLOCK", 128),)},
-        {"multiples": ()},
-        {"multiples": ((0, 8),)},
-        {"num_warps": 8},
+        {"module": "another.module"}, {"name": "l"}, {"kinds": ("*bf16", "i32", "constexpr")},
+        {"constants": (("BLOCK", 128),)}, {"multiples": ()}, {"multiples": ((0, 8),)}, {"num_warps": 8},
         {"num_stages": 2},
     ],
     ids=lambda change: next(iter(change)),
-)
+)  # fmt: skip
 def test_the_key_of_a_specialisation_changes_with_each_part(change):
     assert replace(SPECIAL, **change).key != SPECIAL.key
 

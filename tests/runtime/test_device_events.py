@@ -1,7 +1,5 @@
 """Events of devices, from samples to callbacks, counts and metrics."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which implementation an Operation chooses: races, tables, forced and deterministic choices, pairs."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """What happens when a device fails: before a launch, in a launch, and for good."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

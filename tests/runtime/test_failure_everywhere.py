@@ -1,10 +1,4 @@
-"""A device that fails in any of a computation's calls: a right answer by fallback, or an error; never a wrong one.
-
-The provider computes on the CPU, and fails in its n-th call of a method, for every n; test_failure.py has launches of
-Triton's kernels.
-"""
-
-from __future__ import annotations
+"""A device that fails in any of a computation's calls: a right answer by fallback, or an error; never a wrong one."""
 
 import warnings
 

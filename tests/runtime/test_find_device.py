@@ -1,7 +1,5 @@
 """Naming devices, free memory, peer access."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

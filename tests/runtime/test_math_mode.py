@@ -9,14 +9,10 @@ from accelerant.errors import ConfigError
 
 def torchs_settings():
     return (
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
-        torch.backends.cudnn.rnn.fp32_precision,
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.benchmark,
-    )
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision,
+        torch.backends.cudnn.rnn.fp32_precision, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark,
+    )  # fmt: skip
 
 
 def test_math_modes_are_set_and_restored():

@@ -1,7 +1,5 @@
 """Limits, statistics, what holds memory, predicted and measured peaks, the largest batch; nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

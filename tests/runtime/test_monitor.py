@@ -1,7 +1,5 @@
 """Readers on simulated /proc and /sys trees, the real machine, and, marked gpu, NVML."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

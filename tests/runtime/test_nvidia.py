@@ -1,7 +1,5 @@
 """Facts about NVIDIA's devices: versions of drivers, compute capabilities, MIG, CUDA_VISIBLE_DEVICES, masks."""
 
-from __future__ import annotations
-
 import re
 
 import pynvml

@@ -1,7 +1,5 @@
 """Recorded launches: counted, failed, lost, and seen by observers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

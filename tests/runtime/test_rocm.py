@@ -1,7 +1,5 @@
 """AMD without a GPU: hiprtc compiles the portable kernels, and HIP refuses to load them."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams, events, futures, staged copies and arrays in chunks: on the CPU, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """acl.kernel: a user's text or file, found by parsing, compiled with options, on the arrays of every library."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -515,14 +513,8 @@ def test_the_key_of_cuda_has_options_headers_and_shared_memory(tmp_path):
         return cuda_key(source, "sm_90")
 
     keys = [
-        key(),
-        key(shared=4),
-        key(optimize=0),
-        key(optimize=3),
-        key(fmad=True),
-        key(fmad=False),
-        key(defines={"A": 1}),
-    ]
+        key(), key(shared=4), key(optimize=0), key(optimize=3), key(fmad=True), key(fmad=False), key(defines={"A": 1}),
+    ]  # fmt: skip
     keys += [key(nvrtc=["-x"]), key(ptxas=["-x"]), key(include=[tmp_path])]
     (tmp_path / "some.h").write_text("2")
     keys.append(key(include=[tmp_path]))

@@ -1,7 +1,5 @@
 """What is WebGPU's own: one submit for many dispatches, limits of bindings and grids, and what WGSL does not have."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

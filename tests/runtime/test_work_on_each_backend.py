@@ -1,7 +1,5 @@
 """Streaming, batches and futures on every backend here: one runtime, whatever the device."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

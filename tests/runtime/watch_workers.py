@@ -1,7 +1,5 @@
 """What each process of the tests of Watch does; apart, so that a fresh interpreter can import it."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import resource

@@ -1,7 +1,5 @@
 """What is WebGPU's own in the aten table: functions that WGSL lacks, narrow dtypes, int64, and products."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

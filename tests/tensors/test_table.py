@@ -57,14 +57,9 @@ CASES["maximum"] += [(SPECIAL, SPECIAL.flip(0))]
 CASES["minimum"] += [(SPECIAL, SPECIAL.flip(0))]
 CASES["rsub"] = [(X, 1), (X, 1, 2), (X, Y)]
 CASES["div"] = [
-    (X, Y),
-    (SCALAR, X),
-    (X, INTS),
-    (X, 3),
-    (INTS, 2),
-    (X, Y, {"rounding_mode": "floor"}),
+    (X, Y), (SCALAR, X), (X, INTS), (X, 3), (INTS, 2), (X, Y, {"rounding_mode": "floor"}),
     (X, 0.3, {"rounding_mode": "trunc"}),
-]
+]  # fmt: skip
 CASES["div"] += [(INTS, 3, {"rounding_mode": mode}) for mode in ("floor", "trunc")]
 CASES["remainder"] = [(X, Y), (X, 0.3), (INTS, 3), (INTS, -3), (INTS.int(), INTS.abs().int() + 1)]
 CASES["floor_divide"] = [(X, Y), (INTS, 3), (INTS, -2)]
@@ -98,13 +93,8 @@ CASES["unsafe_split"] = [(X, 2), (WIDE, 2, 1)]
 CASES["stack"] = [([X, Y],), ([X, TURNED], 1), ([SCALAR, SCALAR],), ([X, Y], -1)]
 reductions = [(x,) for x in (*LAYOUTS, INTS)] + [(WIDE, [d], k) for d in (0, 1, -1) for k in (False, True)]
 CASES["sum"] = [
-    *reductions,
-    (WIDE, [0, 2]),
-    (BOOLS,),
-    (X, [1], False, {"dtype": torch.float64}),
-    (LONG, [1]),
-    (LONG.t(), [0]),
-]
+    *reductions, (WIDE, [0, 2]), (BOOLS,), (X, [1], False, {"dtype": torch.float64}), (LONG, [1]), (LONG.t(), [0]),
+]  # fmt: skip
 CASES["prod"] = [(X,), (WIDE, 1), (INTS,), (EMPTY,)]
 CASES["mean"] = [(X,), (WIDE, [0, 2], True), (LONG, [1]), (TURNED, [0])]
 for name in ("amax", "amin"):
@@ -122,14 +112,9 @@ CASES["linalg_vector_norm"] = [(X,), (WIDE, 1, [1]), (X, float("inf"), None, Tru
 CASES["logsumexp"] = [(X, [1]), (WIDE, [0, 2], True), (torch.full((2, 3), -float("inf")), [1])]
 CASES["native_dropout_backward"] = [(X, BOOLS, 1.25)]
 CASES["mm"] = [
-    (A[0], B[0]),
-    (A[0].t(), A[0]),
-    (X[:, :0], X.t()[:0]),
-    (X, torch.ones(5, 0)),
-    (A[0].double(), B[0].double()),
-    (A[0, :, ::2], B[0, ::2]),
-    (torch.randn(1, 70), torch.randn(70, 3)),
-]
+    (A[0], B[0]), (A[0].t(), A[0]), (X[:, :0], X.t()[:0]), (X, torch.ones(5, 0)), (A[0].double(), B[0].double()),
+    (A[0, :, ::2], B[0, ::2]), (torch.randn(1, 70), torch.randn(70, 3)),
+]  # fmt: skip
 CASES["mm"] += [(A[0].half(), B[0].half()), (A[0].bfloat16(), B[0].bfloat16()), (INTS, INTS.t())]
 CASES["bmm"] = [(A, B), (B.transpose(1, 2), A.transpose(1, 2)), (A[:1].expand(4, 19, 33), B), (A[:0], B[:0])]
 CASES["addmm"] = [(torch.randn(21), A[0], B[0]), (torch.randn(19, 21), A[0], B[0], {"beta": 0.5, "alpha": 2})]

@@ -1,7 +1,5 @@
 """Arguments of zk that are no fields, numbers, points or shapes: each has a clear error of the library."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """zk.curve and zk.pairing_product_is_one against Python integers: every function, every refusal, on the CPU and on
 OpenCL."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import sys
@@ -60,20 +58,8 @@ def point_off_curve(parameters):
 def scalars_of(parameters):
     r, rng = parameters.order, random.Random(7)
     return [
-        0,
-        1,
-        2,
-        3,
-        r - 1,
-        r,
-        r + 1,
-        (1 << 256) - 1,
-        1 << 255,
-        15,
-        16,
-        0xF0F0,
-        *(rng.getrandbits(256) for _ in "abcd"),
-    ]
+        0, 1, 2, 3, r - 1, r, r + 1, (1 << 256) - 1, 1 << 255, 15, 16, 0xF0F0, *(rng.getrandbits(256) for _ in "abcd"),
+    ]  # fmt: skip
 
 
 # --- facts, in and out -----------------------------------------------------------------------------------------------

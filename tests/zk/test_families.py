@@ -1,7 +1,5 @@
 """Pairing-friendly curves from one call: both kinds, both twists and both signs of the parameter."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """zk.field and FieldArray against Python integers: every function, every refusal, on the CPU and on OpenCL."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

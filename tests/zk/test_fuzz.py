@@ -1,10 +1,4 @@
-"""Random and crafted inputs to everything of zk that is exact, against Python's integers; long under `make soak`.
-
-In a soak all fields and curves take part, else a few of each kind, since compiling the kernels of one takes about a
-second. SOAK_DEVICES has other devices to compute on than the CPU and a GPU: "opencl", or several with commas.
-"""
-
-from __future__ import annotations
+"""Random and crafted inputs to everything of zk that is exact, against Python's integers; long under `make soak`."""
 
 import functools
 import itertools

@@ -1,9 +1,4 @@
-"""Sums of multiples on the CPU: zk.msm and what it is made of, against the group law on Python integers.
-
-Points are m_i G, so that a sum is (sum s_i m_i mod r) G.
-"""
-
-from __future__ import annotations
+"""Sums of multiples on the CPU: zk.msm and what it is made of, against the group law on Python integers."""
 
 import functools
 import math

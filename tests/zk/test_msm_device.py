@@ -1,8 +1,4 @@
-"""Sums of multiples by the C kernels, exactly: on PoCL, on NVIDIA where there is a GPU; and the registers they take.
-
-The oracle is one multiple of the generator, since of what multiples the points are is known. PoCL takes seconds to
-compile a curve's programs, so that all tests of sums are slow.
-"""
+"""Sums of multiples by the C kernels, exactly: on PoCL, on NVIDIA where there is a GPU; and the registers they take."""
 
 import functools
 import itertools
@@ -438,14 +434,10 @@ def worst_fillings(plan):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"window": 2, "segment": 1},
-        {"window": 4, "segment": 2},
-        {"segment": 5},
-        {"rounds": 1},
+        {}, {"window": 2, "segment": 1}, {"window": 4, "segment": 2}, {"segment": 5}, {"rounds": 1},
         {"segment": 3, "rounds": 4},
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shared", [False, True])
 def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
     """Buckets of k L + 1 points are the most segments for their points, of L + 1 the most partial sums."""
@@ -558,20 +550,12 @@ def test_rounds_fit_their_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "log_n", "shared", "rounds"),
     [
-        ("bn254_g1", 22, False, 0),
-        ("bn254_g1", 22, True, 0),
-        ("bls12_381_g1", 20, False, 0),
-        ("bls12_381_g1", 20, True, 0),
-        ("bls12_381_g1", 22, False, 2),
-        ("bls12_381_g1", 22, True, 2),
-        ("bls12_381_g1", 21, False, 2),
-        ("bls12_381_g1", 21, True, 2),
-        ("bls12_381_g1", 23, False, 2),
-        ("bls12_381_g1", 23, True, 2),
-        ("bn254_g2", 22, False, 0),
-        ("bls12_381_g2", 22, False, 0),
+        ("bn254_g1", 22, False, 0), ("bn254_g1", 22, True, 0), ("bls12_381_g1", 20, False, 0),
+        ("bls12_381_g1", 20, True, 0), ("bls12_381_g1", 22, False, 2), ("bls12_381_g1", 22, True, 2),
+        ("bls12_381_g1", 21, False, 2), ("bls12_381_g1", 21, True, 2), ("bls12_381_g1", 23, False, 2),
+        ("bls12_381_g1", 23, True, 2), ("bn254_g2", 22, False, 0), ("bls12_381_g2", 22, False, 0),
     ],
-)
+)  # fmt: skip
 def test_rounds_are_where_they_were_measured_to_pay(name, log_n, shared, rounds):
     assert device_plan(curve_of(name), 1 << log_n, 1 << 40, shared=shared).rounds == rounds
 
@@ -674,13 +658,8 @@ def test_what_cannot_be_is_refused(name, options, message):
 
 BUDGETS = {
     "bn254_g1": {
-        "msm_accumulate": (128, 0),
-        "msm_combine": (104, 16),
-        "msm_reduce": (144, 0),
-        "msm_multiples": (104, 16),
-        "msm_affine_begin": (96, 0),
-        "msm_affine_invert": (88, 0),
-        "msm_affine_round": (128, 0),
+        "msm_accumulate": (128, 0), "msm_combine": (104, 16), "msm_reduce": (144, 0), "msm_multiples": (104, 16),
+        "msm_affine_begin": (96, 0), "msm_affine_invert": (88, 0), "msm_affine_round": (128, 0),
     },
     "bn254_g2": {
         "msm_accumulate": (255, 0),
@@ -689,13 +668,8 @@ BUDGETS = {
         "msm_multiples": (200, 0),
     },
     "bls12_381_g1": {
-        "msm_accumulate": (168, 48),
-        "msm_combine": (160, 0),
-        "msm_reduce": (192, 0),
-        "msm_multiples": (152, 0),
-        "msm_affine_begin": (128, 0),
-        "msm_affine_invert": (136, 0),
-        "msm_affine_round": (168, 0),
+        "msm_accumulate": (168, 48), "msm_combine": (160, 0), "msm_reduce": (192, 0), "msm_multiples": (152, 0),
+        "msm_affine_begin": (128, 0), "msm_affine_invert": (136, 0), "msm_affine_round": (168, 0),
     },
     "bls12_381_g2": {
         "msm_accumulate": (255, 512),
@@ -703,7 +677,7 @@ BUDGETS = {
         "msm_reduce": (255, 80),
         "msm_multiples": (255, 128),
     },
-}
+}  # fmt: skip
 """Registers of a thread and bytes that it spills, at most: just above what ptxas 13.0 gives for sm_80 and sm_90a. For
 msm_accumulate what it is told, see program.ACCUMULATION."""
 

@@ -1,7 +1,5 @@
 """A process's first sum on a device: programs known by what they are made of, no text written, LLVM not loaded."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The CPU path of zk needs NumPy and llvmlite; torch is not imported for it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

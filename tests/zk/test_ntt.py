@@ -1,7 +1,5 @@
 """zk.ntt against sums of Python integers: every order, kind of array and refusal, on the CPU and on OpenCL."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

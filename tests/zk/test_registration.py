@@ -1,7 +1,5 @@
 """Curves and fields from their parameters: BLS12-377's G1, whose q is 1 mod 4 and whose order is even."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users of galois, snarkjs, py_ecc and others type: orders of arguments, names, operators."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

@@ -189,10 +189,7 @@ def test_launches_are_in_the_ledger_and_large_batches_in_parts(monkeypatch):
     ("lanes", "bits", "powers"), [(2, 512, False), pytest.param(4, 1000, True, marks=pytest.mark.soak)]
 )
 def test_several_threads_a_number(monkeypatch, lanes, bits, powers):
-    """NVIDIA's form of the kernels, its shuffles through local memory.
-
-    PoCL takes long to compile the barriers, most of it for the powers of pairs, which are products and squares.
-    """
+    """NVIDIA's form of the kernels, its shuffles through local memory."""
     require_module("gmpy2", "privacy")
 
     def source_of(*sizes):

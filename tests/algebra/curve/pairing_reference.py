@@ -36,14 +36,7 @@ _Twisted = tuple[Pair, Pair]
 
 
 class Tower:
-    """Arithmetic of Fq12 over a family's Fq2.
-
-    Attributes:
-        family: of the pairing.
-        fq2: the coordinates of G2.
-        nonresidue: xi.
-        one: of Fq12.
-    """
+    """Arithmetic of Fq12 over a family's Fq2."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -143,13 +136,7 @@ def tower_of(family: Family) -> Tower:
 
 
 def pairing(family: Family, p: Affine[int], q: Affine[Pair]) -> Fq12:
-    """e(P, Q), of order r; one if either is infinity.
-
-    Args:
-        family: built in or registered.
-        p: of G1.
-        q: of G2.
-    """
+    """e(P, Q), of order r; one if either is infinity."""
     return final_exponentiation(family, miller_loop(family, p, q))
 
 

@@ -96,19 +96,11 @@ def test_bytes_round_trip(name, layout):
 def test_sizes():
     sizes = {(name, layout): point_bytes(curve_of(name), layout) for name in NAMES for layout in LAYOUTS}
     assert sizes == {
-        ("bn254_g1", "evm"): 64,
-        ("bn254_g1", "uncompressed"): 64,
-        ("bn254_g1", "compressed"): 32,
-        ("bn254_g2", "evm"): 128,
-        ("bn254_g2", "uncompressed"): 128,
-        ("bn254_g2", "compressed"): 64,
-        ("bls12_381_g1", "evm"): 128,
-        ("bls12_381_g1", "uncompressed"): 96,
-        ("bls12_381_g1", "compressed"): 48,
-        ("bls12_381_g2", "evm"): 256,
-        ("bls12_381_g2", "uncompressed"): 192,
-        ("bls12_381_g2", "compressed"): 96,
-    }
+        ("bn254_g1", "evm"): 64, ("bn254_g1", "uncompressed"): 64, ("bn254_g1", "compressed"): 32,
+        ("bn254_g2", "evm"): 128, ("bn254_g2", "uncompressed"): 128, ("bn254_g2", "compressed"): 64,
+        ("bls12_381_g1", "evm"): 128, ("bls12_381_g1", "uncompressed"): 96, ("bls12_381_g1", "compressed"): 48,
+        ("bls12_381_g2", "evm"): 256, ("bls12_381_g2", "uncompressed"): 192, ("bls12_381_g2", "compressed"): 96,
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="unknown layout 'arkworks'; known are evm"):
         point_bytes(curve_of("bn254_g1"), "arkworks")
 

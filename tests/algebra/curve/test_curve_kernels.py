@@ -1,7 +1,4 @@
-"""The curve's kernels, exactly: the CPU's in both forms, C on PoCL and on NVIDIA; and the registers that they take.
-
-The oracle is the group law on Python integers. What takes long to compile is marked slow.
-"""
+"""The curve's kernels, exactly: the CPU's in both forms, C on PoCL and on NVIDIA; and the registers that they take."""
 
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Launches of the curve kernels: counts that do not fit one another, and the subgroup test of many points together."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -1,7 +1,5 @@
 """The CPU's curve kernels: the machine code of multiples by secrets, public digits, refusals."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import re

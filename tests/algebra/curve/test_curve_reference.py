@@ -13,14 +13,9 @@ def sample(curve):
     """Infinity, G, -G, 2G, -2G, (r - 1) G = -G by another way, and two more."""
     g = curve.generator
     return [
-        None,
-        g,
-        negate(curve, g),
-        add(curve, g, g),
-        multiply(curve, -2, g),
-        multiply(curve, 5, g),
+        None, g, negate(curve, g), add(curve, g, g), multiply(curve, -2, g), multiply(curve, 5, g),
         multiply(curve, 77, g),
-    ]
+    ]  # fmt: skip
 
 
 def scaled_jacobian(curve, point, factor):

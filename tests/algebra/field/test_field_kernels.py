@@ -1,8 +1,4 @@
-"""The field kernels, exactly: NVIDIA's carry chains by an emulator, everything where it can run, and what it takes.
-
-Kernels run on PoCL and lavapipe; on NVIDIA where there is a GPU. What takes long to compile is marked slow. The CPU's
-are in test_llvm_fields.py.
-"""
+"""The field kernels, exactly: NVIDIA's carry chains by an emulator, everything where it can run, and what it takes."""
 
 import random
 import re

@@ -1,7 +1,5 @@
 """The CPU's field kernels against Python integers: every entry, every field, one element at a time and several."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import random

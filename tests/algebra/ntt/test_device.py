@@ -1,7 +1,5 @@
 """The passes in C: on OpenCL, with few rows and columns so that all of a plan is met, and what they take on NVIDIA."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import random
@@ -348,11 +346,7 @@ NATURAL = Variant(along_in=True)
 @pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
 @pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks", "babybear"])
 def test_registers_on_nvidia(name, variant, architecture, compile_cuda):
-    """On a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256.
-
-    None is spilt but in Goldilocks' last pass, which is faster so all the same: 2^20 points in 33.7 us with two blocks
-    and 48 bytes spilt, 43.6 left alone, 37.2 with registers for three blocks in the other passes (H200).
-    """
+    """On a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256."""
     field = FIELDS[name]
     division = division_of(field)
     resident = division.resident

@@ -1,7 +1,5 @@
 """The CPU's passes, exactly: both forms of arithmetic, every order, direction, coset, batch and division of points."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Polynomials in a residue number system against Python integers, on the CPU and on devices."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -12,14 +12,8 @@ VOCABULARY = 101
 def llama(dtype=torch.float32, **changes):
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": VOCABULARY,
-        "context": 256,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "width": 32,
-        "hidden": 48,
-    }
+        "vocab_size": VOCABULARY, "context": 256, "layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "hidden": 48,
+    }  # fmt: skip
     model = Llama(LlamaConfig(**(sizes | changes), rope_base=1000.0, rope_scaling=None))
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -35,10 +29,7 @@ def generated(model, ids, count):
 
 
 def read(answer, n=1):
-    """Return tokens, log-probabilities (hexadecimal: bit by bit) and the end of each of n answers.
-
-    Those of the prompt stand before the first answer's.
-    """
+    """Return tokens, log-probabilities (hexadecimal: bit by bit) and the end of each of n answers."""
     results = [([], [], []) for _ in range(n)]
     for event in answer:
         if isinstance(event, PromptLogprobs):

@@ -1,7 +1,4 @@
-"""Generate with vLLM in a process of its own, and print tokens and what of accelerant ran: FOLDER QUANTIZATION PLUGINS.
-
-FOLDER has a model without a tokenizer. QUANTIZATION is "" for none; PLUGINS "" leaves accelerant out.
-"""
+"""Generate with vLLM in a process of its own; print tokens and what of accelerant ran: FOLDER QUANTIZATION PLUGINS."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """What each process of the tests of sharded checkpoints does; apart, so that a fresh interpreter can import it."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import sys

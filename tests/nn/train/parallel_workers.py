@@ -1,7 +1,5 @@
 """What each process of the tests of data parallel training does; apart, so that a fresh interpreter can import it."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import os
@@ -26,10 +24,7 @@ ROWS, CLASSES, IGNORED = 24, 5, -100
 
 
 def launch(target, folder, *args, processes=2):
-    """Run target(rank, *args) in processes that know each other through a file; return what each returned.
-
-    They are forked by a server that has imported the library once.
-    """
+    """Run target(rank, *args) in processes that know each other through a file; return what each returned."""
     folder.mkdir(exist_ok=True)
     context = forkserver()
     queue = context.Queue()
@@ -214,12 +209,7 @@ def share_without_room(rank):
 
 
 def tied(rank, processes=2):
-    """Losses of a GPT whose fused functions run on the CPU, and whether its table's gradient was summed in two parts.
-
-    Last the shapes of matrices whose gradients were copied into buckets, which products do not write there.
-
-    Both processes look up as many rows but in the last two steps. One process takes both batches one after the other.
-    """
+    """Losses of a GPT whose fused functions run on the CPU; whether its table's gradient was summed in two parts."""
     layers.FUSED.add("cpu")
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=300, context=8, layers=2, heads=2, width=16))

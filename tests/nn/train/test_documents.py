@@ -147,16 +147,10 @@ def test_a_folder_says_what_it_leaves_out_and_what_outweighs_the_rest(tmp_path):
     corpus = load_corpus([str(root)])
     assert [name for name, _ in corpus.reading.read] == ["a.txt", "data.json", "win.txt", "sub/\udcff.txt"]
     assert dict(corpus.reading.skipped) == {
-        ".git": "hidden",
-        "lib/site-packages": "installed packages",
-        "run": "a run of accelerant train",
-        "loop": "a link to a folder",
-        "gone.txt": "a broken link",
-        "self.txt": "a broken link",
-        "pipe": "no regular file",
-        "b.txt": "the same text as a.txt",
-        "paper.pdf": "PDF",
-    }
+        ".git": "hidden", "lib/site-packages": "installed packages", "run": "a run of accelerant train",
+        "loop": "a link to a folder", "gone.txt": "a broken link", "self.txt": "a broken link",
+        "pipe": "no regular file", "b.txt": "the same text as a.txt", "paper.pdf": "PDF",
+    }  # fmt: skip
     left_out, converted, dominant = corpus.reading.notes()
     assert "paper.pdf (PDF)" in left_out
     assert converted == "read win.txt (as UTF-16)"

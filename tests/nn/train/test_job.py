@@ -67,14 +67,9 @@ def files(out):
 def test_a_run_leaves_all_its_files_and_nothing_else(train):
     outcome, out = train("run")
     assert files(out) == [
-        "checkpoint.safetensors",
-        "config.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "report.html",
-        "sample.txt",
+        "checkpoint.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "report.html", "sample.txt",
         "summary.json",
-    ]
+    ]  # fmt: skip
     assert json.loads((out / "summary.json").read_text()) == outcome.summary
     assert outcome.summary["status"] == "done"
     assert [step for step, _, _ in losses(out)] == list(range(1, 13))
@@ -793,10 +788,7 @@ def test_a_long_run_on_the_cpu_is_announced_with_what_takes_less(run):
 
 @pytest.fixture
 def disk(monkeypatch, tmp_path_factory):
-    """A full disk: `files` is the room for checkpoints and the model in bytes, `lines` that for metrics in steps.
-
-    `temporary` is the room in the folder of temporary files.
-    """
+    """A full disk: `files` is the room for checkpoints and the model in bytes, `lines` that for metrics in steps."""
     free = SimpleNamespace(files=1 << 30, lines=1 << 30, temporary=1 << 30)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     commit, append = AtomicFile.commit, MetricsFile.append

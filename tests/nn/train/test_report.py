@@ -9,19 +9,10 @@ from accelerant.runtime.html_page import Line, Reference, document, line_chart, 
 
 EVIL = "<script>alert('x')</script>&\""
 SUMMARY = {
-    "preset": "tiny",
-    "device": "cpu (2 threads)",
-    "parameters": 438_272,
-    "steps": 3,
-    "tokens": 3072,
-    "validation_loss": 1.61,
-    "validation_nats_per_byte": 1.61,
-    "unigram_nats_per_byte": 3.1,
-    "bigram_nats_per_byte": 2.4,
-    "tokens_per_s": 31234.5,
-    "peak_memory_bytes": 3 << 30,
-    "seconds": 12.0,
-}
+    "preset": "tiny", "device": "cpu (2 threads)", "parameters": 438_272, "steps": 3, "tokens": 3072,
+    "validation_loss": 1.61, "validation_nats_per_byte": 1.61, "unigram_nats_per_byte": 3.1,
+    "bigram_nats_per_byte": 2.4, "tokens_per_s": 31234.5, "peak_memory_bytes": 3 << 30, "seconds": 12.0,
+}  # fmt: skip
 CONFIG = {
     "run": {"recipe": {"name": "tiny", "tokenizer": "bytes"}, "seed": 0, "deterministic": True},
     "corpus": {"source": EVIL, "train_bytes": 1234567, "skipped": ["a.pdf (PDF)", "b (empty)"], "converted": []},

@@ -180,25 +180,9 @@ def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch)
 
 
 ALPHABET = [
-    "a",
-    "'s",
-    "1",
-    ".",
-    " ",
-    "  ",
-    "\n",
-    "\t",
-    "\r\n",
-    "\x1c",
-    "\x85",
-    "\u00a0",
-    "\u180e",
-    "\u2028",
-    "\u3000",
-    "日",
-    "。",
-    "é",
-]
+    "a", "'s", "1", ".", " ", "  ", "\n", "\t", "\r\n", "\x1c", "\x85", "\u00a0", "\u180e", "\u2028", "\u3000", "日",
+    "。", "é",
+]  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join), st.integers(0, 40))

@@ -558,15 +558,9 @@ def test_callbacks_are_told_in_order(tmp_path):
     config = with_(steps=2, evaluations=1, out=str(tmp_path / "run"))
     fit(made(), *spiral(20, 0), config, validation=spiral(8, 1), callbacks=[recorder])
     assert recorder.told == [
-        ("begin", 0, 2),
-        ("before", 0),
-        ("record", 1),
-        ("before", 1),
-        ("evaluated", 2),
-        ("record", 2),
-        ("saved", 2, "checkpoint.safetensors"),
-        ("end", "done"),
-    ]
+        ("begin", 0, 2), ("before", 0), ("record", 1), ("before", 1), ("evaluated", 2), ("record", 2),
+        ("saved", 2, "checkpoint.safetensors"), ("end", "done"),
+    ]  # fmt: skip
 
 
 def test_a_callback_may_stop_the_training():
@@ -699,13 +693,7 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         *[
             ({name: 0}, f"{name} must be above 0, got 0")
             for name in (
-                "steps",
-                "max_grad_norm",
-                "evaluate_every",
-                "patience",
-                "checkpoint_every",
-                "profile",
-                "timeout_s",
+                "steps", "max_grad_norm", "evaluate_every", "patience", "checkpoint_every", "profile", "timeout_s",
             )
         ],
         ({"device": 7}, "device must be a name such as .*; got 7"),
@@ -713,7 +701,7 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         ({"betas": 0.9}, r"betas must be two numbers, got 0\.9"),
         ({"deterministic": 1}, "deterministic must be true or false, got 1"),
     ],
-)
+)  # fmt: skip
 def test_configs_refuse(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_(**changes)

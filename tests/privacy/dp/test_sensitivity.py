@@ -1,11 +1,4 @@
-"""The sensitivity of the released sum, measured: the largest change by one unit that a search finds, over C.
-
-The sum is the one that `make_private`'s step adds noise to, here with a noise multiplier of 0. A search draws an
-example and others, mutates the worst, and takes the difference of the sums with and without it in float64. Losses are
-inner products of the model's output with a part of the data, so that the search sets both factors of each gradient.
-Draws are in parts of one size: where the loss is a mean over the rows of a draw, the others' gradients are divided by
-another number with the example, rounded otherwise, and change by more than C if they cancel.
-"""
+"""The sensitivity of the released sum, measured: the largest change by one unit that a search finds, over C."""
 
 import importlib.util
 import math
@@ -170,10 +163,7 @@ CASES = {
 
 
 class Released:
-    """Sums of clipped gradients over all rows of given data, as a private step releases them.
-
-    With `unit`, users of so many equal rows are the units, and one row of each is drawn.
-    """
+    """Sums of clipped gradients over all rows of given data, as a private step releases them."""
 
     def __init__(
         self, name, *, norms="auto", clipping="flat", microbatch=None, autocast=False, reduction="mean", unit=None,
@@ -299,11 +289,7 @@ def mutated(x, d):
 
 
 def search(released, *, evaluations, others=3, seed=0):
-    """Return the largest change of the released sum by one unit, over C, that a search finds.
-
-    Half of the candidates are drawn, half are mutations of the worst so far. The other units are drawn like the one
-    that is added: their addends can be far larger than C, and cancel.
-    """
+    """Return the largest change of the released sum by one unit, over C, that a search finds."""
     torch.manual_seed(seed)
     case, worst, found = released.case, 0.0, None
     for number in range(evaluations):

@@ -1,7 +1,5 @@
 """BFV against integers mod t, against polynomials of Python integers, and against TenSEAL (Microsoft SEAL)."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect
@@ -156,10 +154,7 @@ def test_depth_ends_with_an_error(small):
 
 @pytest.mark.parametrize("signs", [None, (1, 1, 1, 1), (1, -1, -1, 1), (1, 0, 0, -1)])
 def test_products_as_integers(small, signs):
-    """Each product is what integers give: t (c d) / Q rounded, before relinearization, by Python's polynomials.
-
-    Also of the largest coefficients that a stranger can send: the sums of n products are then the largest, too.
-    """
+    """Each product is what integers give: t (c d) / Q rounded, before relinearization, by Python's polynomials."""
     public, private = small
     scheme, n = public._scheme, 64
     a, b = public.encrypt(np.arange(64)), public.encrypt(-np.arange(64))

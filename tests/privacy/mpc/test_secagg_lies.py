@@ -1,8 +1,4 @@
-"""What a lying server of secure aggregation learns: every lie of a list at every stage, and random mixtures of lies.
-
-Each round ends with `assert_nothing_leaks`: the secrets that the server and its colluders can recombine are recombined,
-and no sum of fewer honest clients than the settings allow may be left without a mask.
-"""
+"""What a lying server of secure aggregation learns: every lie of a list at every stage, and random mixtures of lies."""
 
 import itertools
 import os

@@ -1,7 +1,4 @@
-"""Searches for a leak of secure aggregation: random dropouts, a hostile network, and what views tell.
-
-test_secagg_lies.py has the lying server.
-"""
+"""Searches for a leak of secure aggregation: random dropouts, a hostile network, and what views tell."""
 
 import numpy as np
 import pytest

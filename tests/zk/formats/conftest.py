@@ -1,7 +1,5 @@
 """What tests of one kind of file share: a module says which by KIND and FILE. It also puts parts.py on the path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The container of sections, through the formats that are in it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap

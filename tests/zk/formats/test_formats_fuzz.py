@@ -1,11 +1,4 @@
-"""Damaged files of every format: each opens, and holds what it says, or raises FormatError; never anything else.
-
-No more is allocated than a small multiple of the file. Guided by coverage: a file that takes the readers along a step
-between two lines that none before it took is itself damaged further. What was found stays in the folder that the
-message names.
-"""
-
-from __future__ import annotations
+"""Damaged files of every format: each opens, and holds what it says, or raises FormatError; never anything else."""
 
 import os
 import struct

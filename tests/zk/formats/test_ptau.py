@@ -1,7 +1,5 @@
 """Powers of tau: what is read, refused and written."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """snarkjs reads what is written here, and says the same of it as of its own files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """Groth16 keys: what is read, refused and written."""
 
-from __future__ import annotations
-
 import json
 import struct
 

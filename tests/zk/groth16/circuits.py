@@ -1,7 +1,5 @@
 """Circuits of any size, made up: an .r1cs and a witness that satisfies it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -16,11 +14,7 @@ BITS_OF_FOUR = 2
 
 
 def write_circuit(folder, family, n_constraints, n_public, seed=1):
-    """Write circuit.r1cs and witness.wtns into the folder.
-
-    Wires are 1, the public ones, one more, and then one for each constraint. The first constraints, as far as there are
-    any, make the public wires; half of the rest have a bit.
-    """
+    """Write circuit.r1cs and witness.wtns into the folder."""
     rng, field = random.Random(seed), FIELDS[f"{family}_fr"]
     p = field.modulus
     wires = [1, *(rng.randrange(p) for _ in range(n_public)), rng.randrange(2, p)]

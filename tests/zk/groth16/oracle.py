@@ -1,7 +1,5 @@
 """Groth16's prover on Python integers, from the definition: sums over powers for the polynomials, the group law."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from accelerant.algebra.curve.encoding import encode_points
@@ -14,13 +12,7 @@ GENERATOR = 5
 
 
 def prove(zkey, witness, r, s):
-    """pi_A, pi_B, pi_C, affine.
-
-    Args:
-        zkey: an open Zkey.
-        witness: integers.
-        r, s: the proof's randomness.
-    """
+    """pi_A, pi_B, pi_C, affine."""
     family = family_of(zkey.family)
     g1, g2, p = family.g1, family.g2, family.r
     points = {name: points_of(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1", "a", "b1", "c", "h")}

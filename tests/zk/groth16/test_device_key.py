@@ -1,10 +1,4 @@
-"""Proofs on devices are those of the CPU, exactly: on PoCL, on NVIDIA where there is a GPU.
-
-PoCL takes half a minute to compile a family's programs, even without its optimizer five seconds, so what makes proofs
-there is slow.
-"""
-
-from __future__ import annotations
+"""Proofs on devices are those of the CPU, exactly: on PoCL, on NVIDIA where there is a GPU."""
 
 import json
 import os
@@ -259,10 +253,7 @@ def test_threads_share_a_key(small, prover):
 
 
 def test_proofs_that_are_given_up(small, device, prover):
-    """Their kernels may still run when the next proof begins, with the same queues and scratch memory.
-
-    On CUDA the third proof captures its sums, which later ones replay; those given up may capture a second set.
-    """
+    """Their kernels may still run when the next proof begins, with the same queues and scratch memory."""
     here = Prover(small / "circuit.zkey", device="cpu")
     if device == "cuda":  # one that has captured nothing
         prover = Prover(small / "circuit.zkey", device=device)

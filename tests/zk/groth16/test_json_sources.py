@@ -1,7 +1,5 @@
 """What `verify` and the readers take beside objects: text, bytes, paths, parsed values; equality, pickles, reprs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

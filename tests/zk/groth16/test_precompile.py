@@ -1,7 +1,5 @@
 """Kernels compiled by a second process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """snarkjs, as package-lock.json pins it, is the judge: it accepts our proofs and keys, and makes proofs for ours."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Contracts of `to_solidity`, compiled by solc and run on an Ethereum virtual machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

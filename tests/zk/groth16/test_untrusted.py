@@ -1,9 +1,4 @@
-"""Keys, points, numbers and batches that strangers send: what each entrance of a verifier answers.
-
-The sweep is of every element of a key and a proof, every kind of wrong point, both curves, and every entrance.
-"""
-
-from __future__ import annotations
+"""Keys, points, numbers and batches that strangers send: what each entrance of a verifier answers."""
 
 import copy
 import dataclasses
@@ -234,11 +229,7 @@ def test_a_key_cannot_change_after_its_check():
 
 
 def related_keys(family):
-    """Name -> a key with two related points, whose logarithms are otherwise unknown, and a proof that needs no witness.
-
-    The proof is (public, A, B, C) where the points of the key suffice to make it, and None where it takes the powers of
-    tau as well.
-    """
+    """Name -> a key with two points whose logarithms are otherwise unknown, and a proof that needs no witness."""
     pairing, p = family_of(family), points_of(family)
     g1, g2, r = pairing.g1, pairing.g2, pairing.r
     public = (5, 77)
@@ -470,22 +461,8 @@ def test_numbers_in_json(family):
     for value in ("0", "1", str(r - 1)):
         assert Proof.from_json(text, json.dumps([value])).public == (int(value),)
     texts = [
-        "-1",
-        "+1",
-        "-0",
-        "1_0",
-        "01",
-        "00",
-        "0x1",
-        "1.0",
-        "1e3",
-        "1,0",
-        "nan",
-        "\u0661",
-        "\uff11",
-        "\u00b2",
-        "1\0",
-    ]
+        "-1", "+1", "-0", "1_0", "01", "00", "0x1", "1.0", "1e3", "1,0", "nan", "\u0661", "\uff11", "\u00b2", "1\0",
+    ]  # fmt: skip
     texts += [str(r), str(r + 1), str(2 * r), " 1", "1 ", "1\n", "\t1", "", "9" * 5000]
     wrong = [*texts, 1, 0, 1.5, True, None, {}]
     for value in wrong:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -97,10 +95,7 @@ def test_python_values_that_are_no_points(parts):
 
 
 def key_and_proofs(rng, family, n_public, small):
-    """Return a key, and (public, proof, whether it is one) of three proofs, all from logarithms.
-
-    With `small` they are of few values, so that points coincide, are opposite or infinite.
-    """
+    """Return a key, and (public, proof, whether it is one) of three proofs, all from logarithms."""
     r = family_of(family).r
 
     def draw():

@@ -610,11 +610,7 @@ def test_each_part_of_the_statement_is_absorbed(honest, part):
     [(0, "a fold of the code"), (1, "the last fold of the code"), (None, "the claims on committed tables do not hold")],
 )
 def test_a_false_claim_on_a_committed_table(honest, rounds, reason, monkeypatch):
-    """Another output, under which the witness is true: the claim that both are equal is off by eq(z, 0).
-
-    The prover sends the sumchecks' true g(0) and g(2), so that the verifier's g(1) is off, and makes up for it by one
-    entry of the message: before the first codeword, after it was committed, or not at all.
-    """
+    """Another output, under which the witness is true: the claim that both are equal is off by eq(z, 0)."""
     committed, x, _, _ = honest
     run = InferenceProof(committed, x)
     run.padded_output = run.padded_output + np.eye(1, run.padded_output.size, dtype=np.int8).reshape(
@@ -834,10 +830,7 @@ def test_multiplicities_of_equal_rows_only_can_be_exchanged(honest, monkeypatch)
 
 @pytest.mark.search(2)
 def test_no_value_that_a_prover_computes_can_be_changed(convolutions, rng, record_property):
-    """An entry of the result of one operation on arrays, by a random amount: the proof is the same, or refused.
-
-    Codes are left out: a proof has a code's nearest message, and one wrong position is seldom among the queries.
-    """
+    """An entry of the result of one operation on arrays, by a random amount: the proof is the same, or refused."""
     committed, x, y, proof = convolutions
     operations = ("mul", "dot", "total", "inverse", "byte_products", "eq_table")
 

@@ -39,10 +39,7 @@ def gradient_of(model):
 
 
 def check(model, inputs, loss_of, *, dtype=torch.float64, tolerance=None, norms="auto", reduction="mean", **options):
-    """The clipped sum of one backward pass is that of the loop; half of the examples are clipped.
-
-    loss_of(model, *inputs) gives the mean over the examples, or the sum.
-    """
+    """The clipped sum of one backward pass is that of the loop; half of the examples are clipped."""
     # Norms of gradients that are not formed are upper bounds, wider by the rounding of up to 63 products in float32.
     single = 1e-6 if norms == "instantiate" else 8e-6
     tolerance = tolerance or {torch.float64: 1e-10, torch.float32: single}[dtype]

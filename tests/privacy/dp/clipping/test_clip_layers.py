@@ -77,18 +77,12 @@ def test_embedding(B, T, V, D, padding, norms, dtype):
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: nn.LayerNorm(6),
-        lambda: nn.LayerNorm(6, bias=False),
-        lambda: nn.LayerNorm((5, 6)),
-        lambda: our.LayerNorm(6),
-        lambda: our.LayerNorm(6, bias=False),
-        lambda: nn.RMSNorm(6),
-        lambda: nn.RMSNorm((5, 6), eps=1e-3),
-        lambda: our.RMSNorm(6),
-        lambda: nn.GroupNorm(1, 5),
+        lambda: nn.LayerNorm(6), lambda: nn.LayerNorm(6, bias=False), lambda: nn.LayerNorm((5, 6)),
+        lambda: our.LayerNorm(6), lambda: our.LayerNorm(6, bias=False), lambda: nn.RMSNorm(6),
+        lambda: nn.RMSNorm((5, 6), eps=1e-3), lambda: our.RMSNorm(6), lambda: nn.GroupNorm(1, 5),
         lambda: nn.InstanceNorm1d(5, affine=True),
     ],
-)
+)  # fmt: skip
 def test_norms(layer, norms, dtype):
     layer = layer()
     with torch.no_grad():
@@ -99,14 +93,10 @@ def test_norms(layer, norms, dtype):
 
 convolution_options = st.fixed_dictionaries(
     {
-        "kernel_size": st.integers(1, 3),
-        "stride": st.integers(1, 2),
-        "padding": st.integers(0, 2),
-        "dilation": st.integers(1, 2),
-        "groups": st.sampled_from([1, 2]),
-        "bias": st.booleans(),
+        "kernel_size": st.integers(1, 3), "stride": st.integers(1, 2), "padding": st.integers(0, 2),
+        "dilation": st.integers(1, 2), "groups": st.sampled_from([1, 2]), "bias": st.booleans(),
     }
-)
+)  # fmt: skip
 
 
 @pytest.mark.sample(3)

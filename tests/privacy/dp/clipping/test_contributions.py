@@ -138,10 +138,7 @@ def test_low_precision_adds_in_float32(dtype):
 @pytest.mark.parametrize("T", [1, 2, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bound_is_just_above_the_norm(T, dtype):
-    """By T roundings of the sum over T positions, and those of large Gram products in float32.
-
-    The mass of random rows is sqrt(T) times their norm.
-    """
+    """By T roundings of the sum over T positions, and those of large Gram products in float32."""
     torch.manual_seed(0)
     piece = rows(3, T, 96, 128, dtype)
     ratio = (piece.bound().double() / exact(piece).square().sum((1, 2))).sqrt()

@@ -1,7 +1,4 @@
-"""Random histories of a ledger, cut and edited at random: its epsilon is never below what was spent, unless it says so.
-
-What is not noticed, and cannot be without a third file: the ledger and its head both replaced by an older copy of both.
-"""
+"""Random histories of a ledger, cut and edited: its epsilon is never below what was spent unless it says so."""
 
 import collections
 import json

@@ -30,15 +30,7 @@ Words = npt.NDArray[np.uint32]
 def gaussian_reference(
     key: Words, nonce: int, first: int, plan: GaussianConvolution, elements: int
 ) -> npt.NDArray[np.int64]:
-    """Return draws of the discrete Gaussian.
-
-    Args:
-        key: (8,), as the nonce of the keystream.
-        nonce: 64 bits.
-        first: counter of the first block.
-        plan: of the sum.
-        elements: number of draws.
-    """
+    """Return draws of the discrete Gaussian."""
     groups = groups_of(elements, plan.terms)
     units = groups * GROUP
     words = chacha20_words(key, first, units * UNIT_BLOCKS, nonce).reshape(BLOCK_WORDS, units, UNIT_BLOCKS)

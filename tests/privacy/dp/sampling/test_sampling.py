@@ -213,14 +213,9 @@ def collected(batches):
 
 X, Y = torch.arange(20), torch.arange(20) * 2
 KINDS = {
-    "tensor": X,
-    "tuple": (X, Y),
-    "list": [X, Y],
-    "mapping": {"x": X, "y": Y},
-    "tensor dataset": TensorDataset(X, Y),
-    "dataset": Rows(20),
-    "array": np.arange(20),
-}
+    "tensor": X, "tuple": (X, Y), "list": [X, Y], "mapping": {"x": X, "y": Y}, "tensor dataset": TensorDataset(X, Y),
+    "dataset": Rows(20), "array": np.arange(20),
+}  # fmt: skip
 
 
 @pytest.mark.sample(3, 2)

@@ -1,9 +1,4 @@
-"""Membership inference: does a canary's loss tell whether it was in the training? No more than epsilon allows.
-
-Any (epsilon, delta) private training bounds each test of membership: true positives <= e^epsilon false positives +
-delta. Trainings with and without the canary are attacked by the best threshold on its loss. Without noise it finds all
-of them, so the attack has teeth; with the noise of epsilon 1 it must stay below the bound, by more than chance.
-"""
+"""Membership inference: does a canary's loss tell whether it was in the training? No more than epsilon allows."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""Opacus as a second opinion: norms, clipped sums, steps without noise, and its accountant.
-
-Opacus 1.6.0. It divides by norm + 1e-6, we by the norm: factors differ by up to 1e-6 over the norm.
-"""
+"""Opacus as a second opinion: norms, clipped sums, steps without noise, and its accountant."""
 
 import copy
 import math

@@ -254,10 +254,7 @@ def test_the_ledger_says_what_a_unit_was(grouped, note):
 
 @pytest.mark.slow
 def test_all_that_is_released_from_the_data_is_in_one_statement(tmp_path):
-    """Trainings of users, drawn and not, a query, noise in place, clients: by hand the same events cost as much.
-
-    After a kill: reservations stay, and a checkpoint that is merged again adds nothing.
-    """
+    """Trainings of users, drawn and not, a query, noise in place, clients: by hand the same events cost as much."""
     path, groups, (x, y) = tmp_path / "privacy.jsonl", torch.arange(40) // 4, points()
     ledger = dp.PrivacyLedger(path, unit="client")
     with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, groups=groups, ledger=ledger) as first:

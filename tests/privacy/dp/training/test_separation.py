@@ -197,10 +197,7 @@ def test_a_batch_of_one_is_checked_when_there_are_two():
 
 
 class Rounded(torch.autograd.Function):
-    """Attention that rounds the gradient of q as kernels do, at random.
-
-    Blocks of keys are added in random order, or, with a share, that part of the elements is one unit of bfloat16 off.
-    """
+    """Attention that rounds the gradient of q as kernels do, at random."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)

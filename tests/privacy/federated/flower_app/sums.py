@@ -1,7 +1,4 @@
-"""A Flower app whose client i trains by adding i + 1 to every element; client 1 is killed while it trains.
-
-The file `parties` has the keys of this test's clients, which in a deployment each node has for itself.
-"""
+"""A Flower app whose client i trains by adding i + 1 to every element; client 1 is killed while it trains."""
 
 import json
 import os
