@@ -8,6 +8,7 @@ gc.disable()  # until all is collected: what is imported and collected lives on,
 import atexit
 import functools
 import importlib
+import inspect
 import os
 import shutil
 import tempfile
@@ -52,22 +53,31 @@ if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
         del os.environ["TRITON_INTERPRET"]
 
 
-NO_GPU = "tests marked gpu are deselected: torch.cuda.is_available() is False here"
+NO_GPU = "tests marked gpu are left out: torch.cuda.is_available() is False here"
 
 
 def pytest_report_header():
     return None if HAS_GPU else NO_GPU
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Leave out tests that need a GPU where there is none, before their thousands of cases are made."""
+    if not HAS_GPU and name.startswith("test") and inspect.isfunction(obj):
+        marks = [*collector.iter_markers(), *getattr(obj, "pytestmark", ())]
+        return [] if any(mark.name == "gpu" for mark in marks) else None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Move what `sample(n)` leaves out to the tier below, and deselect what needs a GPU where there is none."""
+    """Move what `sample(n)` leaves out to the tier below, and deselect cases that need a GPU where there is none."""
     seen = Counter()
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker("slow")
         if mark := item.get_closest_marker("sample"):
-            every, left_out = mark.args[0], mark.args[1] if len(mark.args) > 1 else 1
+            every, left_out = mark.args[0], mark.args[1] if len(mark.args) > 1 else 3
             tier = "soak" if item.get_closest_marker("slow") else "slow"
             case = seen[item.function, tier]
             seen[item.function, tier] += 1

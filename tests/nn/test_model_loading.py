@@ -176,7 +176,7 @@ from accelerant.nn import LlamaConfig, load_model
 from accelerant.nn.models.llama import LAYOUTS
 
 folder, layout = Path(sys.argv[1]), LAYOUTS[0]
-config = LlamaConfig(vocab_size=32000, layers=24, width=2048, hidden=5504, heads=16, kv_heads=4)
+config = LlamaConfig(vocab_size=32000, layers=11, width=2048, hidden=5504, heads=16, kv_heads=4)
 fields = {name: getattr(config, ours) for ours, (name, _) in layout.fields.items()} | layout.more_fields(config)
 (folder / "config.json").write_text(json.dumps(fields | {"model_type": "llama"}))
 header, end = {}, 0
@@ -215,8 +215,8 @@ def test_the_peak_of_memory_is_the_quantized_model_and_a_tensor(tmp_path):
     command = [sys.executable, str(tmp_path / "sparse.py"), str(tmp_path)]
     sizes = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     tensor = 2 * 32000 * 2048
-    assert sizes["file"] > 1.6 * sizes["model"] > 2**30
-    assert sizes["peak"] < sizes["model"] + tensor + 2**28
+    assert sizes["file"] > 1.5 * sizes["model"] > 2**29
+    assert sizes["peak"] < sizes["model"] + tensor + 2**27
 
 
 @pytest.mark.gpu

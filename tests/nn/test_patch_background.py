@@ -73,7 +73,7 @@ def as_in_a_new_process(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
 def test_nothing_waits_for_a_compiler(family, device, monkeypatch):
     as_in_a_new_process(monkeypatch)
     model, inputs = make(family), batch(family)

@@ -69,6 +69,7 @@ def assert_alike(pair, inputs, **options):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_caches_are_the_models(family, rows):
@@ -81,6 +82,7 @@ def test_greedy_tokens_and_caches_are_the_models(family, rows):
     assert both[1].report.graphs["replayed"] == replayed + 11
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

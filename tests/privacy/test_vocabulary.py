@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 from pathlib import Path
 
@@ -101,13 +102,12 @@ def aggregate_with(book):
 
 
 @pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
-@pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("name", LEDGERS)
-def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name, kind):
+def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name):
     """Twice: the second call adds to the file that the first has created and closed."""
     release, unit = LEDGERS[name]
     path = tmp_path / "spent.jsonl"
-    for count in (1, 2):
+    for count, kind in ((1, str), (2, Path)):
         release(kind(path))
         gc.collect()  # a Privatizer that nobody uses any more releases its file
         with dp.PrivacyLedger(path, unit=unit, neighbouring=dp.PrivacyLedger.read(path).neighbouring) as ledger:
@@ -221,66 +221,77 @@ def test_one_name_of_draws():
         assert private.optimizer.steps == count == 3
 
 
-SHARES = mpc.shamir.split(torch.tensor([1, -2, 3]), threshold=2, count=3)
-PAILLIER, PAILLIER_PRIVATE = he.paillier.keygen(bits=1024, insecure=True)
-BFV, BFV_PRIVATE = he.bfv.keygen(n=4096, rotations=[1])
-VALUES = {
-    "share": SHARES[0],
-    "verifiable share": mpc.shamir.split(torch.tensor([1.5]), threshold=2, count=3, verifiable=True)[1],
-    "share of bytes": mpc.shamir.split(b"secret", threshold=2, count=2)[0],
-    "triple": mpc.beaver.deal_triples(SHARES[0].sharing, SHARES[0].sharing)[0],
-    "Paillier key": PAILLIER,
-    "Paillier ciphertexts": PAILLIER.encrypt(np.array([1.5, -2.0]), limit=4.0),
-    "packed ciphertexts": PAILLIER.encrypt(torch.tensor([1, 2, 3]), pack=True),
-    "BFV parameters": BFV.parameters,
-    "BFV key": BFV,
-    "BFV ciphertexts": BFV.encrypt([1, 2, 3]),
-    "BFV ciphertexts of the key holder": BFV_PRIVATE.encrypt(torch.tensor([[1, 2], [3, 4]])),
-    "a BFV result": BFV.encrypt([1, 2, 3]).rotate(1) * 2,
-    "event": EVENT,
-    "budget": dp.Budget(epsilon=1.0, delta=1e-5),
-    "clipping": dp.AdaptiveClipping(quantile=0.3),
-    "settings": mpc.SecureAggregation(clients=3, threshold=2, size=4, max_abs=1.0),
-    "statement": dp.PrivacyLedger().statement(),
-}
+@pytest.fixture(scope="module")
+def keys():
+    """Key pairs of Paillier and BFV."""
+    return (*he.paillier.keygen(bits=1024, insecure=True), *he.bfv.keygen(n=4096, rotations=[1]))
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_values_cross_processes_and_compare(name):
-    value = VALUES[name]
-    for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), copy.copy(value)):
-        assert other == value
-        assert type(other) is type(value)
-    assert value != "another"
-    assert all(value != other for key, other in VALUES.items() if key != name)
+@pytest.fixture(scope="module")
+def shares():
+    return mpc.shamir.split(torch.tensor([1, -2, 3]), threshold=2, count=3)
 
 
-def test_values_that_differ_in_little_differ():
+@pytest.fixture(scope="module")
+def values(keys, shares):
+    """What privacy's functions return, by a name."""
+    paillier, _, bfv, bfv_private = keys
+    return {
+        "share": shares[0],
+        "verifiable share": mpc.shamir.split(torch.tensor([1.5]), threshold=2, count=3, verifiable=True)[1],
+        "share of bytes": mpc.shamir.split(b"secret", threshold=2, count=2)[0],
+        "triple": mpc.beaver.deal_triples(shares[0].sharing, shares[0].sharing)[0],
+        "Paillier key": paillier,
+        "Paillier ciphertexts": paillier.encrypt(np.array([1.5, -2.0]), limit=4.0),
+        "packed ciphertexts": paillier.encrypt(torch.tensor([1, 2, 3]), pack=True),
+        "BFV parameters": bfv.parameters,
+        "BFV key": bfv,
+        "BFV ciphertexts": bfv.encrypt([1, 2, 3]),
+        "BFV ciphertexts of the key holder": bfv_private.encrypt(torch.tensor([[1, 2], [3, 4]])),
+        "a BFV result": bfv.encrypt([1, 2, 3]).rotate(1) * 2,
+        "event": EVENT,
+        "budget": dp.Budget(epsilon=1.0, delta=1e-5),
+        "clipping": dp.AdaptiveClipping(quantile=0.3),
+        "settings": mpc.SecureAggregation(clients=3, threshold=2, size=4, max_abs=1.0),
+        "statement": dp.PrivacyLedger().statement(),
+    }
+
+
+def test_values_cross_processes_and_compare(values):
+    for name, value in values.items():
+        for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), copy.copy(value)):
+            assert other == value, name
+            assert type(other) is type(value)
+        assert value != "another"
+        assert [key for key, other in values.items() if value == other] == [name]
+
+
+def test_values_that_differ_in_little_differ(keys, shares, values):
+    paillier, paillier_private, bfv, bfv_private = keys
     again = mpc.shamir.split(torch.tensor([1, -2, 3]), threshold=2, count=3)
-    assert SHARES[0] not in (SHARES[1], again[0])
-    assert len({*SHARES, *again, copy.copy(SHARES[0])}) == 6
-    for public in (PAILLIER, BFV):  # ciphertexts of the same values
+    assert shares[0] not in (shares[1], again[0])
+    assert len({*shares, *again, copy.copy(shares[0])}) == 6
+    for public in (paillier, bfv):  # ciphertexts of the same values
         assert public.encrypt([1]) != public.encrypt([1])
-    bare = he.bfv.PublicKey.from_bytes(BFV.to_bytes(computing=False))
-    assert bare != BFV
-    assert bare.fingerprint == BFV.fingerprint
-    restored = pickle.loads(pickle.dumps((BFV, VALUES["a BFV result"])))
-    assert BFV_PRIVATE.decrypt(restored[1] + restored[0].encrypt([1, 1])).tolist()[:2] == [5, 7]
+    bare = he.bfv.PublicKey.from_bytes(bfv.to_bytes(computing=False))
+    assert bare != bfv
+    assert bare.fingerprint == bfv.fingerprint
+    restored = pickle.loads(pickle.dumps((bfv, values["a BFV result"])))
+    assert bfv_private.decrypt(restored[1] + restored[0].encrypt([1, 1])).tolist()[:2] == [5, 7]
     one, two = (mpc.secure_aggregate(UPDATES, 2, max_abs=bound).report for bound in (4.0, 0.5))
     assert pickle.loads(pickle.dumps(one)) == one != two
-    results = PAILLIER.encrypt(np.array([1, 2])) * 3  # a pickle has other randomness: a product shows its factor
+    results = paillier.encrypt(np.array([1, 2])) * 3  # a pickle has other randomness: a product shows its factor
     assert pickle.loads(pickle.dumps(results)) != results
-    assert PAILLIER_PRIVATE.decrypt(pickle.loads(pickle.dumps(results))).tolist() == [3, 6]
+    assert paillier_private.decrypt(pickle.loads(pickle.dumps(results))).tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("private", [PAILLIER_PRIVATE, BFV_PRIVATE])
-def test_private_keys_are_not_pickled(private):
-    for duplicate in (pickle.dumps, copy.copy, copy.deepcopy):
+def test_private_keys_are_not_pickled(keys):
+    for private, duplicate in itertools.product(keys[1::2], (pickle.dumps, copy.copy, copy.deepcopy)):
         with pytest.raises(ConfigError, match="a private key is not pickled or copied"):
             duplicate(private)
 
 
-def test_representations_say_what_a_person_wants(tmp_path):
+def test_representations_say_what_a_person_wants(tmp_path, values):
     for name, value in public():
         if inspect.isclass(value):
             assert value.__repr__ is not object.__repr__, name
@@ -293,21 +304,22 @@ def test_representations_say_what_a_person_wants(tmp_path):
     assert repr(privatizer).startswith("Privatizer(noise_multiplier=1.5, sensitivity=2, sampling='unknown'")
     assert repr(dp.PoissonSampler(60000, 0.01)) == "PoissonSampler(60000 units, sample_rate=0.01, steps=None)"
     assert repr(dp.GroupedSampler([1, 1, 2], 0.5)).startswith("GroupedSampler(2 units")
-    assert repr(VALUES["triple"]).startswith("Triple(a=Share(1 of 3, threshold 2")
+    assert repr(values["triple"]).startswith("Triple(a=Share(1 of 3, threshold 2")
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "CPU", acl.devices()[-1]])
-def test_devices_are_given_as_elsewhere(device):
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "CPU", acl.runtime.ComputeDevice])
+def test_devices_are_given_as_elsewhere(device, keys, shares):
+    device = acl.devices()[-1] if device is acl.runtime.ComputeDevice else device
     setup = mpc.SecureAggregation(clients=3, threshold=2, size=2, max_abs=1.0)
-    signing, keys = make_identities(3)
+    signing, public = make_identities(3)
     for place in (device, None, "auto"):
-        assert isinstance(setup.server(0, keys, device=place).device, torch.device)
-        assert isinstance(setup.client(0, signing[0], keys, device=place).device, torch.device)
+        assert isinstance(setup.server(0, public, device=place).device, torch.device)
+        assert isinstance(setup.client(0, signing[0], public, device=place).device, torch.device)
     if not (isinstance(device, acl.runtime.ComputeDevice) and device.backend != "cpu"):
         assert mpc.secure_aggregate(UPDATES, 2, device=device).total.tolist() == [1.5, -0.5]
-        assert mpc.shamir.Share.from_bytes(SHARES[0].to_bytes(), device) == SHARES[0]
+        assert mpc.shamir.Share.from_bytes(shares[0].to_bytes(), device) == shares[0]
         assert mpc.shamir.combine(mpc.shamir.split([1, 2], 2, 3, device=device), device=device).tolist() == [1, 2]
-        assert PAILLIER.encrypt([1], device=device).residues.space.label == "cpu"
-        assert he.bfv.PublicKey.from_bytes(BFV.to_bytes(), device=device) == BFV
+        assert keys[0].encrypt([1], device=device).residues.space.label == "cpu"
+        assert he.bfv.PublicKey.from_bytes(keys[2].to_bytes(), device=device) == keys[2]
     with pytest.raises(ConfigError, match="device must be a name"):
-        setup.server(0, keys, device=3)
+        setup.server(0, public, device=3)

@@ -359,6 +359,7 @@ def test_models_of_layers_drawn_at_random(options):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.search(10)
 @both
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
