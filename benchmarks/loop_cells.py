@@ -346,6 +346,11 @@ class Cell:
         return (self.model.batch, self.model.tokens) if self.gpu else (2, 16)
 
     @property
+    def key(self) -> str:
+        """The family and the label."""
+        return f"{self.family} {self.label}"
+
+    @property
     def label(self) -> str:
         """The loop with its sizes."""
         batch, tokens = self.sizes

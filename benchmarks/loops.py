@@ -6,10 +6,11 @@ A cell is a family of models in a loop (benchmarks/loop_cells.py has the tables)
 difference of what the steps computed (losses, embeddings or tokens) and the difference of the weights that they left,
 each from the model as it was. Beside them is that of two runs of the model as it was, from weights that are rounded
 differently; a runner of ours may differ by 1.5 times as much, or have 1.5 times the error under autocast that the model
-as it was has. Then comes the ratio of the times of these first steps, compilation, captures and comparisons included,
-to those of the first run as it was ("first steps"). Once a patched model changes nothing more, there follow the ratio
-of the times and the times: of blocks of steps, in which the runners take turns; with the peak of the memory that each
-reserves, and its first step in this process. The loop "trainer" measures whole runs of transformers' Trainer instead,
+as it was has. All of these steps run on our ops, which a patched model takes later. Then comes the ratio of the times
+of the first steps of another patched model, compilation, captures and comparisons included, to those of the first run
+as it was ("first steps"). Once that model changes nothing more, there follow the ratio of the times and the times: of
+blocks of steps, in which the runners take turns; with the peak of the memory that each reserves, and its first step in
+this process. The loop "trainer" measures whole runs of transformers' Trainer instead,
 each in a process of its own: with empty caches of compiled kernels ("cold"), and with all kernels of the run before
 ("warm").
 
@@ -18,7 +19,6 @@ On a CPU the models are tiny: a test of results, not of speed.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -73,14 +74,18 @@ _MILLION, _LEAST = 1e6, 1e-3
 _BLOCKS, _BLOCK = 5, 4
 """Blocks of steps that each runner is timed in, and the steps of one."""
 
-_QUIET, _QUIET_S, _SETTLE_S = 3, 0.6, 15.0
-"""Blocks, and seconds, in which a patched model changes nothing before it is timed; and the most seconds until then."""
+_QUIET, _QUIET_S, _SETTLE_S, _KERNELS_S = 3, 0.6, 15.0, 60.0
+"""Blocks, and seconds, in which a patched model changes nothing before it is timed; the most seconds until then after
+its kernels are compiled, and until these are.
+"""
 
 _CELL_S, _RUNS_S = 4.0, 60.0
 """Expected seconds of a cell and of a family's runs of the Trainer on a large GPU, as it was and patched."""
 
-_COMPILE_S, _SHARE = 240.0, 0.06
-"""Seconds that compiling in other processes may take before the first cell; one's share of the device's memory."""
+_COMPILE_S, _SHARE, _COMPILING = 240.0, 0.06, 6
+"""Seconds that compiling in other processes may take before the first cell; one's share of the device's memory, and its
+steps.
+"""
 
 _TINY = (
     "on a CPU the models are tiny: ratios are no measure of speed; in up to the first "
@@ -132,16 +137,14 @@ class LoopsSuite(Suite):
         chosen = [(family, loop) for loop in self.loop or (*LOOPS, TRAINER) for family in self.family or FAMILIES]
         cells = [Cell(family, loop, run.gpu) for family, loop in chosen if loop != TRAINER]
         cases = [
-            SuiteCase(f"{cell.family} {cell.label}", functools.partial(self._measure_cell, cell), _CELL_S)
+            SuiteCase(cell.key, partial(self._measure_cell, cell), _CELL_S)
             for cell in cells if not cell.left_out
         ]  # fmt: skip
         trained = [
             family for family, loop in chosen
             if loop == TRAINER and not FAMILIES[family].only and FAMILIES[family].task != "pairs"
         ]  # fmt: skip
-        return cases + [
-            SuiteCase(f"{name} {TRAINER}", functools.partial(self._measure_runs, name), _RUNS_S) for name in trained
-        ]
+        return cases + [SuiteCase(f"{name} {TRAINER}", partial(self._measure_runs, name), _RUNS_S) for name in trained]
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is a time of a chosen cell; results have their bounds."""
@@ -156,7 +159,7 @@ class LoopsSuite(Suite):
         run.record.notes += [
             f"{cell.family} {cell.loop}: left out, it {cell.left_out}" for cell in out if cell.left_out
         ]
-        if self._compiled and (self.workers or 1) > 1:
+        if (self.workers or 1) > 1:
             self._compile(cases, run)
         try:
             measure_cases(self.name, cases, run)
@@ -173,7 +176,9 @@ class LoopsSuite(Suite):
 
         def groups(keys: set[str]) -> list[list[Task]]:
             left = [case.key for case in cases if case.key in keys and not case.key.endswith(TRAINER)]
-            return [[functools.partial(measure_quietly, quick, key)] for key in left]
+            tasks = [partial(measure_quietly, quick, key) for key in left] if self._compiled else []
+            cells = [(family, loop) for family in FAMILIES for loop in LOOPS if Cell(family, loop, run.gpu).key in left]
+            return [[each] for each in (*tasks, *[partial(_compile_ours, *each) for each in cells])]
 
         compile_first(groups, cases, run, self.workers or 1, limit_s=_COMPILE_S, share=_SHARE)
 
@@ -206,6 +211,11 @@ class LoopsSuite(Suite):
                 run.add(replace(base, runner=runner, implementation=runner, note=failure_note(error)))
                 continue
             row, runs = replace(base, runner=runner), [ready[TORCH].results, *others]
+            if run.gpu and one.running.report is not None:
+                one.settle(run.torch_device)
+            if runner in _PLAIN:
+                with override(race="off"):  # all on our ops, whatever was chosen
+                    one.results = _Ready.of(cell, runner, batches, steps, run).results
             checked = _compared(row, one.results, runs)
             if runner in _OURS and cell.low is not None and any(each.wrong for each in checked):
                 run.progress(f"{cell.family} {cell.label}: {TORCH}, in float32")
@@ -268,6 +278,16 @@ def _losses(one: dict[str, Any]) -> _Results:
     return _Results([torch.tensor(loss) for loss in one["losses"]])
 
 
+def _compile_ours(family: str, loop: str, device: ComputeDevice) -> None:
+    """Compile the kernels of a patched model's steps, for other processes."""
+    cell = Cell(family, loop, device.torch_device.startswith("cuda"))
+    with override(race="off"), background.awaited():
+        this = running(cell, OURS, torch.device(device.torch_device), cell.batches(_COMPILING))
+        for _ in itertools.islice(cell.how.steps(this), _COMPILING):
+            pass
+    remember(this.model)
+
+
 def _fail(wrong: Sequence[Row]) -> None:
     if wrong:
         raise CaseFailedError("; ".join(f"{row.op} {row.case}, {row.runner}: {row.note}" for row in wrong))
@@ -318,21 +338,21 @@ class _Ready:
         peak = torch.cuda.max_memory_reserved(where) - held if run.gpu else None
         trained = [x.detach().flatten().float() for x in this.model.parameters() if x.requires_grad and cell.how.trains]
         results = _Results(values, torch.cat(trained) if trained else None)
-        one = cls(this, iterator, max(1, int(_BLOCK * cell.how.share)), results, first, 1e-3 * (first + rest), peak)
-        if run.gpu and this.report is not None:
-            one.settle(where)
-        return one
+        return cls(this, iterator, max(1, int(_BLOCK * cell.how.share)), results, first, 1e-3 * (first + rest), peak)
 
     def settle(self, where: torch.device) -> None:
         """Make steps until all kernels are compiled, sides are chosen and graphs captured, or no more than usual."""
         assert self.running.report is not None  # for the type checker: the caller has looked
         report, at, same, before = self.running.report, self.running.at, 0, None
         changed = began = time.perf_counter()
-        while min(same / _QUIET, (time.perf_counter() - changed) / _QUIET_S) < 1 and changed - began < _SETTLE_S:
+        until = began + _SETTLE_S
+        while min(same / _QUIET, (time.perf_counter() - changed) / _QUIET_S) < 1 and changed < until:
             first_ms(self.advance, where)
             now = background.is_ready(), dict(report.choices), report.graphs["captured"]
             same = same + 1 if now == before and now[0] and now[1] else 0
             before, changed = now, changed if same else time.perf_counter()
+            if not now[0]:
+                until = min(began + _KERNELS_S, changed) + _SETTLE_S
         self.running.at = at
 
     def advance(self) -> None:

@@ -9,7 +9,7 @@ from test_patch_choice import STEPS, Clock, _on_our_ops  # noqa: F401  the latte
 from test_patch_graphs import on_cpu  # noqa: F401  a fixture
 
 import accelerant as acl
-from accelerant.nn.patching import choice
+from accelerant.nn.patching import buckets, choice
 from accelerant.nn.patching.record import RECORD
 
 
@@ -45,6 +45,21 @@ def test_graphs_are_our_side_once_they_are_captured(graphed, before, ours, side)
     assert clock.sides.count(0) >= min(choice.CLEAR)
     assert bool(model.__dict__[RECORD].graphs._captured) is (side == 2)  # no memory for graphs that lose
     assert len(report.choices) == 1
+
+
+def test_sides_take_turns_where_lengths_have_no_graphs(graphed, monkeypatch):
+    monkeypatch.setattr(buckets, "obstacle", lambda model: "for the test")
+    model, report, _, clock = graphed
+    clock.before = 0.9
+    for rows, most in ((2, choice.MOST_EAGER + choice.LAPS), (8, choice.LAPS)):  # two kinds, by their sizes
+        began = len(clock.sides)
+        for step in range(45):
+            outcome(model, batch("gpt2", B=rows, S=33 + step % 31, seed=step))
+        sides = clock.sides[began:]
+        assert 0 < sides.count(1) <= most
+        assert sides[:12].count(0) >= 4
+        assert sides[-9:] == [0] * 9, report
+    assert len(report.choices) == 2
 
 
 def test_without_memory_for_it_nothing_runs_as_it_was(graphed, monkeypatch):

@@ -1,10 +1,12 @@
 """Optimizers of patched models' parameters take fused kernels before their first step, and only then."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from accelerant.nn import patch, unpatch
 from accelerant.nn.patching import api
@@ -72,3 +74,16 @@ def test_other_optimizers_parameters_and_states_stay():
     assert more.param_groups[0]["fused"] is None
     unpatch(model)
     assert trained(model, torch.optim.AdamW).param_groups[0]["fused"] is None
+
+
+def test_torch_has_our_hook_while_a_model_is_patched(monkeypatch):
+    monkeypatch.setattr(api, "_with_fused_steps", weakref.WeakSet())
+    api._leave_steps(nn.Linear(1, 1))
+    hooks, models = _global_optimizer_pre_hooks, (layers(), layers())
+    for model in models:
+        patch(model)
+        assert list(hooks.values()).count(api._before_step) == 1
+    unpatch(models[0])
+    assert api._before_step in hooks.values()
+    unpatch(models[1])
+    assert api._before_step not in hooks.values()

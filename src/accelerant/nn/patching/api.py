@@ -5,7 +5,6 @@ transformers is optional, and used only for a model that contains one of its own
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
@@ -32,6 +31,7 @@ _USUAL_STEP = {"foreach": None, "fused": None, "capturable": False, "differentia
 
 _with_fused_steps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_step_hook: Any = None  # torch's handle, while there are patched models
 
 _PADDING = ("exact", "skip")
 _POLL_S = 0.05
@@ -119,8 +119,7 @@ def patch(
         _add_graphs(model, record, automatic=graph is None)
     if record.graphs is not None or record.report.changed:
         _add_choice(model, record, fixed=graph is True)
-        _register_fused_steps()
-        _with_fused_steps.add(model)
+        _fuse_steps(model)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
@@ -143,8 +142,8 @@ def unpatch(model: nn.Module) -> None:
         return
     record.check()
     record.undo()
-    _with_fused_steps.discard(model)
     owner = next(each for each in model.modules() if each.__dict__.get(RECORD) is record)  # a wrapper hands it on
+    _leave_steps(owner)
     del owner.__dict__[RECORD], owner.__dict__[_REPLICATE]
 
 
@@ -228,13 +227,23 @@ def _refuse_replica() -> None:
     )
 
 
-@functools.cache
-def _register_fused_steps() -> Any:
+def _fuse_steps(model: nn.Module) -> None:
     """Let optimizers of the models' parameters alone take torch's fused kernels, from their first step on.
 
     torch's usual step takes a kernel for each of its parts, as much time as the replays of a small model.
     """
-    return register_optimizer_step_pre_hook(_before_step)
+    global _step_hook
+    _with_fused_steps.add(model)
+    _step_hook = _step_hook or register_optimizer_step_pre_hook(_before_step)
+
+
+def _leave_steps(model: nn.Module) -> None:
+    """Leave the optimizers of a model alone that have not made a step yet."""
+    global _step_hook
+    _with_fused_steps.discard(model)
+    if not _with_fused_steps and _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.nn.patching import capture
+from accelerant.nn.patching.graphs import EAGER_CALLS
 from accelerant.nn.patching.record import RECORD, Forward, PatchRecord
 from accelerant.ops._library import is_watched
 from accelerant.runtime.compilation import background
@@ -86,6 +87,7 @@ class _Trial:
         early: laps as it was while kernels were compiled, which may have taken longer for that.
         elements: of the arguments of the last call.
         settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured.
+        rare: whether few calls run from graphs, as where lengths vary and cannot be padded.
         replays: calls that ran from graphs.
         kept_bytes: the most that a call on our ops kept for its backward pass on a GPU.
         cramped: whether memory ran out in a call as it was.
@@ -95,7 +97,7 @@ class _Trial:
     def __init__(self, key: Any, settled: bool, body: bool) -> None:
         self.key, self.settled, self.elements, self.body = key, settled, 0, body
         self.ours: bool | None = None
-        self.cramped = False
+        self.cramped = self.rare = False
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
         self.early: list[_Lap] = []
@@ -104,7 +106,7 @@ class _Trial:
     def side(self, current: bool) -> bool:
         """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared."""
         before, ours = self.calls
-        if not ours or not self.settled:
+        if not ours or not (self.settled or ours > EAGER_CALLS):
             return True
         return current if before == ours else ours < before
 
@@ -118,7 +120,8 @@ class _Trial:
         warm = graphs[WARM_UP] > before[WARM_UP]
         self.replays += replayed
         self._eager += warm
-        self.settled = self.settled or self._eager > MOST_EAGER or not warm
+        self.rare |= self._eager > MOST_EAGER
+        self.settled |= self.rare or not warm
         if replayed is not self._replayed and not warm:
             self._replayed = replayed
             self.laps[1].clear()
@@ -377,7 +380,8 @@ class Choice:
         trial = self._kinds.get(kind)
         if trial is None:
             body = record.plain or device.type == capture.DEVICE or device.type != "cpu"
-            trial = self._kinds[kind] = _Trial(kind, record.graphs is None or training is not graded, body)
+            rare = any(each.rare and _but_sizes(each.key) == _but_sizes(kind) for each in self._kinds.values())
+            trial = self._kinds[kind] = _Trial(kind, record.graphs is None or training is not graded or rare, body)
             if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
             elif not body and not ("labels" in names and record.has_loss):
@@ -501,6 +505,11 @@ def _sizes(key: tuple[Any, ...]) -> tuple[int, int]:
     """Return the elements of the first tensor of a call's key, and of all."""
     sizes = [each for each in key[4:] if isinstance(each, int)]
     return (sizes[0], sum(sizes)) if sizes else (0, 0)
+
+
+def _but_sizes(kind: Any) -> tuple[Any, ...]:
+    """Return what tells kinds of calls apart but for their sizes."""
+    return *kind[:4], *kind[6:]
 
 
 def _class(elements: int) -> int:
