@@ -223,10 +223,14 @@ def test_a_mask_of_the_users_own_goes_to_torch():
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
-@pytest.mark.parametrize("cache", [None, True, False])
+@pytest.mark.parametrize("cache", [None, True, False, "checkpointing"])
 def test_positions_of_the_users_own(family, cache):
     """Transformers looks for packed sequences in them only where there is no cache."""
-    model, inputs = make(family), batch(family, 1) | {"use_cache": cache}
+    model, inputs = make(family), batch(family, 1)
+    if cache == "checkpointing":
+        model.gradient_checkpointing_enable()
+    else:
+        inputs["use_cache"] = cache
     inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]])
     before = outcome(model, inputs)
     acl.nn.patch(model)

@@ -126,20 +126,22 @@ def _packing(kwargs: dict[str, Any], spared: bool) -> contextlib.AbstractContext
 def _is_spared(model: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether nobody uses the cache of keys and values that a call with labels makes."""
     decodes = getattr(model.config, "is_encoder_decoder", False)
-    return model.training and kwargs.get("use_cache") is None and _needs_no_cache(kwargs, "decoder_" if decodes else "")
+    usual = model.training and kwargs.get("use_cache") is None
+    return usual and _needs_no_cache(model, kwargs, "decoder_" if decodes else "")
 
 
-def _needs_no_cache(kwargs: dict[str, Any], prefix: str) -> bool:
+def _needs_no_cache(model: Any, kwargs: dict[str, Any], prefix: str) -> bool:
     """Return whether a step without a cache computes the same as with one; `prefix` is of the decoder's arguments.
 
-    Without one, transformers looks for packed sequences in position_ids if there is no mask (`_packing` prevents that,
-    but for torch.compile), and assumes that a mask is as long as the keys.
+    Without one, as with gradient checkpointing, transformers looks for packed sequences in position_ids if there is no
+    mask (`_packing` prevents that, but for torch.compile), and assumes that a mask is as long as the keys.
     """
     if any(kwargs.get(name) is not None for name in _CACHES):
         return False
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is None:
-        return kwargs.get(f"{prefix}position_ids") is None or not torch.compiler.is_compiling()
+        read = torch.compiler.is_compiling() or model.is_gradient_checkpointing
+        return kwargs.get(f"{prefix}position_ids") is None or not read
     found = (kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}inputs_embeds"), kwargs.get("labels"))
     tokens = next((x for x in found[: 3 if prefix else 2] if x is not None), None)  # labels become a decoder's tokens
     return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
