@@ -28,37 +28,16 @@ from accelerant.privacy.he import bfv
 NOT_FOR_USERS = ("accelerant.cli", "accelerant.templates")
 
 ONE_NAME = {
-    "dev": "device",
-    "torch_device": "device",
-    "lr": "learning_rate",
-    "beta1": "betas",
-    "beta2": "betas",
-    "clip": "max_grad_norm, or max_abs of elements",
-    "clip_norm": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "max_norm": "max_grad_norm",
-    "micro_batch": "microbatch",
-    "micro_batch_size": "microbatch",
-    "accumulation": "accumulate",
-    "accumulation_steps": "accumulate",
-    "max_seconds": "timeout",
-    "directory": "path to read, out to write",
-    "folder": "path to read, out to write",
-    "file": "path to read, out to write",
-    "filename": "path to read, out to write",
-    "output": "out",
-    "timeout_s": "timeout",
-    "limit_s": "timeout",
-    "self_verify": "verify",
-    "verified": "verify",
-    "validate": "check",
-    "checked": "check",
-    "random_seed": "seed",
-    "rng_seed": "seed",
-    "sigma": "noise_multiplier",
-    "secure": "insecure",
+    "dev": "device", "torch_device": "device", "lr": "learning_rate", "beta1": "betas", "beta2": "betas",
+    "clip": "max_grad_norm, or max_abs of elements", "clip_norm": "max_grad_norm", "grad_clip": "max_grad_norm",
+    "max_norm": "max_grad_norm", "micro_batch": "microbatch", "micro_batch_size": "microbatch",
+    "accumulation": "accumulate", "accumulation_steps": "accumulate", "max_seconds": "timeout",
+    "directory": "path to read, out to write", "folder": "path to read, out to write",
+    "file": "path to read, out to write", "filename": "path to read, out to write", "output": "out",
+    "timeout_s": "timeout", "limit_s": "timeout", "self_verify": "verify", "verified": "verify", "validate": "check",
+    "checked": "check", "random_seed": "seed", "rng_seed": "seed", "sigma": "noise_multiplier", "secure": "insecure",
     "insecure_noise": "insecure",
-}
+}  # fmt: skip
 """A name that no public argument has, and the one for it."""
 
 UNITS = "a field of a configuration has its unit in its name"

@@ -50,11 +50,8 @@ def test_losses_come_first():
     peer = replace(ROW, op="layer_norm", runner="torch", speedup=None)
     ordered = record(ROW, lost, worse, peer).ordered()
     assert [(row.op, row.runner) for row in ordered] == [
-        ("layer_norm", "accelerant"),
-        ("layer_norm", "torch"),
-        ("softmax", "accelerant"),
-        ("gelu", "accelerant"),
-    ]
+        ("layer_norm", "accelerant"), ("layer_norm", "torch"), ("softmax", "accelerant"), ("gelu", "accelerant"),
+    ]  # fmt: skip
 
 
 def test_a_target_is_the_least_where_higher_is_better():

@@ -92,11 +92,8 @@ def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
     record = run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
     assert [(row.op, row.runner) for row in record.rows] == [
-        ("field_add", "accelerant"),
-        ("field_add", "torch"),
-        ("field_add", "numpy"),
-        ("field_add kernel", "accelerant"),
-    ]
+        ("field_add", "accelerant"), ("field_add", "torch"), ("field_add", "numpy"), ("field_add kernel", "accelerant"),
+    ]  # fmt: skip
     assert record.rows[0].speedup > 0
     assert all(row.percent_of_ceiling > 0 and row.wall_ms == row.p50 for row in record.rows)
     assert "wall ms" in record.table()

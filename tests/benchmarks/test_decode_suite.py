@@ -18,11 +18,8 @@ from benchmarks.decode import DecodeSuite
 def test_both_dtypes_are_measured_and_right():
     record = run_suite(DecodeSuite(against=("torch",), budget_s=0.0), registry.find_device("cpu"))
     assert [(row.case.rpartition(" ")[2], row.runner) for row in record.rows] == [
-        ("bfloat16", "torch"),
-        ("bfloat16", "accelerant"),
-        ("int8", "torch"),
-        ("int8", "accelerant"),
-    ]
+        ("bfloat16", "torch"), ("bfloat16", "accelerant"), ("int8", "torch"), ("int8", "accelerant"),
+    ]  # fmt: skip
     for row in record.rows:
         assert row.p20 <= row.p50 <= row.p80
         assert row.percent_of_ceiling > 0

@@ -13,13 +13,10 @@ def test_both_directions_are_measured_and_compared():
     rows = run_suite(suite, registry.find_device("cpu")).rows
     timed = [(row.case, row.implementation) for row in rows if row.p50]
     assert timed == [
-        ("2x16x32 float32", "llvm"),
-        ("2x16x32 float32", "torch"),
-        ("2x16x32 float32 and backward", "llvm"),
-        ("2x16x32 float32 and backward", "torch"),
-        ("2x16x20 float32", "torch"),
+        ("2x16x32 float32", "llvm"), ("2x16x32 float32", "torch"), ("2x16x32 float32 and backward", "llvm"),
+        ("2x16x32 float32 and backward", "torch"), ("2x16x20 float32", "torch"),
         ("2x16x20 float32 and backward", "torch"),
-    ]
+    ]  # fmt: skip
     assert all(row.speedup for row in rows if row.p50 and row.implementation == "llvm")
     assert "multiple of 32, got 20" in next(row.note for row in rows if row.implementation == "llvm" and not row.p50)
 

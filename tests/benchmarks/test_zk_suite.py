@@ -169,11 +169,8 @@ def test_on_a_gpu_arithmetic_is_compared_with_the_multipliers_rate(case, device,
 
 def test_cases_are_chosen_by_parts_of_their_names():
     assert [case.key for case in ZkSuite(("MSM bls", "ntt goldilocks 2^2")).chosen(gpu=True)] == [
-        "ntt goldilocks 2^20",
-        "ntt goldilocks 2^24",
-        "msm bls12_381_g1 2^20",
-        "msm bls12_381_g1 2^22",
-    ]
+        "ntt goldilocks 2^20", "ntt goldilocks 2^24", "msm bls12_381_g1 2^20", "msm bls12_381_g1 2^22",
+    ]  # fmt: skip
     for gpu, cases in ((False, CPU_CASES), (True, GPU_CASES)):
         assert ZkSuite().chosen(gpu) == list(cases)
         assert len({case.key for case in cases}) == len(cases)

@@ -54,31 +54,18 @@ def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ("bench gelu --device cpu --out ''", "--out"),
-        ("bench gelu --device cpu --size ''", "--size"),
-        ("bench all --suite neural --suite ''", "--suite"),
-        ("bench compare '' x", "BASELINE"),
-        ("bench check x ''", "RECORD"),
-        ("compile x -I ''", "--include"),
-        ("data info ''", "FILE"),
-        ("doctor --certify --quick --op ''", "--op"),
-        ("doctor --check ''", "--check"),
-        ("jobs show ''", "ID"),
-        ("jobs list --key-file ''", "--key-file"),
-        ("keys list --config ''", "--config"),
-        ("privacy statement ''", "LEDGER"),
-        ("profile ''", "SCRIPT"),
-        ("serve --directory ''", "--directory"),
-        ("serve --state-url=", "--state-url"),
-        ("serve --device cpu --device ''", "--device"),
-        ("tune --dtype ''", "--dtype"),
-        ("tune --out ''", "--out"),
-        ("zk prove '' x", "CIRCUIT.ZKEY"),
-        ("zk prove-many x y '' --out z", "WITNESS.WTNS"),
-        ("zk prove-many x y --ray ''", "--ray"),
+        ("bench gelu --device cpu --out ''", "--out"), ("bench gelu --device cpu --size ''", "--size"),
+        ("bench all --suite neural --suite ''", "--suite"), ("bench compare '' x", "BASELINE"),
+        ("bench check x ''", "RECORD"), ("compile x -I ''", "--include"), ("data info ''", "FILE"),
+        ("doctor --certify --quick --op ''", "--op"), ("doctor --check ''", "--check"), ("jobs show ''", "ID"),
+        ("jobs list --key-file ''", "--key-file"), ("keys list --config ''", "--config"),
+        ("privacy statement ''", "LEDGER"), ("profile ''", "SCRIPT"), ("serve --directory ''", "--directory"),
+        ("serve --state-url=", "--state-url"), ("serve --device cpu --device ''", "--device"),
+        ("tune --dtype ''", "--dtype"), ("tune --out ''", "--out"), ("zk prove '' x", "CIRCUIT.ZKEY"),
+        ("zk prove-many x y '' --out z", "WITNESS.WTNS"), ("zk prove-many x y --ray ''", "--ray"),
         ("zk verify x '' y", "PUBLIC.JSON"),
     ],
-)
+)  # fmt: skip
 def test_an_empty_argument_is_refused_by_name(line, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert status(*shlex.split(line)) == 2

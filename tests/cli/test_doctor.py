@@ -102,11 +102,9 @@ def test_the_lines_and_their_advice(capsys, monkeypatch):
     status, output, _ = run(capsys)
     assert status == 1
     assert output.splitlines() == [
-        "ok      engine               it [runs]",
-        "failed  wheels               three",
-        f"{'':29}to do: find one",
+        "ok      engine               it [runs]", "failed  wheels               three", f"{'':29}to do: find one",
         "1 ok, 0 warnings, 1 failed",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_wrong_result_is_found():

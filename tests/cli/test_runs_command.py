@@ -88,12 +88,10 @@ def test_a_received_summary_is_shown_without_what_is_no_figure(runs, folder, tmp
 @pytest.mark.parametrize(
     ("changes", "tokenizers", "texts"),
     [
-        ({}, False, False),
-        ({"seed": 5}, False, True),
-        ({"vocab_size": 300}, True, False),
+        ({}, False, False), ({"seed": 5}, False, True), ({"vocab_size": 300}, True, False),
         ({"tokenizer": "bpe", "context": 8}, True, True),
     ],
-)
+)  # fmt: skip
 def test_a_note_says_which_losses_do_not_compare(runs, folder, tmp_path, changes, tokenizers, texts):
     other = shutil.copytree(folder / "runs" / "a", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
@@ -107,11 +105,8 @@ def test_a_note_says_which_losses_do_not_compare(runs, folder, tmp_path, changes
 def test_a_run_is_exported(runs, tmp_path):
     assert runs("runs/a", "--export", tmp_path / "model")[0] == 0
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,8 @@ def test_prove_names_its_files_as_snarkjs_does(run, folder):
     assert status == 0
     facts = json.loads(output)
     assert (facts["proof"], facts["public"], facts["public_inputs"], facts["verified"]) == (
-        "proof.json",
-        "public.json",
-        2,
-        True,
-    )
+        "proof.json", "public.json", 2, True,
+    )  # fmt: skip
     assert set(facts["seconds"]) > {"witness", "quotient", "proof", "verification"}
     proof = Proof.from_json((folder / "proof.json").read_text(), (folder / "public.json").read_text())
     assert verify(VerificationKey.from_zkey(PRODUCT / "product.zkey"), proof.public, proof)
@@ -99,13 +96,11 @@ def test_both_files_or_none(run, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("targets", "match"),
     [
-        (("p.json", "p.json"), "another name"),
-        (("w.wtns", "q.json"), "also to be read"),
-        (("./sub/../k.zkey", "q.json"), "also to be read"),
-        (("nowhere/p.json", "q.json"), "does not exist"),
+        (("p.json", "p.json"), "another name"), (("w.wtns", "q.json"), "also to be read"),
+        (("./sub/../k.zkey", "q.json"), "also to be read"), (("nowhere/p.json", "q.json"), "does not exist"),
         (("sub", "q.json"), "is a directory"),
     ],
-)
+)  # fmt: skip
 def test_targets_are_looked_at_first(run, folder, targets, match):
     shutil.copy(PRODUCT / "product.zkey", folder / "k.zkey")
     shutil.copy(PRODUCT / "product.wtns", folder / "w.wtns")
@@ -420,11 +415,8 @@ def test_export_vk(run, folder):
     assert run("export-vk", RANGE / "circuit.zkey", "vk.json")[:2] == (0, "vk.json: 18 public inputs, bn254\n")
     assert (folder / "vk.json").read_text() == (RANGE / "verification_key.json").read_text()
     assert json.loads(run("export-vk", RANGE / "circuit.zkey", "vk.json", "--json")[1]) == {
-        "key": "vk.json",
-        "curve": "bn254",
-        "public_inputs": 18,
-        "forgeable": None,
-    }
+        "key": "vk.json", "curve": "bn254", "public_inputs": 18, "forgeable": None,
+    }  # fmt: skip
 
 
 def test_calldata(run):

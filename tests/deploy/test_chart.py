@@ -27,10 +27,7 @@ ON = {
     "image": {"pullSecrets": [{"name": "registry"}]},
     "gpu": {"vendor": "nvidia", "count": 2, "resource": "nvidia.com/mig-1g.10gb", "runtimeClassName": "nvidia"},
     "settings": {
-        "lease_s": 60.5,
-        "queue_jobs": 2_000_000_000,
-        "short_s": 0.25,
-        "devices": ["cuda:0"],
+        "lease_s": 60.5, "queue_jobs": 2_000_000_000, "short_s": 0.25, "devices": ["cuda:0"],
         "models": {"tiny": "/srv/tiny"},
     },
     "secret": {"keys": "{}", "stateUrl": URL},
@@ -50,13 +47,11 @@ ON = {
     "env": [{"name": "ACCELERANT_LOG", "value": "info"}],
     "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
     "volumeMounts": [{"name": "models", "mountPath": "/srv", "readOnly": True}],
-}
+}  # fmt: skip
 OFF = {
-    "secret": {"existing": "own"},
-    "persistence": {"enabled": False},
-    "podDisruptionBudget": {"enabled": False},
+    "secret": {"existing": "own"}, "persistence": {"enabled": False}, "podDisruptionBudget": {"enabled": False},
     "networkPolicy": {"enabled": False},
-}
+}  # fmt: skip
 TLS = {
     "secret": {"existing": "own"},
     "settings": {"tls_certificate": "/etc/tls/tls.crt", "tls_key": "/etc/tls/tls.key"},
@@ -172,12 +167,10 @@ def test_pods_have_no_privilege(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "resource", "count", "variant"),
     [
-        ("cpu", None, None, "cpu"),
-        ("nvidia", "nvidia.com/gpu", 1, "cuda"),
-        ("amd", "amd.com/gpu", 8, "rocm"),
+        ("cpu", None, None, "cpu"), ("nvidia", "nvidia.com/gpu", 1, "cuda"), ("amd", "amd.com/gpu", 8, "rocm"),
         ("on", "nvidia.com/mig-1g.10gb", 2, "cuda"),
     ],
-)
+)  # fmt: skip
 def test_the_vendor_chooses_resource_image_and_toleration(tmp_path, name, resource, count, variant):
     pod = pod_of(rendered(tmp_path, VALUES[name]))
     limits = pod["containers"][0]["resources"]["limits"]

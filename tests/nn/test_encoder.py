@@ -84,12 +84,8 @@ def test_a_trained_encoder_has_the_vectors_of_transformers():
     folder = Path(package.origin).parent / "model"
     encoder, model = Encoder(folder), AutoModel.from_pretrained(folder).eval()
     texts = [
-        "a cat sits on the mat",
-        "a kitten rests on a rug",
-        "the market fell by two per cent",
-        "Zürich 日本 🚀",
-        "",
-    ]
+        "a cat sits on the mat", "a kitten rests on a rug", "the market fell by two per cent", "Zürich 日本 🚀", "",
+    ]  # fmt: skip
     found = encoder.encode(texts)
     torch.testing.assert_close(found, reference(model, encoder.tokens(texts), "mean"), rtol=0, atol=1e-5)
     near = found @ found.T

@@ -24,15 +24,10 @@ FAMILIES = {
     "qwen3": {"rope_scaling": None, "qk_norm": True, "head_width": 32},
 }
 LAYER = {
-    "norm_1": ["attn_norm"],
-    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
-    "attention.projection": ["attn_output"],
-    "attention.q_norm": ["attn_q_norm"],
-    "attention.k_norm": ["attn_k_norm"],
-    "norm_2": ["ffn_norm"],
-    "mlp.gate_up": ["ffn_gate", "ffn_up"],
-    "mlp.down": ["ffn_down"],
-}
+    "norm_1": ["attn_norm"], "attention.qkv": ["attn_q", "attn_k", "attn_v"], "attention.projection": ["attn_output"],
+    "attention.q_norm": ["attn_q_norm"], "attention.k_norm": ["attn_k_norm"], "norm_2": ["ffn_norm"],
+    "mlp.gate_up": ["ffn_gate", "ffn_up"], "mlp.down": ["ffn_down"],
+}  # fmt: skip
 
 
 def drawn(family):
@@ -102,20 +97,12 @@ def converted(model, kind):
 
 def metadata(config, architecture):
     values = {
-        "general.architecture": architecture,
-        "block_count": config.layers,
-        "context_length": config.context,
-        "embedding_length": config.width,
-        "feed_forward_length": config.hidden,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.layer_norm_rms_epsilon": config.eps,
-        "attention.key_length": config.head_size,
-        "rope.freq_base": config.rope_base,
-        "tokenizer.chat_template": TEMPLATE,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.tokens": ["a", "b"],
-    }
+        "general.architecture": architecture, "block_count": config.layers, "context_length": config.context,
+        "embedding_length": config.width, "feed_forward_length": config.hidden, "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.eps,
+        "attention.key_length": config.head_size, "rope.freq_base": config.rope_base,
+        "tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.tokens": ["a", "b"],
+    }  # fmt: skip
     if config.window is not None:
         values["attention.sliding_window"] = config.window
     whole = ("general", "tokenizer")

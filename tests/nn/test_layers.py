@@ -56,12 +56,10 @@ def test_autocast_computes_low_and_leaves_gradients_in_the_master_dtype():
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (Linear(4, 3), (2, 5)),
-        (LayerNorm(4), (2, 5)),
-        (MultiHeadAttention(4, 2), (3, 4)),
+        (Linear(4, 3), (2, 5)), (LayerNorm(4), (2, 5)), (MultiHeadAttention(4, 2), (3, 4)),
         (MultiHeadAttention(4, 2), (1, 3, 5)),
     ],
-)
+)  # fmt: skip
 def test_wrong_shapes_are_refused(layer, shape):
     with pytest.raises(ShapeError, match=r"takes \("):
         layer(torch.zeros(shape))

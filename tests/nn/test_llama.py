@@ -14,12 +14,9 @@ from accelerant.ops.rope.op import Llama3Scaling
 transformers = pytest.importorskip("transformers")
 
 SCALING = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 CONFIG = LlamaConfig(
     vocab_size=101, context=64, layers=2, heads=4, kv_heads=2, width=32, hidden=48, rope_base=1000.0, rope_scaling=None
 )
@@ -267,15 +264,12 @@ def test_a_later_token_does_not_change_earlier_logits(model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layers": 0}, "layers must be at least 1"),
-        ({"kv_heads": 3}, "kv_heads must divide heads"),
-        ({"width": 30}, "multiple of heads"),
-        ({"width": 36}, "even width, got 9"),
-        ({"head_width": 7}, "even width, got 7"),
-        ({"rope_base": 0.0}, "rope_base must be above 0"),
+        ({"layers": 0}, "layers must be at least 1"), ({"kv_heads": 3}, "kv_heads must divide heads"),
+        ({"width": 30}, "multiple of heads"), ({"width": 36}, "even width, got 9"),
+        ({"head_width": 7}, "even width, got 7"), ({"rope_base": 0.0}, "rope_base must be above 0"),
         ({"eps": -1.0}, "eps must be 0 or more"),
     ],
-)
+)  # fmt: skip
 def test_config_refuses(changes, words):
     fields = CONFIG.to_dict() | changes
     with pytest.raises(ConfigError, match=words):

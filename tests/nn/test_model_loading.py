@@ -331,12 +331,8 @@ def test_files_that_lie_are_named(tmp_path, unread):
     header = json.loads(whole[8 : 8 + size])
     name = next(name for name in header if name != "__metadata__")
     lying = [
-        whole[:-1],
-        whole[: 8 + size // 2],
-        whole[:4],
-        b"",
-        (2**60).to_bytes(8, "little") + whole[8:],
-    ]
+        whole[:-1], whole[: 8 + size // 2], whole[:4], b"", (2**60).to_bytes(8, "little") + whole[8:],
+    ]  # fmt: skip
     for change in ({"shape": [10**9, 10**9]}, {"data_offsets": [0, 10**15]}, {"dtype": "F8_E4M3"}, {"dtype": "I32"}):
         text = json.dumps(header | {name: header[name] | change}).encode()
         lying.append(len(text).to_bytes(8, "little") + text + whole[8 + size :])

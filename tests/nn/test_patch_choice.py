@@ -87,14 +87,11 @@ def run(net, steps=STEPS, train=True, count=8):
 @pytest.mark.parametrize(
     ("before", "ours", "wins", "said"),
     [
-        (1.0, 1.12, False, "as it was, 12% faster here"),
-        (1.0, 1.03, False, "as it was, 3% faster here"),
-        (1.01, 1.0, False, "as it was, equal within 5%"),
-        (1.04, 1.0, False, "as it was, equal within 5%"),
-        (1.07, 1.0, True, "on our ops, 7% faster here"),
-        (1.3, 1.0, True, "on our ops, 30% faster here"),
+        (1.0, 1.12, False, "as it was, 12% faster here"), (1.0, 1.03, False, "as it was, 3% faster here"),
+        (1.01, 1.0, False, "as it was, equal within 5%"), (1.04, 1.0, False, "as it was, equal within 5%"),
+        (1.07, 1.0, True, "on our ops, 7% faster here"), (1.3, 1.0, True, "on our ops, 30% faster here"),
     ],
-)
+)  # fmt: skip
 def test_the_faster_side_is_chosen_and_said(clock, train, before, ours, wins, said):
     clock.before, clock.ours = before, ours
     net = Normed(clock)

@@ -44,11 +44,8 @@ def prompt(length, rows=1, seed=0):
 def generated(model, inputs, **options):
     torch.manual_seed(0)
     options = {
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    } | options
+        "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True,
+    } | options  # fmt: skip
     return model.generate(**inputs, **options)
 
 

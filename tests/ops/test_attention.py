@@ -886,12 +886,9 @@ def test_long_sequences_of_bfloat16_and_tiles_keep_torchs_own_kernel(monkeypatch
 
     monkeypatch.setattr(op, "has_matrix_tiles", lambda: False)
     cases = (
-        (torch.bfloat16, 256),
-        (torch.bfloat16, 257),
-        (torch.bfloat16, 256, 65),
-        (torch.float16, 4096),
+        (torch.bfloat16, 256), (torch.bfloat16, 257), (torch.bfloat16, 256, 65), (torch.float16, 4096),
         (torch.float32, 16),
-    )
+    )  # fmt: skip
     assert [wide(*case) for case in cases] == [True, False, False, True, False]
     monkeypatch.setattr(op, "has_matrix_tiles", lambda: True)
     assert [wide(*case) for case in cases] == [False, False, False, True, False]

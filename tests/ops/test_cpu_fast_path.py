@@ -122,13 +122,10 @@ def test_calls_that_record_a_gradient_are_timed_less_often_once_many_were_counte
 @pytest.mark.parametrize(
     "call",
     [
-        lambda by: by(torch.ones(4, 3)),
-        lambda by: by(X.double()),
-        lambda by: by(X, 2),
-        lambda by: by(X, scale=2),
+        lambda by: by(torch.ones(4, 3)), lambda by: by(X.double()), lambda by: by(X, 2), lambda by: by(X, scale=2),
     ],
     ids=["shape", "dtype", "option", "named option"],
-)
+)  # fmt: skip
 def test_another_kind_is_checked_first(call, probe):
     probe.learn(X)
     assert call(probe.by) == ["function"]
@@ -173,16 +170,11 @@ def explained():
 @pytest.mark.parametrize(
     "around",
     [
-        lambda: override(race="first_use"),
-        lambda: force(gelu_fwd="torch"),
-        deterministic,
-        explained,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        Seen,
-        torch.autograd.forward_ad.dual_level,
+        lambda: override(race="first_use"), lambda: force(gelu_fwd="torch"), deterministic, explained,
+        lambda: torch.autocast("cpu", torch.bfloat16), Seen, torch.autograd.forward_ad.dual_level,
     ],
     ids=["race", "force", "deterministic", "explained", "autocast", "mode", "forward mode"],
-)
+)  # fmt: skip
 def test_who_is_to_be_asked_is_asked(around, probe):
     probe.learn(X)
     with around():
@@ -733,14 +725,11 @@ def calls_of(run):
 @pytest.mark.parametrize(
     ("call", "most"),
     [
-        (lambda: ops.relu(A), 2),
-        (lambda: ops.gelu(A, "tanh"), 3),
-        (lambda: ops.add(A, A), 4),
-        (lambda: ops.softmax(A), 3),
-        (lambda: ops.layer_norm(A, B[0], B[1]), 3),
+        (lambda: ops.relu(A), 2), (lambda: ops.gelu(A, "tanh"), 3), (lambda: ops.add(A, A), 4),
+        (lambda: ops.softmax(A), 3), (lambda: ops.layer_norm(A, B[0], B[1]), 3),
     ],
     ids=["relu", "gelu", "add", "softmax", "layer_norm"],
-)
+)  # fmt: skip
 def test_a_small_call_enters_few_functions(call, most):
     """What an eager call costs beside torch's own is what Python does; a call like the one before is recognized."""
     for _ in range(5):

@@ -75,15 +75,11 @@ def close(found, expected, tolerance):
 KINDS = pytest.mark.parametrize(
     "kind",
     [
-        {},
-        {"norm": True},
-        {"residual": True},
-        {"gated": True},
-        {"norm": True, "gated": True},
+        {}, {"norm": True}, {"residual": True}, {"gated": True}, {"norm": True, "gated": True},
         {"norm": True, "residual": True, "gated": True},
     ],
     ids=lambda kind: "+".join(kind) or "plain",
-)
+)  # fmt: skip
 
 
 # --- linear ----------------------------------------------------------------------------------------------------------
@@ -152,13 +148,11 @@ def test_nothing_to_compute(interpreted):
         ((torch.zeros(1, 3), torch.zeros(3, 3)), {"gated": True}, ShapeError, "even number of rows, got 3"),
         ((torch.zeros(1, 3), torch.zeros(2, 3)), {"norm": torch.zeros(2)}, ShapeError, r"norm must be \(3,\)"),
         (
-            (torch.zeros(1, 3), torch.zeros(2, 3)),
-            {"residual": torch.zeros(1, 3)},
-            ShapeError,
+            (torch.zeros(1, 3), torch.zeros(2, 3)), {"residual": torch.zeros(1, 3)}, ShapeError,
             r"residual must be \(1, 2\)",
         ),
     ],
-)
+)  # fmt: skip
 def test_linear_refuses(args, options, error, words):
     with pytest.raises(error, match=words):
         linear(*args, **options)
@@ -291,13 +285,10 @@ def test_append_refuses():
 @pytest.mark.parametrize(
     ("N", "K", "kind"),
     [
-        (6144, 4096, {"norm": True}),
-        (4096, 4096, {"residual": True}),
-        (14336, 4096, {"norm": True, "gated": True}),
-        (4096, 14336, {"residual": True}),
-        (1001, 4112, {"norm": True, "residual": True}),
+        (6144, 4096, {"norm": True}), (4096, 4096, {"residual": True}), (14336, 4096, {"norm": True, "gated": True}),
+        (4096, 14336, {"residual": True}), (1001, 4112, {"norm": True, "residual": True}),
     ],
-)
+)  # fmt: skip
 def test_a_large_layer_on_a_gpu(N, K, kind, integers, plan_of):
     args, options = tensors(1, N, K, torch.bfloat16, integers=integers, **kind)
     args = tuple(None if each is None else each.cuda() for each in args)

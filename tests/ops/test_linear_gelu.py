@@ -147,12 +147,10 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize(
     ("dtype", "shape", "words"),
     [
-        (torch.float64, (8, 8, 8), "computes in float32"),
-        (torch.float32, (8, 8, 8), "left to the library"),
-        (torch.bfloat16, (8, 8, 9), "rows of 9 elements"),
-        (torch.bfloat16, (8, 9, 8), None),
+        (torch.float64, (8, 8, 8), "computes in float32"), (torch.float32, (8, 8, 8), "left to the library"),
+        (torch.bfloat16, (8, 8, 9), "rows of 9 elements"), (torch.bfloat16, (8, 9, 8), None),
     ],
-)
+)  # fmt: skip
 def test_kernel_leaves_to_the_library(dtype, shape, words):
     reason = _refuses(Case(CUDA, dtype, shape))
     assert words in reason if words else reason is None

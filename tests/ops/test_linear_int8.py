@@ -36,11 +36,9 @@ def close(y, reference, relative):
 # --- weight alone ----------------------------------------------------------------------------------------------------
 
 STRIPS = [
-    launch.StripTile(1, 4, 16, 4, 2),
-    launch.StripTile(2, 1, 32, 4, 3),
-    launch.StripTile(4, 2, 16, 1, 1),
+    launch.StripTile(1, 4, 16, 4, 2), launch.StripTile(2, 1, 32, 4, 3), launch.StripTile(4, 2, 16, 1, 1),
     launch.StripTile(2, 8, 64, 4, 1, stages=3),
-]
+]  # fmt: skip
 TILES = [
     launch.Int8Tile(16, 32, 16, 4, 2),
     launch.Int8Tile(32, 16, 32, 4, 2, group=2),

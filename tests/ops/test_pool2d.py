@@ -120,11 +120,9 @@ def windows_and_dtypes():
     """(kernel, stride, padding, dilation, dtype): two windows and dtypes are quick, the rest is slow."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     windows = (
-        ((3, 3), (2, 2), (1, 1), (1, 1)),
-        ((2, 3), (1, 1), (0, 1), (2, 3)),
-        ((1, 2), (3, 2), (0, 1), (1, 2)),
+        ((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 3), (1, 1), (0, 1), (2, 3)), ((1, 2), (3, 2), (0, 1), (1, 2)),
         ((4, 2), (3, 4), (2, 0), (1, 3)),
-    )
+    )  # fmt: skip
     for place, window in enumerate(windows):
         for dtype in dtypes:
             marks = [] if place % 2 == 0 and dtype == dtypes[place] else [pytest.mark.slow]

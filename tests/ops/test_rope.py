@@ -129,13 +129,11 @@ def test_low_precision_rounds_once(dtype, table, interpreted):
 @pytest.mark.parametrize(
     "plan",
     [
-        launch.RopeTile(1, 1, 8, 1),
-        launch.RopeTile(4, 2, 16, 1),
-        launch.RopeTile(2, 8, 8, 4),
+        launch.RopeTile(1, 1, 8, 1), launch.RopeTile(4, 2, 16, 1), launch.RopeTile(2, 8, 8, 4),
         launch.RopeTile(1, 4, 32, 2),
     ],
     ids=str,
-)
+)  # fmt: skip
 @PAIRS
 def test_any_plan_gives_the_same(plan, interleaved, interpreted):
     x, (cos, sin) = torch.randn(2, 5, 7, 14), torch.randn(2, 2, 7, 7)

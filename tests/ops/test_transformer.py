@@ -83,12 +83,10 @@ def test_column_sums_of_each_example(examples, T, N, dtype, way):
 @pytest.mark.parametrize(
     ("residual", "wanted"),
     [
-        (True, (True, True, True)),
-        (False, (True, False, False)),
-        (True, (False, False, True)),
+        (True, (True, True, True)), (False, (True, False, False)), (True, (False, False, True)),
         (False, (True, True, True)),
     ],
-)
+)  # fmt: skip
 def test_norm_backward_of_each_example(examples, T, N, residual, wanted, way):
     s, dy, ds = (draw((examples, T, N), F32, seed=seed) for seed in range(3))
     ds = ds if residual else None

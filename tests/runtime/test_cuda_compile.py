@@ -78,14 +78,12 @@ SPECIAL = triton.Specialization("some.module", "k", ("*fp32", "i32", "constexpr"
 @pytest.mark.parametrize(
     "other",
     [
-        replace(PLAIN, dialects={"cuda": "text "}),
-        replace(PLAIN, dialects={"portable": "text"}),
-        replace(PLAIN, options=("-DN=1",)),
-        replace(PLAIN, entries={"l": ("*f32",)}),
+        replace(PLAIN, dialects={"cuda": "text "}), replace(PLAIN, dialects={"portable": "text"}),
+        replace(PLAIN, options=("-DN=1",)), replace(PLAIN, entries={"l": ("*f32",)}),
         replace(PLAIN, entries={"k": ("*f32",), "l": ()}),
     ],
     ids=["program", "header", "options", "entries", "more entries"],
-)
+)  # fmt: skip
 def test_the_key_changes_with_the_source(other):
     assert cuda_key(other, "sm_90") != cuda_key(PLAIN, "sm_90")
 

@@ -120,11 +120,8 @@ def test_constants_and_types():
     assert constant("float", 0.5) == "0x3fe0000000000000"
     assert constant("i64", -1).type == "i64"
     assert [suffix(kind) for kind in ("i64", "<8 x i16>", "<4 x float>", "<2 x ptr>")] == [
-        "i64",
-        "v8i16",
-        "v4f32",
-        "v2p0",
-    ]
+        "i64", "v8i16", "v4f32", "v2p0",
+    ]  # fmt: skip
     assert (vector("i64", 1), vector("i64", 8)) == ("i64", "<8 x i64>")
 
 

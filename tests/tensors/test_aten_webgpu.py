@@ -42,12 +42,10 @@ def test_functions_of_one_value(place, expression, reference):
 @pytest.mark.parametrize(
     ("expression", "reference"),
     [
-        ("max(x0, x1)", torch.maximum),
-        ("min(x0, x1)", torch.minimum),
-        ("rem_floor(x0, x1)", torch.remainder),
+        ("max(x0, x1)", torch.maximum), ("min(x0, x1)", torch.minimum), ("rem_floor(x0, x1)", torch.remainder),
         ("div_floor(x0, x1)", torch.floor_divide),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_functions_of_two_values(place, expression, reference, dtype):
     some = [-7, -3, -1, 1, 2, 5, 100] if dtype == torch.int32 else [-7.5, -3.0, -0.5, 1.0, 2.25, 100.0]

@@ -167,11 +167,8 @@ CASES["scatter"] = [(X, 1, INDEX, Y), (X, 1, INDEX, 7.0)]
 CASES["scatter_add"] = [(X, 0, INDEX, Y), (WIDE, 2, INDEX.expand(2, 2, 3), torch.randn(2, 3, 4))]
 CASES["index_add"] = [(X, 0, INDEX[1], Y), (WIDE, 2, INDEX[1], torch.randn(2, 3, 3))]
 CASES["index"] = [
-    (X, [INDEX]),
-    (WIDE, [None, INDEX[0], INDEX[1]]),
-    (WIDE, [INDEX[1] % 2, INDEX[0] - 3]),
-    (TURNED, [None, INDEX]),
-]
+    (X, [INDEX]), (WIDE, [None, INDEX[0], INDEX[1]]), (WIDE, [INDEX[1] % 2, INDEX[0] - 3]), (TURNED, [None, INDEX]),
+]  # fmt: skip
 CASES["index_put"] = [
     (X, [INDEX[0]], Y),
     (WIDE, [None, INDEX[1]], torch.randn(2, 3, 5), True),

@@ -223,12 +223,9 @@ def test_the_sort_fills_the_buckets(space, sort):
     """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""
     curve = curve_of("bn254_g1")
     cuts = (
-        {},
-        {"window": 5, "segment": 3},
-        {"window": 11, "segment": 16, "shared": True},
-        {"window": 4, "segment": 2, "rounds": 2},
-        {"window": 6, "rounds": 3, "shared": True},
-    )
+        {}, {"window": 5, "segment": 3}, {"window": 11, "segment": 16, "shared": True},
+        {"window": 4, "segment": 2, "rounds": 2}, {"window": 6, "rounds": 3, "shared": True},
+    )  # fmt: skip
     for scalars, logarithms in cases(curve):
         for options in cuts if scalars else ():
             n, plan = len(scalars), device_plan(curve, len(scalars), 1 << 30, **options)

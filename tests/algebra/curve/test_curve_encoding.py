@@ -23,11 +23,8 @@ def sample(curve):
 
 def test_shapes():
     assert {name: curve_of(name).shape for name in NAMES} == {
-        "bn254_g1": (2, 4),
-        "bn254_g2": (2, 2, 4),
-        "bls12_381_g1": (2, 6),
-        "bls12_381_g2": (2, 2, 6),
-    }
+        "bn254_g1": (2, 4), "bn254_g2": (2, 2, 4), "bls12_381_g1": (2, 6), "bls12_381_g2": (2, 2, 6),
+    }  # fmt: skip
 
 
 @each_curve

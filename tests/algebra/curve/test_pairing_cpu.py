@@ -202,11 +202,8 @@ def test_points_of_small_order_are_refused(family, group):
 def test_the_points_of_small_order_are_such(family, group):
     curve = getattr(family, group)
     primes = {
-        "bn254_g1": [],
-        "bn254_g2": [10069],
-        "bls12_381_g1": [3, 11, 10177],
-        "bls12_381_g2": [13, 23, 2713, 11953],
-    }
+        "bn254_g1": [], "bn254_g2": [10069], "bls12_381_g1": [3, 11, 10177], "bls12_381_g2": [13, 23, 2713, 11953],
+    }  # fmt: skip
     assert small_primes(curve) == primes[curve.name]
     for prime in small_primes(curve):
         point = of_small_order(curve, prime)

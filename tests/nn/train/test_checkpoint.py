@@ -26,11 +26,9 @@ from accelerant.nn.train.checkpoint import (
 )
 
 TENSORS = {
-    "a": torch.arange(6.0).reshape(2, 3),
-    "b": torch.tensor(7.5),
-    "c": torch.ones(3, dtype=torch.bfloat16),
+    "a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.5), "c": torch.ones(3, dtype=torch.bfloat16),
     "empty": torch.zeros(0, 4),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -144,14 +142,11 @@ BOTH = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
 @pytest.mark.parametrize(
     ("code", "present", "damaged", "left"),
     [
-        (errno.ENOSPC, BOTH, False, BOTH[:1]),
-        (errno.EDQUOT, BOTH, False, BOTH[:1]),
-        (errno.ENOSPC, BOTH, True, BOTH[1:]),
-        (errno.EACCES, BOTH, False, None),
-        (errno.ENOSPC, BOTH[:1], False, None),
+        (errno.ENOSPC, BOTH, False, BOTH[:1]), (errno.EDQUOT, BOTH, False, BOTH[:1]),
+        (errno.ENOSPC, BOTH, True, BOTH[1:]), (errno.EACCES, BOTH, False, None), (errno.ENOSPC, BOTH[:1], False, None),
         (errno.ENOSPC, BOTH[1:], False, None),
     ],
-)
+)  # fmt: skip
 def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_path, code, present, damaged, left):
     for name in present:
         save_checkpoint(tmp_path / name, TENSORS, {"step": 3})

@@ -15,11 +15,9 @@ SAMPLES = (_sample(1), _sample(7), _sample(3, 5, slope=0.2), _sample(), _sample(
 LARGE = (_sample(4097, 4095),)
 BENCHMARKS = (Benchmark(_sample(16384, 4096), torch.bfloat16),)
 TOLERANCES = {
-    torch.float64: Tolerance(1e-13, 1e-13),
-    torch.float32: Tolerance(1e-6, 1e-6),
-    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.float64: Tolerance(1e-13, 1e-13), torch.float32: Tolerance(1e-6, 1e-6), torch.float16: Tolerance(2e-3, 2e-3),
     torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
-}
+}  # fmt: skip
 SUBJECT = Subject(lambda x, slope=0.01: F.leaky_relu(x, slope))
 
 

@@ -39,17 +39,12 @@ def test_changed_proofs_do_not(parts):
     proof, g1, g2 = parts.proof, BN254.g1, BN254.g2
     generator = g1.generator
     changed = {
-        "a negated": {"a": negate(g1, proof.a)},
-        "b negated": {"b": negate(g2, proof.b)},
-        "c negated": {"c": negate(g1, proof.c)},
-        "c exchanged": {"c": proof.a},
-        "a and c exchanged": {"a": proof.c, "c": proof.a},
-        "c moved": {"c": add(g1, proof.c, generator)},
-        "a infinite": {"a": None},
-        "b infinite": {"b": None},
-        "c infinite": {"c": None},
+        "a negated": {"a": negate(g1, proof.a)}, "b negated": {"b": negate(g2, proof.b)},
+        "c negated": {"c": negate(g1, proof.c)}, "c exchanged": {"c": proof.a},
+        "a and c exchanged": {"a": proof.c, "c": proof.a}, "c moved": {"c": add(g1, proof.c, generator)},
+        "a infinite": {"a": None}, "b infinite": {"b": None}, "c infinite": {"c": None},
         "all infinite": {"a": None, "b": None, "c": None},
-    }
+    }  # fmt: skip
     for what, points in changed.items():
         assert not verify(parts.key, parts.public, dataclasses.replace(proof, **points)), what
 

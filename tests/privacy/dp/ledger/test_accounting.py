@@ -319,13 +319,10 @@ def test_last_within_finds_any_step(limit, start):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delta": 0}, "delta must be in"),
-        ({"delta": 1.0}, "delta must be in"),
-        ({"delta": math.nan}, "got nan"),
-        ({"method": "gdp"}, "got 'gdp'"),
-        ({"neighbouring": "similar"}, "got 'similar'"),
+        ({"delta": 0}, "delta must be in"), ({"delta": 1.0}, "delta must be in"), ({"delta": math.nan}, "got nan"),
+        ({"method": "gdp"}, "got 'gdp'"), ({"neighbouring": "similar"}, "got 'similar'"),
     ],
-)
+)  # fmt: skip
 def test_values_without_meaning(options, message):
     with pytest.raises(ConfigError, match=message):
         epsilon(STEP, **options)

@@ -332,13 +332,10 @@ def test_a_shuffled_loader_is_refused_under_poisson_accounting():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0.5), "size must be a whole number"),
-        ((2.0, 0.5), "got 2.0"),
-        ((10, 0.0), "sample_rate must be in"),
-        ((10, 1.1), "got 1.1"),
-        ((10, 1e-20), "nothing would ever be drawn"),
+        ((0, 0.5), "size must be a whole number"), ((2.0, 0.5), "got 2.0"), ((10, 0.0), "sample_rate must be in"),
+        ((10, 1.1), "got 1.1"), ((10, 1e-20), "nothing would ever be drawn"),
     ],
-)
+)  # fmt: skip
 def test_samplers_without_meaning(arguments, message):
     with pytest.raises(ConfigError, match=message):
         PoissonSampler(*arguments)

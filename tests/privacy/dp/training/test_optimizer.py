@@ -383,17 +383,12 @@ def replace(grad):
 
 
 REFUSED = [
-    lambda grad: grad.mul_(2),
-    lambda grad: grad.data.mul_(2),
-    lambda grad: grad.detach().mul_(2),
-    lambda grad: grad.numpy().__imul__(2),
-    lambda grad: torch.from_dlpack(grad).mul_(2),
-    lambda grad: grad.untyped_storage().fill_(1),
-    lambda grad: torch._foreach_mul_([grad], 2.0),
-    lambda grad: torch.add(grad, grad, out=grad),
-    torch.distributed.all_reduce,
+    lambda grad: grad.mul_(2), lambda grad: grad.data.mul_(2), lambda grad: grad.detach().mul_(2),
+    lambda grad: grad.numpy().__imul__(2), lambda grad: torch.from_dlpack(grad).mul_(2),
+    lambda grad: grad.untyped_storage().fill_(1), lambda grad: torch._foreach_mul_([grad], 2.0),
+    lambda grad: torch.add(grad, grad, out=grad), torch.distributed.all_reduce,
     lambda grad: torch.zeros_like(grad).sub_(grad),
-]
+]  # fmt: skip
 
 
 def test_no_write_to_a_gradient_reaches_the_sum():
