@@ -134,18 +134,16 @@ class Selection:
         return Selection(rows, None if self.each is None else self.each[:, start:stop])
 
 
-def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id: bool = False) -> Selection:
-    """Return what a `mask` of `exact` selects of `count` rows; `by_id`: element i of bool is of id i, not of row i."""
-    if mask is None:
-        return Selection()
+def _parsed(mask: Any, count: int | None) -> range | Tensor:
+    """Return a mask as a range, as bool, or as ids; bits are those of `count` rows, or of any number."""
     if isinstance(mask, slice):
         start, stop = 0 if mask.start is None else mask.start, 1 << 63 if mask.stop is None else mask.stop
         integers = isinstance(start, (int, np.integer)) and isinstance(stop, (int, np.integer))
         if mask.step not in (None, 1) or not integers or start < 0 or stop < 0:
             raise ShapeError(f"a slice of ids has a step of 1 and no negative bound, got {mask}; range() has others")
-        mask = range(start, stop)
+        return range(start, stop)
     if isinstance(mask, range):
-        return _of_range(mask, count, ids)
+        return mask
     if isinstance(mask, (set, frozenset)):
         mask = list(mask)
     if isinstance(mask, (list, tuple)) and all(
@@ -154,11 +152,25 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
         mask = np.array([name for name in mask if -(1 << 63) <= name < 1 << 63], np.int64)
     given = tensor(mask, "mask")
     if given.dtype == torch.uint8 and given.dim():
-        if not by_id and given.shape[-1] != -(-count // 8):
+        if count is not None and given.shape[-1] != -(-count // 8):
             raise ShapeError(f"a bit mask of {count} rows has {-(-count // 8)} bytes, got {given.shape[-1]}")
         places = torch.arange(8, device=given.device, dtype=torch.uint8)
-        given = (given.unsqueeze(-1) >> places & 1).bool().flatten(-2)
-        given = given if by_id else given[..., :count]
+        given = (given.unsqueeze(-1) >> places & 1).bool().flatten(-2)[..., slice(count)]
+    if given.dtype == torch.bool:
+        return given
+    if given.is_floating_point() or given.is_complex() or given.dim() != 1:
+        raise UnsupportedDtype(f"mask must be bool, bits in uint8, ids or a range, got {given.dtype}, {given.dim()}-d")
+    whole = given.long()
+    return whole[whole >= 0] if given.dtype == torch.uint64 else whole  # no row has an id above 2^63
+
+
+def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id: bool = False) -> Selection:
+    """Return what a `mask` of `exact` selects of `count` rows; `by_id`: element i of bool is of id i, not of row i."""
+    if mask is None:
+        return Selection()
+    given = _parsed(mask, None if by_id else count)
+    if isinstance(given, range):
+        return _of_range(given, count, ids)
     if given.dtype == torch.bool:
         if by_id and ids is not None and given.dim():
             at = ids.to(given.device).clamp(-1, given.shape[-1])  # the last is one more, which selects nothing
@@ -168,17 +180,80 @@ def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id:
         if given.dim() == 1:
             return Selection(given.nonzero().squeeze(1))
         return Selection(given.any(0).nonzero().squeeze(1), given)
-    if given.is_floating_point() or given.is_complex() or given.dim() != 1:
-        raise UnsupportedDtype(f"mask must be bool, bits in uint8, ids or a range, got {given.dtype}, {given.dim()}-d")
-    whole = given.long()
-    given = whole[whole >= 0] if given.dtype == torch.uint64 else whole  # no row has an id above 2^63
     if ids is not None:
         return Selection(torch.isin(ids, given.to(ids.device)).nonzero().squeeze(1))
-    if given.is_cuda:  # without a sort
-        marked = torch.zeros(count + 2, dtype=torch.bool, device=given.device)
-        return Selection(marked.index_fill_(0, given.clamp(-1, count) + 1, True)[1:-1].nonzero().squeeze(1))
-    rows = given.unique()
-    return Selection(rows[(rows >= 0) & (rows < count)])
+    marked = torch.zeros(count + 2, dtype=torch.bool, device=given.device)  # the ends are those of no row
+    return Selection(marked.index_fill_(0, given.clamp(-1, count) + 1, True)[1:-1].nonzero().squeeze(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Numbers of rows in the order of their ids: the ids themselves if these are small, or else their ranks.
+
+    Attributes:
+        size: one more than the largest number.
+        of_rows: (N,) int64, None where it is the row.
+        rows: (size,) int64, the row of each number, or -1; None where it is the number.
+        names: (size,) int64, the id of each number, None where it is the number.
+        holes: whether some numbers are those of no row.
+    """
+
+    size: int
+    of_rows: np.ndarray[Any, Any] | None = None
+    rows: np.ndarray[Any, Any] | None = None
+    names: np.ndarray[Any, Any] | None = None
+    holes: bool = False
+
+    @classmethod
+    def of(cls, ids: np.ndarray[Any, Any]) -> Slots:
+        """Return the slots of rows with these ids, which are unique and not negative."""
+        largest = int(ids.max(initial=-1))
+        if largest < 2 * len(ids) + 1024:
+            if np.array_equal(ids, np.arange(len(ids))):
+                return cls(len(ids))
+            rows = np.full(largest + 1, -1)
+            rows[ids] = np.arange(len(ids))
+            return cls(largest + 1, ids, rows, holes=largest + 1 > len(ids))
+        order = ids.argsort()
+        ranks = np.empty_like(order)
+        ranks[order] = np.arange(len(ids))
+        return cls(len(ids), ranks, order, ids[order])
+
+    def rows_of(self, marks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the rows that are marked (size,), in the order of their slots."""
+        slots = np.flatnonzero(marks)
+        return slots if self.rows is None else self.rows[slots]
+
+    def marks(self, mask: Any, queries: int) -> np.ndarray[Any, Any] | None:
+        """Return which slots a mask by id selects, (size,) or (queries, size) bool; None for all."""
+        if mask is None:
+            return None
+        if isinstance(mask, np.ndarray) and mask.dtype == np.bool_:
+            given: Any = mask
+        else:
+            given = _parsed(mask, None)
+            given = given if isinstance(given, range) else given.cpu().numpy()
+        names, marks = self.names, np.zeros(self.size, np.bool_)
+        if isinstance(given, range):
+            rows: Any = _of_range(given, self.size, None if names is None else torch.from_numpy(names)).rows
+            marks[slice(rows.start, max(rows.stop, rows.start)) if isinstance(rows, range) else rows.numpy()] = True
+        elif given.dtype == np.bool_:
+            if given.shape[:-1] not in ((), (queries,)) or not given.ndim:
+                raise ShapeError(f"a mask must be (ids,) or ({queries}, ids), got {given.shape}")
+            short = max(self.size - given.shape[-1], 0) if names is None else 1
+            wide = np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, short)]) if short else given[..., : self.size]
+            marks = wide if names is None else wide[..., names.clip(max=given.shape[-1])]
+            marks = marks if marks.strides[-1] == 1 else np.ascontiguousarray(marks)
+        elif len(given) and self.size:
+            if names is not None:
+                at = np.searchsorted(names, given).clip(max=self.size - 1)
+                given = at[names[at] == given]
+            elif given.min() < 0 or given.max() >= self.size:
+                given = given[(given >= 0) & (given < self.size)]
+            marks[given] = True
+        if self.holes:
+            marks = marks & (self.rows >= 0)
+        return marks
 
 
 def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:

@@ -30,7 +30,7 @@ from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
 from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
-from accelerant.search.lists import Layout, Scan, padded, pair_scores, scored, tiled
+from accelerant.search.lists import Scan, pair_scores, scored, tiled
 from accelerant.search.llvm_kernels import BLOCK
 
 METRICS = ("ip", "cosine", "l2", "hamming")
@@ -393,16 +393,9 @@ class Part:
         limit = self._raised(tile, maxima, always=True)
         query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(torch.bincount(query, minlength=len(q)).cumsum(0), (1, 0))
-        scan = Scan(
-            Layout(torch.arange(maxima.shape[1] + 1, device="cpu").mul_(BLOCK).clamp_(max=len(x))),
-            x,
-            0.0,
-            padded(extra),
-        )
-        row, score, counts = scan.found(
-            q, block, offsets, None, scan.layout.all_seen, self.wanted, metric=self.metric, limits=limit,
-            margins=2 * self.error[tile],
-        )  # fmt: skip
+        starts = torch.arange(maxima.shape[1] + 1, device="cpu").mul_(BLOCK).clamp_(max=len(x))
+        scan, metric = Scan("flat", {"data": x, "extra": extra, "starts": starts}), "ip" if extra is None else self.metric
+        row, score, counts = scan.of_blocks(metric, q, block, offsets, self.wanted, limit, 2 * self.error[tile])
         at, column = (torch.arange(row.shape[1], device="cpu") < counts.unsqueeze(1)).nonzero(as_tuple=True)
         return self._numbered(tile, rows, at, row[at, column], score[at, column])
 

@@ -23,31 +23,29 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.host import fork_safe
-from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
+from accelerant.search.arrays import Hits, Selection, Slots, as_given, names, selection, tensor, vectors
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
-from accelerant.search.lists import (
-    LONG,
-    NONE,
-    Keys,
-    Layout,
-    ProductQuantizer,
-    Scan,
-    best,
-    keys_of,
-    kmeans,
-    nearest,
-    padded,
-    ranked,
-    scored,
-    tiled,
-)
+from accelerant.search.lists import LONG, ProductQuantizer, Scan, kmeans, nearest, packed, tiled
+from accelerant.search.llvm_kernels import ROWS
 
 KINDS = ("flat", "ivf", "ivfpq")
 _UNSORTED = 8
 """Lists are sorted again when more than an eighth of the rows lies outside of them."""
 
+_SEVERAL = 16
+"""Queries that tiles of products serve on a CPU; fewer are scanned one by one."""
+
+_WHOLE = 1 << 22
+"""Elements from which on a product with all vectors is divided among threads."""
+
 _READERS, _SHARED = 64, 12_000
 """Queries that read a list of vectors, and scores of it, from which on a CPU multiplies it with all of them at once."""
+
+
+Marks = np.ndarray[Any, Any] | None
+"""Slots that are chosen, (slots,) or (Q, slots) bool, or rows in any order; None for all."""
+
+Chosen = Selection | Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +88,52 @@ class State:
         return range(self.starts[at], self.starts[at + 1])
 
     @cached_property
-    def layout(self) -> Layout:
-        """The blocks of the lists, and of the rows in none as one more."""
-        return Layout(torch.tensor([*self.starts, len(self.ids)], device="cpu"))
+    def slots(self) -> Slots:
+        """The numbers of the rows in the order of their ids, of an index on a CPU."""
+        return Slots.of(self.ids.numpy())
+
+    @cached_property
+    def flat(self) -> Scan:
+        """The scan on a CPU of all rows as one list."""
+        return self._scan_of_vectors(torch.tensor([0, len(self.ids)], device="cpu"), {})
+
+    @cached_property
+    def fresh(self) -> Scan:
+        """The scan on a CPU of the rows in no list."""
+        return self._scan_of_vectors(torch.tensor([self.listed, len(self.ids)], device="cpu"), {})
+
+    def _scan_of_vectors(self, starts: Tensor, arrays: dict[str, Any], **numbers: int) -> Scan:
+        assert self.vectors is not None
+        assert self.norms is not None
+        arrays |= {"data": self.vectors, "vectors": self.vectors, "extra": self.norms.square() / 2, "starts": starts}
+        largest = float(self.norms.max()) if len(self.norms) else 0.0
+        return Scan("flat", arrays | {"slots": self.slots.of_rows}, largest=largest, **numbers)
 
     @cached_property
     def scan(self) -> Scan:
         """The scan of the lists on a CPU, of codes where there are some."""
-        layout, lists = self.layout, self.lists
+        lists, number = self.lists, len(self.starts) - 1
         assert lists is not None
+        starts = torch.tensor([*self.starts, len(self.ids)], device="cpu")
+        coarse = torch.nn.functional.pad(lists.centroids, (0, 0, 0, -number % 16)).T.contiguous()
+        arrays: dict[str, Any] = {"coarse": coarse, "squares": self.squares / 2}
         if self.codes is None:
-            assert self.vectors is not None
-            assert self.norms is not None
-            return Scan(layout, self.vectors, _largest(self.norms), padded(self.norms.square()))
+            return self._scan_of_vectors(starts, arrays, lists=number)
         quantizer = lists.quantizer
         assert quantizer is not None
-        layout = Layout(layout.starts[:-1])
-        decoded = (self.decoded(at) for at in range(len(self.starts) - 1))
-        square = padded(torch.cat([x.square().sum(1) for x in decoded]))
-        centroids = quantizer.centroids.transpose(1, 2).contiguous()
+        data, first_blocks = packed(self.codes, starts[:-1], quantizer.bits)
+        squares = torch.cat([self.decoded(at).square().sum(1) for at in range(number)])
         largest = float(quantizer.centroids.square().sum(2).amax(1).sum().sqrt())
         if lists.residual:
             largest += float(torch.linalg.vector_norm(lists.centroids, dim=1).max())
-        return Scan(layout, layout.packed(self.codes, quantizer), largest, square, quantizer, centroids)
-
-    @cached_property
-    def by_id(self) -> tuple[Tensor, Tensor]:
-        """The ids in rising order, and the rank of each row's."""
-        order = self.ids.argsort()
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order), device="cpu")
-        return self.ids[order], rank
+        arrays |= {
+            "data": data, "first_blocks": first_blocks, "extra": torch.nn.functional.pad(squares / 2, (0, ROWS)),
+            "starts": starts, "vectors": self.vectors, "codes": self.codes, "slots": self.slots.of_rows,
+            "centroids": quantizer.centroids.transpose(1, 2).contiguous(),
+            "list_of": list_numbers(self.starts, torch.device("cpu")),
+        }  # fmt: skip
+        numbers = {"lists": number, "parts": len(quantizer.centroids), "residual": int(lists.residual)}
+        return Scan(str(quantizer.bits), arrays, largest=largest, **numbers)
 
     @cached_property
     def squares(self) -> Tensor:
@@ -350,66 +363,121 @@ class Index:
             ConfigError: k or nprobe below 1.
             ShapeError: a query of another dimension.
         """
-        back, asked = as_given(queries), tensor(queries, "queries")
-        q = self._taken(asked.unsqueeze(0) if asked.dim() == 1 else queries, "queries")
         k = checked_k(k)
         if nprobe is not None and (not isinstance(nprobe, (int, np.integer)) or nprobe < 1):
             raise ConfigError(f"nprobe must be an integer of at least 1, got {nprobe}")
-        state = self._state
-        chosen = selection(mask, len(q), len(state.ids), state.ids, by_id=True)
-        hits = self._found(state, q, k, nprobe, chosen)
-        if asked.dim() == 1:
+        state, back = self._state, as_given(queries)
+        if (
+            self._scans and self.metric != "cosine" and isinstance(queries, np.ndarray) and queries.dtype == np.float32
+            and queries.shape[1:] == (self.dim,) and queries.flags.carray
+        ):  # fmt: skip  the kernels check the rest
+            single, q = False, torch.from_numpy(queries)
+        else:
+            asked = tensor(queries, "queries")
+            single = asked.dim() == 1
+            q = self._taken(asked.unsqueeze(0) if single else queries, "queries")
+        hits = self._found(state, q, k, nprobe, mask)
+        if single:
             hits = Hits(hits[0][0], hits[1][0], hits.counts[0])
         return Hits(back(hits[0]), back(hits[1]), back(hits.counts))
 
-    def _found(self, state: State, q: Tensor, k: int, nprobe: int | None, chosen: Selection) -> Hits:
-        metric = "ip" if self.metric == "cosine" else self.metric  # the vectors are normalized
-        lists = len(state.starts) - 1
-        if not len(state.ids):
+    @property
+    def _scans(self) -> bool:
+        """Whether the kernels for a CPU search it."""
+        return self.device.type == "cpu" and self.metric != "hamming" and self.dim <= LONG
+
+    def _found(self, state: State, q: Tensor, k: int, nprobe: int | None, mask: Any) -> Hits:
+        count, lists = len(state.ids), len(state.starts) - 1
+        if self._scans:
+            chosen: Chosen = state.slots.marks(mask, len(q))
+            left: Any = count if chosen is None else np.count_nonzero(chosen, axis=-1)
+        else:
+            chosen = selection(mask, len(q), count, state.ids, by_id=True)
+            left = count if chosen.rows is None else len(chosen.rows)
+            left = left if chosen.each is None else chosen.each.sum(1).cpu().numpy()
+        if not count:
             return dense(state.ids, state.ids, q[:0, 0].float(), len(q), k, smallest=False)
         if state.lists is None or lists < 1:
-            assert state.vectors is not None
-            return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
+            return self._exactly(state, q, k, chosen)
         nprobe = min(int(nprobe or -(-lists // 8)), lists)
-
-        def exactly(q: Tensor, chosen: Selection) -> Hits:
-            if state.vectors is None:
-                return self._listed(state, q, k, lists, chosen)
-            return search(q, [state.vectors], k, metric, chosen, state.ids, None, state.norms)
-
-        if nprobe < lists and chosen.rows is None and chosen.each is None and len(q):
-            hits = self._listed(state, q, k, nprobe, chosen)
-            if int(hits.counts.min()) >= min(k, len(state.ids)):
-                return hits
-        left = torch.tensor(len(state.ids) if chosen.rows is None else len(chosen.rows), device=q.device)
-        if chosen.each is not None:
-            left = chosen.each.sum(1).to(q.device)
-        small = left * lists <= nprobe * len(state.ids) if state.vectors is not None else left < 0
-        if bool(small.all()):
-            return exactly(q, chosen)
+        few = np.logical_and(state.vectors is not None, left * lists <= nprobe * count)
+        if few.all():
+            return self._exactly(state, q, k, chosen)
         hits = self._listed(state, q, k, nprobe, chosen)
-        which = ((hits.counts < left.clamp(max=k)) | small).nonzero().squeeze(1)
-        if nprobe == lists or not len(which):
+        if nprobe == lists or not len(q):
             return hits
-        each = None if chosen.each is None else chosen.each[which.to(chosen.each.device)]
-        again = exactly(q[which], Selection(chosen.rows, each))
+        which = np.flatnonzero((hits.counts.cpu().numpy() < np.minimum(left, k)) | few)
+        if not len(which):
+            return hits
+        at = torch.from_numpy(which).to(q.device)
+        if isinstance(chosen, Selection):
+            chosen = chosen if chosen.each is None else Selection(chosen.rows, chosen.each[at.to(chosen.each.device)])
+        elif chosen is not None and chosen.ndim == 2:
+            chosen = chosen[which]
+        again = self._exactly(state, q[at], k, chosen)
+        worst = float("inf" if self.metric == "l2" else "-inf")
         scores, ids = (
             torch.nn.functional.pad(x, (0, max(again[0].shape[1] - x.shape[1], 0)), value=value)
-            for x, value in zip(hits, (float("inf" if metric == "l2" else "-inf"), -1), strict=True)
+            for x, value in zip(hits, (worst, -1), strict=True)
         )
         for whole, part in zip((scores, ids), again, strict=True):
-            whole[which, : part.shape[1]] = part
-        return Hits(scores, ids, hits.counts.index_copy(0, which, again.counts))
+            whole[at, : part.shape[1]] = part
+        return Hits(scores, ids, hits.counts.index_copy(0, at, again.counts))
 
-    def _listed(self, state: State, q: Tensor, k: int, nprobe: int, chosen: Selection) -> Hits:
+    @property
+    def _metric(self) -> str:
+        return "ip" if self.metric == "cosine" else self.metric  # the vectors are normalized
+
+    def _exactly(self, state: State, q: Tensor, k: int, chosen: Chosen) -> Hits:
+        """Return the best of all vectors that are chosen, or of what all codes stand for."""
+        if state.vectors is None:
+            return self._listed(state, q, k, len(state.starts) - 1, chosen)
+        if self._scans and len(q) < _SEVERAL and (chosen is not None or state.vectors.numel() < _WHOLE):
+            given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
+            return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
+        if not isinstance(chosen, Selection):
+            chosen = _selected(state, chosen)
+        return search(q, [state.vectors], k, self._metric, chosen, state.ids, None, state.norms)
+
+    def _listed(self, state: State, q: Tensor, k: int, nprobe: int, chosen: Chosen) -> Hits:
         """Return what the nearest lists of each query have."""
-        metric = "ip" if self.metric == "cosine" else self.metric
-        kind: type[_Scanned | _ListSearch] = _Scanned if q.device.type == "cpu" else _ListSearch
         lists = len(state.starts) - 1
         readers = len(q) * nprobe / lists  # of a list
-        if state.codes is None and readers >= _READERS and readers * len(state.ids) >= _SHARED * lists:
-            kind = _ListSearch  # both are exact
-        return kind(q, k, metric, state, self.rerank).hits(nprobe, chosen)
+        many = state.codes is None and readers >= _READERS and readers * len(state.ids) >= _SHARED * lists
+        if many or not self._scans:  # both are exact
+            chosen = chosen if isinstance(chosen, Selection) else _selected(state, chosen)
+            return _ListSearch(q, k, self._metric, state, self.rerank).hits(nprobe, chosen)
+        refined = state.codes is not None and state.vectors is not None
+        wanted = k * max(self.rerank, 1) if refined else k
+        hits = self._scanned(state, state.scan, q, k, wanted, nprobe, chosen)
+        if not refined or state.listed == len(state.ids):
+            return hits
+        rest = self._scanned(state, state.fresh, q, k, k, 0, chosen)
+        both = [torch.cat([ours, others], 1) for ours, others in zip(hits, rest, strict=True)]
+        row, column = (both[1] >= 0).nonzero(as_tuple=True)
+        return dense(row, both[1][row, column], both[0][row, column], len(q), k, smallest=self.metric == "l2")
+
+    def _scanned(
+        self, state: State, scan: Scan, q: Tensor, k: int, wanted: int, nprobe: int, marks: Marks, given: Marks = None
+    ) -> Hits:
+        """Return what a scan on a CPU finds."""
+        assert state.lists is not None or not nprobe
+        k, wanted = min(k, len(state.ids)), min(wanted, len(state.ids))
+        products = None
+        if nprobe and len(q) >= _SEVERAL and state.lists is not None:
+            halves = state.squares / 2 if self.metric == "l2" else None
+            products = tiled(q, state.lists.centroids, halves, self._metric, maxima=False)
+        rows = len(state.ids) * nprobe // len(state.starts) if nprobe else len(state.ids)
+        work = q.shape[1] * (rows if given is None else len(given))
+        options: dict[str, Any] = {"marks": marks, "given": given, "products": products, "work": work}
+        scores, slots, counts = scan.top(self._metric, q.numpy(), k, wanted, nprobe, **options)
+        if counts.min(initial=0) < 0:
+            self._taken(q, "queries")
+            raise RangeError("a query has a norm of about 1e19: scale the vectors")
+        names, width = state.slots.names, int(counts.max(initial=0))
+        scores, slots = (x if width == k else x[:, :width] for x in (scores, slots))
+        ids = slots if names is None else np.where(slots < 0, -1, names.take(slots, mode="clip"))
+        return Hits(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(counts))
 
     def save(self, path: str | Path) -> None:
         """Write the index to a file that FAISS reads; the old file stays until the new one is whole."""
@@ -449,16 +517,26 @@ def _starts(every: Tensor, count: int) -> tuple[int, ...]:
     return (0, *torch.bincount(every, minlength=count).cumsum(0).tolist())
 
 
-def _probed(q: Tensor, state: State, nprobe: int, metric: str) -> tuple[Tensor, Tensor]:
-    """Return products (twice, under l2) with the nearest centroids of each query, and their lists, nearest first."""
+def _probed(q: Tensor, state: State, nprobe: int, metric: str) -> Tensor:
+    """Return the nearest lists of each query, nearest first."""
     assert state.lists is not None
-    centroids, (factor, squares) = state.lists.centroids, (2 * q, state.squares) if metric == "l2" else (q, None)
+    centroids, halves = state.lists.centroids, state.squares / 2 if metric == "l2" else None
     if q.device.type == "cpu":  # a query's lists do not depend on the batch
-        scores = tiled(factor, centroids, squares, metric, maxima=False)
+        scores = tiled(q, centroids, halves, metric, maxima=False)
     else:
-        scores = factor @ centroids.T if squares is None else factor @ centroids.T - squares
-    near, lists = scores.topk(nprobe, dim=1)
-    return near if squares is None else near + squares[lists], lists
+        scores = q @ centroids.T if halves is None else q @ centroids.T - halves
+    return scores.topk(nprobe, dim=1).indices
+
+
+def _selected(state: State, marks: Marks) -> Selection:
+    """Return the rows of slots that are marked."""
+    if marks is None:
+        return Selection()
+    slots = state.slots
+    if marks.ndim == 1:
+        return Selection(torch.from_numpy(np.sort(slots.rows_of(marks))))
+    each = torch.from_numpy(marks if slots.of_rows is None else marks[:, slots.of_rows])
+    return Selection(each.any(0).nonzero().squeeze(1), each)
 
 
 def _hidden(chosen: Selection, count: int, device: torch.device) -> Tensor | None:
@@ -471,91 +549,6 @@ def _hidden(chosen: Selection, count: int, device: torch.device) -> Tensor | Non
     rows = chosen.rows
     hidden[0, rows.to(device) if isinstance(rows, Tensor) else slice(rows.start, rows.stop)] = False
     return hidden
-
-
-def _largest(norms: Tensor) -> float:
-    return float(norms.max()) if len(norms) else 0.0
-
-
-class _Scanned:
-    """A search of inverted lists on a CPU: a query scans its lists, and what it keeps is scored exactly."""
-
-    def __init__(self, q: Tensor, k: int, metric: str, state: State, rerank: int) -> None:
-        self.q, self.k, self.metric, self.state = q, k, metric, state
-        self.factor = 2 * q if metric == "l2" else q
-        self.wanted = k * max(rerank, 1) if state.codes is not None and state.vectors is not None else k
-
-    def hits(self, nprobe: int, chosen: Selection) -> Hits:
-        """Return the answers in the lists nearest to each query, and in the rows that are in none."""
-        state, smallest = self.state, self.metric == "l2"
-        keys, counts = self._listed(nprobe, chosen)
-        if state.codes is not None and state.listed < len(state.ids):
-            others, more = self._unlisted(chosen)
-            keys, counts = np.concatenate([keys, others], 1), counts + more
-        counts, ids = np.minimum(counts.numpy(), self.k), state.by_id[0].numpy()
-        width = int(counts.max(initial=0))
-        scores, ranks = best(keys, width, smallest=smallest)
-        found = ids.take(ranks, mode="clip")
-        if counts.min(initial=width) < width:
-            empty = np.arange(width) >= counts[:, None]
-            found[empty], scores[empty] = -1, np.inf if smallest else -np.inf
-        return Hits(*map(torch.from_numpy, (scores, found, counts)))
-
-    def _listed(self, nprobe: int, chosen: Selection) -> tuple[Keys, Tensor]:
-        """Return the keys of the rows that the lists have, and how many each query has."""
-        lists, scan = self.state.lists, self.state.scan
-        assert lists is not None
-        bias, probes = _probed(self.q, self.state, nprobe, self.metric)
-        if self.state.codes is None:  # and in the rows that are in none
-            probes = torch.nn.functional.pad(probes, (0, 1), value=len(scan.layout.starts) - 2)
-            return self._scanned(scan, probes, None, chosen)
-        return self._scanned(scan, probes, bias if lists.residual else torch.zeros_like(bias), chosen)
-
-    def _unlisted(self, chosen: Selection) -> tuple[Keys, Tensor]:
-        """Return what is found in the rows in no list."""
-        state = self.state
-        assert state.vectors is not None
-        assert state.norms is not None
-        largest, squares = _largest(state.norms), padded(state.norms.square())
-        scan = Scan(Layout(torch.tensor([state.listed, len(state.ids)], device="cpu")), state.vectors, largest, squares)
-        return self._scanned(scan, torch.zeros(len(self.q), 1, dtype=torch.int64, device="cpu"), None, chosen)
-
-    def _scanned(self, scan: Scan, probes: Tensor, bias: Tensor | None, chosen: Selection) -> tuple[Keys, Tensor]:
-        seen = scan.layout.all_seen if chosen.rows is None and chosen.each is None else scan.layout.seen(chosen)
-        Q, nprobe = probes.shape
-        offsets = torch.arange(0, Q * nprobe + 1, nprobe, device="cpu")
-        rows, _, counts = scan.found(
-            self.factor, probes.flatten(), offsets, None if bias is None else bias.flatten(), seen, self.wanted,
-            metric=self.metric, margins=self._margins(scan),
-        )  # fmt: skip
-        vectors, rank = self.state.vectors, self.state.by_id[1]
-        if vectors is not None and self.q.shape[1] <= LONG:
-            return ranked(self.q, vectors, rows, counts, rank, self.metric), counts
-        query, column = (torch.arange(rows.shape[1], device="cpu") < counts.unsqueeze(1)).nonzero(as_tuple=True)
-        row, keys = rows[query, column], np.full(rows.shape, NONE)
-        keys[query.numpy(), column.numpy()] = keys_of(self._scored(query, row), rank[row], smallest=self.metric == "l2")
-        return keys, counts
-
-    def _margins(self, scan: Scan) -> Tensor:
-        """Return twice the errors of the quick scores, and of rounding the scores of answers."""
-        norms, d = np.linalg.norm(self.q.numpy(), axis=1), self.q.shape[1]
-        bound = np.square(norms + scan.largest) if self.metric == "l2" else norms * scan.largest
-        return torch.from_numpy((4.2 * ((d + 16) * 2.0**-24 * bound + d * 1e-37)).astype(np.float32))
-
-    def _scored(self, query: Tensor, row: Tensor) -> Tensor:
-        """Return the scores of pairs, by the vectors or what the codes say of them."""
-        state = self.state
-        if state.vectors is not None:
-            return scored(self.q, state.vectors, query, row, self.metric)
-        lists = state.lists
-        assert lists is not None
-        assert lists.quantizer is not None
-        assert lists.tables is not None
-        assert state.codes is not None
-        x = lists.quantizer.decoded(state.codes[row], lists.tables)
-        if lists.residual:
-            x = x + lists.centroids[torch.searchsorted(state.scan.layout.starts, row, right=True) - 1]
-        return scored(self.q, x, query, torch.arange(len(row), device="cpu"), self.metric)
 
 
 class _ListSearch(Part):
@@ -573,7 +566,7 @@ class _ListSearch(Part):
         """Return the answers in the lists nearest to each query, and in the rows that are in none."""
         state = self.state
         assert state.lists is not None
-        _, probes = _probed(self.q, state, nprobe, self.metric)
+        probes = _probed(self.q, state, nprobe, self.metric)
         hidden = _hidden(chosen, len(state.ids), self.device)
         found = self._nothing()
         if state.listed < len(state.ids):

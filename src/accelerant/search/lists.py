@@ -7,7 +7,6 @@ A quantizer codes a vector as one of 16 or 256 centroids for each of its parts. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from accelerant.config import launch_log
 from accelerant.errors import ConfigError
-from accelerant.search.arrays import Selection
-from accelerant.search.llvm_kernels import BLOCK, LANES, ROWS, compiled, features
+from accelerant.search.llvm_kernels import BLOCK, FIELDS, LANES, ROWS, compiled, features
 
 _CLUSTER_SCORES = 1 << 22
 _STEPS = 15
@@ -195,170 +193,132 @@ def _sum(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Lists of rows that follow one another, in blocks of 32 of which the last of a list is partly empty.
+def packed(codes: Tensor, starts: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes (rows, bytes) as the blocks of 32 that a scan reads, and the first block of each list.
 
-    Attributes:
-        starts: (L + 1,) int64, the first row of each list, and the end of the last.
+    The last block of a list is filled up with other rows.
     """
-
-    starts: Tensor
-
-    @cached_property
-    def blocks(self) -> Tensor:
-        """The first block of each list, and the end of the last, (L + 1,) int64."""
-        return torch.nn.functional.pad(((self.starts.diff() + ROWS - 1) // ROWS).cumsum(0), (1, 0))
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The row in each place of each block, the last row for places that are empty, (blocks * 32,) int64."""
-        counts = self.blocks.diff() * ROWS
-        shift = (self.starts[:-1] - self.blocks[:-1] * ROWS).repeat_interleave(counts)
-        return (torch.arange(len(shift), device="cpu") + shift).clamp_(max=max(int(self.starts[-1]) - 1, 0))
-
-    @cached_property
-    def places(self) -> Keys:
-        """The place of each row from the first on, (rows,) int64."""
-        shift = self.blocks[:-1] * ROWS - self.starts[:-1]
-        rows = torch.arange(int(self.starts[0]), int(self.starts[-1]), device="cpu")
-        return (rows + shift.repeat_interleave(self.starts.diff())).numpy()
-
-    @cached_property
-    def all_seen(self) -> Tensor:
-        """Words of a query that sees all rows."""
-        return self.seen(Selection())
-
-    def seen(self, chosen: Selection) -> Tensor:
-        """Return the places that queries see, a word of 32 bits for each block, (1 or Q, blocks) int32."""
-        first, stop = int(self.starts[0]), int(self.starts[-1])
-        part, each = chosen.part(first, stop), chosen.each
-        bits = np.zeros((1 if each is None else len(each), int(self.blocks[-1]) * ROWS), np.bool_)
-        if part.each is not None:
-            bits[:, self.places] = part.each.numpy()
-        elif isinstance(part.rows, Tensor):
-            bits[0, self.places[part.rows.numpy()]] = True
-        else:
-            bits[0, self.places if part.rows is None else self.places[part.rows.start : part.rows.stop]] = True
-        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return torch.from_numpy(words)
-
-    def packed(self, codes: Tensor, quantizer: ProductQuantizer) -> Tensor:
-        """Return codes (rows, bytes) as the blocks that a scan reads, (blocks, bytes of a block) uint8."""
-        x = codes[self.rows].view(-1, ROWS, codes.shape[1])
-        if quantizer.bits == 8:
-            return x.transpose(1, 2).reshape(len(x), -1)
-        lanes = torch.tensor(LANES, device="cpu")
-        halves = torch.stack([x & 15, x >> 4], 3).flatten(2)
-        both = (halves[:, lanes] | halves[:, lanes + 16] << 4).transpose(1, 2)
-        return torch.nn.functional.pad(both, (0, 0, 0, -both.shape[1] % 4)).reshape(len(x), -1)
+    blocks = torch.nn.functional.pad(((starts.diff() + ROWS - 1) // ROWS).cumsum(0), (1, 0))
+    shift = (starts[:-1] - blocks[:-1] * ROWS).repeat_interleave(blocks.diff() * ROWS)
+    rows = (torch.arange(len(shift), device="cpu") + shift).clamp_(max=max(int(starts[-1]) - 1, 0))
+    x = codes[rows].view(-1, ROWS, codes.shape[1])
+    if bits == 8:
+        return x.transpose(1, 2).reshape(len(x), -1).contiguous(), blocks
+    lanes = torch.tensor(LANES, device="cpu")
+    halves = torch.stack([x & 15, x >> 4], 3).flatten(2)
+    both = (halves[:, lanes] | halves[:, lanes + 16] << 4).transpose(1, 2)
+    return torch.nn.functional.pad(both, (0, 0, 0, -both.shape[1] % 4)).reshape(len(x), -1).contiguous(), blocks
 
 
-@dataclass(frozen=True, slots=True)
+def address(x: Tensor | Keys | None) -> int:
+    """Return where an array of the host lies, 0 for none."""
+    if x is None:
+        return 0
+    return x.data_ptr() if isinstance(x, Tensor) else int(x.__array_interface__["data"][0])
+
+
 class Scan:
-    """A scan for the rows of lists that score best.
+    """Lists of rows that a CPU scans, as arrays that the kernels read.
 
-    Attributes:
-        layout: the lists.
-        data: vectors (N, d) float32, or the blocks of codes that the layout packed.
-        largest: a bound of the norms of vectors, or of what is added up to those of codes.
-        quantizer: of the codes, whose centroids are `tables`, (parts, elements, 2^bits).
-        extra: of the rows, (N + 32,) float32: |x|^2, which l2 subtracts from products, or the factor 1 / |x|;
-            None leaves products as they are.
+    Args:
+        kind: "flat" for vectors, "4" or "8" for codes of these bits.
+        arrays: by the names of llvm_kernels.FIELDS. data: vectors (N, d), or the blocks of `packed`; extra (N + 32,): of
+            the quick scores q . x, "l2" subtracts it, "cosine" multiplies by it; starts: the first row of each list and the end of the last; of vectors, a list more is always scanned.
+            coarse (d, columns): centroids, of which the first `lists` are; squares: halves of their squared norms.
+            vectors: for exact scores, or else codes, with list_of, the list of each row. slots: numbers of rows in the
+            order of ids, by default the row's.
+        numbers: `lists`, `parts`, `largest`: a bound of the norms of what is scanned.
     """
 
-    layout: Layout
-    data: Tensor
-    largest: float
-    extra: Tensor | None
-    quantizer: ProductQuantizer | None = None
-    tables: Tensor | None = None
+    def __init__(
+        self, kind: str, arrays: dict[str, Tensor | Keys | None], *, largest: float = 0.0, **numbers: int
+    ) -> None:
+        self.kind, self.arrays = kind, arrays
+        data, vectors, codes = (arrays.get(name) for name in ("data", "vectors", "codes"))
+        coarse = arrays.get("coarse")
+        self.columns, self.parts = 0 if coarse is None else coarse.shape[1], numbers.get("parts", 0)
+        self.source, self.lists = "x" if codes is None or vectors is not None else "codes", numbers.get("lists", 0)
+        assert isinstance(data, Tensor)
+        self.table_bytes = 0 if kind == "flat" else (self.parts << int(kind)) * 4 + data.shape[1]
+        fields = {name: address(each) for name, each in arrays.items()} | numbers | {
+            "stride": data.stride(0), "row": vectors.stride(0) if isinstance(vectors, Tensor) else 0,
+            "columns": self.columns, "N": len(data), "levels": levels(max(self.parts, 1)),
+            "code_bytes": 0 if codes is None else codes.shape[1], "largest": int(np.float64(largest).view(np.int64)),
+        }  # fmt: skip
+        self.plan = np.array([fields.get(name, 0) for name in FIELDS], np.int64)
 
-    def found(
-        self, q: Tensor, probes: Tensor, offsets: Tensor, bias: Tensor | None, seen: Tensor, wanted: int,
-        *, metric: str, limits: Tensor | None = None, margins: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return rows and scores (Q, room) that each query finds in its lists, and how many they are, (Q,).
-
-        These are all rows whose score is at most a margin below the `wanted`-th largest, and not below the limit. For
-        codes of 4 bits the margin is that of their rounded tables, and more.
+    def top(
+        self, metric: str, q: Keys, k: int, wanted: int, nprobe: int = 0, *, marks: Keys | None = None, given: Keys | None = None,
+        products: Tensor | None = None, work: int = 0,
+    ) -> tuple[Keys, Keys, Keys]:  # fmt: skip
+        """Return exact scores and slots (Q, k) and counts (Q,) of the best rows; a count of -2 for a norm beyond 1e19.
 
         Args:
-            q: (Q, d) float32.
-            probes: the lists of the queries, one query's after the other's, from its `offsets` (Q + 1,) on.
-            bias: what a list adds to the scores of its codes, as `probes`.
-            seen: words of the layout.
+            q: (Q, d) float32, contiguous.
+            wanted: rows of the best quick scores, of which the best k are returned; others as near come to them.
+            nprobe: lists that a query reads.
+            marks: (slots,) or (Q, slots) bool, which rows it may see.
+            given: the rows of the list that is always scanned, in place of those from its start.
+            products: (Q, lists) quick scores of centroids, where `tiled` has them.
+            work: operations of a query, about.
         """
-        pieces = []
-        for first in range(0, len(q), _QUERIES):
-            which, room = torch.arange(first, min(first + _QUERIES, len(q)), device="cpu"), wanted + max(_ROOM, wanted)
-            while len(which):  # again, with more room, those that had too little
-                own, least, most = (x if x is None or len(x) == len(which) else x[which] for x in (q, limits, margins))
-                assert own is not None
-                rows, scores, counts = self._some(
-                    own, probes, offsets, which, bias, seen, wanted, room, least, most, metric=metric
-                )
-                if len(which) == len(q) and int(counts.min()) >= 0:
-                    return rows, scores, counts
-                pieces.append((which, rows, scores, counts))
-                which, room = which[counts < 0], 4 * room
-        width = max([int(counts.max()) for _, _, _, counts in pieces], default=0)
-        every = torch.zeros(len(q), width, dtype=torch.int64, device="cpu"), q.new_zeros(len(q), width)
-        found = torch.zeros(len(q), dtype=torch.int64, device="cpu")
-        for which, rows, scores, counts in pieces:
-            for whole, piece in zip(every, (rows, scores), strict=True):
-                some = min(width, piece.shape[1])
-                whole[which, :some] = piece[:, :some]
-            found[which] = counts
-        return *every, found
+        room = wanted + max(_ROOM, wanted)
+        found = self._top(metric, q, k, wanted, nprobe, room, marks, given, products, work)
+        while found[2].min(initial=0) < 0 and len(short := np.flatnonzero(found[2] == -1)):
+            room *= 4
+            own = marks if marks is None or marks.ndim == 1 else marks[short]
+            of_lists = None if products is None else products[torch.from_numpy(short)]
+            again = self._top(metric, q[short], k, wanted, nprobe, room, own, given, of_lists, work)
+            for whole, part in zip(found, again, strict=True):
+                whole[short] = part
+        return found
 
-    def _some(
-        self, q: Tensor, probes: Tensor, offsets: Tensor, which: Tensor, bias: Tensor | None, seen: Tensor, wanted: int,
-        room: int, limits: Tensor | None, margins: Tensor | None, *, metric: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return rows, scores (Q, room) and counts (Q,) of some queries, a count of -1 where there are more."""
-        Q, d, room = len(q), q.shape[1], -(-room // ROWS) * ROWS + ROWS
-        if len(which) + 1 != len(offsets):  # the probes of these queries alone
-            spans = offsets[which + 1] - offsets[which]
-            own = torch.nn.functional.pad(spans.cumsum(0), (1, 0))
-            at = torch.arange(int(own[-1]), device="cpu") + (offsets[which] - own[:-1]).repeat_interleave(spans)
-            probes, offsets, bias = probes[at], own, None if bias is None else bias[at]
-            seen = seen if len(seen) == 1 else seen[which]
-        scores = torch.empty(Q, room, dtype=torch.float32, device="cpu")
-        rows, counts = (
-            torch.empty(Q, room, dtype=torch.int64, device="cpu"),
-            torch.empty(Q, dtype=torch.int64, device="cpu"),
-        )
-        limits = scores.new_full((Q,), torch.finfo(torch.float32).min) if limits is None else limits
-        margins = scores.new_zeros(Q) if margins is None else margins
-        kind, parts, tables, small = "flat", 1, scores, scores
-        metric = "ip" if self.extra is None else metric
-        if self.quantizer is not None:
-            kind, parts = str(self.quantizer.bits), len(self.quantizer.centroids)
-            tables = scores.new_empty(Q, parts << self.quantizer.bits)
-            small = torch.zeros(Q, self.data.shape[1], dtype=torch.uint8, device="cpu") if kind == "4" else scores
-        centroids, layout = scores if self.tables is None else self.tables, self.layout
-        work = len(probes) * layout.all_seen.shape[1] * ROWS * d // (Q * len(layout.starts))
-        _launched(
-            ("scan", kind, metric), Q, work, q.contiguous(), self.data, self.data.stride(0),
-            scores if self.extra is None else self.extra, seen, 0 if len(seen) == 1 else seen.stride(0), layout.starts,
-            layout.blocks, probes, offsets, scores if bias is None else bias, limits, margins, scores, rows, counts,
-            wanted, room, d, max(int(layout.starts[-1]), 1), centroids, parts, tables, small, levels(parts),
-        )  # fmt: skip
+    def _top(
+        self, metric: str, q: Keys, k: int, wanted: int, nprobe: int, room: int, marks: Keys | None, given: Keys | None,
+        products: Tensor | None, work: int,
+    ) -> tuple[Keys, Keys, Keys]:  # fmt: skip
+        (Q, d), room = q.shape, -(-room // ROWS) * ROWS + ROWS
+        scores, slots, counts = np.empty((Q, k), np.float32), np.empty((Q, k), np.int64), np.empty(Q, np.int64)
+        size = -(-(20 * room + 12 * self.columns + self.table_bytes) // 64) * 64
+        for first in range(0, Q, _QUERIES):
+            some = slice(first, first + _QUERIES)
+            scratch = np.empty(min(Q - first, _QUERIES) * size, np.uint8)
+            _launched(
+                ("scan", self.kind, metric, self.source), min(Q - first, _QUERIES), work, address(self.plan),
+                address(q[some]), address(marks if marks is None or marks.ndim == 1 else marks[some]),
+                0 if marks is None or marks.ndim == 1 else marks.strides[0], address(given),
+                0 if given is None else len(given), address(products if products is None else products[some]),
+                address(scratch), size, wanted, room, nprobe, k, d, address(scores[some]), address(slots[some]),
+                address(counts[some]),
+            )  # fmt: skip
+        return scores, slots, counts
+
+    def of_blocks(
+        self, metric: str, q: Tensor, lists: Tensor, offsets: Tensor, wanted: int, limits: Tensor, margins: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, quick scores (Q, room) and counts (Q,) of what each query's lists have.
+
+        These are all rows whose score is at most a margin below the `wanted`-th largest, and not below the limit. The
+        lists of query i are those from offsets[i] to offsets[i + 1].
+        """
+        most = BLOCK * int(offsets.diff().max()) if len(q) else 0
+        for room in (wanted + max(_ROOM, wanted), most):
+            room = -(-room // ROWS) * ROWS + ROWS
+            scores, rows = torch.empty(len(q), room, device="cpu"), torch.empty(len(q), room, dtype=torch.int64, device="cpu")
+            counts = torch.empty(len(q), dtype=torch.int64, device="cpu")
+            _launched(
+                ("scan_blocks", metric), len(q), BLOCK * len(lists) * q.shape[1] // max(len(q), 1),
+                torch.from_numpy(self.plan), q.contiguous(), lists, offsets, limits, margins, scores, rows, counts,
+                wanted, room, q.shape[1],
+            )  # fmt: skip
+            if not len(q) or int(counts.min()) >= 0:
+                break
         return rows, scores, counts
 
 
 def levels(parts: int) -> int:
     """Return the largest byte of a table, so that the sums of all parts fit 16 bits."""
     return min(255, 65535 // parts)
-
-
-def ranked(q: Tensor, x: Tensor, row: Tensor, counts: Tensor, rank: Tensor, metric: str) -> Keys:
-    """Return the keys (Q, room) of the first rows of each query: the scores of `pair_scores`, then ranks of rows."""
-    Q, d, keys = len(q), q.shape[1], torch.empty(row.shape, dtype=torch.int64, device="cpu")
-    arguments = (q.contiguous(), x, x.stride(0), row, counts, rank, keys, row.shape[1], d)
-    _launched(("ranked", metric), Q, 4 * d * row.shape[1], *arguments)
-    return keys.numpy()
 
 
 def keys_of(score: Tensor, rank: Tensor, *, smallest: bool) -> Keys:

@@ -75,10 +75,10 @@ def compiled(name: str, *options: str) -> tuple[ComputeProvider, Kernel]:
     A scan's third option is the feature of its shuffle, the processor's by default.
     """
     lanes, shuffle = features()
-    if name == "scan" and len(options) == 2:
+    if name == "scan":
         options = (*options, shuffle)
     write, arguments = _WRITERS[name]
-    kinds = ("*" if each.startswith("ptr") else "i64" for each in arguments)
+    kinds = ("*" if each.startswith("ptr") and name != "scan" else "i64" for each in arguments)  # scan: addresses
     builder = LlvmProgram(
         (name, options, lanes), ("search/llvm_kernels.py",), functools.partial(write, lanes, *options),
         least_share=32 if name == "pairs" else 1,
@@ -99,9 +99,11 @@ def _fma(code: FunctionBuilder, x: Value, y: Value, z: Value) -> Value:
     return code.intrinsic(z.type, f"llvm.fmuladd.{suffix(z.type)}", x, y, z)
 
 
-def _fetch(code: FunctionBuilder, address: Value) -> None:
-    """Append a hint that an address will be read; it may be any."""
-    code.intrinsic("void", "llvm.prefetch.p0", address, *(constant("i32", each) for each in (0, 3, 1)))
+def _fetch(code: FunctionBuilder, row: Value, d: Operand) -> None:
+    """Append hints that a row of d floats will be read."""
+    with code.loop(0, d, 16) as i:  # lines of 64 bytes
+        hints = (constant("i32", each) for each in (0, 3, 1))
+        code.intrinsic("void", "llvm.prefetch.p0", code.at("float", row, i), *hints)
 
 
 def _reduced(code: FunctionBuilder, operation: str, x: Value) -> Value:
@@ -202,57 +204,31 @@ def _pairs(lanes: int, metric: str) -> str:
     code = _begun("pairs", _PAIRS)
     terms = code.stack("double", "%d", 64)
     with code.loop("%begin", "%end") as pair:
+        rows = (code.load("i64", "%row", each) for each in (pair, _later(code, pair, "%end")))
+        x, later = (code.at("float", "%x", code.i64("mul", row, "%stride")) for row in rows)
+        _fetch(code, later, "%d")
         q = code.at("float", "%q", code.i64("mul", code.load("i64", "%query", pair), "%d"))
-        score = _pair_score(code, terms, q, pair, code.i64("sub", "%end", 1), metric)
-        code.store("float", score, "%y", pair)
+        code.store("float", _pair_score(code, terms, q, x, "%d", metric), "%y", pair)
     code.ret()
     return program([code])
 
 
-_RANKED = (
-    "ptr noalias readonly %q", "ptr noalias readonly %x", "i64 %stride", "ptr noalias readonly %row",
-    "ptr noalias readonly %counts", "ptr noalias readonly %ranks", "ptr noalias %keys", "i64 %room", "i64 %d",
-)  # fmt: skip
-"""row (Q, room), counts (Q,) and keys (Q, room) int64, to be sorted; ranks (N,) int64. An index is a query."""
+def _later(code: FunctionBuilder, at: Value, stop: Operand) -> Value:
+    return code.smin(code.i64("add", at, _AHEAD), code.i64("sub", stop, 1))
 
 
-def _ranked(lanes: int, metric: str) -> str:
-    code = _begun("ranked", _RANKED)
-    terms = code.stack("double", "%d", 64)
-    with code.loop("%begin", "%end") as query:
-        q, first = code.at("float", "%q", code.i64("mul", query, "%d")), code.i64("mul", query, "%room")
-        stop = code.i64("add", first, code.load("i64", "%counts", query))
-        with code.loop(first, stop) as place:
-            score = _pair_score(code, terms, q, place, code.i64("sub", stop, 1), metric)
-            bits = _ordered(code, code.bitcast(code.op("fadd", score, 0.0), "i32"))  # -0 is 0
-            high = code.i64(
-                "shl", code.convert("sext", bits if metric == "l2" else code.op("xor", bits, -1), "i64"), 32
-            )
-            rank = code.load("i64", "%ranks", code.load("i64", "%row", place))
-            code.store("i64", code.i64("or", high, rank), "%keys", place)
-        with code.loop(stop, code.i64("add", first, "%room")) as place:
-            code.store("i64", 2**63 - 1, "%keys", place)  # lists.NONE
-    code.ret()
-    return program([code])
-
-
-def _pair_score(
-    code: FunctionBuilder, terms: Value, q: Value, pair: Value, last: Value, metric: str
-) -> Value:  # fmt: skip
-    """Append the score of a query and the row of a pair; a later pair's row is fetched."""
-    x, later = _row_of(code, pair), _row_of(code, code.smin(code.i64("add", pair, _AHEAD), last))
-    with code.loop(0, "%d", 16) as i:  # lines of 64 bytes
-        _fetch(code, code.at("float", later, i))
+def _pair_score(code: FunctionBuilder, terms: Value, q: Value, x: Value, d: Operand, metric: str) -> Value:
+    """Append the score of a query and a row; terms: room for d doubles."""
 
     def total(a: Value, b: Value) -> Value:
-        for i, kind in _runs(code, "%d"):
+        for i, kind in _runs(code, d):
             u, v = (
                 code.convert("fpext", code.load(_like(kind, "float"), code.at("float", each, i), align=4), "double")
                 for each in (a, b)
             )
             u, v = (code.op("fsub", u, v),) * 2 if metric == "l2" else (u, v)
             code.store(kind, code.op("fmul", u, v), code.at("double", terms, i), align=8)
-        return _halved(code, terms)
+        return _halved(code, terms, d)
 
     score = total(q, x)
     if metric == "cosine":
@@ -260,10 +236,6 @@ def _pair_score(
         least = Value(constant("double", 1e-300), "double")
         score = code.op("fdiv", score, code.select(code.compare("olt", norm, least), least, norm))
     return code.convert("fptrunc", score, "float")
-
-
-def _row_of(code: FunctionBuilder, pair: Value) -> Value:
-    return code.at("float", "%x", code.i64("mul", code.load("i64", "%row", pair), "%stride"))
 
 
 def _like(kind: str, element: str) -> str:
@@ -279,7 +251,7 @@ def _runs(code: FunctionBuilder, count: Operand) -> Iterator[tuple[Value, str]]:
         yield i, "double"
 
 
-def _halved(code: FunctionBuilder, terms: Value) -> Value:
+def _halved(code: FunctionBuilder, terms: Value, d: Operand) -> Value:
     """Append the sum of d terms as `lists._sum` has it: in 128 lanes, whose second half is added to the first."""
 
     def add(first: Operand, count: Value) -> None:
@@ -288,9 +260,9 @@ def _halved(code: FunctionBuilder, terms: Value) -> Value:
             other = code.load(kind, code.at("double", terms, code.i64("add", first, i)), align=8)
             code.store(kind, code.op("fadd", code.load(kind, at, align=8), other), at, align=8)
 
-    with code.loop(128, "%d", 128) as first:
-        add(first, code.smin(code.i64("sub", "%d", first), 128))
-    n = code.smin("%d", 128)
+    with code.loop(128, d, 128) as first:
+        add(first, code.smin(code.i64("sub", d, first), 128))
+    n = code.smin(d, 128)
     for half in (64, 32, 16, 8, 4, 2, 1):
         fewer = code.smin(n, half)
         add(half, code.i64("sub", n, fewer))
@@ -300,20 +272,43 @@ def _halved(code: FunctionBuilder, terms: Value) -> Value:
 
 # --- scan ------------------------------------------------------------------------------------------------------------
 
+_NULL = Value("null", "ptr")
+
+_HEIGHT = 8
+"""Rows of vectors that are scored together."""
+
+FIELDS = {
+    "data": "ptr", "stride": "i64", "extra": "ptr", "starts": "ptr", "lists": "i64", "N": "i64", "largest": "double",
+    "vectors": "ptr", "row": "i64", "slots": "ptr", "coarse": "ptr", "columns": "i64", "squares": "ptr",
+    "first_blocks": "ptr", "centroids": "ptr", "parts": "i64", "levels": "i64", "codes": "ptr", "code_bytes": "i64",
+    "residual": "i64", "list_of": "ptr",
+}  # fmt: skip
+"""Fields of 8 bytes of a plan; lists.Scan describes them."""
+
 _SCAN = (
-    "ptr noalias readonly %q", "ptr noalias readonly %data", "i64 %stride", "ptr noalias readonly %extra",
-    "ptr noalias readonly %seen", "i64 %of_query", "ptr noalias readonly %first_rows",
-    "ptr noalias readonly %first_blocks", "ptr noalias readonly %probes", "ptr noalias readonly %offsets",
-    "ptr noalias readonly %bias", "ptr noalias readonly %limits", "ptr noalias readonly %margins",
-    "ptr noalias %scores", "ptr noalias %rows", "ptr noalias %counts", "i64 %wanted", "i64 %room", "i64 %d", "i64 %N",
-    "ptr noalias readonly %centroids", "i64 %parts", "ptr noalias %tables", "ptr noalias %bytes", "i64 %levels",
+    "ptr noalias readonly %plan", "ptr noalias readonly %q", "ptr noalias readonly %marks", "i64 %of_query",
+    "ptr noalias readonly %given", "i64 %number", "ptr noalias readonly %products", "ptr noalias %scratch", "i64 %size",
+    "i64 %wanted", "i64 %room", "i64 %nprobe", "i64 %k", "i64 %d", "ptr noalias %scores", "ptr noalias %ids",
+    "ptr noalias %counts",
+)  # fmt: skip
+_SCAN_BLOCKS = (
+    "ptr noalias readonly %plan", "ptr noalias readonly %q", "ptr noalias readonly %probes",
+    "ptr noalias readonly %offsets", "ptr noalias readonly %limits", "ptr noalias readonly %margins",
+    "ptr noalias %scores", "ptr noalias %rows", "ptr noalias %counts", "i64 %wanted", "i64 %room", "i64 %d",
 )  # fmt: skip
 """An index is a query; lists.py describes the arrays."""
 
 
-def _scan(lanes: int, kind: str, metric: str, shuffle: str) -> str:
+def _scan(lanes: int, kind: str, metric: str, source: str, shuffle: str) -> str:
     code = _begun("scan", _SCAN)
-    _ScanWriter(code, lanes, kind, metric, shuffle).write()
+    _ScanWriter(code, lanes, kind, metric, shuffle).ranked(decodes=source == "codes")
+    code.ret()
+    return program([_kept(lanes), _sorted(), code])
+
+
+def _scan_blocks(lanes: int, metric: str) -> str:
+    code = _begun("scan_blocks", _SCAN_BLOCKS)
+    _ScanWriter(code, lanes, "flat", metric, "").of_blocks()
     code.ret()
     return program([_kept(lanes), code])
 
@@ -325,66 +320,272 @@ class _ScanWriter:
         self.code, self.lanes, self.kind, self.metric = code, lanes, kind, metric
         self.real = vector("float", lanes)
         self.units, self.lookup = _SHUFFLES[shuffle]
-        self.block_scores = code.stack("float", ROWS, 64)
-        self.new_limit = code.stack("float")
+        self.plan = {name: code.load(type, code.at("i64", "%plan", i)) for i, (name, type) in enumerate(FIELDS.items())}
+        self.block_scores, self.new_limit = code.stack("float", ROWS, 64), code.stack("float")
+        self.pending = code.stack("i64", 2 * ROWS, 64)
+        """Rows of which _HEIGHT are scored at once."""
+        self.count, self.full, self.waiting = (code.variable("i64", 0) for _ in range(3))
+        self.limit, self.margin, self.base, self.scale = (code.variable("float", 0.0) for _ in range(4))
 
-    def write(self) -> None:
-        """Append the loops over queries, lists and blocks."""
+    def of_blocks(self) -> None:
+        """Append the scans of the blocks that each query names."""
         code = self.code
         with code.loop("%begin", "%end") as query:
+            kept = code.i64("mul", query, "%room")
             self.q = code.at("float", "%q", code.i64("mul", query, "%d"))
-            self.query, kept = query, code.i64("mul", query, "%room")
             self.scores, self.rows = code.at("float", "%scores", kept), code.at("i64", "%rows", kept)
-            self.count, self.full = code.variable("i64", 0), code.variable("i64", 0)
-            self.limit = code.variable("float", code.load("float", "%limits", query))
-            self.margin = code.load("float", "%margins", query)
-            self.base, self.scale = (code.variable("float", 0.0) for _ in range(2))
-            if self.kind != "flat":
-                self._tables()
-            seen = code.at("i32", "%seen", code.i64("mul", query, "%of_query"))
+            self._reset(code.load("float", "%limits", query), code.load("float", "%margins", query))
             last = code.load("i64", "%offsets", code.i64("add", query, 1))
             with code.loop(code.load("i64", "%offsets", query), last) as probe:
-                self._list(probe, seen)
-            with code.when(code.compare("sgt", self.count.get(), "%wanted")):
-                self._drop()
+                self._list(code.load("i64", "%probes", probe), None, None)
+            self._last()
             full = code.compare("ne", self.full.get(), 0)
             code.store("i64", code.select(full, -1, self.count.get()), "%counts", query)
 
-    def _list(self, probe: Value, seen: Value) -> None:
-        """Append the blocks of a list of which the query may see rows."""
+    def ranked(self, *, decodes: bool) -> None:
+        """Append the scans of the lists nearest to each query, and the order of what they keep, by exact scores."""
         code = self.code
-        at = code.load("i64", "%probes", probe)
-        start, row = code.load("i64", "%first_blocks", at), code.load("i64", "%first_rows", at)
-        if self.kind != "flat":
-            self.bias = code.op("fadd", self.base.get(), code.load("float", "%bias", probe))
-        with code.loop(start, code.load("i64", "%first_blocks", code.i64("add", at, 1))) as block:
-            word = code.load("i32", seen, block)
-            with code.when(code.compare("ne", word, 0)):
-                first = code.i64("add", row, code.i64("mul", code.i64("sub", block, start), ROWS))
-                parts = {"flat": self._vectors, "4": self._nibbles, "8": self._bytes}[self.kind](first, block)
-                parts = self._finished(parts, first)
-                hits = Value("0", "i32")
-                for i, part in enumerate(parts):
-                    lanes = _lanes(part.type)
-                    near = code.compare("oge", part, code.broadcast(self.limit.get(), lanes))
-                    bits = code(f"zext i{lanes} {code.bitcast(near, f'i{lanes}')} to i32", "i32")
-                    hits = code.op("or", code.op("shl", bits, i * lanes), hits)
-                hits = code.op("and", hits, word)
-                with code.when(code.compare("ne", hits, 0)):
-                    self._keep(parts, hits, first)
+        terms, decoded = code.stack("double", "%d", 64), code.stack("float", "%d", 64) if decodes else None
+        with code.loop("%begin", "%end") as query:
+            self.q = code.at("float", "%q", code.i64("mul", query, "%d"))
+            scratch, at = code.at("i8", "%scratch", code.i64("mul", query, "%size")), Value("0", "i64")
+            pieces = []
+            for element, count in (
+                ("i64", "%room"), ("i64", "%room"), ("i64", self.plan["columns"]), ("float", "%room"),
+                ("float", self.plan["columns"]), ("float", code.i64("mul", self.plan["parts"], self._codes())),
+            ):  # fmt: skip
+                pieces.append(code.at("i8", scratch, at))
+                at = code.i64("add", at, code.i64("mul", count, 8 if element == "i64" else 4))
+            keys, self.rows, probes, self.scores, near, self.numbers = pieces
+            self.table = code.at("i8", scratch, at)
+            self._reset(_LEAST, 0.0)
+            usual = self._margin()
+            code.store("i64", -2, "%counts", query)
+            with code.when(usual):
+                seen = code.at("i8", "%marks", code.i64("mul", query, "%of_query"))
+                with code.when(code.compare("sgt", "%nprobe", 0)):
+                    self._choose(query, near, probes)
+                if self.kind != "flat":
+                    self._tables()
+                with code.loop(0, "%nprobe") as probe:
+                    key = code.load("i64", probes, probe)
+                    at = code.i64("and", key, 0xFFFFFFFF)
+                    self._list(at, seen, None if self.kind == "flat" else self._bias(key, at))
+                if self.kind == "flat":
+                    for given in code.branches(code.compare("ne", "%given", _NULL)):
+                        if given:
+                            self._given_rows()
+                        else:
+                            self._list(self.plan["lists"], seen, None)
+                self._last()
+                self._rank(terms, decoded, keys)
+                self._give(query, keys)
 
-    def _finished(self, parts: list[Value], first: Value) -> list[Value]:
-        if self.metric == "ip":
-            return parts
-        found, at = [], first
-        for part in parts:
-            extra = _at(self.code, part.type, "%extra", at)
-            found.append(self.code.op("fsub" if self.metric == "l2" else "fmul", part, extra))
-            at = self.code.i64("add", at, _lanes(part.type))
-        return found
+    def _reset(self, limit: Operand, margin: Operand) -> None:
+        for variable, value in (
+            (self.limit, limit), (self.margin, margin), (self.base, 0.0), (self.scale, 0.0), (self.count, 0),
+            (self.full, 0), (self.waiting, 0),
+        ):  # fmt: skip
+            variable.set(value)
 
-    def _keep(self, parts: list[Value], hits: Value, first: Value) -> None:
-        """Append the rows of a block whose bits are set to those that are kept."""
+    def _codes(self) -> int:
+        return {"flat": 0, "4": 16, "8": 256}[self.kind]
+
+    def _margin(self) -> Value:
+        """Append twice the errors of the quick scores, and of rounding exact ones; whether the query's norm is usual."""
+        code, total = self.code, self.code.variable("double", 0.0)
+        with code.loop(0, "%d") as i:
+            x = code.convert("fpext", code.load("float", self.q, i), "double")
+            total.set(code.op("fadd", total.get(), code.op("fmul", x, x)))
+        norm, largest = code.intrinsic("double", "llvm.sqrt.f64", total.get()), self.plan["largest"]
+        bound = code.op("fmul", norm, largest)
+        if self.metric == "l2":  # of q . x - |x|^2 / 2
+            both = code.op("fadd", norm, largest)
+            bound = code.op("fmul", code.op("fmul", both, both), 0.5)
+        d = code("sitofp i64 %d to double", "double")
+        share = code.op("fmul", code.op("fadd", d, 16.0), 4.2 * 2.0**-24)
+        error = code.op("fadd", code.op("fmul", share, bound), code.op("fmul", d, 4.2e-37))
+        self.margin.set(code.convert("fptrunc", error, "float"))
+        return code.compare("olt", norm, 1e19)
+
+    def _choose(self, query: Value, near: Value, probes: Value) -> None:
+        """Append the choice of lists: keys of scores, the nearest first, and of lists."""
+        code, lists, columns = self.code, self.plan["lists"], self.plan["columns"]
+        for here in code.branches(code.compare("eq", "%products", _NULL)):
+            if here:
+                self._products(self.q, self.plan["coarse"], "%d", columns, near)
+            with code.loop(0, lists) as at:
+                if here:
+                    score = code.load("float", near, at)
+                    if self.metric == "l2":
+                        score = code.op("fsub", score, code.load("float", self.plan["squares"], at))
+                        code.store("float", score, near, at)
+                else:
+                    score = code.load("float", "%products", code.i64("add", code.i64("mul", query, lists), at))
+                    code.store("float", score, near, at)
+        with code.loop(0, lists) as at:
+            code.store("i64", at, probes, at)
+        count = code.variable("i64", lists)
+        with code.when(code.compare("slt", "%nprobe", lists)):
+            count.set(code.call("i64", "kept", near, probes, lists, Value("%nprobe", "i64"), Value(constant("float", 0.0), "float"), self.new_limit))
+        with code.loop(0, count.get()) as i:
+            code.store("i64", self._key(code.load("float", near, i), code.load("i64", probes, i), rises=False), probes, i)
+        code.call("void", "sorted", probes, count.get())
+
+    def _key(self, score: Value, number: Value, *, rises: bool) -> Value:
+        """Append an integer in the order of scores, the best first, and then of numbers below 2^32."""
+        code = self.code
+        bits = _ordered(code, code.bitcast(code.op("fadd", score, 0.0), "i32"))  # -0 is 0
+        high = code.convert("sext", bits if rises else code.op("xor", bits, -1), "i64")
+        return code.i64("or", code.i64("shl", high, 32), number)
+
+    def _score(self, key: Value, *, rises: bool) -> Value:
+        bits = self.code.convert("trunc", self.code.i64("ashr", key, 32), "i32")
+        return self.code.bitcast(_ordered(self.code, bits if rises else self.code.op("xor", bits, -1)), "float")
+
+    def _bias(self, key: Value, at: Value) -> Value:
+        """Append the query's product with a list's centroid, where codes are of differences to it."""
+        code, total = self.code, self.code.variable("float", self._score(key, rises=False))
+        if self.metric == "l2":
+            total.set(code.op("fadd", total.get(), code.load("float", self.plan["squares"], at)))
+        with code.when(code.compare("eq", self.plan["residual"], 0)):
+            total.set(0.0)
+        return total.get()
+
+    def _list(self, at: Value, seen: Value | None, bias: Value | None) -> None:
+        """Append the rows of a list of which the query may see rows."""
+        code = self.code
+        bounds = [code.load("i64", self.plan["starts"], each) for each in (at, code.i64("add", at, 1))]
+        number = code.i64("sub", bounds[1], bounds[0])
+        if bias is not None:
+            self.bias = code.op("fadd", self.base.get(), bias)
+            block = code.load("i64", self.plan["first_blocks"], at)
+        with code.loop(0, number, ROWS) as i:
+            first, left = code.i64("add", bounds[0], i), code.i64("sub", number, i)
+            ones = code.i64("lshr", -1, code.i64("sub", 64, code.smin(left, ROWS)))
+            word = code.variable("i32", code.convert("trunc", ones, "i32"))
+            if seen is not None:
+                with code.when(code.compare("ne", "%marks", _NULL)):
+                    self._see(word, seen, first, left)
+            with code.when(code.compare("ne", word.get(), 0)):
+                if bias is None:
+                    self._append(word, first)
+                else:
+                    index = code.i64("add", block, code.i64("sdiv", i, ROWS))
+                    self._block(word.get(), first, index)
+
+    def _see(self, word: Variable, seen: Value, first: Value, left: Value) -> None:
+        """Append the bits of the rows that the query may see."""
+        code, slots = self.code, self.plan["slots"]
+        for plain in code.branches(code.compare("eq", slots, _NULL)):
+            if plain:
+                inside = code.bitcast(word.get(), vector("i1", ROWS))
+                marks = code.masked_load(vector("i8", ROWS), code.at("i8", seen, first), inside, 1)
+                word.set(code.bitcast(code.compare("ne", marks, 0), "i32"))
+                continue
+            word.set(0)
+            with code.loop(0, code.smin(left, ROWS)) as lane:
+                mark = code.load("i8", seen, code.load("i64", slots, code.i64("add", first, lane)))
+                bit = code(f"zext i1 {code.compare('ne', mark, 0)} to i32", "i32")
+                shift = code.convert("trunc", lane, "i32")
+                word.set(code.op("or", word.get(), code.op("shl", bit, shift)))
+
+    def _append(self, word: Variable, first: Value) -> None:
+        """Append the rows of a word's bits to those that wait for their scores."""
+        code, waiting = self.code, self.waiting
+        for dense in code.branches(code.compare("eq", word.get(), -1)):
+            if dense:
+                for i in range(0, ROWS, _HEIGHT):
+                    rows = code.op("add", code.broadcast(first, _HEIGHT), lane_constants("i64", range(i, i + _HEIGHT)))
+                    place = code.at("i64", self.pending, code.i64("add", waiting.get(), i))
+                    code.store(rows.type, rows, place, align=8)
+                waiting.set(code.i64("add", waiting.get(), ROWS))
+            else:
+                with code.loop_while(lambda: code.compare("ne", word.get(), 0)):
+                    self._wait(code.i64("add", first, self._lowest(word)))
+        self._score_waiting()
+
+    def _given_rows(self) -> None:
+        """Append the rows that are given, in any order."""
+        code = self.code
+        with code.loop(0, "%number", ROWS) as i:
+            with code.loop(i, code.smin(code.i64("add", i, ROWS), "%number")) as at:
+                self._wait(code.load("i64", "%given", at))
+            self._score_waiting()
+
+    def _wait(self, row: Value) -> None:
+        code, waiting = self.code, self.waiting.get()
+        code.store("i64", row, self.pending, waiting)
+        self.waiting.set(code.i64("add", waiting, 1))
+        _fetch(code, self._vector(row), "%d")
+
+    def _lowest(self, word: Variable) -> Value:
+        """Append the number of the lowest bit of a word, which it loses."""
+        code, bits = self.code, word.get()
+        word.set(code.op("and", bits, code.op("sub", bits, 1)))
+        return code.convert("zext", code.intrinsic("i32", "llvm.cttz.i32", bits, constant("i1", True)), "i64")
+
+    def _vector(self, row: Value) -> Value:
+        return self.code.at("float", self.plan["data"], self.code.i64("mul", row, self.plan["stride"]))
+
+    def _score_waiting(self) -> None:
+        """Append the scores of the rows that wait, by 8; fewer stay."""
+        code, waiting, at = self.code, self.waiting, self.code.variable("i64", 0)
+        with code.loop_while(lambda: code.compare("sle", code.i64("add", at.get(), _HEIGHT), waiting.get())):
+            self._several(at.get(), constant("i32", (1 << _HEIGHT) - 1))
+            at.set(code.i64("add", at.get(), _HEIGHT))
+        kind = vector("i64", _HEIGHT)
+        rest = code.load(kind, code.at("i64", self.pending, at.get()), align=8)
+        code.store(kind, rest, self.pending, align=8)
+        waiting.set(code.i64("sub", waiting.get(), at.get()))
+
+    def _last(self) -> None:
+        """Append the scores of the fewer than 8 rows that wait, and drop what is too far."""
+        code, kind = self.code, vector("i64", _HEIGHT)
+        if self.kind == "flat":
+            waiting = self.waiting.get()
+            with code.when(code.compare("sgt", waiting, 0)):
+                row = code.broadcast(code.load("i64", self.pending, 0), _HEIGHT)
+                code.store(kind, row, code.at("i64", self.pending, waiting), align=8)
+                ones = code.op("sub", code.op("shl", Value("1", "i32"), code.convert("trunc", waiting, "i32")), 1)
+                self._several(Value("0", "i64"), ones)
+        with code.when(code.compare("sgt", self.count.get(), "%wanted")):
+            self._drop()
+
+    def _several(self, at: Value, allowed: Value) -> None:
+        """Append the scores of 8 rows that wait."""
+        code = self.code
+        rows = [code.load("i64", self.pending, code.i64("add", at, i)) for i in range(_HEIGHT)]
+        scores = self._products_of_rows(rows)
+        if self.metric != "ip":
+            extra = code.join([code.load("float", self.plan["extra"], row) for row in rows])
+            scores = code.op("fsub" if self.metric == "l2" else "fmul", scores, extra)
+        hits = code.op("and", self._near(scores), allowed)
+        with code.when(code.compare("ne", hits, 0)):
+            self._keep([scores], hits, lambda lane: code.load("i64", self.pending, code.i64("add", at, lane)))
+
+    def _block(self, word: Value, first: Value, block: Value) -> None:
+        """Append the scores of a block of codes."""
+        code, hits = self.code, Value("0", "i32")
+        parts = self._nibbles(block) if self.kind == "4" else self._bytes(block)
+        if self.metric == "l2":
+            for i, at in enumerate(range(0, ROWS, _lanes(parts[0].type))):
+                extra = _at(code, parts[i].type, self.plan["extra"], code.i64("add", first, at))
+                parts[i] = code.op("fsub", parts[i], extra)
+        for i, part in enumerate(parts):
+            hits = code.op("or", code.op("shl", self._near(part), i * _lanes(part.type)), hits)
+        hits = code.op("and", hits, word)
+        with code.when(code.compare("ne", hits, 0)):
+            self._keep(parts, hits, lambda lane: code.i64("add", first, lane))
+
+    def _near(self, scores: Value) -> Value:
+        """Append the bits of the scores that reach the limit."""
+        code, lanes = self.code, _lanes(scores.type)
+        near = code.compare("oge", scores, code.broadcast(self.limit.get(), lanes))
+        return code(f"zext i{lanes} {code.bitcast(near, f'i{lanes}')} to i32", "i32")
+
+    def _keep(self, parts: list[Value], hits: Value, row_of: Callable[[Value], Value]) -> None:
+        """Append the rows of scores whose bits are set to those that are kept."""
         code, left = self.code, self.code.variable("i32", hits)
         with code.when(self._crowded()):
             self._drop()
@@ -397,65 +598,108 @@ class _ScanWriter:
             code.store(part.type, part, code.at("float", self.block_scores, at), align=4)
             at += _lanes(part.type)
         with code.loop_while(lambda: code.compare("ne", left.get(), 0)):
-            bits = left.get()
-            lane = code.convert("zext", code.intrinsic("i32", "llvm.cttz.i32", bits, constant("i1", True)), "i64")
-            count = self.count.get()
+            lane, count = self._lowest(left), self.count.get()
             code.store("float", code.load("float", self.block_scores, lane), self.scores, count)
-            code.store("i64", code.i64("add", first, lane), self.rows, count)
+            code.store("i64", row_of(lane), self.rows, count)
             self.count.set(code.i64("add", count, 1))
-            left.set(code.op("and", bits, code.op("sub", bits, 1)))
 
     def _crowded(self) -> Value:
         return self.code.compare("sgt", self.code.i64("add", self.count.get(), ROWS), "%room")
 
     def _drop(self) -> None:
         code = self.code
-        arguments = (self.scores, self.rows, self.count.get(), Value("%wanted", "i64"), self.margin, self.new_limit)
+        arguments = (self.scores, self.rows, self.count.get(), Value("%wanted", "i64"), self.margin.get(), self.new_limit)
         self.count.set(code.call("i64", "kept", *arguments))
         self.limit.set(code.load("float", self.new_limit))
 
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _rank(self, terms: Value, decoded: Value | None, keys: Value) -> None:
+        """Append the exact scores of the rows that are kept, as keys with their slots, in order."""
+        code, count = self.code, self.count.get()
+        with code.when(code.compare("sgt", count, 0)):
+            with code.loop(0, count) as i:
+                row, later = (code.load("i64", self.rows, each) for each in (i, _later(code, i, count)))
+                if decoded is None:
+                    vectors = (self.plan["vectors"], self.plan["row"])
+                    x, ahead = (code.at("float", vectors[0], code.i64("mul", each, vectors[1])) for each in (row, later))
+                    _fetch(code, ahead, "%d")
+                else:
+                    x = decoded
+                    self._decode(row, decoded)
+                score, slot = _pair_score(code, terms, self.q, x, "%d", self.metric), code.variable("i64", row)
+                with code.when(code.compare("ne", self.plan["slots"], _NULL)):
+                    slot.set(code.load("i64", self.plan["slots"], row))
+                code.store("i64", self._key(score, slot.get(), rises=self.metric == "l2"), keys, i)
+            code.call("void", "sorted", keys, count)
+
+    def _decode(self, row: Value, decoded: Value) -> None:
+        """Append the vector that a row's code stands for."""
+        code, columns = self.code, self.plan["columns"]
+        at = code.load("i64", self.plan["list_of"], row)
+        line = code.at("i8", self.plan["codes"], code.i64("mul", row, self.plan["code_bytes"]))
+        width, bits = code.i64("sdiv", "%d", self.plan["parts"]), int(self.kind)
+        with code.loop(0, "%d") as i:
+            part = code.i64("sdiv", i, width)
+            byte = code.convert("zext", code.load("i8", line, code.i64("sdiv", part, 8 // bits)), "i64")
+            if bits == 4:
+                byte = code.i64("and", code.i64("lshr", byte, code.i64("mul", code.i64("and", part, 1), 4)), 15)
+            x = code.load("float", self.plan["centroids"], code.i64("add", code.i64("mul", i, self._codes()), byte))
+            total = code.variable("float", x)
+            with code.when(code.compare("ne", self.plan["residual"], 0)):
+                centroid = code.load("float", self.plan["coarse"], code.i64("add", code.i64("mul", i, columns), at))
+                total.set(code.op("fadd", x, centroid))
+            code.store("float", total.get(), decoded, i)
+
+    def _give(self, query: Value, keys: Value) -> None:
+        """Append the scores and slots of the first k, and what stands for none."""
+        code, rises = self.code, self.metric == "l2"
+        count, first = code.smin(self.count.get(), "%k"), code.i64("mul", query, "%k")
+        with code.loop(0, count) as i:
+            key, place = code.load("i64", keys, i), code.i64("add", first, i)
+            code.store("float", self._score(key, rises=rises), "%scores", place)
+            code.store("i64", code.i64("and", key, 0xFFFFFFFF), "%ids", place)
+        with code.loop(count, "%k") as i:
+            place = code.i64("add", first, i)
+            code.store("float", float("inf" if rises else "-inf"), "%scores", place)
+            code.store("i64", -1, "%ids", place)
+        full = code.compare("ne", self.full.get(), 0)
+        code.store("i64", code.select(full, -1, count), "%counts", query)
+
     # --- scores of a block -------------------------------------------------------------------------------------------
 
-    def _vectors(self, first: Value, block: Value) -> list[Value]:
-        """Append the products of the query with 32 vectors, one after the other: memory is read in its order."""
-        code, height, last = self.code, 8, self.code.i64("sub", "%N", 1)
+    def _products_of_rows(self, rows: list[Value]) -> Value:
+        """Append the products of the query with some vectors, one after the other."""
+        code = self.code
         left, wide = code.i64("srem", "%d", self.lanes), code.i64("and", "%d", -_CHAINS * self.lanes)
         full = code.i64("sub", "%d", left)
         inside = code.compare("slt", lane_constants("i64", range(self.lanes)), code.broadcast(left, self.lanes))
-        found = []
-        for start in range(0, ROWS, height):
-            totals = []
-            for i in range(start, start + height):
-                x = code.at("float", "%data", code.i64("mul", code.smin(code.i64("add", first, i), last), "%stride"))
-                sums = [code.variable(self.real, 0.0) for _ in range(_CHAINS)]
+        totals = []
+        for x in map(self._vector, rows):
+            sums = [code.variable(self.real, 0.0) for _ in range(_CHAINS)]
 
-                def add(k: Value, some: list[Variable], x: Value = x) -> None:
-                    for j, total in enumerate(some):
-                        at = code.i64("add", k, j * self.lanes)
-                        total.set(
-                            _fma(code, _at(code, self.real, self.q, at), _at(code, self.real, x, at), total.get())
-                        )
+            def add(k: Value, some: list[Variable], x: Value = x) -> None:
+                for j, total in enumerate(some):
+                    at = code.i64("add", k, j * self.lanes)
+                    total.set(_fma(code, _at(code, self.real, self.q, at), _at(code, self.real, x, at), total.get()))
 
-                with code.loop(0, wide, _CHAINS * self.lanes) as k:
-                    add(k, sums)
-                with code.loop(wide, full, self.lanes) as k:
-                    add(k, sums[:1])
-                with code.when(code.compare("sgt", left, 0)):
-                    query, value = (
-                        code.masked_load(self.real, code.at("float", y, full), inside, 4) for y in (self.q, x)
-                    )
-                    sums[0].set(_fma(code, query, value, sums[0].get()))
-                pairs = [code.op("fadd", sums[j].get(), sums[j + 1].get()) for j in range(0, _CHAINS, 2)]
-                totals.append(code.op("fadd", *pairs))
-            found.append(lane_sums(code, totals))
-        return found
+            with code.loop(0, wide, _CHAINS * self.lanes) as k:
+                add(k, sums)
+            with code.loop(wide, full, self.lanes) as k:
+                add(k, sums[:1])
+            with code.when(code.compare("sgt", left, 0)):
+                query, value = (code.masked_load(self.real, code.at("float", y, full), inside, 4) for y in (self.q, x))
+                sums[0].set(_fma(code, query, value, sums[0].get()))
+            pairs = [code.op("fadd", sums[j].get(), sums[j + 1].get()) for j in range(0, _CHAINS, 2)]
+            totals.append(code.op("fadd", *pairs))
+        return lane_sums(code, totals)
 
-    def _nibbles(self, first: Value, block: Value) -> list[Value]:
+    def _nibbles(self, block: Value) -> list[Value]:
         """Append the sums of the bytes that 4-bit codes look up."""
         code, width = self.code, 16 * self.units
-        codes = code.at("i8", "%data", code.i64("mul", block, "%stride"))
+        codes = code.at("i8", self.plan["data"], code.i64("mul", block, self.plan["stride"]))
         sums = [code.variable(vector("i16", width // 2), 0) for _ in range(4)]
-        with code.loop(0, "%stride", width) as at:
+        with code.loop(0, self.plan["stride"], width) as at:
             kind = vector("i8", width)
             both, table = _at(code, kind, codes, at, "i8"), code.at("i8", self.table, at)
             for i, half in enumerate((code.op("and", both, 15), code.op("lshr", both, 4))):
@@ -482,13 +726,13 @@ class _ScanWriter:
             found = code(f"insertelement {index.type} {found}, i8 {byte}, i64 {lane}", index.type)
         return found
 
-    def _bytes(self, first: Value, block: Value) -> list[Value]:
+    def _bytes(self, block: Value) -> list[Value]:
         """Append the sums of the numbers that 8-bit codes look up."""
         code, count = self.code, ROWS // self.lanes
-        codes = code.at("i8", "%data", code.i64("mul", block, "%stride"))
+        codes = code.at("i8", self.plan["data"], code.i64("mul", block, self.plan["stride"]))
         sums = [code.variable(self.real, code.broadcast(self.bias, self.lanes)) for _ in range(count)]
         pointers, every = vector("ptr", self.lanes), constant(vector("i1", self.lanes), True)
-        with code.loop(0, "%parts") as part:
+        with code.loop(0, self.plan["parts"]) as part:
             table = code.at("float", self.numbers, code.i64("mul", part, 256))
             of_part = code.i64("mul", part, ROWS)
             for i, total in enumerate(sums):
@@ -509,37 +753,38 @@ class _ScanWriter:
 
     def _tables(self) -> None:
         """Append the query's products with the centroids of each part; those of 4-bit codes are rounded to bytes."""
-        code, size = self.code, 16 if self.kind == "4" else 256
-        numbers = code.i64("mul", "%parts", size)
-        self.numbers = code.at("float", "%tables", code.i64("mul", self.query, numbers))
-        width = code.i64("sdiv", "%d", "%parts")
-        spread = code.variable("float", 0.0)
-        with code.loop(0, "%parts") as part:
-            from_ = code.i64("mul", part, width)
-            totals = [code.variable(self.real, 0.0) for _ in range(min(size, 16) // self.lanes)]
-            with code.loop(0, size, 16) as column:
-                for total in totals:
-                    total.set(0.0)
-                with code.loop(0, width) as j:
-                    x = code.broadcast(code.load("float", self.q, code.i64("add", from_, j)), self.lanes)
-                    line = code.i64("add", code.i64("mul", code.i64("add", from_, j), size), column)
-                    for i, total in enumerate(totals):
-                        centroids = _at(code, self.real, "%centroids", code.i64("add", line, i * self.lanes))
-                        total.set(_fma(code, x, centroids, total.get()))
-                found = [total.get() for total in totals]
-                if self.kind == "4":
-                    low, high = (self._joined(way, found) for way in ("fmin", "fmax"))
-                    self.base.set(code.op("fadd", self.base.get(), low))
-                    range_ = code.op("fsub", high, low)
-                    spread.set(code.select(code.compare("ogt", range_, spread.get()), range_, spread.get()))
-                    found = [code.op("fsub", each, code.broadcast(low, self.lanes)) for each in found]
-                at = code.i64("add", code.i64("mul", part, size), column)
+        code, size, parts = self.code, self._codes(), self.plan["parts"]
+        width, spread = code.i64("sdiv", "%d", parts), code.variable("float", 0.0)
+        with code.loop(0, parts) as part:
+            first, numbers = code.i64("mul", part, width), code.at("float", self.numbers, code.i64("mul", part, size))
+            centroids = code.at("float", self.plan["centroids"], code.i64("mul", first, size))
+            self._products(code.at("float", self.q, first), centroids, width, Value(str(size), "i64"), numbers)
+            if self.kind == "4":
+                found = [_at(code, self.real, numbers, i) for i in range(0, size, self.lanes)]
+                low, high = (self._joined(way, found) for way in ("fmin", "fmax"))
+                self.base.set(code.op("fadd", self.base.get(), low))
+                range_ = code.op("fsub", high, low)
+                spread.set(code.select(code.compare("ogt", range_, spread.get()), range_, spread.get()))
                 for i, each in enumerate(found):
-                    code.store(
-                        self.real, each, code.at("float", self.numbers, code.i64("add", at, i * self.lanes)), align=4
-                    )
+                    above = code.op("fsub", each, code.broadcast(low, self.lanes))
+                    code.store(self.real, above, code.at("float", numbers, i * self.lanes), align=4)
         if self.kind == "4":
-            self._rounded(numbers, spread.get())
+            self._rounded(code.i64("mul", parts, size), spread.get())
+
+    def _products(self, q: Value, columns: Value, d: Operand, count: Operand, y: Value) -> None:
+        """Append products with vectors in columns (d, count), a multiple of 16 of them, element after element."""
+        code = self.code
+        with code.loop(0, count, 16) as column:
+            totals = [code.variable(self.real, 0.0) for _ in range(16 // self.lanes)]
+            with code.loop(0, d) as j:
+                x = code.broadcast(code.load("float", q, j), self.lanes)
+                line = code.i64("add", code.i64("mul", j, count), column)
+                for i, total in enumerate(totals):
+                    some = _at(code, self.real, columns, code.i64("add", line, i * self.lanes))
+                    total.set(_fma(code, x, some, total.get()))
+            for i, total in enumerate(totals):
+                to = code.at("float", y, code.i64("add", column, i * self.lanes))
+                code.store(self.real, total.get(), to, align=4)
 
     def _joined(self, way: str, found: list[Value]) -> Value:
         """Append the least or the largest lane of some vectors."""
@@ -552,13 +797,12 @@ class _ScanWriter:
     def _rounded(self, numbers: Value, spread: Value) -> None:
         """Append the table in bytes: 0 to `levels` for the widest spread of a part."""
         code = self.code
-        levels = code("sitofp i64 %levels to float", "float")
+        levels = code.convert("sitofp", self.plan["levels"], "float")
         some = code.compare("ogt", spread, 2.0**-100)
         factor = code.select(some, code.op("fdiv", levels, code.select(some, spread, 1.0)), 0.0)
         self.scale.set(code.op("fdiv", spread, levels))
-        parts = code("sitofp i64 %parts to float", "float")
-        self.margin = code.op("fadd", self.margin, code.op("fmul", parts, self.scale.get()))  # half a step a part
-        self.table = code.at("i8", "%bytes", code.i64("mul", self.query, "%stride"))
+        parts = code.convert("sitofp", self.plan["parts"], "float")
+        self.margin.set(code.op("fadd", self.margin.get(), code.op("fmul", parts, self.scale.get())))  # half a step a part
         factors, half = code.broadcast(factor, self.lanes), constant(self.real, 0.5)
         with code.loop(0, numbers, self.lanes) as i:
             x = _fma(code, _at(code, self.real, self.numbers, i), factors, half)
@@ -605,11 +849,32 @@ def _kept(lanes: int) -> FunctionBuilder:
     return code
 
 
+def _sorted() -> FunctionBuilder:
+    """Return the function that sorts integers: those at a falling distance are put in order, at last neighbors."""
+    code = FunctionBuilder("sorted", ["ptr %keys", "i64 %count"], attributes=NOINLINE)
+    gap, turned = code.variable("i64", "%count"), code.variable("i1", True)
+    with code.loop_while(lambda: code.op("or", turned.get(), code.compare("sgt", gap.get(), 1))):
+        shorter = code.i64("sdiv", code.i64("mul", gap.get(), 10), 13)
+        gap.set(code.select(code.compare("sgt", shorter, 1), shorter, Value("1", "i64")))
+        turned.set(False)
+        distance = gap.get()
+        with code.loop(0, code.i64("sub", "%count", distance)) as i:
+            places = [code.at("i64", "%keys", each) for each in (i, code.i64("add", i, distance))]
+            a, b = (code.load("i64", each) for each in places)
+            turn = code.compare("sgt", a, b)
+            for place, values in zip(places, ((b, a), (a, b)), strict=True):
+                code.store("i64", code.select(turn, *values), place)
+            turned.set(code.op("or", turned.get(), turn))
+    code.ret()
+    return code
+
+
 def _ordered(code: FunctionBuilder, bits: Value) -> Value:
     """Append integers in the order of the floats that have these bits; its own inverse."""
     return code.op("xor", bits, code.op("lshr", code.op("ashr", bits, 31), 1))
 
 
 _WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "tiles": (_tiles, _TILES), "scan": (_scan, _SCAN), "pairs": (_pairs, _PAIRS), "ranked": (_ranked, _RANKED),
+    "tiles": (_tiles, _TILES), "scan": (_scan, _SCAN), "scan_blocks": (_scan_blocks, _SCAN_BLOCKS),
+    "pairs": (_pairs, _PAIRS),
 }  # fmt: skip
