@@ -90,13 +90,13 @@ def names(ids: Any, count: int) -> Tensor:
     return whole
 
 
-def as_given(x: Any) -> Callable[[Tensor], Any]:
-    """Return the function that makes an array of x's library from a tensor."""
+def as_given(x: Any) -> Callable[[Any], Any]:
+    """Return the function that makes an array of x's library from a tensor, or from NumPy's array on the host."""
     if isinstance(x, Tensor):
-        return lambda result: result.to(x.device)
+        return lambda result: torch.as_tensor(result, device=x.device)
     if not isinstance(x, (np.ndarray, Sequence)) and type(x).__module__.partition(".")[0] == "cupy":
         return lambda result: sys.modules["cupy"].from_dlpack(result)
-    return lambda result: result.cpu().numpy()
+    return lambda result: result if isinstance(result, np.ndarray) else result.cpu().numpy()
 
 
 def vectors(x: Any, name: str) -> Tensor:
@@ -252,7 +252,7 @@ class Slots:
                 given = given[(given >= 0) & (given < self.size)]
             marks[given] = True
         if self.holes:
-            marks = marks & (self.rows >= 0)
+            marks = marks & (np.asarray(self.rows) >= 0)
         return marks
 
 

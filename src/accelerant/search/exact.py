@@ -394,7 +394,8 @@ class Part:
         query, block = (maxima >= limit.unsqueeze(1)).nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(torch.bincount(query, minlength=len(q)).cumsum(0), (1, 0))
         starts = torch.arange(maxima.shape[1] + 1, device="cpu").mul_(BLOCK).clamp_(max=len(x))
-        scan, metric = Scan("flat", {"data": x, "extra": extra, "starts": starts}), "ip" if extra is None else self.metric
+        scan = Scan("flat", {"data": x, "extra": extra, "starts": starts})
+        metric = "ip" if extra is None else self.metric
         row, score, counts = scan.of_blocks(metric, q, block, offsets, self.wanted, limit, 2 * self.error[tile])
         at, column = (torch.arange(row.shape[1], device="cpu") < counts.unsqueeze(1)).nonzero(as_tuple=True)
         return self._numbered(tile, rows, at, row[at, column], score[at, column])

@@ -88,6 +88,11 @@ class State:
         return range(self.starts[at], self.starts[at + 1])
 
     @cached_property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.ids)
+
+    @cached_property
     def slots(self) -> Slots:
         """The numbers of the rows in the order of their ids, of an index on a CPU."""
         return Slots.of(self.ids.numpy())
@@ -190,7 +195,9 @@ class Index:
         if parts < 1 or dim % parts:
             raise ConfigError(f"parts must divide dim {dim}, got {parts}")
         self.dim, self.metric, self.kind, self.rerank = dim, metric, kind, rerank
+        self._metric = "ip" if metric == "cosine" else metric  # the vectors are normalized
         self.parts, self.bits, self.wanted_lists, self.device = parts, bits, lists, torch.device(device)
+        self._scans = self.device.type == "cpu" and metric != "hamming" and dim <= LONG  # queries in NumPy's arrays
         self._lock = fork_safe(threading.Lock())
         bits_or_numbers = (dim // 8, torch.uint8) if metric == "hamming" else (dim, torch.float32)
         rows = torch.zeros(0, bits_or_numbers[0], dtype=bits_or_numbers[1], device=self.device)
@@ -366,118 +373,122 @@ class Index:
         k = checked_k(k)
         if nprobe is not None and (not isinstance(nprobe, (int, np.integer)) or nprobe < 1):
             raise ConfigError(f"nprobe must be an integer of at least 1, got {nprobe}")
-        state, back = self._state, as_given(queries)
+        state = self._state
         if (
-            self._scans and self.metric != "cosine" and isinstance(queries, np.ndarray) and queries.dtype == np.float32
-            and queries.shape[1:] == (self.dim,) and queries.flags.carray
+            self._scans
+            and self.metric != "cosine"
+            and isinstance(queries, np.ndarray)
+            and queries.dtype == np.float32
+            and queries.shape[1:] == (self.dim,)
+            and queries.flags.carray
         ):  # fmt: skip  the kernels check the rest
-            single, q = False, torch.from_numpy(queries)
+            hits = self._found(state, queries, k, nprobe, mask)
+            if isinstance(hits[0], np.ndarray):
+                return hits
+            single = False
         else:
             asked = tensor(queries, "queries")
             single = asked.dim() == 1
             q = self._taken(asked.unsqueeze(0) if single else queries, "queries")
-        hits = self._found(state, q, k, nprobe, mask)
-        if single:
-            hits = Hits(hits[0][0], hits[1][0], hits.counts[0])
-        return Hits(back(hits[0]), back(hits[1]), back(hits.counts))
+            hits = self._found(state, q.numpy() if self._scans else q, k, nprobe, mask)
+        back = as_given(queries)
+        scores, ids, counts = ((x[0, ...] if single else x) for x in (*hits, hits.counts))
+        return Hits(back(scores), back(ids), back(counts))
 
-    @property
-    def _scans(self) -> bool:
-        """Whether the kernels for a CPU search it."""
-        return self.device.type == "cpu" and self.metric != "hamming" and self.dim <= LONG
-
-    def _found(self, state: State, q: Tensor, k: int, nprobe: int | None, mask: Any) -> Hits:
-        count, lists = len(state.ids), len(state.starts) - 1
+    def _found(self, state: State, q: Any, k: int, nprobe: int | None, mask: Any) -> Hits:
+        count, lists = state.count, len(state.starts) - 1
         if self._scans:
-            chosen: Chosen = state.slots.marks(mask, len(q))
-            left: Any = count if chosen is None else np.count_nonzero(chosen, axis=-1)
+            marks: Any = state.slots.marks(mask, len(q))
+            chosen: Chosen = marks
+            left: Any = count if marks is None else np.count_nonzero(marks, axis=None if marks.ndim == 1 else 1)
         else:
             chosen = selection(mask, len(q), count, state.ids, by_id=True)
             left = count if chosen.rows is None else len(chosen.rows)
             left = left if chosen.each is None else chosen.each.sum(1).cpu().numpy()
         if not count:
-            return dense(state.ids, state.ids, q[:0, 0].float(), len(q), k, smallest=False)
+            return dense(state.ids, state.ids, state.ids.float(), len(q), k, smallest=False)
         if state.lists is None or lists < 1:
             return self._exactly(state, q, k, chosen)
         nprobe = min(int(nprobe or -(-lists // 8)), lists)
-        few = np.logical_and(state.vectors is not None, left * lists <= nprobe * count)
-        if few.all():
+        few: Any = left * lists <= nprobe * count if state.vectors is not None else False
+        if few is True or (few is not False and few.all()):
             return self._exactly(state, q, k, chosen)
         hits = self._listed(state, q, k, nprobe, chosen)
-        if nprobe == lists or not len(q):
+        if nprobe == lists or not len(q) or (few is False and min(hits.counts.tolist()) >= min(left, k)):
             return hits
-        which = np.flatnonzero((hits.counts.cpu().numpy() < np.minimum(left, k)) | few)
-        if not len(which):
-            return hits
-        at = torch.from_numpy(which).to(q.device)
+        counts = hits.counts if isinstance(hits.counts, np.ndarray) else hits.counts.cpu().numpy()
+        which = np.flatnonzero((counts < np.minimum(left, k)) | few)
+        return hits if not len(which) else self._searched_again(state, q, k, chosen, hits, which)
+
+    def _searched_again(self, state: State, q: Any, k: int, chosen: Chosen, hits: Hits, which: Any) -> Hits:
+        """Return the hits with exact answers of some queries."""
+        at = torch.from_numpy(which).to(self.device)
         if isinstance(chosen, Selection):
             chosen = chosen if chosen.each is None else Selection(chosen.rows, chosen.each[at.to(chosen.each.device)])
         elif chosen is not None and chosen.ndim == 2:
             chosen = chosen[which]
-        again = self._exactly(state, q[at], k, chosen)
+        again = self._exactly(state, q[which] if isinstance(q, np.ndarray) else q[at], k, chosen)
         worst = float("inf" if self.metric == "l2" else "-inf")
         scores, ids = (
-            torch.nn.functional.pad(x, (0, max(again[0].shape[1] - x.shape[1], 0)), value=value)
+            torch.nn.functional.pad(tensor(x, "hits"), (0, max(again[0].shape[1] - x.shape[1], 0)), value=value)
             for x, value in zip(hits, (worst, -1), strict=True)
         )
         for whole, part in zip((scores, ids), again, strict=True):
-            whole[at, : part.shape[1]] = part
-        return Hits(scores, ids, hits.counts.index_copy(0, at, again.counts))
+            whole[at, : part.shape[1]] = tensor(part, "hits")
+        return Hits(scores, ids, tensor(hits.counts, "hits").index_copy(0, at, tensor(again.counts, "hits")))
 
-    @property
-    def _metric(self) -> str:
-        return "ip" if self.metric == "cosine" else self.metric  # the vectors are normalized
-
-    def _exactly(self, state: State, q: Tensor, k: int, chosen: Chosen) -> Hits:
+    def _exactly(self, state: State, q: Any, k: int, chosen: Chosen) -> Hits:
         """Return the best of all vectors that are chosen, or of what all codes stand for."""
         if state.vectors is None:
             return self._listed(state, q, k, len(state.starts) - 1, chosen)
-        if self._scans and len(q) < _SEVERAL and (chosen is not None or state.vectors.numel() < _WHOLE):
-            given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
-            return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
         if not isinstance(chosen, Selection):
+            if len(q) < _SEVERAL and (chosen is not None or state.count * self.dim < _WHOLE):
+                given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
+                return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
             chosen = _selected(state, chosen)
-        return search(q, [state.vectors], k, self._metric, chosen, state.ids, None, state.norms)
+        return search(tensor(q, "hits"), [state.vectors], k, self._metric, chosen, state.ids, None, state.norms)
 
-    def _listed(self, state: State, q: Tensor, k: int, nprobe: int, chosen: Chosen) -> Hits:
+    def _listed(self, state: State, q: Any, k: int, nprobe: int, chosen: Chosen) -> Hits:
         """Return what the nearest lists of each query have."""
         lists = len(state.starts) - 1
         readers = len(q) * nprobe / lists  # of a list
-        many = state.codes is None and readers >= _READERS and readers * len(state.ids) >= _SHARED * lists
+        many = state.codes is None and readers >= _READERS and readers * state.count >= _SHARED * lists
         if many or not self._scans:  # both are exact
             chosen = chosen if isinstance(chosen, Selection) else _selected(state, chosen)
-            return _ListSearch(q, k, self._metric, state, self.rerank).hits(nprobe, chosen)
+            return _ListSearch(tensor(q, "hits"), k, self._metric, state, self.rerank).hits(nprobe, chosen)
+        assert not isinstance(chosen, Selection)
         refined = state.codes is not None and state.vectors is not None
         wanted = k * max(self.rerank, 1) if refined else k
         hits = self._scanned(state, state.scan, q, k, wanted, nprobe, chosen)
-        if not refined or state.listed == len(state.ids):
+        if not refined or state.listed == state.count:
             return hits
         rest = self._scanned(state, state.fresh, q, k, k, 0, chosen)
-        both = [torch.cat([ours, others], 1) for ours, others in zip(hits, rest, strict=True)]
-        row, column = (both[1] >= 0).nonzero(as_tuple=True)
-        return dense(row, both[1][row, column], both[0][row, column], len(q), k, smallest=self.metric == "l2")
+        scores, ids = (torch.from_numpy(np.concatenate(pair, 1)) for pair in zip(hits, rest, strict=True))
+        row, column = (ids >= 0).nonzero(as_tuple=True)
+        return dense(row, ids[row, column], scores[row, column], len(q), k, smallest=self.metric == "l2")
 
     def _scanned(
-        self, state: State, scan: Scan, q: Tensor, k: int, wanted: int, nprobe: int, marks: Marks, given: Marks = None
+        self, state: State, scan: Scan, q: Any, k: int, wanted: int, nprobe: int, marks: Marks, given: Marks = None
     ) -> Hits:
         """Return what a scan on a CPU finds."""
-        assert state.lists is not None or not nprobe
-        k, wanted = min(k, len(state.ids)), min(wanted, len(state.ids))
-        products = None
-        if nprobe and len(q) >= _SEVERAL and state.lists is not None:
+        count, products = state.count, None
+        k, wanted = min(k, count), min(wanted, count)
+        if nprobe and len(q) >= _SEVERAL:
+            assert state.lists is not None
             halves = state.squares / 2 if self.metric == "l2" else None
-            products = tiled(q, state.lists.centroids, halves, self._metric, maxima=False)
-        rows = len(state.ids) * nprobe // len(state.starts) if nprobe else len(state.ids)
-        work = q.shape[1] * (rows if given is None else len(given))
-        options: dict[str, Any] = {"marks": marks, "given": given, "products": products, "work": work}
-        scores, slots, counts = scan.top(self._metric, q.numpy(), k, wanted, nprobe, **options)
-        if counts.min(initial=0) < 0:
+            products = tiled(torch.from_numpy(q), state.lists.centroids, halves, self._metric, maxima=False)
+        rows = count * nprobe // len(state.starts) if nprobe else count if given is None else len(given)
+        scores, slots, counts = scan.top(
+            self._metric, q, k, wanted, nprobe, marks=marks, given=given, products=products, work=self.dim * rows
+        )
+        lengths, names = counts.tolist(), state.slots.names
+        if lengths and min(lengths) < 0:
             self._taken(q, "queries")
             raise RangeError("a query has a norm of about 1e19: scale the vectors")
-        names, width = state.slots.names, int(counts.max(initial=0))
-        scores, slots = (x if width == k else x[:, :width] for x in (scores, slots))
+        if (width := max(lengths, default=0)) < k:
+            scores, slots = scores[:, :width], slots[:, :width]
         ids = slots if names is None else np.where(slots < 0, -1, names.take(slots, mode="clip"))
-        return Hits(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(counts))
+        return Hits(scores, ids, counts)
 
     def save(self, path: str | Path) -> None:
         """Write the index to a file that FAISS reads; the old file stays until the new one is whole."""

@@ -128,6 +128,8 @@ def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> 
     provider, kernel = compiled(*name)
     if count * work >= _LEAST_WORK or launch_log.enabled:
         provider.launch(kernel, (count,), (1,), arguments)
+    elif name[0] == "scan":  # by addresses
+        kernel.handle(0, count, *arguments)
     else:
         kernel.handle(0, count, *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
 
@@ -214,7 +216,7 @@ def address(x: Tensor | Keys | None) -> int:
     """Return where an array of the host lies, 0 for none."""
     if x is None:
         return 0
-    return x.data_ptr() if isinstance(x, Tensor) else int(x.__array_interface__["data"][0])
+    return x.data_ptr() if isinstance(x, Tensor) else x.__array_interface__["data"][0]
 
 
 class Scan:
@@ -222,11 +224,12 @@ class Scan:
 
     Args:
         kind: "flat" for vectors, "4" or "8" for codes of these bits.
-        arrays: by the names of llvm_kernels.FIELDS. data: vectors (N, d), or the blocks of `packed`; extra (N + 32,): of
-            the quick scores q . x, "l2" subtracts it, "cosine" multiplies by it; starts: the first row of each list and the end of the last; of vectors, a list more is always scanned.
+        arrays: by the names of llvm_kernels.FIELDS. data: vectors (N, d), or the blocks of `packed`.
+            extra (N + 32,): of quick scores q . x, "l2" subtracts it, "cosine" multiplies by it.
+            starts: the first row of each list and the end of the last; of vectors, one list more is always scanned.
             coarse (d, columns): centroids, of which the first `lists` are; squares: halves of their squared norms.
-            vectors: for exact scores, or else codes, with list_of, the list of each row. slots: numbers of rows in the
-            order of ids, by default the row's.
+            vectors: for exact scores, or else codes, with list_of, the list of each row.
+            slots: numbers of rows in the order of ids, by default the row's.
         numbers: `lists`, `parts`, `largest`: a bound of the norms of what is scanned.
     """
 
@@ -246,10 +249,11 @@ class Scan:
             "code_bytes": 0 if codes is None else codes.shape[1], "largest": int(np.float64(largest).view(np.int64)),
         }  # fmt: skip
         self.plan = np.array([fields.get(name, 0) for name in FIELDS], np.int64)
+        self.address = address(self.plan)
 
     def top(
-        self, metric: str, q: Keys, k: int, wanted: int, nprobe: int = 0, *, marks: Keys | None = None, given: Keys | None = None,
-        products: Tensor | None = None, work: int = 0,
+        self, metric: str, q: Keys, k: int, wanted: int, nprobe: int = 0, *, marks: Keys | None = None,
+        given: Keys | None = None, products: Tensor | None = None, work: int = 0,
     ) -> tuple[Keys, Keys, Keys]:  # fmt: skip
         """Return exact scores and slots (Q, k) and counts (Q,) of the best rows; a count of -2 for a norm beyond 1e19.
 
@@ -264,8 +268,8 @@ class Scan:
         """
         room = wanted + max(_ROOM, wanted)
         found = self._top(metric, q, k, wanted, nprobe, room, marks, given, products, work)
-        while found[2].min(initial=0) < 0 and len(short := np.flatnonzero(found[2] == -1)):
-            room *= 4
+        while -1 in found[2].tolist():
+            short, room = np.flatnonzero(found[2] == -1), 4 * room
             own = marks if marks is None or marks.ndim == 1 else marks[short]
             of_lists = None if products is None else products[torch.from_numpy(short)]
             again = self._top(metric, q[short], k, wanted, nprobe, room, own, given, of_lists, work)
@@ -280,16 +284,17 @@ class Scan:
         (Q, d), room = q.shape, -(-room // ROWS) * ROWS + ROWS
         scores, slots, counts = np.empty((Q, k), np.float32), np.empty((Q, k), np.int64), np.empty(Q, np.int64)
         size = -(-(20 * room + 12 * self.columns + self.table_bytes) // 64) * 64
-        for first in range(0, Q, _QUERIES):
-            some = slice(first, first + _QUERIES)
-            scratch = np.empty(min(Q - first, _QUERIES) * size, np.uint8)
+        scratch = np.empty(min(Q, _QUERIES) * size, np.uint8)
+        of_query = 0 if marks is None or marks.ndim == 1 else marks.strides[0]
+        plan, at, given_at, numbers = self.address, address(q), address(given), 0 if given is None else len(given)
+        marks_at, products_at, scratch_at = address(marks), address(products), address(scratch)
+        scores_at, slots_at, counts_at = address(scores), address(slots), address(counts)
+        for i in range(0, Q, _QUERIES):
             _launched(
-                ("scan", self.kind, metric, self.source), min(Q - first, _QUERIES), work, address(self.plan),
-                address(q[some]), address(marks if marks is None or marks.ndim == 1 else marks[some]),
-                0 if marks is None or marks.ndim == 1 else marks.strides[0], address(given),
-                0 if given is None else len(given), address(products if products is None else products[some]),
-                address(scratch), size, wanted, room, nprobe, k, d, address(scores[some]), address(slots[some]),
-                address(counts[some]),
+                ("scan", self.kind, metric, self.source), min(Q - i, _QUERIES), work, plan, at + 4 * i * d,
+                marks_at + i * of_query, of_query, given_at, numbers, products_at and products_at + 4 * i * self.lists,
+                scratch_at, size, wanted, room, nprobe, k, d, scores_at + 4 * i * k, slots_at + 8 * i * k,
+                counts_at + 8 * i,
             )  # fmt: skip
         return scores, slots, counts
 
@@ -304,7 +309,8 @@ class Scan:
         most = BLOCK * int(offsets.diff().max()) if len(q) else 0
         for room in (wanted + max(_ROOM, wanted), most):
             room = -(-room // ROWS) * ROWS + ROWS
-            scores, rows = torch.empty(len(q), room, device="cpu"), torch.empty(len(q), room, dtype=torch.int64, device="cpu")
+            scores = torch.empty(len(q), room, dtype=torch.float32, device="cpu")
+            rows = torch.empty(len(q), room, dtype=torch.int64, device="cpu")
             counts = torch.empty(len(q), dtype=torch.int64, device="cpu")
             _launched(
                 ("scan_blocks", metric), len(q), BLOCK * len(lists) * q.shape[1] // max(len(q), 1),

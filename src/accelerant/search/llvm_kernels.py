@@ -1,16 +1,19 @@
 """Search on a CPU as LLVM IR: quick scores of blocks of rows, scans of lists, and the scores of answers.
 
-    tiles    maxima of the quick scores of 64 rows, or all scores, for queries in the lanes of vectors
-    scan     for each query the rows of its lists whose quick score is among the `wanted` largest, less a margin
-    pairs    the scores of `lists.pair_scores`, bit for bit
-    ranked   the same of what a scan found, with the ranks of ids as integers to sort
+    tiles        maxima of the quick scores of 64 rows, or all scores, for queries in the lanes of vectors
+    scan         a search: the lists nearest to a query, their rows whose quick score is among the `wanted` largest,
+                 less a margin, and the k best of these by exact scores, ties by slot
+    scan_blocks  the rows alone, of the blocks that tiles chose
+    pairs        the scores of `lists.pair_scores`, bit for bit
 
 A quick score is that of a query and a row alone: in a tile a lane adds the products of one pair in the order of the
 elements, in a scan a row's sums lie in vectors of their own. So no result depends on the batch.
 
-A scan reads blocks of 32 rows of a list: vectors, or codes. Codes of 4 bits look up tables of bytes by the processor's
-byte shuffle; a block has 16 bytes for each part, byte i has the codes of rows LANES[i] (low half) and LANES[i] + 16.
-The tables of a query are rounded to integers whose sums fit 16 bits. Codes of 8 bits gather from tables of float32.
+A filter is a byte for each slot (lists.Scan), looked up for the rows of the lists that are read; the vectors that it
+hides are not. A scan reads blocks of 32 rows of a list: vectors, or codes. Codes of 4 bits look up tables of bytes by
+the processor's byte shuffle; a block has 16 bytes for each part, byte i has the codes of rows LANES[i] (low half) and
+LANES[i] + 16. The tables of a query are rounded to integers whose sums fit 16 bits. Codes of 8 bits gather from tables
+of float32.
 
 Source: Andre, Kermarrec and Le Scouarnec 2015, "Cache locality is not enough: high-performance nearest neighbor search
 with product quantization fast scan"; the order of codes is that of FAISS's files.
@@ -70,10 +73,7 @@ def features() -> tuple[int, str]:
 
 @functools.cache
 def compiled(name: str, *options: str) -> tuple[ComputeProvider, Kernel]:
-    """Return a kernel of the module, with its options: "tiles" mode and metric, "scan" kind and metric, others metric.
-
-    A scan's third option is the feature of its shuffle, the processor's by default.
-    """
+    """Return a kernel, with its options: "tiles" mode and metric, "scan" kind, metric and source, others metric."""
     lanes, shuffle = features()
     if name == "scan":
         options = (*options, shuffle)
@@ -193,7 +193,7 @@ _PAIRS = (
 
 _WIDE = 8
 
-_CHAINS = 4
+_CHAINS = 2
 """Sums of a vector that are independent."""
 
 _AHEAD = 8
@@ -392,7 +392,7 @@ class _ScanWriter:
         return {"flat": 0, "4": 16, "8": 256}[self.kind]
 
     def _margin(self) -> Value:
-        """Append twice the errors of the quick scores, and of rounding exact ones; whether the query's norm is usual."""
+        """Append twice the errors of quick scores, and of rounding exact ones; return whether the norm is usual."""
         code, total = self.code, self.code.variable("double", 0.0)
         with code.loop(0, "%d") as i:
             x = code.convert("fpext", code.load("float", self.q, i), "double")
@@ -427,9 +427,12 @@ class _ScanWriter:
             code.store("i64", at, probes, at)
         count = code.variable("i64", lists)
         with code.when(code.compare("slt", "%nprobe", lists)):
-            count.set(code.call("i64", "kept", near, probes, lists, Value("%nprobe", "i64"), Value(constant("float", 0.0), "float"), self.new_limit))
+            margin = Value(constant("float", 0.0), "float")
+            arguments = (near, probes, lists, Value("%nprobe", "i64"), margin, self.new_limit)
+            count.set(code.call("i64", "kept", *arguments))
         with code.loop(0, count.get()) as i:
-            code.store("i64", self._key(code.load("float", near, i), code.load("i64", probes, i), rises=False), probes, i)
+            score, at = code.load("float", near, i), code.load("i64", probes, i)
+            code.store("i64", self._key(score, at, rises=False), probes, i)
         code.call("void", "sorted", probes, count.get())
 
     def _key(self, score: Value, number: Value, *, rises: bool) -> Value:
@@ -607,8 +610,8 @@ class _ScanWriter:
         return self.code.compare("sgt", self.code.i64("add", self.count.get(), ROWS), "%room")
 
     def _drop(self) -> None:
-        code = self.code
-        arguments = (self.scores, self.rows, self.count.get(), Value("%wanted", "i64"), self.margin.get(), self.new_limit)
+        code, wanted = self.code, Value("%wanted", "i64")
+        arguments = (self.scores, self.rows, self.count.get(), wanted, self.margin.get(), self.new_limit)
         self.count.set(code.call("i64", "kept", *arguments))
         self.limit.set(code.load("float", self.new_limit))
 
@@ -621,8 +624,8 @@ class _ScanWriter:
             with code.loop(0, count) as i:
                 row, later = (code.load("i64", self.rows, each) for each in (i, _later(code, i, count)))
                 if decoded is None:
-                    vectors = (self.plan["vectors"], self.plan["row"])
-                    x, ahead = (code.at("float", vectors[0], code.i64("mul", each, vectors[1])) for each in (row, later))
+                    first, stride = self.plan["vectors"], self.plan["row"]
+                    x, ahead = (code.at("float", first, code.i64("mul", each, stride)) for each in (row, later))
                     _fetch(code, ahead, "%d")
                 else:
                     x = decoded
@@ -690,8 +693,7 @@ class _ScanWriter:
             with code.when(code.compare("sgt", left, 0)):
                 query, value = (code.masked_load(self.real, code.at("float", y, full), inside, 4) for y in (self.q, x))
                 sums[0].set(_fma(code, query, value, sums[0].get()))
-            pairs = [code.op("fadd", sums[j].get(), sums[j + 1].get()) for j in range(0, _CHAINS, 2)]
-            totals.append(code.op("fadd", *pairs))
+            totals.append(code.op("fadd", *(total.get() for total in sums)))
         return lane_sums(code, totals)
 
     def _nibbles(self, block: Value) -> list[Value]:
@@ -802,7 +804,8 @@ class _ScanWriter:
         factor = code.select(some, code.op("fdiv", levels, code.select(some, spread, 1.0)), 0.0)
         self.scale.set(code.op("fdiv", spread, levels))
         parts = code.convert("sitofp", self.plan["parts"], "float")
-        self.margin.set(code.op("fadd", self.margin.get(), code.op("fmul", parts, self.scale.get())))  # half a step a part
+        steps = code.op("fmul", parts, self.scale.get())  # half a step a part
+        self.margin.set(code.op("fadd", self.margin.get(), steps))
         factors, half = code.broadcast(factor, self.lanes), constant(self.real, 0.5)
         with code.loop(0, numbers, self.lanes) as i:
             x = _fma(code, _at(code, self.real, self.numbers, i), factors, half)
