@@ -562,16 +562,12 @@ def test_a_call_past_its_time_or_memory_limit_says_so():
             acc.gelu([[1.0], [1.0, 2.0]])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda acc: acc.gelu(np.zeros((8, 8), np.float32)),
-        lambda acc: acc.ntt([1, 2, 3, 4]),
-        lambda acc: acc.msm([1], [(1, 2)]),
-        lambda acc: acc.attention(*np.zeros((3, 1, 2, 5, 8), np.float32)),
-    ],
-    ids=["gelu", "ntt", "msm", "attention"],
-)
+@pytest.mark.parametrize("call", [
+    lambda acc: acc.gelu(np.zeros((8, 8), np.float32)),
+    lambda acc: acc.ntt([1, 2, 3, 4]),
+    lambda acc: acc.msm([1], [(1, 2)]),
+    lambda acc: acc.attention(*np.zeros((3, 1, 2, 5, 8), np.float32)),
+], ids=["gelu", "ntt", "msm", "attention"])  # fmt: skip
 def test_the_time_limit_holds_for_calls_in_one_piece(call, monkeypatch):
     """A call that began in time and took too long ends in an error, too."""
     now = iter([0.0, 0.5, *[2.0] * 10])

@@ -35,20 +35,17 @@ def test_every_dependency_has_an_allowed_license(capsys):
         assert f"{name} " in listed
 
 
-@pytest.mark.parametrize(
-    ("package", "license", "allowed"),
-    [
-        ("a", "MIT", True),
-        ("a", "BSD-2-Clause AND Apache-2.0 WITH LLVM-exception", True),
-        ("a", "Apache-2.0 OR LGPL-2.1-or-later", True),
-        ("a", "Apache-2.0 AND (LGPL-2.1-or-later OR GPL-3.0-only)", False),
-        ("a", "GPL-3.0-or-later", False),
-        ("a", "unknown", False),
-        ("nvidia-cuda-nvrtc", "LicenseRef-NVIDIA-Proprietary", True),
-        ("cuda-bindings", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", True),
-        ("a", "LicenseRef-NVIDIA-Proprietary", False),
-    ],
-)
+@pytest.mark.parametrize(("package", "license", "allowed"), [
+    ("a", "MIT", True),
+    ("a", "BSD-2-Clause AND Apache-2.0 WITH LLVM-exception", True),
+    ("a", "Apache-2.0 OR LGPL-2.1-or-later", True),
+    ("a", "Apache-2.0 AND (LGPL-2.1-or-later OR GPL-3.0-only)", False),
+    ("a", "GPL-3.0-or-later", False),
+    ("a", "unknown", False),
+    ("nvidia-cuda-nvrtc", "LicenseRef-NVIDIA-Proprietary", True),
+    ("cuda-bindings", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", True),
+    ("a", "LicenseRef-NVIDIA-Proprietary", False),
+])  # fmt: skip
 def test_only_the_allow_list_passes(package, license, allowed):
     assert licenses.is_allowed(package, license) is allowed
 
@@ -77,13 +74,10 @@ def test_requirements_are_ranges_and_the_pins_are_in_them():
         assert version is None or version in requirement.specifier, (requirement, version)
 
 
-@pytest.mark.parametrize(
-    ("programs", "why"),
-    [
-        ({}, "ci-setup: this system has no apt-get"),
-        ({"dpkg-query": "exit 1", "apt-get": "exit 1", "id": "echo 1000"}, "must be installed, which needs root"),
-    ],
-)
+@pytest.mark.parametrize(("programs", "why"), [
+    ({}, "ci-setup: this system has no apt-get"),
+    ({"dpkg-query": "exit 1", "apt-get": "exit 1", "id": "echo 1000"}, "must be installed, which needs root"),
+])  # fmt: skip
 def test_ci_says_first_that_it_cannot_install(programs, why, tmp_path):
     for name in ("env", "dirname", "bash"):
         (tmp_path / name).symlink_to(shutil.which(name))

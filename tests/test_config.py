@@ -70,39 +70,30 @@ def test_dispatch_is_told_while_what_it_depends_on_is_overridden():
     assert not config.choice_overrides
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"ACCELERANT_FALLBACK": "perhaps"}, r"setting fallback: wanted allow \| warn \| forbid, got 'perhaps'"),
-        ({"ACCELERANT_MEMORY_FRACTION": "much"}, "memory_fraction cannot be 'much'"),
-        ({"ACCELERANT_MEMORY_FRACTION": "0"}, "memory_fraction"),
-        ({"ACCELERANT_MEMORY_FRACTION": "nan"}, "memory_fraction"),
-        ({"ACCELERANT_LOG": "loud"}, "log"),
-        ({"ACCELERANT_CACHE_DIR": "~nobody-of-that-name/x"}, "cache_dir cannot be '~nobody-of-that-name/x'"),
-        ({"ACCELERANT_CONFIG": "/nowhere/config.toml"}, "/nowhere/config.toml"),
-        (
-            {"ACCELERANT_BAKEND": "cpu"},
-            r"unknown environment variable 'ACCELERANT_BAKEND' \(did you mean 'ACCELERANT_BACK",
-        ),
-        ({"ACCELERANT_FUZ": "1"}, "unknown environment variable 'ACCELERANT_FUZ'"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "message"), [
+    ({"ACCELERANT_FALLBACK": "perhaps"}, r"setting fallback: wanted allow \| warn \| forbid, got 'perhaps'"),
+    ({"ACCELERANT_MEMORY_FRACTION": "much"}, "memory_fraction cannot be 'much'"),
+    ({"ACCELERANT_MEMORY_FRACTION": "0"}, "memory_fraction"),
+    ({"ACCELERANT_MEMORY_FRACTION": "nan"}, "memory_fraction"),
+    ({"ACCELERANT_LOG": "loud"}, "log"),
+    ({"ACCELERANT_CACHE_DIR": "~nobody-of-that-name/x"}, "cache_dir cannot be '~nobody-of-that-name/x'"),
+    ({"ACCELERANT_CONFIG": "/nowhere/config.toml"}, "/nowhere/config.toml"),
+    ({"ACCELERANT_BAKEND": "cpu"}, r"unknown environment variable 'ACCELERANT_BAKEND' \(did you mean 'ACCELERANT_BACK"),
+    ({"ACCELERANT_FUZ": "1"}, "unknown environment variable 'ACCELERANT_FUZ'"),
+])  # fmt: skip
 def test_values_without_meaning_are_refused(environ, message):
     with pytest.raises(ConfigError, match=message):
         load(environ)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("color = 1", "unknown setting 'color'; known are backend"),
-        ("race_ = 1", "did you mean 'race'"),
-        ("a = [", "not TOML"),
-        (f"a = {'[' * 100_000}", "not TOML: maximum recursion depth"),
-        (f"a = {'9' * 5000}", "not TOML: Exceeds the limit"),
-        ('cache_dir = "a\\u0000b"', r"cache_dir cannot be 'a\\x00b'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("color = 1", "unknown setting 'color'; known are backend"),
+    ("race_ = 1", "did you mean 'race'"),
+    ("a = [", "not TOML"),
+    (f"a = {'[' * 100_000}", "not TOML: maximum recursion depth"),
+    (f"a = {'9' * 5000}", "not TOML: Exceeds the limit"),
+    ('cache_dir = "a\\u0000b"', r"cache_dir cannot be 'a\\x00b'"),
+])  # fmt: skip
 def test_bad_files_are_refused(file, text, message):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -171,17 +162,13 @@ def test_override_reads_text_as_the_environment_is_read():
     assert (settings(), logger.level) == before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cache_dir": None}, {"cache_dir": ""}, {"cache_dir": 5}, {"memory_fraction": "much"},
-        {"memory_fraction": None}, {"memory_fraction": True}, {"memory_fraction": 1.5}, {"fallback": None},
-        {"backend": ""}, {"race": "always"}, {"tune": True}, {"deterministic": "perhaps"}, {"deterministic": None},
-        {"implementation": "gelu_fwd"}, {"implementation": {"gelu_fwd": ""}}, {"implementation": {"gelu_fwd": 3}},
-        {"implementation": 3}, {"implementation": [1, 2]},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"cache_dir": None}, {"cache_dir": ""}, {"cache_dir": 5}, {"memory_fraction": "much"},
+    {"memory_fraction": None}, {"memory_fraction": True}, {"memory_fraction": 1.5}, {"fallback": None},
+    {"backend": ""}, {"race": "always"}, {"tune": True}, {"deterministic": "perhaps"}, {"deterministic": None},
+    {"implementation": "gelu_fwd"}, {"implementation": {"gelu_fwd": ""}}, {"implementation": {"gelu_fwd": 3}},
+    {"implementation": 3}, {"implementation": [1, 2]},
+], ids=str)  # fmt: skip
 def test_override_refuses_values_without_meaning(change):
     (name,) = change
     before = settings()

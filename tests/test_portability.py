@@ -101,22 +101,19 @@ def _asked_for(condition):
             yield "*"
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("import fcntl", ["line 1: import fcntl"]),
-        ("def f():\n    from pwd import getpwnam", ["line 2: import pwd"]),
-        ("try:\n    import resource\nexcept ImportError:\n    resource = None", []),
-        ("try:\n    import resource\nexcept ValueError:\n    pass", ["line 2: import resource"]),
-        ("import os\nn = os.sched_getaffinity(0)", ["line 2: os.sched_getaffinity"]),
-        ("import os\nn = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else 1", []),
-        ("import os\nif hasattr(os, 'fork'):\n    os.sysconf('SC_PAGE_SIZE')", ["line 3: os.sysconf"]),
-        ("import sys, signal\nif sys.platform != 'win32':\n    signal.SIGKILL", []),
-        ("import signal\ndef stop(p):\n    p.send_signal(signal.SIGKILL)", ["line 3: signal.SIGKILL"]),
-        ("import triton", ["line 1: import triton with the module"]),
-        ("def f():\n    import triton", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), [
+    ("import fcntl", ["line 1: import fcntl"]),
+    ("def f():\n    from pwd import getpwnam", ["line 2: import pwd"]),
+    ("try:\n    import resource\nexcept ImportError:\n    resource = None", []),
+    ("try:\n    import resource\nexcept ValueError:\n    pass", ["line 2: import resource"]),
+    ("import os\nn = os.sched_getaffinity(0)", ["line 2: os.sched_getaffinity"]),
+    ("import os\nn = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else 1", []),
+    ("import os\nif hasattr(os, 'fork'):\n    os.sysconf('SC_PAGE_SIZE')", ["line 3: os.sysconf"]),
+    ("import sys, signal\nif sys.platform != 'win32':\n    signal.SIGKILL", []),
+    ("import signal\ndef stop(p):\n    p.send_signal(signal.SIGKILL)", ["line 3: signal.SIGKILL"]),
+    ("import triton", ["line 1: import triton with the module"]),
+    ("def f():\n    import triton", []),
+])  # fmt: skip
 def test_the_search_finds_what_it_is_for(text, found):
     assert offences(text) == found
 

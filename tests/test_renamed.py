@@ -114,28 +114,25 @@ def test_a_module_without_getattr_keeps_its_error():
         renamed_names("accelerant.sums", {})("other")
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("accelerant.gelu", "write accelerant.ops.gelu"),
-        ("accelerant.GPT", "write accelerant.nn.GPT"),
-        ("accelerant.optim", "write accelerant.nn.optim"),
-        ("accelerant.dp", "write accelerant.privacy.dp"),
-        ("accelerant.asarray", "arrays of these libraries are taken as they are"),
-        ("accelerant.RawKernel", "write accelerant.kernel"),
-        ("accelerant.ops.batch_norm", "write torch.nn.functional.batch_norm"),
-        ("accelerant.ops.bmm", "write torch.bmm"),
-        ("accelerant.privacy.PrivacyEngine", "write accelerant.privacy.dp.PrivacyEngine"),
-        ("accelerant.privacy.dp.BatchMemoryManager", "write microbatch= of dp.make_private"),
-        ("accelerant.privacy.dp.get_noise_multiplier", r"write dp.calibrate\(target_epsilon=, delta="),
-        ("accelerant.privacy.mpc.split", "write accelerant.privacy.mpc.shamir.split"),
-        ("accelerant.privacy.he.generate_keypair", "write he.paillier.keygen"),
-        ("accelerant.zk.GF", r"write zk.field\(name\)"),
-        ("accelerant.zk.intt", r"write zk.ntt\(x, inverse=True\)"),
-        ("accelerant.zk.Prover", "write accelerant.zk.groth16.Prover"),
-        ("accelerant.zk.groth16.fullProve", r"write groth16.prove\(key, witness\)"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    ("accelerant.gelu", "write accelerant.ops.gelu"),
+    ("accelerant.GPT", "write accelerant.nn.GPT"),
+    ("accelerant.optim", "write accelerant.nn.optim"),
+    ("accelerant.dp", "write accelerant.privacy.dp"),
+    ("accelerant.asarray", "arrays of these libraries are taken as they are"),
+    ("accelerant.RawKernel", "write accelerant.kernel"),
+    ("accelerant.ops.batch_norm", "write torch.nn.functional.batch_norm"),
+    ("accelerant.ops.bmm", "write torch.bmm"),
+    ("accelerant.privacy.PrivacyEngine", "write accelerant.privacy.dp.PrivacyEngine"),
+    ("accelerant.privacy.dp.BatchMemoryManager", "write microbatch= of dp.make_private"),
+    ("accelerant.privacy.dp.get_noise_multiplier", r"write dp.calibrate\(target_epsilon=, delta="),
+    ("accelerant.privacy.mpc.split", "write accelerant.privacy.mpc.shamir.split"),
+    ("accelerant.privacy.he.generate_keypair", "write he.paillier.keygen"),
+    ("accelerant.zk.GF", r"write zk.field\(name\)"),
+    ("accelerant.zk.intt", r"write zk.ntt\(x, inverse=True\)"),
+    ("accelerant.zk.Prover", "write accelerant.zk.groth16.Prover"),
+    ("accelerant.zk.groth16.fullProve", r"write groth16.prove\(key, witness\)"),
+])  # fmt: skip
 def test_a_name_of_another_library_or_module_says_what_to_write(path, words):
     module, _, name = path.rpartition(".")
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute '{name}'.*{words}"):

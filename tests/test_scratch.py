@@ -48,15 +48,11 @@ def all_scratch(monkeypatch):
     monkeypatch.setattr(methods, "_scratch", {})
 
 
-@pytest.mark.parametrize(
-    ("name", "arrays"),
-    [
-        ("cross_entropy", (torch.randn(3000, 40), torch.randint(40, (3000,)))),
-        ("attention", tuple(torch.randn(3, 2, 3, 200, 8))),
-        ("linear_gelu", (torch.randn(300, 8), torch.randn(20, 8), torch.randn(20))),
-    ],
-    ids=["cross_entropy", "attention", "linear_gelu"],
-)
+@pytest.mark.parametrize(("name", "arrays"), [
+    ("cross_entropy", (torch.randn(3000, 40), torch.randint(40, (3000,)))),
+    ("attention", tuple(torch.randn(3, 2, 3, 200, 8))),
+    ("linear_gelu", (torch.randn(300, 8), torch.randn(20, 8), torch.randn(20))),
+], ids=["cross_entropy", "attention", "linear_gelu"])  # fmt: skip
 def test_predicted_scratch_is_what_a_call_allocates(name, arrays, all_scratch):
     options = _op_options(name, arrays=arrays)
     inputs, result, scratch = _needs(name, arrays, options)

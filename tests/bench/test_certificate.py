@@ -110,14 +110,11 @@ def test_a_wrong_provider_fails_the_certificate_and_the_command(wrong_device, tm
     assert certificate.sha256 in page
 
 
-@pytest.mark.parametrize(
-    ("error", "verdict", "note"),
-    [
-        (RuntimeError("the bus is gone"), "wrong", "1 elements: RuntimeError: the bus is gone"),
-        (NotImplementedError("later"), "wrong", "1 elements: NotImplementedError: later"),
-        (NotImplementedError("\"add\" not implemented for 'Half'"), "not served", "\"add\" not implemented for 'Half'"),
-    ],
-)
+@pytest.mark.parametrize(("error", "verdict", "note"), [
+    (RuntimeError("the bus is gone"), "wrong", "1 elements: RuntimeError: the bus is gone"),
+    (NotImplementedError("later"), "wrong", "1 elements: NotImplementedError: later"),
+    (NotImplementedError("\"add\" not implemented for 'Half'"), "not served", "\"add\" not implemented for 'Half'"),
+])  # fmt: skip
 def test_a_call_that_raises_is_wrong_and_one_that_is_refused_is_not_served(error, verdict, note):
     with fake_provider() as fake:
         fake.fail("launch", error, times=1)

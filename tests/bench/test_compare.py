@@ -22,27 +22,24 @@ def verdict(before, now):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("before", "now", "expected"),
-    [
-        (at(1.0), at(1.04), "same"),
-        (at(1.0), at(1.06), "slower"),
-        (at(1.0), at(0.94), "faster"),
-        (at(1.0), at(0.96), "same"),
-        (at(1.0, 0.1), at(1.3, 0.1), "unclear"),
-        (at(1.0, 0.1), at(1.7, 0.1), "slower"),
-        (at(1.0, 0.0), at(1.3, 0.2), "unclear"),
-        (at(1.0, 0.2), at(1.3, 0.0), "unclear"),
-        (at(1.0, 0.3), at(0.8, 0.0), "same"),
-        (at(1.0, 0.9), at(1.9, 0.9), "unclear"),
-        (replace(ROW, p50=0.01), at(1.0), "slower"),
-        (at(2.0, unit="x", better="higher"), at(1.0, unit="x", better="higher"), "slower"),
-        (at(1.0, unit="x", better="higher"), at(2.0, unit="x", better="higher"), "faster"),
-        (at(1.0), replace(ROW, p20=None, p50=None, p80=None, note="broken"), "missing"),
-        (at(1.0), at(1.0, unit="us"), "missing"),
-        (at(1.0, runner="device"), at(2.0, runner="device"), "slower"),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "expected"), [
+    (at(1.0), at(1.04), "same"),
+    (at(1.0), at(1.06), "slower"),
+    (at(1.0), at(0.94), "faster"),
+    (at(1.0), at(0.96), "same"),
+    (at(1.0, 0.1), at(1.3, 0.1), "unclear"),
+    (at(1.0, 0.1), at(1.7, 0.1), "slower"),
+    (at(1.0, 0.0), at(1.3, 0.2), "unclear"),
+    (at(1.0, 0.2), at(1.3, 0.0), "unclear"),
+    (at(1.0, 0.3), at(0.8, 0.0), "same"),
+    (at(1.0, 0.9), at(1.9, 0.9), "unclear"),
+    (replace(ROW, p50=0.01), at(1.0), "slower"),
+    (at(2.0, unit="x", better="higher"), at(1.0, unit="x", better="higher"), "slower"),
+    (at(1.0, unit="x", better="higher"), at(2.0, unit="x", better="higher"), "faster"),
+    (at(1.0), replace(ROW, p20=None, p50=None, p80=None, note="broken"), "missing"),
+    (at(1.0), at(1.0, unit="us"), "missing"),
+    (at(1.0, runner="device"), at(2.0, runner="device"), "slower"),
+])  # fmt: skip
 def test_the_spread_of_both_runs_decides(before, now, expected):
     assert verdict(before, now) == expected
 

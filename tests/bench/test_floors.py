@@ -31,15 +31,12 @@ def floors_file(tmp_path, text):
 status = functools.partial(commands.status, "bench", "check")
 
 
-@pytest.mark.parametrize(
-    ("floor", "reached"),
-    [
-        (Floor("Abacus", "gelu", times=1.2), True),
-        (Floor("Abacus", "gelu forward", times=1.21), False),
-        (Floor("Abacus", "gelu 8x8 float32 forward", ms=2.0), True),
-        (Floor("Abacus", "gelu", ms=1.99), False),
-    ],
-)
+@pytest.mark.parametrize(("floor", "reached"), [
+    (Floor("Abacus", "gelu", times=1.2), True),
+    (Floor("Abacus", "gelu forward", times=1.21), False),
+    (Floor("Abacus", "gelu 8x8 float32 forward", ms=2.0), True),
+    (Floor("Abacus", "gelu", ms=1.99), False),
+])  # fmt: skip
 def test_a_figure_is_at_its_floor_or_below(floor, reached):
     check = check_floors([floor], [record(OURS, TORCH)])
     assert (check.held, len(check.missed)) == ((1, 0) if reached else (0, 1))

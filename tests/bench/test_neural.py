@@ -144,22 +144,19 @@ def test_sizes_are_numbers_powers_and_ranges_by_doubling():
             neural_cases.parse_sizes([text])
 
 
-@pytest.mark.parametrize(
-    ("op", "size", "shapes"),
-    [
-        ("gelu", (64,), [(64, 64)]),
-        ("add", (4, 8), [(4, 8), (4, 8)]),
-        ("layer_norm", (4, 8), [(4, 8), (8,), (8,)]),
-        ("matmul", (4, 8), [(4, 8), (8, 8)]),
-        ("matmul", (4, 8, 3), [(4, 8), (8, 3)]),
-        ("linear_gelu", (16,), [(16, 16), (16, 16), (16,)]),
-        ("linear_cross_entropy", (4, 8, 16), [(4, 8), (16, 8), (4,)]),
-        ("attention", (1, 2, 8, 4), [(1, 2, 8, 4)] * 3),
-        ("attention", (1, 4, 8, 16, 2, 32), [(1, 4, 8, 16), (1, 2, 32, 16), (1, 2, 32, 16)]),
-        ("rope", (1, 2, 8, 4), [(1, 2, 8, 4), (8, 2), (8, 2)]),
-        ("conv2d", (2, 4, 8, 8), [(2, 4, 8, 8), (4, 4, 3, 3)]),
-    ],
-)
+@pytest.mark.parametrize(("op", "size", "shapes"), [
+    ("gelu", (64,), [(64, 64)]),
+    ("add", (4, 8), [(4, 8), (4, 8)]),
+    ("layer_norm", (4, 8), [(4, 8), (8,), (8,)]),
+    ("matmul", (4, 8), [(4, 8), (8, 8)]),
+    ("matmul", (4, 8, 3), [(4, 8), (8, 3)]),
+    ("linear_gelu", (16,), [(16, 16), (16, 16), (16,)]),
+    ("linear_cross_entropy", (4, 8, 16), [(4, 8), (16, 8), (4,)]),
+    ("attention", (1, 2, 8, 4), [(1, 2, 8, 4)] * 3),
+    ("attention", (1, 4, 8, 16, 2, 32), [(1, 4, 8, 16), (1, 2, 32, 16), (1, 2, 32, 16)]),
+    ("rope", (1, 2, 8, 4), [(1, 2, 8, 4), (8, 2), (8, 2)]),
+    ("conv2d", (2, 4, 8, 8), [(2, 4, 8, 8), (4, 4, 3, 3)]),
+])  # fmt: skip
 def test_the_other_arguments_follow_a_size_as_in_the_samples(op, size, shapes):
     assert [shape for shape in neural_cases.sized(op, size).sample.shapes if shape is not None] == shapes
 
@@ -242,14 +239,11 @@ def test_scores_in_memory_take_more_of_it_than_fused_attention():
     assert "one core" not in rows[NUMPY].note
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": ("8",)}, "the sizes of which op"),
-        ({"op": ("gelu",), "size": ("2^20",)}, r"gelu 1048576 needs at least 16384.0 GiB; .* free"),
-        ({"op": ("gelu",), "size": ("8", "x")}, "got 'x'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"size": ("8",)}, "the sizes of which op"),
+    ({"op": ("gelu",), "size": ("2^20",)}, r"gelu 1048576 needs at least 16384.0 GiB; .* free"),
+    ({"op": ("gelu",), "size": ("8", "x")}, "got 'x'"),
+])  # fmt: skip
 def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(options, message):
     with pytest.raises(ConfigError, match=message):
         NeuralSuite(**options).resolve(registry.find_device("cpu"))

@@ -125,15 +125,12 @@ def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, val
         BenchmarkRecord.load(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", ""),
-        ("[]", "it must be an object"),
-        ("{}", "'rows'"),
-        ('{"environment": {}, "ceilings": {}, "rows": []}', "lacks the field"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("", ""),
+    ("[]", "it must be an object"),
+    ("{}", "'rows'"),
+    ('{"environment": {}, "ceilings": {}, "rows": []}', "lacks the field"),
+])  # fmt: skip
 def test_what_is_no_record_is_refused(tmp_path, text, why):
     path = tmp_path / "x.json"
     path.write_text(text)

@@ -161,14 +161,11 @@ def test_what_differs_more_than_two_runs_must_be_about_as_near_to_float32(own, w
     assert bool(found.wrong) is wrong
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"family": ("gpt5",)}, "--family: no family 'gpt5'; there are gpt2, llama"),
-        ({"loop": ("endless",)}, "--loop: no loop 'endless'; there are fixed, varying"),
-        ({"runner": ("jax",)}, "--runner: no runner 'jax'; there are torch, patched"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"family": ("gpt5",)}, "--family: no family 'gpt5'; there are gpt2, llama"),
+    ({"loop": ("endless",)}, "--loop: no loop 'endless'; there are fixed, varying"),
+    ({"runner": ("jax",)}, "--runner: no runner 'jax'; there are torch, patched"),
+])  # fmt: skip
 def test_unknown_names(options, message, cpu):
     with pytest.raises(ConfigError, match=message):
         LoopsSuite(**options).resolve(cpu)

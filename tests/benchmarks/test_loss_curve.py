@@ -155,32 +155,26 @@ def test_fp8_beside_bfloat16(text, tmp_path, monkeypatch):
     assert fp8.losses != bf16.losses
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"steps": 8}, "curves with steps 4, got 8"),
-        ({"batch": 2}, r"curves with shape \(4, 16\), got \(2, 16\)"),
-        ({"seed": 1}, "curves with seed 0, got 1"),
-        ({"precisions": ("fp32", "bf16")}, "curves with reference fp32, got bf16"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"steps": 8}, "curves with steps 4, got 8"),
+    ({"batch": 2}, r"curves with shape \(4, 16\), got \(2, 16\)"),
+    ({"seed": 1}, "curves with seed 0, got 1"),
+    ({"precisions": ("fp32", "bf16")}, "curves with reference fp32, got bf16"),
+])  # fmt: skip
 def test_a_folder_of_another_training_is_refused(changes, words, text, tmp_path):
     run(settings(text, steps=4, noises=()), cpu(), tmp_path / "out", Quiet())
     with pytest.raises(ConfigError, match=words):
         run(settings(text, **{"steps": 4, "noises": (), **changes}), cpu(), tmp_path / "out", Quiet())
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"precisions": ("fp4",)}, "precision: no 'fp4'; there are fp32, bf16, fp8"),
-        ({"precisions": ()}, "precision must name one of"),
-        ({"precisions": ("bf16", "bf16")}, "names one twice"),
-        ({"noises": ("loud",)}, "noise: no 'loud'; there are rounded, reseeded"),
-        ({"steps": 1}, "steps must be 2 or more"),
-        ({"context": 65}, "context must be 0 to 64 for tiny, got 65"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"precisions": ("fp4",)}, "precision: no 'fp4'; there are fp32, bf16, fp8"),
+    ({"precisions": ()}, "precision must name one of"),
+    ({"precisions": ("bf16", "bf16")}, "names one twice"),
+    ({"noises": ("loud",)}, "noise: no 'loud'; there are rounded, reseeded"),
+    ({"steps": 1}, "steps must be 2 or more"),
+    ({"context": 65}, "context must be 0 to 64 for tiny, got 65"),
+])  # fmt: skip
 def test_settings_without_meaning(changes, words, text):
     with pytest.raises(ConfigError, match=words):
         settings(text, **changes)

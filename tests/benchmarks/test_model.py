@@ -104,17 +104,14 @@ def test_a_models_memory_on_a_gpu_is_near_its_prediction():
     assert step.peak_bytes < 2 * predicted
 
 
-@pytest.mark.parametrize(
-    ("suite", "message"),
-    [
-        (ModelSuite(parameters=("2B",)), "no size '2B'; there are 0.5M"),
-        (PresetsSuite(preset="huge"), "no preset 'huge'"),
-        (PresetsSuite(against=("gpu",)), "no opponent 'gpu'; there are cpu"),
-        (NoiseSuite(draws="many"), "wanted 1 to 2.45 draws"),
-        (NoiseSuite(draws="0"), "got '0'"),
-        (NoiseSuite(draws="1e99"), "got '1e99'"),
-    ],
-)
+@pytest.mark.parametrize(("suite", "message"), [
+    (ModelSuite(parameters=("2B",)), "no size '2B'; there are 0.5M"),
+    (PresetsSuite(preset="huge"), "no preset 'huge'"),
+    (PresetsSuite(against=("gpu",)), "no opponent 'gpu'; there are cpu"),
+    (NoiseSuite(draws="many"), "wanted 1 to 2.45 draws"),
+    (NoiseSuite(draws="0"), "got '0'"),
+    (NoiseSuite(draws="1e99"), "got '1e99'"),
+])  # fmt: skip
 def test_wrong_options_are_refused(suite, message, cpu):
     with pytest.raises(ConfigError, match=message):
         suite.resolve(cpu)

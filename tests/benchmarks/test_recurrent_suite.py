@@ -21,14 +21,11 @@ def test_both_directions_are_measured_and_compared():
     assert "multiple of 32, got 20" in next(row.note for row in rows if row.implementation == "llvm" and not row.p50)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--cell", "elman"], "no cell 'elman'; there are lstm, gru, tanh"),
-        (["--hidden", "0"], "--hidden: wanted numbers of at least 1, got 0"),
-        (["--dtype", "int8"], "no dtype 'int8'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--cell", "elman"], "no cell 'elman'; there are lstm, gru, tanh"),
+    (["--hidden", "0"], "--hidden: wanted numbers of at least 1, got 0"),
+    (["--dtype", "int8"], "no dtype 'int8'"),
+])  # fmt: skip
 def test_refuses(options, message, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(RecurrentSuite, [*options, "--device", "cpu"])

@@ -104,16 +104,13 @@ def test_costs_need_every_collective_of_a_record():
     assert "from 2 processes on" in text[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--processes", "0", "--processes", "2"], "--processes: wanted numbers from 1 to 64, got 0,2"),
-        (["--processes", "two"], "got two"),
-        (["--parameters", "7B"], "no size '7B'"),
-        (["--case", "data", "--case", "all"], "--case: no case 'all'; there are collectives"),
-        (["--batch", "4", "--batch", "0"], "--batch: wanted numbers from 1 on, got 4,0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--processes", "0", "--processes", "2"], "--processes: wanted numbers from 1 to 64, got 0,2"),
+    (["--processes", "two"], "got two"),
+    (["--parameters", "7B"], "no size '7B'"),
+    (["--case", "data", "--case", "all"], "--case: no case 'all'; there are collectives"),
+    (["--batch", "4", "--batch", "0"], "--batch: wanted numbers from 1 on, got 4,0"),
+])  # fmt: skip
 def test_refuses(options, message, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(ScaleSuite, ["--device", "cpu", *options])
@@ -150,14 +147,11 @@ def test_a_case_in_two_processes(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "wanted"),
-    [
-        ("msm", ["msm on one device", "msm"]),
-        ("proof", ["proof on one device"]),
-        pytest.param("many", ["many proofs on one device", "many proofs"], marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize(("case", "wanted"), [
+    ("msm", ["msm on one device", "msm"]),
+    ("proof", ["proof on one device"]),
+    pytest.param("many", ["many proofs on one device", "many proofs"], marks=pytest.mark.soak),
+])  # fmt: skip
 def test_sums_and_proofs(case, wanted):
     suite = ScaleSuite(case=(case,), log_points=6, constraints=30, proofs=2, steps=3)
     record = run_suite(suite, registry.find_device("cpu"))

@@ -32,26 +32,20 @@ def test_ours_beside_plain_pytorch(tmp_path, capsys):
     assert all("tokens/s" in row["note"] for row in printed["rows"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--against", "jax"], "no peer 'jax'; there are torch, compile"),
-        (["--batch", "0"], "0 is not in the range x>=1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--against", "jax"], "no peer 'jax'; there are torch, compile"),
+    (["--batch", "0"], "0 is not in the range x>=1"),
+])  # fmt: skip
 def test_wrong_usage(arguments, words, capsys):
     assert status(*arguments) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "take --device cuda"),
-        (["--model", "gpt5"], "--model: 'gpt5' is none of gpt2, llama,"),
-        (["--runner", "graph"], "--runner: 'graph' is none of torch, patched, patched-compiled,"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "take --device cuda"),
+    (["--model", "gpt5"], "--model: 'gpt5' is none of gpt2, llama,"),
+    (["--runner", "graph"], "--runner: 'graph' is none of torch, patched, patched-compiled,"),
+])  # fmt: skip
 def test_kernels_need_a_gpu_and_names_that_are_known(arguments, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         step_kernels.main(["--device", "cpu", *arguments])

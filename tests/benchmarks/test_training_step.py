@@ -70,36 +70,30 @@ def test_a_peer_that_is_none_is_refused():
         TrainingSuite(against=("jax",)).resolve(registry.find_device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        {"accelerant": [float("nan")], "torch": [4.0]},
-        {"accelerant": [4.0, 3.9], "torch": [4.1, 3.9]},
-        {"accelerant": [4.0, 3.9], "torch": [4.0, 3.5]},
-    ],
-)
+@pytest.mark.parametrize("losses", [
+    {"accelerant": [float("nan")], "torch": [4.0]},
+    {"accelerant": [4.0, 3.9], "torch": [4.1, 3.9]},
+    {"accelerant": [4.0, 3.9], "torch": [4.0, 3.5]},
+])  # fmt: skip
 def test_wrong_losses_end_the_run(losses):
     with pytest.raises(AccelerantError, match="training step"):
         training._check_losses(losses.pop("accelerant"), losses)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
-        ("linear_gelu", "matmul"),
-        ("transformer_dz", "matmul"),
-        ("attention_bwd_rows", "attention"),
-        ("norm_bwd", "own"),
-        ("linear_fp8_rows", "own"),
-        ("transformer_columns", "own"),
-        ("cross_entropy_row", "own"),
-        ("multi_tensor_adamw", "own"),
-        ("void at::native::elementwise_kernel<128, 4>", "other"),
-        ("Memset (Device)", "other"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+    ("linear_gelu", "matmul"),
+    ("transformer_dz", "matmul"),
+    ("attention_bwd_rows", "attention"),
+    ("norm_bwd", "own"),
+    ("linear_fp8_rows", "own"),
+    ("transformer_columns", "own"),
+    ("cross_entropy_row", "own"),
+    ("multi_tensor_adamw", "own"),
+    ("void at::native::elementwise_kernel<128, 4>", "other"),
+    ("Memset (Device)", "other"),
+])  # fmt: skip
 def test_kinds_of_kernels(name, kind):
     assert step_kernels._kind(name) == kind
 

@@ -88,14 +88,11 @@ def test_exact_arithmetic_is_measured_by_its_plain_calls(op, cpu, monkeypatch):
         assert row.target is None  # an H200 has one
 
 
-@pytest.mark.parametrize(
-    ("suite", "message"),
-    [
-        (UserSuite(op=("relu",)), "--op: no op 'relu'; there are attention, gelu"),
-        (UserSuite(against=("jax",)), "--against: no peer 'jax'; there are torch, compile"),
-        (UserSuite(case=("gpt9",)), "--case: no case has 'gpt9'; there are attention 8x12x2048x64 float32"),
-    ],
-)
+@pytest.mark.parametrize(("suite", "message"), [
+    (UserSuite(op=("relu",)), "--op: no op 'relu'; there are attention, gelu"),
+    (UserSuite(against=("jax",)), "--against: no peer 'jax'; there are torch, compile"),
+    (UserSuite(case=("gpt9",)), "--case: no case has 'gpt9'; there are attention 8x12x2048x64 float32"),
+])  # fmt: skip
 def test_wrong_options_are_refused(suite, message, cpu):
     with pytest.raises(ConfigError, match=message):
         suite.resolve(cpu)

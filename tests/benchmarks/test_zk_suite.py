@@ -77,13 +77,10 @@ def test_every_case_is_measured_and_right(cpu, small):
     assert ["with multiples" in row.reason for row in record.rows if row.op == "msm"] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "only", "said"),
-    [
-        ("ntt", "ntt gold", "ntt goldilocks 2^6: output 0 is"),
-        ("msm", "msm", "msm bn254_g1 2^6: the sum is None, not"),
-    ],
-)
+@pytest.mark.parametrize(("name", "only", "said"), [
+    ("ntt", "ntt gold", "ntt goldilocks 2^6: output 0 is"),
+    ("msm", "msm", "msm bn254_g1 2^6: the sum is None, not"),
+])  # fmt: skip
 def test_a_wrong_answer_is_an_error(name, only, said, cpu, small, monkeypatch):
     zero = {"ntt": lambda x, **_: x - x, "msm": lambda s, p, *_, **__: np.zeros_like(p[0])}
     monkeypatch.setattr(suite, name, zero[name])
@@ -149,14 +146,11 @@ def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
     assert right(wrong) is False
 
 
-@pytest.mark.parametrize(
-    ("case", "device", "multiplies", "share", "target"),
-    [
-        (GPU_CASES[0], "NVIDIA H200", 0, "", 0.41),
-        (GPU_CASES[2], "NVIDIA H200", 4 * 10**9, "50% of the carry-chain multiply rate; ", 3.8),
-        (GPU_CASES[2], "NVIDIA L4", 8 * 10**9, "100% of the carry-chain multiply rate; ", None),
-    ],
-)
+@pytest.mark.parametrize(("case", "device", "multiplies", "share", "target"), [
+    (GPU_CASES[0], "NVIDIA H200", 0, "", 0.41),
+    (GPU_CASES[2], "NVIDIA H200", 4 * 10**9, "50% of the carry-chain multiply rate; ", 3.8),
+    (GPU_CASES[2], "NVIDIA L4", 8 * 10**9, "100% of the carry-chain multiply rate; ", None),
+])  # fmt: skip
 def test_on_a_gpu_arithmetic_is_compared_with_the_multipliers_rate(case, device, multiplies, share, target):
     device = ComputeDevice("cuda", 0, device, architecture="sm_90", torch_type="cuda")
     run = SuiteRun(device, BenchmarkRecord(Environment.of(device), ceilings={zk_multiplier.CARRY: 8.0}))

@@ -36,36 +36,30 @@ def test_an_unknown_command_is_wrong_usage():
     assert "No such command 'prove'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("doctor --check absent.json", "accelerant: absent.json: No such file or directory\n"),
-        ("jobs list --key-file absent.key", "accelerant: absent.key: No such file or directory\n"),
-        ("tune --max-seconds nan", "Invalid value for '--max-seconds': nan is no number"),
-        ("bench gelu --budget-seconds nan", "Invalid value for '--budget-seconds': nan is no number"),
-    ],
-)
+@pytest.mark.parametrize(("line", "why"), [
+    ("doctor --check absent.json", "accelerant: absent.json: No such file or directory\n"),
+    ("jobs list --key-file absent.key", "accelerant: absent.key: No such file or directory\n"),
+    ("tune --max-seconds nan", "Invalid value for '--max-seconds': nan is no number"),
+    ("bench gelu --budget-seconds nan", "Invalid value for '--budget-seconds': nan is no number"),
+])  # fmt: skip
 def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert status(*line.split()) == 2
     assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("bench gelu --device cpu --out ''", "--out"), ("bench gelu --device cpu --size ''", "--size"),
-        ("bench all --suite neural --suite ''", "--suite"), ("bench compare '' x", "BASELINE"),
-        ("bench check x ''", "RECORD"), ("compile x -I ''", "--include"), ("data info ''", "FILE"),
-        ("doctor --certify --quick --op ''", "--op"), ("doctor --check ''", "--check"), ("jobs show ''", "ID"),
-        ("jobs list --key-file ''", "--key-file"), ("keys list --config ''", "--config"),
-        ("privacy statement ''", "LEDGER"), ("profile ''", "SCRIPT"), ("serve --directory ''", "--directory"),
-        ("serve --state-url=", "--state-url"), ("serve --device cpu --device ''", "--device"),
-        ("tune --dtype ''", "--dtype"), ("tune --out ''", "--out"), ("zk prove '' x", "CIRCUIT.ZKEY"),
-        ("zk prove-many x y '' --out z", "WITNESS.WTNS"), ("zk prove-many x y --ray ''", "--ray"),
-        ("zk verify x '' y", "PUBLIC.JSON"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "name"), [
+    ("bench gelu --device cpu --out ''", "--out"), ("bench gelu --device cpu --size ''", "--size"),
+    ("bench all --suite neural --suite ''", "--suite"), ("bench compare '' x", "BASELINE"),
+    ("bench check x ''", "RECORD"), ("compile x -I ''", "--include"), ("data info ''", "FILE"),
+    ("doctor --certify --quick --op ''", "--op"), ("doctor --check ''", "--check"), ("jobs show ''", "ID"),
+    ("jobs list --key-file ''", "--key-file"), ("keys list --config ''", "--config"),
+    ("privacy statement ''", "LEDGER"), ("profile ''", "SCRIPT"), ("serve --directory ''", "--directory"),
+    ("serve --state-url=", "--state-url"), ("serve --device cpu --device ''", "--device"),
+    ("tune --dtype ''", "--dtype"), ("tune --out ''", "--out"), ("zk prove '' x", "CIRCUIT.ZKEY"),
+    ("zk prove-many x y '' --out z", "WITNESS.WTNS"), ("zk prove-many x y --ray ''", "--ray"),
+    ("zk verify x '' y", "PUBLIC.JSON"),
+])  # fmt: skip
 def test_an_empty_argument_is_refused_by_name(line, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert status(*shlex.split(line)) == 2

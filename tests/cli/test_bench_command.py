@@ -263,26 +263,21 @@ def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
     assert all(case.endswith(" torch+unfused+numpy+naive") for case in cases)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["matmul", "--device", "cpu", "--size", "4x"], "--size: wanted sizes like 4096x4096"),
-        (["check", "/nowhere.toml", "--device", "cpu"], "/nowhere.toml is not a file of floors"),
-        (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
-        (
-            ["neural", "--device", "cpu", "--dtype", "bf16", "--dtype", "int4"],
-            "--dtype: no dtype 'int4'; there are bfloat16, float16, float32",
-        ),
-        (["neural", "--device", "cpu", "--no-tables"], "--no-tables: nothing is left to measure; add --odd or --sweep"),
-        (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
-        (["all", "--op", "abacus"], "no op 'abacus'"),
-        (["bandwidth", "--size", "1MB"], "got '1MB'"),
-        (["bandwidth", "--size", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
-        (["bandwidth", "--device", "cpu:x"], "cpu:x"),
-        (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
-        (["gelu", "--device", "cpu", "--out", "n.txt"], "--out: n.txt must be a .json file, or a folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["matmul", "--device", "cpu", "--size", "4x"], "--size: wanted sizes like 4096x4096"),
+    (["check", "/nowhere.toml", "--device", "cpu"], "/nowhere.toml is not a file of floors"),
+    (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
+    (["neural", "--device", "cpu", "--dtype", "bf16", "--dtype", "int4"],
+     "--dtype: no dtype 'int4'; there are bfloat16, float16, float32"),
+    (["neural", "--device", "cpu", "--no-tables"], "--no-tables: nothing is left to measure; add --odd or --sweep"),
+    (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
+    (["all", "--op", "abacus"], "no op 'abacus'"),
+    (["bandwidth", "--size", "1MB"], "got '1MB'"),
+    (["bandwidth", "--size", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
+    (["bandwidth", "--device", "cpu:x"], "cpu:x"),
+    (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
+    (["gelu", "--device", "cpu", "--out", "n.txt"], "--out: n.txt must be a .json file, or a folder"),
+])  # fmt: skip
 def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
     assert status(*arguments) == 2
     said = capsys.readouterr().err

@@ -215,16 +215,13 @@ def test_ahead_of_time_chooses_the_target_as_a_device_does():
     assert target("sm_87") == "sm_87"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["warm", "glu"], "no kernel 'glu' here; there are "),
-        (["warm", "--arch", "sm_1"], "unknown architecture 'sm_1'"),
-        (["warm", "--device", "abacus"], "unknown backend 'abacus'"),
-        (["warm", "--device", "rocm"], "backend 'rocm' is not available"),
-        (["warm", "--device", "cpu", "--arch", "sm_90"], "--arch and --device cpu exclude each other"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["warm", "glu"], "no kernel 'glu' here; there are "),
+    (["warm", "--arch", "sm_1"], "unknown architecture 'sm_1'"),
+    (["warm", "--device", "abacus"], "unknown backend 'abacus'"),
+    (["warm", "--device", "rocm"], "backend 'rocm' is not available"),
+    (["warm", "--device", "cpu", "--arch", "sm_90"], "--arch and --device cpu exclude each other"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(run, arguments, message):
     status, output, errors = run(*arguments)
     assert (status, output) == (2, "")

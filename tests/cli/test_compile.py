@@ -212,33 +212,27 @@ def test_a_file_without_entry_points_says_so(accelerant_cli):
     assert "empty.cu: no entry point" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "name a file to compile"),
-        (["absent.cu"], "no file absent.cu"),
-        (["."], "cannot read .: Is a directory"),
-        (["/dev/zero"], "/dev/zero has more than 64 MiB"),
-        (["binary.cu"], "binary.cu is not text in UTF-8"),
-        (["mine.cu", "--arch", "sm_1"], "unknown architecture 'sm_1'; known are all, sm_"),
-        (["mine.cu", "--arch", "sm_75a"], "unknown architecture 'sm_75a'"),
-        (["mine.cu", "--arch", "90"], "unknown architecture '90'"),
-        (["mine.cu", "--block", "0"], "--block must be 1 to 1024 threads, got 0"),
-        (["mine.cu", "--shared", "-1"], "--shared must be at least 0 bytes, got -1"),
-        (["mine.cu", "--include", "nowhere"], "--include nowhere: no such folder"),
-        (["mine.cu", "-O", "4"], "optimize must be 0, 1, 2 or 3, got 4"),
-        (["mine.cu", "-D", "3D=1"], "defines: wanted the name of a macro, got '3D'"),
-        (
-            ["mine.cu", "--arch", "sm_90", "--nvrtc", "--nonsense"],
-            "refuses an option: nvrtc: error: unrecognized option",
-        ),
-        (["mine.cu", "--out", "x.cu"], "--out goes with --template"),
-        (["--template", "fft"], "unknown template 'fft'; known are matmul, relu, attention"),
-        (["mine.cu", "--template", "relu"], "--template takes no file to compile, got mine.cu"),
-        (["--template", "relu", "--out", "mine.cu"], "--out mine.cu: the file exists already"),
-        (["--template", "relu", "--out", "nowhere/mine.cu"], "--out nowhere/mine.cu: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "name a file to compile"),
+    (["absent.cu"], "no file absent.cu"),
+    (["."], "cannot read .: Is a directory"),
+    (["/dev/zero"], "/dev/zero has more than 64 MiB"),
+    (["binary.cu"], "binary.cu is not text in UTF-8"),
+    (["mine.cu", "--arch", "sm_1"], "unknown architecture 'sm_1'; known are all, sm_"),
+    (["mine.cu", "--arch", "sm_75a"], "unknown architecture 'sm_75a'"),
+    (["mine.cu", "--arch", "90"], "unknown architecture '90'"),
+    (["mine.cu", "--block", "0"], "--block must be 1 to 1024 threads, got 0"),
+    (["mine.cu", "--shared", "-1"], "--shared must be at least 0 bytes, got -1"),
+    (["mine.cu", "--include", "nowhere"], "--include nowhere: no such folder"),
+    (["mine.cu", "-O", "4"], "optimize must be 0, 1, 2 or 3, got 4"),
+    (["mine.cu", "-D", "3D=1"], "defines: wanted the name of a macro, got '3D'"),
+    (["mine.cu", "--arch", "sm_90", "--nvrtc", "--nonsense"], "refuses an option: nvrtc: error: unrecognized option"),
+    (["mine.cu", "--out", "x.cu"], "--out goes with --template"),
+    (["--template", "fft"], "unknown template 'fft'; known are matmul, relu, attention"),
+    (["mine.cu", "--template", "relu"], "--template takes no file to compile, got mine.cu"),
+    (["--template", "relu", "--out", "mine.cu"], "--out mine.cu: the file exists already"),
+    (["--template", "relu", "--out", "nowhere/mine.cu"], "--out nowhere/mine.cu: No such file"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(accelerant_cli, arguments, message):
     Path("mine.cu").write_text(KERNEL)
     Path("binary.cu").write_bytes(b"\xff\xfe\x00")

@@ -71,20 +71,17 @@ def test_a_bpe_is_trained_kept_and_used(accelerant, text):
     assert "cannot read the tokenizer" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("prepare", "absent", "--out", "a"), "no file or folder 'absent'"),
-        (("prepare", "", "--out", "a"), "PATH must not be empty"),
-        (("prepare", "text.txt", "--out", ""), "--out must not be empty"),
-        (("prepare", "text.txt", "--out", "a", "--tokenizer", "absent.json"), "cannot read the tokenizer absent.json"),
-        (("prepare", "text.txt", "--out", "a", "--tokenizer", "text.txt"), "text.txt: not a tokenizer"),
-        (("prepare", "text.txt", "--out", "a", "--tokenizer", "bytes", "--vocab-size", "5"), "--vocab-size is for"),
-        (("prepare", "text.txt", "--out", "text.txt/a"), "cannot write to text.txt/a"),
-        (("info", "absent"), "no token file absent"),
-        (("info", "text.txt"), "text.txt is no token file: make one with accelerant data prepare"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("prepare", "absent", "--out", "a"), "no file or folder 'absent'"),
+    (("prepare", "", "--out", "a"), "PATH must not be empty"),
+    (("prepare", "text.txt", "--out", ""), "--out must not be empty"),
+    (("prepare", "text.txt", "--out", "a", "--tokenizer", "absent.json"), "cannot read the tokenizer absent.json"),
+    (("prepare", "text.txt", "--out", "a", "--tokenizer", "text.txt"), "text.txt: not a tokenizer"),
+    (("prepare", "text.txt", "--out", "a", "--tokenizer", "bytes", "--vocab-size", "5"), "--vocab-size is for"),
+    (("prepare", "text.txt", "--out", "text.txt/a"), "cannot write to text.txt/a"),
+    (("info", "absent"), "no token file absent"),
+    (("info", "text.txt"), "text.txt is no token file: make one with accelerant data prepare"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(accelerant, text, arguments, message):
     status, output, errors = accelerant("data", *arguments)
     assert (status, output) == (2, "")

@@ -104,23 +104,20 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     assert "slower than" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["bench", "neural", "--op", "abacus"], "no op 'abacus'; there are"),
-        (["bench", "neural", "--dtype", "float8"], "no dtype 'float8'"),
-        (["bench", "neural", "--device", "abacus"], "unknown backend 'abacus'"),
-        (["bench", "runtime", "--device", "rocm"], "backend 'rocm' is not available"),
-        (
-            [
-                "bench", "neural", "--op", "gelu", "--device", "cpu", "--against", "torch", "--budget-seconds", "0",
-                "--compare", "/nowhere.json",
-            ],
-            "/nowhere.json",
-        ),
-        (["nonsense"], "nonsense"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["bench", "neural", "--op", "abacus"], "no op 'abacus'; there are"),
+    (["bench", "neural", "--dtype", "float8"], "no dtype 'float8'"),
+    (["bench", "neural", "--device", "abacus"], "unknown backend 'abacus'"),
+    (["bench", "runtime", "--device", "rocm"], "backend 'rocm' is not available"),
+    (
+        [
+            "bench", "neural", "--op", "gelu", "--device", "cpu", "--against", "torch", "--budget-seconds", "0",
+            "--compare", "/nowhere.json",
+        ],
+        "/nowhere.json",
+    ),
+    (["nonsense"], "nonsense"),
+])  # fmt: skip
 def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
     assert status(*arguments) == 2
     assert message in capsys.readouterr().err

@@ -82,20 +82,17 @@ def test_what_ends_a_text(folder, generate):
     assert values["tokens"] == 64 - len(ids)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["absent", "a"], r"absent is not a folder: pass one with config\.json"),
-        (["mamba", "a"], "model_type must be 'llama' or .*, got 'mamba'"),
-        (["GOOD", "word " * 70], "the prompt has .* tokens, and the model reads 64"),
-        (["GOOD", "a", "--int8", "--int4"], "--int8 and --int4 exclude each other"),
-        (["GOOD", "a", "--stop", ""], "--stop must not be empty"),
-        (["GOOD", "a", "--temperature", "-1"], r"temperature must be 0 or more, got -1\.0"),
-        (["GOOD", "a", "--top-p", "0"], r"top_p must be above 0 and at most 1, got 0\.0"),
-        (["GOOD", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
-        (["GOOD", "a", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["absent", "a"], r"absent is not a folder: pass one with config\.json"),
+    (["mamba", "a"], "model_type must be 'llama' or .*, got 'mamba'"),
+    (["GOOD", "word " * 70], "the prompt has .* tokens, and the model reads 64"),
+    (["GOOD", "a", "--int8", "--int4"], "--int8 and --int4 exclude each other"),
+    (["GOOD", "a", "--stop", ""], "--stop must not be empty"),
+    (["GOOD", "a", "--temperature", "-1"], r"temperature must be 0 or more, got -1\.0"),
+    (["GOOD", "a", "--top-p", "0"], r"top_p must be above 0 and at most 1, got 0\.0"),
+    (["GOOD", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
+    (["GOOD", "a", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
+])  # fmt: skip
 def test_bad_input_is_one_line(folder, generate, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mamba").mkdir()

@@ -105,19 +105,16 @@ def test_what_is_no_ledger_exits_2(ledger, tmp_path, capsys):
     assert status("statement", str(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"--noise-multiplier": "-1"}, "--noise-multiplier must be 0 or more.* got -1.0"),
-        ({"--noise-multiplier": "nan"}, "got nan"),
-        ({"--sample-rate": "0"}, r"--sample-rate must be in \(0, 1\], got 0.0"),
-        ({"--steps": "0"}, "--steps must be from 1 to .*, got 0"),
-        ({"--delta": "1"}, r"--delta must be in \(0, 1\), got 1.0"),
-        ({"--method": "clt"}, "pld or rdp, got 'clt'"),
-        ({"--noise-multiplier": "one"}, "--noise-multiplier"),
-        ({"--noise-multiplier": None}, "--noise-multiplier"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"--noise-multiplier": "-1"}, "--noise-multiplier must be 0 or more.* got -1.0"),
+    ({"--noise-multiplier": "nan"}, "got nan"),
+    ({"--sample-rate": "0"}, r"--sample-rate must be in \(0, 1\], got 0.0"),
+    ({"--steps": "0"}, "--steps must be from 1 to .*, got 0"),
+    ({"--delta": "1"}, r"--delta must be in \(0, 1\), got 1.0"),
+    ({"--method": "clt"}, "pld or rdp, got 'clt'"),
+    ({"--noise-multiplier": "one"}, "--noise-multiplier"),
+    ({"--noise-multiplier": None}, "--noise-multiplier"),
+])  # fmt: skip
 def test_wrong_usage_exits_2(capsys, changed, message):
     given = {"--noise-multiplier": "1", "--sample-rate": "0.1", "--steps": "1", "--delta": "1e-5"} | changed
     words = [word for pair in given.items() if pair[1] is not None for word in pair]

@@ -61,16 +61,13 @@ def test_json_is_alone_on_the_output(profiled):
     assert op["gb_per_s"] > 0
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "message"),
-    [
-        ("import sys; sys.exit(7)", 7, ""),
-        ("import sys; sys.exit('enough')", 1, "enough"),
-        ("raise ValueError('broken')", 1, "ValueError: broken"),
-        ("raise KeyboardInterrupt", 130, "interrupted"),
-        ("x = (", 1, "SyntaxError"),
-    ],
-)
+@pytest.mark.parametrize(("text", "status", "message"), [
+    ("import sys; sys.exit(7)", 7, ""),
+    ("import sys; sys.exit('enough')", 1, "enough"),
+    ("raise ValueError('broken')", 1, "ValueError: broken"),
+    ("raise KeyboardInterrupt", 130, "interrupted"),
+    ("x = (", 1, "SyntaxError"),
+])  # fmt: skip
 def test_the_status_is_the_scripts(profiled, text, status, message):
     found, output, errors = profiled(text)
     assert found == status

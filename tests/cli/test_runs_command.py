@@ -85,13 +85,10 @@ def test_a_received_summary_is_shown_without_what_is_no_figure(runs, folder, tmp
     assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", runs(other, "--json")[1]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "tokenizers", "texts"),
-    [
-        ({}, False, False), ({"seed": 5}, False, True), ({"vocab_size": 300}, True, False),
-        ({"tokenizer": "bpe", "context": 8}, True, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "tokenizers", "texts"), [
+    ({}, False, False), ({"seed": 5}, False, True), ({"vocab_size": 300}, True, False),
+    ({"tokenizer": "bpe", "context": 8}, True, True),
+])  # fmt: skip
 def test_a_note_says_which_losses_do_not_compare(runs, folder, tmp_path, changes, tokenizers, texts):
     other = shutil.copytree(folder / "runs" / "a", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
@@ -109,16 +106,13 @@ def test_a_run_is_exported(runs, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["runs/a", "runs/b", "--export", "x"], "--export takes one run, got 2"),
-        (["--export", "x"], "--export takes one run, got 0"),
-        (["absent"], "absent holds no run: there is no config.json"),
-        (["runs/a", "--export", "runs/b"], "runs/b is the folder of a run: export into another one"),
-        (["runs/a"] * 7 + ["--report", "x"], "--report draws 1 to 6 runs, got 7"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["runs/a", "runs/b", "--export", "x"], "--export takes one run, got 2"),
+    (["--export", "x"], "--export takes one run, got 0"),
+    (["absent"], "absent holds no run: there is no config.json"),
+    (["runs/a", "--export", "runs/b"], "runs/b is the folder of a run: export into another one"),
+    (["runs/a"] * 7 + ["--report", "x"], "--report draws 1 to 6 runs, got 7"),
+])  # fmt: skip
 def test_wrong_usage_is_one_line_and_status_2(runs, arguments, message):
     status, output, errors = runs(*arguments)
     assert (status, output) == (2, "")

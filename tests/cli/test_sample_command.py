@@ -99,22 +99,19 @@ def test_a_hugging_face_folder_continues_a_prompt(tmp_path, sample, kind):
     assert values["text"] == tokenizer.decode(wanted[: wanted.index(wanted[2])])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["absent"], "no folder absent: name a run's, or one with config.json and model.safetensors"),
-        ([""], "RUN must not be empty"),
-        (["."], "holds no model: there is no config.json"),
-        (["mamba"], "model_type must be gpt2 or llama or .*, got 'mamba'"),
-        ([".", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
-        ([".", "--top-k", "-1"], "--top-k must be 0 or more, got -1"),
-        ([".", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
-        ([".", "--tokens", str(10**20)], r"--tokens must be below 2\*\*31, got 10{20}"),
-        ([".", "--prompt", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
-        ([".", "--seed", "-1"], r"--seed must be 0 to 2\*\*63 - 1, got -1"),
-        ([".", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["absent"], "no folder absent: name a run's, or one with config.json and model.safetensors"),
+    ([""], "RUN must not be empty"),
+    (["."], "holds no model: there is no config.json"),
+    (["mamba"], "model_type must be gpt2 or llama or .*, got 'mamba'"),
+    ([".", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
+    ([".", "--top-k", "-1"], "--top-k must be 0 or more, got -1"),
+    ([".", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+    ([".", "--tokens", str(10**20)], r"--tokens must be below 2\*\*31, got 10{20}"),
+    ([".", "--prompt", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
+    ([".", "--seed", "-1"], r"--seed must be 0 to 2\*\*63 - 1, got -1"),
+    ([".", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
+])  # fmt: skip
 def test_bad_input_is_one_line(sample, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mamba").mkdir()

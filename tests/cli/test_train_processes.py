@@ -110,16 +110,13 @@ def another_version():
 
 @gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("others", "change", "message"),
-    [
-        (["--seed", 4], None, r"seed must be the same in each process: 3 in rank 0, 4 in rank 1 \(here 3\)"),
-        ([], another_version, r"accelerant must be the same in each process: \S+ in rank 0, 0.0.1 in rank 1"),
-        (["--data", "other.txt"], None, "the text must be the same in each process: give each the same --data"),
-        (["--data", "absent"], None, r"rank 1: .*absent"),
-        (["--batch-size", 9], None, r"rank 1: batch_size must be a multiple of the 2 processes, got 9"),
-    ],
-)
+@pytest.mark.parametrize(("others", "change", "message"), [
+    (["--seed", 4], None, r"seed must be the same in each process: 3 in rank 0, 4 in rank 1 \(here 3\)"),
+    ([], another_version, r"accelerant must be the same in each process: \S+ in rank 0, 0.0.1 in rank 1"),
+    (["--data", "other.txt"], None, "the text must be the same in each process: give each the same --data"),
+    (["--data", "absent"], None, r"rank 1: .*absent"),
+    (["--batch-size", 9], None, r"rank 1: batch_size must be a multiple of the 2 processes, got 9"),
+])  # fmt: skip
 def test_a_disagreement_is_one_line_and_ends_all(text, tmp_path, monkeypatch, others, change, message):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("some", "other"))
@@ -211,19 +208,16 @@ def test_a_restart_by_a_launcher_with_a_name_continues_what_the_same_one_began(m
     assert not _restarted(tmp_path, run)
 
 
-@pytest.mark.parametrize(
-    ("codes", "cause"),
-    [
-        ({1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),
-        ({0: -11, 1: 1}, (139, "rank 0 was ended by signal 11 (SIGSEGV)")),
-        ({0: 1, 1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),  # it hung: 0 found out, the launcher killed
-        ({0: 1, 1: 75}, (1, "rank 1 has lost its device")),
-        ({1: -15}, (143, "")),  # somebody asked it to end
-        ({1: 2, 0: -15}, (2, "")),
-        ({0: 1, 1: 1}, (1, "")),
-        ({0: 130, 1: 130}, (130, "")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("codes", "cause"), [
+    ({1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),
+    ({0: -11, 1: 1}, (139, "rank 0 was ended by signal 11 (SIGSEGV)")),
+    ({0: 1, 1: -9}, (137, "rank 1 was ended by signal 9 (SIGKILL)")),  # it hung: 0 found out, the launcher killed
+    ({0: 1, 1: 75}, (1, "rank 1 has lost its device")),
+    ({1: -15}, (143, "")),  # somebody asked it to end
+    ({1: 2, 0: -15}, (2, "")),
+    ({0: 1, 1: 1}, (1, "")),
+    ({0: 130, 1: 130}, (130, "")),
+])  # fmt: skip
 def test_which_ends_are_final(codes, cause):
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in codes.items()}
     assert train._cause(ChildFailedError("train", failures)) == cause

@@ -93,14 +93,11 @@ def test_both_files_or_none(run, folder, monkeypatch):
     assert [path.name for path in folder.iterdir()] == ["p.json"]
 
 
-@pytest.mark.parametrize(
-    ("targets", "match"),
-    [
-        (("p.json", "p.json"), "another name"), (("w.wtns", "q.json"), "also to be read"),
-        (("./sub/../k.zkey", "q.json"), "also to be read"), (("nowhere/p.json", "q.json"), "does not exist"),
-        (("sub", "q.json"), "is a directory"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("targets", "match"), [
+    (("p.json", "p.json"), "another name"), (("w.wtns", "q.json"), "also to be read"),
+    (("./sub/../k.zkey", "q.json"), "also to be read"), (("nowhere/p.json", "q.json"), "does not exist"),
+    (("sub", "q.json"), "is a directory"),
+])  # fmt: skip
 def test_targets_are_looked_at_first(run, folder, targets, match):
     shutil.copy(PRODUCT / "product.zkey", folder / "k.zkey")
     shutil.copy(PRODUCT / "product.wtns", folder / "w.wtns")
@@ -317,13 +314,10 @@ def process(arguments, *, before="", environment=None, **streams):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "unbuffered"),
-    [
-        (VERIFY, ""),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((PROVE, "1"), ([*VERIFY, "--json"], ""))),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "unbuffered"), [
+    (VERIFY, ""),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((PROVE, "1"), ([*VERIFY, "--json"], ""))),
+])  # fmt: skip
 def test_a_full_standard_output_says_nothing_of_the_proof(folder, arguments, unbuffered):
     with open("/dev/full", "w", encoding="utf-8") as full:
         status, error = process(arguments, stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})
@@ -494,23 +488,20 @@ def test_plain_arguments_need_no_parser(folder):
     assert modules == "[]"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (["k", "w"], ("k", "w", "proof.json", "public.json", {})),
-        (["k", "w", "p"], ("k", "w", "p", "public.json", {})),
-        (["--json", "k", "w", "--no-verify", "p", "q"],
-         ("k", "w", "p", "q", {"json_output": True, "verify": False})),
-        (["k", "w", "p", "--no-verify", "--verify"], ("k", "w", "p", "public.json", {"verify": True})),
-        ([], None),
-        (["k"], None),
-        (["k", "w", "p", "q", "more"], None),
-        (["k", "w", "--help"], None),
-        (["k", "w", "--device", "cpu"], None),
-        (["k", "w", "--"], None),
-        (["k", "w", "-h"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "wanted"), [
+    (["k", "w"], ("k", "w", "proof.json", "public.json", {})),
+    (["k", "w", "p"], ("k", "w", "p", "public.json", {})),
+    (["--json", "k", "w", "--no-verify", "p", "q"],
+     ("k", "w", "p", "q", {"json_output": True, "verify": False})),
+    (["k", "w", "p", "--no-verify", "--verify"], ("k", "w", "p", "public.json", {"verify": True})),
+    ([], None),
+    (["k"], None),
+    (["k", "w", "p", "q", "more"], None),
+    (["k", "w", "--help"], None),
+    (["k", "w", "--device", "cpu"], None),
+    (["k", "w", "--"], None),
+    (["k", "w", "-h"], None),
+])  # fmt: skip
 def test_which_arguments_are_plain(arguments, wanted):
     found = zk_prove.plain(arguments)
     if wanted is None:

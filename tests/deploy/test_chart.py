@@ -164,13 +164,10 @@ def test_pods_have_no_privilege(tmp_path, name):
     assert "secret@" not in yaml.safe_dump(named(objects, "StatefulSet") + named(objects, "ConfigMap"))
 
 
-@pytest.mark.parametrize(
-    ("name", "resource", "count", "variant"),
-    [
-        ("cpu", None, None, "cpu"), ("nvidia", "nvidia.com/gpu", 1, "cuda"), ("amd", "amd.com/gpu", 8, "rocm"),
-        ("on", "nvidia.com/mig-1g.10gb", 2, "cuda"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "resource", "count", "variant"), [
+    ("cpu", None, None, "cpu"), ("nvidia", "nvidia.com/gpu", 1, "cuda"), ("amd", "amd.com/gpu", 8, "rocm"),
+    ("on", "nvidia.com/mig-1g.10gb", 2, "cuda"),
+])  # fmt: skip
 def test_the_vendor_chooses_resource_image_and_toleration(tmp_path, name, resource, count, variant):
     pod = pod_of(rendered(tmp_path, VALUES[name]))
     limits = pod["containers"][0]["resources"]["limits"]
@@ -298,44 +295,41 @@ def test_selectors_name_labels_of_the_pods(tmp_path):
     assert scaler["spec"]["scaleTargetRef"]["name"] == stateful["metadata"]["name"]
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({}, "set secret.existing, or secret.keys"),
-        (VALUES["cpu"] | {"replicas": 2}, "need postgresql: true"),
-        (VALUES["cpu"] | {"autoscaling": {"enabled": True}}, "need postgresql: true"),
-        ({"secret": {"keys": "{}"}, "postgresql": True}, "needs secret.stateUrl"),
-        ({"secret": {"keys": "{}", "stateUrl": "mysql://x"}}, "stateUrl"),
-        (VALUES["cpu"] | {"gpu": {"vendor": "intel"}}, "gpu.vendor"),
-        (VALUES["cpu"] | {"gpu": {"count": 0}}, "gpu.count"),
-        (VALUES["cpu"] | {"replica": 2}, "replica is not allowed"),
-        (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "networkPolicy.from"),
-        (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "monitoring.keySecret"),
-        (VALUES["cpu"] | {"ingress": {"enabled": True}}, "ingress.hosts"),
-        (VALUES["cpu"] | {"autoscaling": {"minReplicas": 5, "maxReplicas": 2}}, "minReplicas is 5, above"),
-        *(
-            (VALUES["cpu"] | {"settings": {name: value}}, name)
-            for name, value in (
-                ("nonsense", 3), ("queue_jobs", 0), ("queue_jobs", "many"), ("queue_jobs", 1.5), ("lease_s", -1),
-                ("log", "xml"), ("devices", "cuda:0"), ("models", {"a b": "/x"}),
-            )
-        ),
-        (VALUES["cpu"] | {"settings": {"tls_certificate": "/cert.pem"}}, "dependency on tls_key"),
-        (VALUES["cpu"] | {"nodeSelector": {"gpu": True}}, "nodeSelector.gpu"),
-        (VALUES["cpu"] | {"podAnnotations": {"a": 1}}, "podAnnotations.a"),
-        (VALUES["cpu"] | {"image": {"digest": "sha256:12"}}, "image.digest"),
-        (VALUES["cpu"] | {"env": [{"name": "A", "value": 1}]}, "env.0.value"),
-        (VALUES["cpu"] | {"env": [{"name": "ACCELERANT_SERVE_NONSENSE", "value": "1"}]}, "env.0.name"),
-        (VALUES["cpu"] | {"tolerations": [{"operator": "Any"}]}, "tolerations.0.operator"),
-        (VALUES["cpu"] | {"secret": {"keys": "acl_abc"}}, "secret.keys"),
-        (VALUES["cpu"] | {"settings": {"host": "::"}}, "settings"),
-        (VALUES["cpu"] | {"settings": {"a\nhost": "::"}}, "settings"),
-        (VALUES["cpu"] | {"persistence": {"size": "20 GB"}}, "persistence.size"),
-        (VALUES["cpu"] | {"priorityClassName": "High"}, "priorityClassName"),
-        (VALUES["cpu"] | {"secret": {"existing": "our_keys"}}, "secret.existing"),
-        (VALUES["cpu"] | {"image": {"tag": "a b"}}, "image.tag"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "reason"), [
+    ({}, "set secret.existing, or secret.keys"),
+    (VALUES["cpu"] | {"replicas": 2}, "need postgresql: true"),
+    (VALUES["cpu"] | {"autoscaling": {"enabled": True}}, "need postgresql: true"),
+    ({"secret": {"keys": "{}"}, "postgresql": True}, "needs secret.stateUrl"),
+    ({"secret": {"keys": "{}", "stateUrl": "mysql://x"}}, "stateUrl"),
+    (VALUES["cpu"] | {"gpu": {"vendor": "intel"}}, "gpu.vendor"),
+    (VALUES["cpu"] | {"gpu": {"count": 0}}, "gpu.count"),
+    (VALUES["cpu"] | {"replica": 2}, "replica is not allowed"),
+    (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "networkPolicy.from"),
+    (VALUES["cpu"] | {"monitoring": {"enabled": True}}, "monitoring.keySecret"),
+    (VALUES["cpu"] | {"ingress": {"enabled": True}}, "ingress.hosts"),
+    (VALUES["cpu"] | {"autoscaling": {"minReplicas": 5, "maxReplicas": 2}}, "minReplicas is 5, above"),
+    *(
+        (VALUES["cpu"] | {"settings": {name: value}}, name)
+        for name, value in (
+            ("nonsense", 3), ("queue_jobs", 0), ("queue_jobs", "many"), ("queue_jobs", 1.5), ("lease_s", -1),
+            ("log", "xml"), ("devices", "cuda:0"), ("models", {"a b": "/x"}),
+        )
+    ),
+    (VALUES["cpu"] | {"settings": {"tls_certificate": "/cert.pem"}}, "dependency on tls_key"),
+    (VALUES["cpu"] | {"nodeSelector": {"gpu": True}}, "nodeSelector.gpu"),
+    (VALUES["cpu"] | {"podAnnotations": {"a": 1}}, "podAnnotations.a"),
+    (VALUES["cpu"] | {"image": {"digest": "sha256:12"}}, "image.digest"),
+    (VALUES["cpu"] | {"env": [{"name": "A", "value": 1}]}, "env.0.value"),
+    (VALUES["cpu"] | {"env": [{"name": "ACCELERANT_SERVE_NONSENSE", "value": "1"}]}, "env.0.name"),
+    (VALUES["cpu"] | {"tolerations": [{"operator": "Any"}]}, "tolerations.0.operator"),
+    (VALUES["cpu"] | {"secret": {"keys": "acl_abc"}}, "secret.keys"),
+    (VALUES["cpu"] | {"settings": {"host": "::"}}, "settings"),
+    (VALUES["cpu"] | {"settings": {"a\nhost": "::"}}, "settings"),
+    (VALUES["cpu"] | {"persistence": {"size": "20 GB"}}, "persistence.size"),
+    (VALUES["cpu"] | {"priorityClassName": "High"}, "priorityClassName"),
+    (VALUES["cpu"] | {"secret": {"existing": "our_keys"}}, "secret.existing"),
+    (VALUES["cpu"] | {"image": {"tag": "a b"}}, "image.tag"),
+])  # fmt: skip
 def test_wrong_values_are_refused(tmp_path, values, reason):
     done = helm(tmp_path, ["template", "release"], values, "--kube-version", "1.33.0")
     assert done.returncode != 0

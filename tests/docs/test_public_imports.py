@@ -101,17 +101,14 @@ def test_what_a_page_names_is_public(page):
     assert not problems
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("accelerant.ops.gelu", ""),
-        ("accelerant.runtime.memory.statistics", ""),
-        ("accelerant.nonsense", "accelerant has no nonsense"),
-        ("accelerant.ops.nonsense", "accelerant.ops has no nonsense"),
-        ("accelerant.Accelerator.nonsense", "accelerant.Accelerator has no nonsense"),
-        ("accelerant.runtime.memory.limits.limit", "accelerant.runtime.memory.limits is private"),
-    ],
-)
+@pytest.mark.parametrize(("path", "found"), [
+    ("accelerant.ops.gelu", ""),
+    ("accelerant.runtime.memory.statistics", ""),
+    ("accelerant.nonsense", "accelerant has no nonsense"),
+    ("accelerant.ops.nonsense", "accelerant.ops has no nonsense"),
+    ("accelerant.Accelerator.nonsense", "accelerant.Accelerator has no nonsense"),
+    ("accelerant.runtime.memory.limits.limit", "accelerant.runtime.memory.limits is private"),
+])  # fmt: skip
 def test_a_path_that_users_lack_is_found(path, found):
     assert (problem(path).startswith(found), bool(problem(path))) == (True, bool(found))
 

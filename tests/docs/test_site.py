@@ -24,17 +24,14 @@ def site():
     return module
 
 
-@pytest.mark.parametrize(
-    ("html", "reason"),
-    [
-        ('<a href="absent.html">', "absent.html, which does not exist"),
-        ('<a href="b.html#absent">', "b.html#absent, which has no such anchor"),
-        ('<img srcset="https://example.org/a.svg 2x">', "loads https://example.org/a.svg from another host"),
-        ('<link rel="stylesheet" href="//example.org/a.css">', "loads //example.org/a.css from another host"),
-        ("<style>@import 'https://example.org/a.css'</style>", "loads https://example.org/a.css from another host"),
-        ('<script src="absent.js"></script>', "absent.js, which does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("html", "reason"), [
+    ('<a href="absent.html">', "absent.html, which does not exist"),
+    ('<a href="b.html#absent">', "b.html#absent, which has no such anchor"),
+    ('<img srcset="https://example.org/a.svg 2x">', "loads https://example.org/a.svg from another host"),
+    ('<link rel="stylesheet" href="//example.org/a.css">', "loads //example.org/a.css from another host"),
+    ("<style>@import 'https://example.org/a.css'</style>", "loads https://example.org/a.css from another host"),
+    ('<script src="absent.js"></script>', "absent.js, which does not exist"),
+])  # fmt: skip
 def test_a_wrong_link_of_the_site_is_found(site, monkeypatch, tmp_path, html, reason):
     monkeypatch.setattr(site, "api_modules", list)
     (tmp_path / "a.html").write_text('<a href="b.html#here">to b</a><a href="https://example.org">elsewhere</a>')

@@ -19,17 +19,14 @@ def test_conv2d_follows_autocast():
         assert layer(torch.randn(1, 3, 5, 5)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Conv2d(0, 4, 3), "needs channels"),
-        (lambda: Conv2d(3, 4, 3, groups=2), "groups must divide the channels"),
-        (lambda: Conv2d(3, 4, 0), "kernel_size must be at least 1"),
-        (lambda: Conv2d(3, 4, 3, padding="full"), "'valid' or 'same', got 'full'"),
-        (lambda: MaxPool2d(0), "kernel_size must be at least 1"),
-        (lambda: AvgPool2d(2, stride=0), "stride must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Conv2d(0, 4, 3), "needs channels"),
+    (lambda: Conv2d(3, 4, 3, groups=2), "groups must divide the channels"),
+    (lambda: Conv2d(3, 4, 0), "kernel_size must be at least 1"),
+    (lambda: Conv2d(3, 4, 3, padding="full"), "'valid' or 'same', got 'full'"),
+    (lambda: MaxPool2d(0), "kernel_size must be at least 1"),
+    (lambda: AvgPool2d(2, stride=0), "stride must be at least 1"),
+])  # fmt: skip
 def test_a_setting_out_of_range_is_refused(make, words):
     with pytest.raises(ConfigError, match=words):
         make()

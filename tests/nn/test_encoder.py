@@ -138,14 +138,11 @@ def test_what_is_no_encoder_is_refused_by_name(tmp_path):
         Encoder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "value", "match"),
-    [
-        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "max_tokens"),
-        ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "lasttoken"),
-        ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "Dense"),
-    ],
-)
+@pytest.mark.parametrize(("file", "value", "match"), [
+    ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "max_tokens"),
+    ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "lasttoken"),
+    ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "Dense"),
+])  # fmt: skip
 def test_other_poolings_and_layers_are_refused(tmp_path, file, value, match):
     encoder_folder(tmp_path)
     write(tmp_path / file, value)

@@ -146,28 +146,25 @@ class Graph(nn.Module):
         return self.function(self, x)
 
 
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (lambda m, x: m.a(x) + x, "add: .*adds the output of an earlier layer"),
-        (lambda m, x: m.a(x) + 1, "add: .*adds the output of an earlier layer"),
-        (lambda m, x: m.a(x) * m.b(x), "mul: .*does not represent"),
-        (lambda m, x: torch.relu(m.b(m.a(x))) + m.a(x).relu(), "add: .*before its function"),
-        (lambda m, x: m.a(x) if x.sum() > 0 else x, "traces the model by torch.fx, and Graph failed"),
-        (lambda m, x: (m.a(x), m.b(x)), "whose output is one tensor"),
-        (lambda m, x: (m.b(x), m.a(x))[0], "whose output is one tensor"),
-        (lambda m, x: torch.relu(x), "no layer is before it"),
-        (lambda m, x: m.b(torch.relu(m.drop(y := m.a(x)))) + m.a(y), r"relu \(ReLU\): .*it is neither"),
-        (lambda m, x: m.b(m.a(x)[:, [1, 0, 2]]), "getitem: .*does not represent"),
-        (lambda m, x: m.a(x[:, [1, 0, 2]]), "getitem: .*does not represent"),
-        (lambda m, x: m.a(x)[:, [1, 0, 2]], "getitem: .*does not represent"),
-        (lambda m, x: m.a(x)[:, :3].flatten(1), "getitem: .*does not represent"),
-        (lambda m, x: m.a(x.T), "getattr_1: .*does not represent"),
-        (lambda m, x: m.a(input=x), "a: .*called with one input"),
-        (lambda m, x: m.a((y := m.b(x)).add_(m.a(y))) + y, "add_: .*a sum in place of what is used later"),
-        (lambda m, x: m.a(operator.iadd(y := m.b(x), m.a(y))) + y, "iadd: .*a sum in place of what is used later"),
-    ],
-)
+@pytest.mark.parametrize(("forward", "message"), [
+    (lambda m, x: m.a(x) + x, "add: .*adds the output of an earlier layer"),
+    (lambda m, x: m.a(x) + 1, "add: .*adds the output of an earlier layer"),
+    (lambda m, x: m.a(x) * m.b(x), "mul: .*does not represent"),
+    (lambda m, x: torch.relu(m.b(m.a(x))) + m.a(x).relu(), "add: .*before its function"),
+    (lambda m, x: m.a(x) if x.sum() > 0 else x, "traces the model by torch.fx, and Graph failed"),
+    (lambda m, x: (m.a(x), m.b(x)), "whose output is one tensor"),
+    (lambda m, x: (m.b(x), m.a(x))[0], "whose output is one tensor"),
+    (lambda m, x: torch.relu(x), "no layer is before it"),
+    (lambda m, x: m.b(torch.relu(m.drop(y := m.a(x)))) + m.a(y), r"relu \(ReLU\): .*it is neither"),
+    (lambda m, x: m.b(m.a(x)[:, [1, 0, 2]]), "getitem: .*does not represent"),
+    (lambda m, x: m.a(x[:, [1, 0, 2]]), "getitem: .*does not represent"),
+    (lambda m, x: m.a(x)[:, [1, 0, 2]], "getitem: .*does not represent"),
+    (lambda m, x: m.a(x)[:, :3].flatten(1), "getitem: .*does not represent"),
+    (lambda m, x: m.a(x.T), "getattr_1: .*does not represent"),
+    (lambda m, x: m.a(input=x), "a: .*called with one input"),
+    (lambda m, x: m.a((y := m.b(x)).add_(m.a(y))) + y, "add_: .*a sum in place of what is used later"),
+    (lambda m, x: m.a(operator.iadd(y := m.b(x), m.a(y))) + y, "iadd: .*a sum in place of what is used later"),
+])  # fmt: skip
 def test_graphs_that_it_does_not_represent_are_refused(forward, message):
     with pytest.raises(ConfigError, match=message):
         exact(Graph(forward), torch.ones(2, 3))
@@ -197,25 +194,22 @@ def test_an_image_as_the_output():
     assert (network(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([nn.Conv2d(2, 2, 3, groups=2)], "0: .*without groups"),
-        ([nn.Conv2d(2, 2, 3, dilation=2)], "0: .*without groups, dilation"),
-        ([nn.Conv2d(2, 2, 3, stride=(1, 2))], r"0: .*one number for both directions, got stride \(1, 2\)"),
-        ([nn.Conv2d(2, 2, 3, padding="same")], "0: .*one number for both directions, got padding 'same'"),
-        ([nn.Conv2d(2, 2, 9)], r"0: it takes 2 channels, and an image of \(2, 6, 6\) comes"),
-        ([nn.Conv2d(3, 2, 1)], r"0: it takes 3 channels"),
-        ([nn.AvgPool2d(2, padding=1)], "0: .*pools without padding"),
-        ([nn.Conv2d(2, 2, (1, 3), padding=1)], "0: it has the padding 1"),
-        ([nn.MaxPool2d(2)], r"0 \(MaxPool2d\).*at least 0, as those of a ReLU"),
-        ([nn.Conv2d(2, 2, 1), nn.Tanh(), nn.MaxPool2d(2)], r"2 \(MaxPool2d\).*at least 0"),
-        ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(2, dilation=2)], r"2 \(MaxPool2d\).*without dilation"),
-        ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(7)], r"2: it has a kernel of 7, and an image of \(2, 6, 6\)"),
-        ([nn.Conv2d(2, 2, 1), nn.Linear(72, 2)], r"1: it takes 72 inputs, and an image of \(2, 6, 6\) comes"),
-        ([nn.Conv2d(2, 2, 1), nn.Flatten(2), nn.Linear(36, 2)], r"1 \(Flatten\)"),
-    ],
-)
+@pytest.mark.parametrize(("layers", "message"), [
+    ([nn.Conv2d(2, 2, 3, groups=2)], "0: .*without groups"),
+    ([nn.Conv2d(2, 2, 3, dilation=2)], "0: .*without groups, dilation"),
+    ([nn.Conv2d(2, 2, 3, stride=(1, 2))], r"0: .*one number for both directions, got stride \(1, 2\)"),
+    ([nn.Conv2d(2, 2, 3, padding="same")], "0: .*one number for both directions, got padding 'same'"),
+    ([nn.Conv2d(2, 2, 9)], r"0: it takes 2 channels, and an image of \(2, 6, 6\) comes"),
+    ([nn.Conv2d(3, 2, 1)], r"0: it takes 3 channels"),
+    ([nn.AvgPool2d(2, padding=1)], "0: .*pools without padding"),
+    ([nn.Conv2d(2, 2, (1, 3), padding=1)], "0: it has the padding 1"),
+    ([nn.MaxPool2d(2)], r"0 \(MaxPool2d\).*at least 0, as those of a ReLU"),
+    ([nn.Conv2d(2, 2, 1), nn.Tanh(), nn.MaxPool2d(2)], r"2 \(MaxPool2d\).*at least 0"),
+    ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(2, dilation=2)], r"2 \(MaxPool2d\).*without dilation"),
+    ([nn.Conv2d(2, 2, 1), nn.ReLU(), nn.MaxPool2d(7)], r"2: it has a kernel of 7, and an image of \(2, 6, 6\)"),
+    ([nn.Conv2d(2, 2, 1), nn.Linear(72, 2)], r"1: it takes 72 inputs, and an image of \(2, 6, 6\) comes"),
+    ([nn.Conv2d(2, 2, 1), nn.Flatten(2), nn.Linear(36, 2)], r"1 \(Flatten\)"),
+])  # fmt: skip
 def test_images_that_it_does_not_represent_are_refused_by_name(layers, message):
     with pytest.raises(ConfigError, match=message):
         exact(nn.Sequential(*layers), torch.ones(1, 2, 6, 6))
@@ -227,22 +221,16 @@ class Odd(nn.Linear):
     """Could compute anything."""
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2)), r"2 \(BatchNorm1d\).*it is neither"),
-        (
-            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)),
-            "0: its batch normalization has",
-        ),
-        (nn.Sequential(nn.Sequential(nn.Conv3d(1, 1, 1))), r"0.0 \(Conv3d\)"),
-        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no layer is before it"),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.GELU()), r"2 \(GELU\)"),
-        (nn.Sequential(Odd(2, 2)), r"0 \(Odd\)"),
-        (nn.Sequential(nn.Identity()), "no linear layer"),
-        (nn.Sequential(nn.Linear((1 << 16) + 1, 1)), r"sums of 65537 products could pass int32"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2)), r"2 \(BatchNorm1d\).*it is neither"),
+    (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)), "0: its batch normalization has"),
+    (nn.Sequential(nn.Sequential(nn.Conv3d(1, 1, 1))), r"0.0 \(Conv3d\)"),
+    (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), r"0 \(ReLU\).*no layer is before it"),
+    (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.GELU()), r"2 \(GELU\)"),
+    (nn.Sequential(Odd(2, 2)), r"0 \(Odd\)"),
+    (nn.Sequential(nn.Identity()), "no linear layer"),
+    (nn.Sequential(nn.Linear((1 << 16) + 1, 1)), r"sums of 65537 products could pass int32"),
+])  # fmt: skip
 def test_what_it_does_not_represent_is_refused_by_name(model, message):
     with pytest.raises(ConfigError, match=message):
         exact(model, torch.ones(1, getattr(model[0] if isinstance(model, nn.Sequential) else model, "in_features", 2)))

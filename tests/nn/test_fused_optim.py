@@ -418,17 +418,14 @@ def test_strided_parameter(implementation):
 # --- rejections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"lr": -1.0}, "lr must be a number, at least 0; got -1.0"),
-        ({"lr": float("nan")}, "lr must be a number"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number, at least 0 and below 1; got 1.0"),
-        ({"eps": -1e-8}, "eps must be"),
-        ({"weight_decay": -0.1}, "weight_decay must be"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be"),
-    ],
-)
+@pytest.mark.parametrize(("options", "match"), [
+    ({"lr": -1.0}, "lr must be a number, at least 0; got -1.0"),
+    ({"lr": float("nan")}, "lr must be a number"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number, at least 0 and below 1; got 1.0"),
+    ({"eps": -1e-8}, "eps must be"),
+    ({"weight_decay": -0.1}, "weight_decay must be"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm must be"),
+])  # fmt: skip
 def test_adamw_rejects(options, match):
     with pytest.raises(ConfigError, match=match):
         AdamW([nn.Parameter(torch.ones(3))], **options)

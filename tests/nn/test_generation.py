@@ -175,16 +175,13 @@ def test_the_ends_of_the_uniform_numbers():
     assert Sampling().choose(skewed, torch.tensor([1 - 2**-24]))[0] in (7, 4999)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"top_p": math.nan}, "top_p must be above 0"),
-        ({"stop": 70}, "stop must be tokens below 70, got 70"),
-        ({"stop": [3, -1]}, "stop must be tokens below 70, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+    ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+    ({"top_p": math.nan}, "top_p must be above 0"),
+    ({"stop": 70}, "stop must be tokens below 70, got 70"),
+    ({"stop": [3, -1]}, "stop must be tokens below 70, got -1"),
+])  # fmt: skip
 def test_refuses(model, options, words):
     with pytest.raises(ConfigError, match=words):
         model.generate(tokens(1, 2), 3, **options)

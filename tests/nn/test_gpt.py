@@ -168,16 +168,13 @@ def test_generate_leaves_the_mode_and_gradients_alone(model):
     assert model.training
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
-        ({"max_new_tokens": 1, "temperature": -0.5}, "temperature must be 0 or more"),
-        ({"max_new_tokens": 1, "temperature": math.nan}, "temperature must be 0 or more"),
-        ({"max_new_tokens": 1, "top_k": 0}, "top_k must be at least 1"),
-        ({"max_new_tokens": 1, "seed": 0, "generator": torch.Generator()}, "not both"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
+    ({"max_new_tokens": 1, "temperature": -0.5}, "temperature must be 0 or more"),
+    ({"max_new_tokens": 1, "temperature": math.nan}, "temperature must be 0 or more"),
+    ({"max_new_tokens": 1, "top_k": 0}, "top_k must be at least 1"),
+    ({"max_new_tokens": 1, "seed": 0, "generator": torch.Generator()}, "not both"),
+])  # fmt: skip
 def test_generate_refuses(model, arguments, message):
     with pytest.raises(ConfigError, match=message):
         model.generate(tokens(1, 2), **arguments)

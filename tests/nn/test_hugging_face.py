@@ -163,18 +163,15 @@ def test_saving_keeps_other_files(folder):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"activation_function": "gelu"}, "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu'"),
-        ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
-        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn must be False"),
-        ({"n_inner": 40}, "n_inner must be None or 64, got 40"),
-        ({"is_causal": False}, "is_causal must be True, got False"),
-        ({"model_type": "bert"}, "model_type must be 'gpt2', got 'bert'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"activation_function": "gelu"}, "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu'"),
+    ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
+    ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn must be False"),
+    ({"n_inner": 40}, "n_inner must be None or 64, got 40"),
+    ({"is_causal": False}, "is_causal must be True, got False"),
+    ({"model_type": "bert"}, "model_type must be 'gpt2', got 'bert'"),
+])  # fmt: skip
 def test_an_unsupported_option_is_named(folder, changes, words):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -182,20 +179,14 @@ def test_an_unsupported_option_is_named(folder, changes, words):
         GPT.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"n_embd": "16"}, "n_embd must be an integer, got '16'"),
-        ({"n_layer": True}, "n_layer must be an integer, got True"),
-        ({"layer_norm_epsilon": None}, "layer_norm_epsilon must be a finite number, got None"),
-        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a finite number, got nan"),
-        (
-            {"layer_norm_epsilon": 10**400},
-            "must be a finite number, got 0xda763fc8cb9ff9e5... .an integer of 1,329 bits",
-        ),
-        ({"n_layer": 10**12}, "tensors, too few for the 1000000000000 layers of its config"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"n_embd": "16"}, "n_embd must be an integer, got '16'"),
+    ({"n_layer": True}, "n_layer must be an integer, got True"),
+    ({"layer_norm_epsilon": None}, "layer_norm_epsilon must be a finite number, got None"),
+    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a finite number, got nan"),
+    ({"layer_norm_epsilon": 10**400}, "must be a finite number, got 0xda763fc8cb9ff9e5... .an integer of 1,329 bits"),
+    ({"n_layer": 10**12}, "tensors, too few for the 1000000000000 layers of its config"),
+])  # fmt: skip
 def test_a_field_of_another_type_is_named(folder, changes, words):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -210,34 +201,20 @@ def change(folder, by):
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize(
-    ("by", "words"),
-    [
-        (lambda t: t.pop("transformer.h.1.attn.c_attn.weight"), r"lacks 'h\.1\.attn\.c_attn\.weight'"),
-        (lambda t: t.update({"transformer.h.2.ln_1.weight": torch.ones(16)}), r"has 'h\.2\.ln_1\.weight', which"),
-        (
-            lambda t: t.update({"transformer.wpe.weight": torch.ones(15, 16)}),
-            r"'transformer\.wpe\.weight' must be \(16, 16\), got \(15, 16\)",
-        ),
-        (
-            lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)}),
-            r"c_fc\.weight' must be \(16, 64\), got \(64, 16\)",
-        ),
-        (
-            lambda t: t.update({"transformer.ln_f.bias": torch.ones(16, dtype=torch.int8)}),
-            r"ln_f\.bias' must be floating point, got I8",
-        ),
-        (lambda t: t.update({"lm_head.weight": torch.ones(70, 16)}), r"'lm_head\.weight' differs from 'wte\.weight'"),
-        (
-            lambda t: t.update({"lm_head.weight": torch.ones(70, 16, dtype=torch.int8)}),
-            r"'lm_head\.weight' differs from",
-        ),
-        (
-            lambda t: t.update({"h.0.ln_1.bias": torch.ones(16)}),
-            r"has both 'h\.0\.ln_1\.bias' and 'transformer\.h\.0\.ln_1\.bias'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("by", "words"), [
+    (lambda t: t.pop("transformer.h.1.attn.c_attn.weight"), r"lacks 'h\.1\.attn\.c_attn\.weight'"),
+    (lambda t: t.update({"transformer.h.2.ln_1.weight": torch.ones(16)}), r"has 'h\.2\.ln_1\.weight', which"),
+    (lambda t: t.update({"transformer.wpe.weight": torch.ones(15, 16)}),
+     r"'transformer\.wpe\.weight' must be \(16, 16\), got \(15, 16\)"),
+    (lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)}),
+     r"c_fc\.weight' must be \(16, 64\), got \(64, 16\)"),
+    (lambda t: t.update({"transformer.ln_f.bias": torch.ones(16, dtype=torch.int8)}),
+     r"ln_f\.bias' must be floating point, got I8"),
+    (lambda t: t.update({"lm_head.weight": torch.ones(70, 16)}), r"'lm_head\.weight' differs from 'wte\.weight'"),
+    (lambda t: t.update({"lm_head.weight": torch.ones(70, 16, dtype=torch.int8)}), r"'lm_head\.weight' differs from"),
+    (lambda t: t.update({"h.0.ln_1.bias": torch.ones(16)}),
+     r"has both 'h\.0\.ln_1\.bias' and 'transformer\.h\.0\.ln_1\.bias'"),
+])  # fmt: skip
 def test_a_wrong_tensor_is_named(folder, by, words):
     change(folder, by)
     with pytest.raises(FormatError, match=words):

@@ -53,13 +53,10 @@ def test_autocast_computes_low_and_leaves_gradients_in_the_master_dtype():
     assert layer.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (Linear(4, 3), (2, 5)), (LayerNorm(4), (2, 5)), (MultiHeadAttention(4, 2), (3, 4)),
-        (MultiHeadAttention(4, 2), (1, 3, 5)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("layer", "shape"), [
+    (Linear(4, 3), (2, 5)), (LayerNorm(4), (2, 5)), (MultiHeadAttention(4, 2), (3, 4)),
+    (MultiHeadAttention(4, 2), (1, 3, 5)),
+])  # fmt: skip
 def test_wrong_shapes_are_refused(layer, shape):
     with pytest.raises(ShapeError, match=r"takes \("):
         layer(torch.zeros(shape))
@@ -303,23 +300,16 @@ def test_a_position_that_attends_to_nothing_gets_the_projection_of_zeros():
         torch.testing.assert_close(y[0, 1], layer.projection.bias)
 
 
-@pytest.mark.parametrize(
-    ("make", "call", "message"),
-    [
-        (lambda: MultiHeadAttention(8, 2), {"context": torch.zeros(2, 3, 8)}, r"takes no context, got \(2, 3, 8\)"),
-        (lambda: MultiHeadAttention(8, 2, context_width=6), {}, r"takes a context \(batch, time, 6\), got none"),
-        (
-            lambda: MultiHeadAttention(8, 2, context_width=6), {"context": torch.zeros(3, 3, 6)},
-            r"context must be \(2, time, 6\), got \(3, 3, 6\)",
-        ),
-        (lambda: TransformerBlock(8, 2), {"context": torch.zeros(2, 3, 8)}, "TransformerBlock takes no context"),
-        (
-            lambda: MultiHeadAttention(8, 2), {"key_padding_mask": torch.zeros(2, 5)},
-            r"key_padding_mask must be \(2, 4\) bool, got \(2, 5\) float32",
-        ),
-        (lambda: TransformerBlock(8, 2), {"mask": torch.ones(3, 4).bool()}, r"mask must broadcast .*, got \(3, 4\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "call", "message"), [
+    (lambda: MultiHeadAttention(8, 2), {"context": torch.zeros(2, 3, 8)}, r"takes no context, got \(2, 3, 8\)"),
+    (lambda: MultiHeadAttention(8, 2, context_width=6), {}, r"takes a context \(batch, time, 6\), got none"),
+    (lambda: MultiHeadAttention(8, 2, context_width=6), {"context": torch.zeros(3, 3, 6)},
+     r"context must be \(2, time, 6\), got \(3, 3, 6\)"),
+    (lambda: TransformerBlock(8, 2), {"context": torch.zeros(2, 3, 8)}, "TransformerBlock takes no context"),
+    (lambda: MultiHeadAttention(8, 2), {"key_padding_mask": torch.zeros(2, 5)},
+     r"key_padding_mask must be \(2, 4\) bool, got \(2, 5\) float32"),
+    (lambda: TransformerBlock(8, 2), {"mask": torch.ones(3, 4).bool()}, r"mask must broadcast .*, got \(3, 4\)"),
+])  # fmt: skip
 def test_contexts_and_masks_that_do_not_fit_are_refused(make, call, message):
     with pytest.raises(ShapeError, match=message):
         make()(torch.zeros(2, 4, 8), **call)

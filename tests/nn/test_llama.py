@@ -38,14 +38,10 @@ def theirs(*, scaling=None, **changes):
     return model
 
 
-KINDS = pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"scaling": SCALING}, {"tie_word_embeddings": True}, {"head_dim": 12}, {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1},
-    ],
-    ids=["plain", "scaled", "tied", "head width", "as many kv heads", "one kv head"],
-)  # fmt: skip
+KINDS = pytest.mark.parametrize("changes", [
+    {}, {"scaling": SCALING}, {"tie_word_embeddings": True}, {"head_dim": 12}, {"num_key_value_heads": 4},
+    {"num_key_value_heads": 1},
+], ids=["plain", "scaled", "tied", "head width", "as many kv heads", "one kv head"])  # fmt: skip
 
 
 def tokens(*shape):
@@ -143,19 +139,13 @@ def test_dtype_and_device_can_be_asked_for(tmp_path):
     torch.testing.assert_close(model.embed.weight, other.model.embed_tokens.weight.double(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"attention_bias": True}, "attention_bias must be False, got True"),
-        ({"mlp_bias": True}, "mlp_bias must be False, got True"),
-        ({"is_causal": False}, "is_causal must be True, got False"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type must be .* got 'yarn'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    ({"attention_bias": True}, "attention_bias must be False, got True"),
+    ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+    ({"is_causal": False}, "is_causal must be True, got False"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type must be .* got 'yarn'"),
+])  # fmt: skip
 def test_an_unsupported_option_is_named(changes, words):
     with pytest.raises(UnsupportedCase, match=words):
         Llama.from_pretrained(theirs(**changes))
@@ -261,15 +251,12 @@ def test_a_later_token_does_not_change_earlier_logits(model):
     assert (before[:, 5:] - after[:, 5:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layers": 0}, "layers must be at least 1"), ({"kv_heads": 3}, "kv_heads must divide heads"),
-        ({"width": 30}, "multiple of heads"), ({"width": 36}, "even width, got 9"),
-        ({"head_width": 7}, "even width, got 7"), ({"rope_base": 0.0}, "rope_base must be above 0"),
-        ({"eps": -1.0}, "eps must be 0 or more"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"layers": 0}, "layers must be at least 1"), ({"kv_heads": 3}, "kv_heads must divide heads"),
+    ({"width": 30}, "multiple of heads"), ({"width": 36}, "even width, got 9"),
+    ({"head_width": 7}, "even width, got 7"), ({"rope_base": 0.0}, "rope_base must be above 0"),
+    ({"eps": -1.0}, "eps must be 0 or more"),
+])  # fmt: skip
 def test_config_refuses(changes, words):
     fields = CONFIG.to_dict() | changes
     with pytest.raises(ConfigError, match=words):

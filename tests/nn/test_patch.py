@@ -355,13 +355,10 @@ LOOSE = {"rtol": 5e-2, "atol": 3e-2}  # of bfloat16: of single elements
 
 @pytest.mark.sample(3)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "autocast"),
-    [
-        ("gpt2", False), ("llama", False), ("qwen3", False), ("vit", False), ("bert", False), ("gpt2", True),
-        ("qwen3", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "autocast"), [
+    ("gpt2", False), ("llama", False), ("qwen3", False), ("vit", False), ("bert", False), ("gpt2", True),
+    ("qwen3", True),
+])  # fmt: skip
 def test_compiles_whole(family, autocast):
     """The graph has no break, and of our ops those alone that the compiler does not beat."""
     model, inputs = make(family, num_hidden_layers=1), batch(family)
@@ -458,17 +455,13 @@ def forward(self, input_ids=None, labels=None, use_cache=None, return_dict=None)
 MEAN = "CrossEntropyLoss()(logits.view(-1, 8), labels.view(-1))"
 
 
-@pytest.mark.parametrize(
-    ("loss", "use_cache", "source", "computes_no_logits"),
-    [
-        (MEAN, True, True, True),
-        (MEAN, False, True, False),
-        (MEAN, True, False, False),
-        (f"(logits.register_hook(lambda dy: 2 * dy), {MEAN})[1]", True, True, False),
-        (f"{MEAN.replace('logits', 'logits.detach()')} + logits.sum()", True, True, True),
-    ],
-    ids=["mean", "no cache", "no source", "hook", "detached"],
-)
+@pytest.mark.parametrize(("loss", "use_cache", "source", "computes_no_logits"), [
+    (MEAN, True, True, True),
+    (MEAN, False, True, False),
+    (MEAN, True, False, False),
+    (f"(logits.register_hook(lambda dy: 2 * dy), {MEAN})[1]", True, True, False),
+    (f"{MEAN.replace('logits', 'logits.detach()')} + logits.sum()", True, True, True),
+], ids=["mean", "no cache", "no source", "hook", "detached"])  # fmt: skip
 def test_a_loss_that_a_model_computes_has_its_gradients(loss, use_cache, source, computes_no_logits):
     model, ids = model_with_its_own_loss(loss, use_cache, source), torch.arange(6).view(2, 3)
     gradients = []

@@ -128,13 +128,10 @@ def test_transcripts_of_any_length_give_what_they_give_without_graphs(rng):
     assert other.report.graphs["replayed"] >= 5
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "rows", "pairs"),
-    [
-        (100, 500, 1, 1), (100, 500, 8, 1), (1, 128, 1, 1), (20, 2000, 1, 1), (400, 420, 1, 1), (1, 30, 4, 1),
-        (100, 500, 8, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("least", "most", "rows", "pairs"), [
+    (100, 500, 1, 1), (100, 500, 8, 1), (1, 128, 1, 1), (20, 2000, 1, 1), (400, 420, 1, 1), (1, 30, 4, 1),
+    (100, 500, 8, 2),
+])  # fmt: skip
 def test_few_lengths_have_graphs_and_calls_are_filled_up_little(least, most, rows, pairs, rng):
     added = tokens = 0
     for _ in range(20):
@@ -316,21 +313,18 @@ def rope(kind, **more):
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
 
 
-@pytest.mark.parametrize(
-    ("make_model", "reason"),
-    [
-        (lambda: make("mixtral"), "experts count the tokens"),
-        (lambda: transformers.LEDModel(transformers.LEDConfig(vocab_size=9, d_model=8, encoder_layers=1,
-            encoder_attention_heads=1, decoder_layers=1, decoder_attention_heads=1)), "has an attention of its own"),
-        (lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=99, hidden_size=32,
-            num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)), "QuestionAnswering may count"),
-        (lambda: transformers.LlamaForCausalLM(config(transformers.LlamaConfig, rope_parameters=rope("dynamic"))),
-         "rotary embedding depends on the length"),
-        (lambda: transformers.LlamaForSequenceClassification(config(transformers.LlamaConfig, pad_token_id=None)),
-         "without a pad_token_id"),
-        (lambda: torch.nn.Linear(3, 3), "positions of a Linear are independent"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make_model", "reason"), [
+    (lambda: make("mixtral"), "experts count the tokens"),
+    (lambda: transformers.LEDModel(transformers.LEDConfig(vocab_size=9, d_model=8, encoder_layers=1,
+        encoder_attention_heads=1, decoder_layers=1, decoder_attention_heads=1)), "has an attention of its own"),
+    (lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=99, hidden_size=32,
+        num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)), "QuestionAnswering may count"),
+    (lambda: transformers.LlamaForCausalLM(config(transformers.LlamaConfig, rope_parameters=rope("dynamic"))),
+     "rotary embedding depends on the length"),
+    (lambda: transformers.LlamaForSequenceClassification(config(transformers.LlamaConfig, pad_token_id=None)),
+     "without a pad_token_id"),
+    (lambda: torch.nn.Linear(3, 3), "positions of a Linear are independent"),
+])  # fmt: skip
 def test_models_that_count_positions_keep_their_lengths(make_model, reason):
     assert reason in buckets.obstacle(make_model())
 

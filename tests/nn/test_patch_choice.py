@@ -84,14 +84,11 @@ def run(net, steps=STEPS, train=True, count=8):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize(
-    ("before", "ours", "wins", "said"),
-    [
-        (1.0, 1.12, False, "as it was, 12% faster here"), (1.0, 1.03, False, "as it was, 3% faster here"),
-        (1.01, 1.0, False, "as it was, equal within 5%"), (1.04, 1.0, False, "as it was, equal within 5%"),
-        (1.07, 1.0, True, "on our ops, 7% faster here"), (1.3, 1.0, True, "on our ops, 30% faster here"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("before", "ours", "wins", "said"), [
+    (1.0, 1.12, False, "as it was, 12% faster here"), (1.0, 1.03, False, "as it was, 3% faster here"),
+    (1.01, 1.0, False, "as it was, equal within 5%"), (1.04, 1.0, False, "as it was, equal within 5%"),
+    (1.07, 1.0, True, "on our ops, 7% faster here"), (1.3, 1.0, True, "on our ops, 30% faster here"),
+])  # fmt: skip
 def test_the_faster_side_is_chosen_and_said(clock, train, before, ours, wins, said):
     clock.before, clock.ours = before, ours
     net = Normed(clock)
@@ -259,14 +256,10 @@ def test_a_checkpoint_around_the_model_runs_what_it_ran(clock):
 # --- calls that are not measured --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        lambda: override(deterministic=True), lambda: override(race="off"),
-        lambda: FlopCounterMode(display=False),
-    ],
-    ids=["deterministic", "race off", "a mode"],
-)  # fmt: skip
+@pytest.mark.parametrize("context", [
+    lambda: override(deterministic=True), lambda: override(race="off"),
+    lambda: FlopCounterMode(display=False),
+], ids=["deterministic", "race off", "a mode"])  # fmt: skip
 def test_some_calls_are_on_our_ops_always(clock, context):
     clock.ours = 2.0
     net = Normed(clock)
@@ -435,15 +428,12 @@ def test_a_forward_that_was_wrapped_since_stays():
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "bert",
-        "vit",
-        *[pytest.param(each, marks=pytest.mark.slow) for each in ("t5", "whisper", "gemma3", "phi3")],
-    ],
-)
+@pytest.mark.parametrize("family", [
+    "llama",
+    "bert",
+    "vit",
+    *[pytest.param(each, marks=pytest.mark.slow) for each in ("t5", "whisper", "gemma3", "phi3")],
+])  # fmt: skip
 def test_losses_before_during_and_after_a_trial_are_the_models(family):
     model = make(family)
     other = copy.deepcopy(model)

@@ -181,27 +181,24 @@ def test_bfloat16_is_no_further_from_the_truth_than_unpatched(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("gemma2", {"final_logit_softcapping": None}),
-        ("gemma2", {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}),
-        ("gemma2", {"use_bidirectional_attention": True}),
-        ("gemma2", {"hidden_activation": "silu"}),
-        ("gemma3", {"final_logit_softcapping": 3.0}),
-        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-        ("phi3", {"hidden_act": "gelu"}),
-        ("mixtral", {"sliding_window": 4}),
-        ("mixtral", {"output_router_logits": False}),
-        ("roberta", {"hidden_act": "relu"}),
-        ("roberta", {"is_decoder": True}),
-        ("modernbert", {"sparse_prediction": True}),
-        ("modernbert", {"mlp_bias": True, "attention_bias": True, "norm_bias": True}),
-        ("t5", {"feed_forward_proj": "relu"}),
-        ("t5", {"tie_word_embeddings": False}),
-        ("whisper", {"activation_function": "relu"}),
-    ],
-)
+@pytest.mark.parametrize(("family", "settings"), [
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma2", {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}),
+    ("gemma2", {"use_bidirectional_attention": True}),
+    ("gemma2", {"hidden_activation": "silu"}),
+    ("gemma3", {"final_logit_softcapping": 3.0}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ("phi3", {"hidden_act": "gelu"}),
+    ("mixtral", {"sliding_window": 4}),
+    ("mixtral", {"output_router_logits": False}),
+    ("roberta", {"hidden_act": "relu"}),
+    ("roberta", {"is_decoder": True}),
+    ("modernbert", {"sparse_prediction": True}),
+    ("modernbert", {"mlp_bias": True, "attention_bias": True, "norm_bias": True}),
+    ("t5", {"feed_forward_proj": "relu"}),
+    ("t5", {"tie_word_embeddings": False}),
+    ("whisper", {"activation_function": "relu"}),
+])  # fmt: skip
 def test_other_settings(family, settings):
     model, inputs = make(family, **settings), batch(family)
     before = outcome(model, inputs)
@@ -259,14 +256,11 @@ def test_under_autocast(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        ("gemma3", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
-        pytest.param("t5", {"num_layers": 1, "num_decoder_layers": 1}, marks=pytest.mark.soak),
-        pytest.param("phi3", {"num_hidden_layers": 1}, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize(("family", "layers"), [
+    ("gemma3", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    pytest.param("t5", {"num_layers": 1, "num_decoder_layers": 1}, marks=pytest.mark.soak),
+    pytest.param("phi3", {"num_hidden_layers": 1}, marks=pytest.mark.soak),
+])  # fmt: skip
 def test_compiles_whole(family, layers):
     model, inputs = make(family, **layers), batch(family)
     wanted = outcome(model, inputs)

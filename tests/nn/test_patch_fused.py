@@ -82,16 +82,13 @@ def test_biases_everywhere(fused):
     assert len(fused) == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("bert", {"hidden_act": "gelu_new"}),
-        ("vit", {"hidden_act": "gelu_new"}),
-        ("vit", {"qkv_bias": False}),
-        ("gpt2", {"activation_function": "gelu"}),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    ],
-)
+@pytest.mark.parametrize(("family", "settings"), [
+    ("bert", {"hidden_act": "gelu_new"}),
+    ("vit", {"hidden_act": "gelu_new"}),
+    ("vit", {"qkv_bias": False}),
+    ("gpt2", {"activation_function": "gelu"}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+])  # fmt: skip
 def test_other_activations_scales_and_biases(family, settings, fused):
     model, inputs = make(family, **settings), batch(family)
     before = outcome(model, inputs)
@@ -192,19 +189,16 @@ def test_options_of_attention_that_a_call_gives_are_obeyed(family, option):
     assert_same(outcome(model, inputs), before, **TIGHT)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "part"),
-    [
-        ("gpt2", "resid_pdrop", lambda block: block.mlp.dropout),
-        ("gpt2", "resid_pdrop", lambda block: block.attn.resid_dropout),
-        ("gpt2", "attn_pdrop", lambda block: block.attn),
-        ("qwen3", "attention_dropout", lambda block: block.self_attn),
-        ("bert", "hidden_dropout_prob", lambda block: block.output.dropout),
-        ("bert", "attention_probs_dropout_prob", lambda block: block.attention.self),
-        ("vit", "hidden_dropout_prob", lambda block: block.dropout),
-        ("vit", "attention_probs_dropout_prob", lambda block: block.attention),
-    ],
-)
+@pytest.mark.parametrize(("family", "name", "part"), [
+    ("gpt2", "resid_pdrop", lambda block: block.mlp.dropout),
+    ("gpt2", "resid_pdrop", lambda block: block.attn.resid_dropout),
+    ("gpt2", "attn_pdrop", lambda block: block.attn),
+    ("qwen3", "attention_dropout", lambda block: block.self_attn),
+    ("bert", "hidden_dropout_prob", lambda block: block.output.dropout),
+    ("bert", "attention_probs_dropout_prob", lambda block: block.attention.self),
+    ("vit", "hidden_dropout_prob", lambda block: block.dropout),
+    ("vit", "attention_probs_dropout_prob", lambda block: block.attention),
+])  # fmt: skip
 def test_dropout_follows_its_own_mode_not_the_blocks(family, name, part, fused):
     """Monte Carlo dropout: a model in evaluation whose dropout alone trains."""
     plain, inputs = make(family, **{name: 0.5}).eval(), batch(family)

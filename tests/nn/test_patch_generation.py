@@ -80,16 +80,12 @@ def test_greedy_tokens_and_caches_are_the_models(family, rows):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": True, "top_k": 7, "temperature": 0.7}, {"num_return_sequences": 3, "do_sample": True},
-        {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}, {"output_scores": True},
-        {"output_hidden_states": True}, {"output_attentions": True}, {"eos_token_id": [5, 40, 41, 42, 43]},
-    ],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"do_sample": True, "top_k": 7, "temperature": 0.7}, {"num_return_sequences": 3, "do_sample": True},
+    {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}, {"output_scores": True},
+    {"output_hidden_states": True}, {"output_attentions": True}, {"eos_token_id": [5, 40, 41, 42, 43]},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_ways_to_generate(family, options):
     both = pair(family)

@@ -125,14 +125,10 @@ def trained(model, steps=8, accumulate=1, amp=False, logits=False, set_to_none=T
     return losses
 
 
-@pytest.mark.parametrize(
-    ("options", "checkpointing"),
-    [
-        ({}, False), ({"accumulate": 2}, False), ({"amp": True}, False), ({"logits": True}, False),
-        ({"set_to_none": False}, False), ({"accumulate": 2}, True),
-    ],
-    ids=["plain", "accumulation", "autocast", "logits", "zeroed", "checkpointing"],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "checkpointing"), [
+    ({}, False), ({"accumulate": 2}, False), ({"amp": True}, False), ({"logits": True}, False),
+    ({"set_to_none": False}, False), ({"accumulate": 2}, True),
+], ids=["plain", "accumulation", "autocast", "logits", "zeroed", "checkpointing"])  # fmt: skip
 def test_training_from_graphs_is_training_without(model, options, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -958,12 +954,9 @@ def test_by_default_a_model_whose_device_waits_for_the_host_has_graphs(model, qu
     assert report.graphs["eager: the backward pass of an earlier call is still to come"] == 1
 
 
-@pytest.mark.parametrize(
-    ("apart_ms", "free", "reason"),
-    [
-        (1e9, 1 << 30, "does not wait for the host"), (1e-3, 1 << 16, r"would hold 5\.\de-05 GiB, more than 1 / 4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("apart_ms", "free", "reason"), [
+    (1e9, 1 << 30, "does not wait for the host"), (1e-3, 1 << 16, r"would hold 5\.\de-05 GiB, more than 1 / 4"),
+])  # fmt: skip
 def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_kept(
     model, quiet, monkeypatch, apart_ms, free, reason
 ):

@@ -183,14 +183,11 @@ def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monk
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
-@pytest.mark.parametrize(
-    ("found", "match"),
-    [
-        (torch.ones(3, 8, requires_grad=True), r"must be a scalar, got the shape \(3, 8\): take its mean"),
-        (torch.ones(0, requires_grad=True), r"the shape \(0,\)"),
-        (1.5, "must be a scalar tensor, got float"),
-    ],
-)
+@pytest.mark.parametrize(("found", "match"), [
+    (torch.ones(3, 8, requires_grad=True), r"must be a scalar, got the shape \(3, 8\): take its mean"),
+    (torch.ones(0, requires_grad=True), r"the shape \(0,\)"),
+    (1.5, "must be a scalar tensor, got float"),
+])  # fmt: skip
 def test_a_loss_that_is_no_scalar_is_named_before_anything_changes(found, match):
     one = model()
     step = TrainStep(one, optim.AdamW(one.parameters()), lambda *_: found)
@@ -210,15 +207,12 @@ def test_results_stay_as_they_were():
     assert [value.item() for value in first] == kept
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"max_grad_norm": 0.0}, "above 0, or None; got 0"),
-        ({"max_grad_norm": float("nan")}, "got nan"),
-        ({"precision": torch.float64}, "precision must be bfloat16, float16, .* got torch.float64"),
-    ],
-)
+@pytest.mark.parametrize(("options", "match"), [
+    ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+    ({"max_grad_norm": 0.0}, "above 0, or None; got 0"),
+    ({"max_grad_norm": float("nan")}, "got nan"),
+    ({"precision": torch.float64}, "precision must be bfloat16, float16, .* got torch.float64"),
+])  # fmt: skip
 def test_values_without_a_meaning_are_refused(options, match):
     one = model()
     with pytest.raises(ConfigError, match=match):

@@ -71,15 +71,12 @@ def test_arguments_may_be_positional_where_torch_has_them_so():
             torch.testing.assert_close(positional(), by_name(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda x: ops.rms_norm(x, x[0], x[1]), "rms_norm: eps must be a number, got Tensor"),
-        (lambda x: ops.layer_norm(x, x[0], (4,)), "layer_norm takes torch tensors; bias is a tuple"),
-        (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, x @ x.T), "causal must be True or False, got Tensor"),
-        (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, 0.125), "causal must be True or False, got float"),
-    ],
-)
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda x: ops.rms_norm(x, x[0], x[1]), "rms_norm: eps must be a number, got Tensor"),
+    (lambda x: ops.layer_norm(x, x[0], (4,)), "layer_norm takes torch tensors; bias is a tuple"),
+    (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, x @ x.T), "causal must be True or False, got Tensor"),
+    (lambda x: ops.attention(*[x.view(1, 1, 3, 4)] * 3, 0.125), "causal must be True or False, got float"),
+])  # fmt: skip
 def test_an_argument_at_anothers_position_is_refused(call, words):
     x = torch.randn(3, 4)
     for _ in range(6):
@@ -187,24 +184,15 @@ def test_options_by_torchs_names():
             ops.attention(q, q, q, mask=mask, attn_mask=mask)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda x: ops.relu(x, inplace=True),
-            "relu: got an unexpected keyword argument 'inplace': torch's .* must be False",
-        ),
-        (
-            lambda x: ops.softmax(x, 1, dtype=torch.float64),
-            "argument 'dtype': torch's function has it, here it must be None",
-        ),
-        (
-            lambda x: ops.cross_entropy(x, x.argmax(1), weight=x[0]),
-            "cross_entropy: got an unexpected keyword argument 'weight'",
-        ),
-        (lambda x: ops.add(x, x, alpha=2), "argument 'alpha': .* must be 1"),
-    ],
-)
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda x: ops.relu(x, inplace=True),
+     "relu: got an unexpected keyword argument 'inplace': torch's .* must be False"),
+    (lambda x: ops.softmax(x, 1, dtype=torch.float64),
+     "argument 'dtype': torch's function has it, here it must be None"),
+    (lambda x: ops.cross_entropy(x, x.argmax(1), weight=x[0]),
+     "cross_entropy: got an unexpected keyword argument 'weight'"),
+    (lambda x: ops.add(x, x, alpha=2), "argument 'alpha': .* must be 1"),
+])  # fmt: skip
 def test_what_only_torchs_function_has_is_refused(call, words):
     with pytest.raises(TypeError, match=words):
         call(torch.randn(3, 4))

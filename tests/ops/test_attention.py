@@ -285,15 +285,12 @@ def test_wide_heads_are_left_to_torch(interpreted):
     assert "takes heads up to 256 wide, not 300" in str(row["refused"])
 
 
-@pytest.mark.parametrize(
-    ("options", "S", "said"),
-    [
-        ({"causal": True}, 1, ""),
-        ({"causal": True}, 2, " causal"),
-        ({"window": 8}, 3, ""),
-        ({"window": 7, "causal": True}, 3, " causal window 7"),
-    ],
-)
+@pytest.mark.parametrize(("options", "S", "said"), [
+    ({"causal": True}, 1, ""),
+    ({"causal": True}, 2, " causal"),
+    ({"window": 8}, 3, ""),
+    ({"window": 7, "causal": True}, 3, " causal window 7"),
+])  # fmt: skip
 def test_a_mask_that_hides_nothing_is_none(options, S, said, interpreted):
     q, k, v = tensors(S=S, Skv=9)
     o = ops.attention(q, k, v, **options)
@@ -387,17 +384,14 @@ def test_formulas_of_the_dense_backward_pass():
 # --- rejections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shapes", "words"),
-    [
-        (((2, 3, 4), (2, 3, 4), (2, 3, 4)), r"takes q \(B, Hq, S, D\) .*\(2, 3, 4\)"),
-        (((1, 2, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)), r"same B and D.* got \(1, 2, 3, 8\) and \(2, 2, 3, 8\)"),
-        (((1, 2, 3, 8), (1, 2, 3, 9), (1, 2, 3, 9)), r"same B and D.* got \(1, 2, 3, 8\) and \(1, 2, 3, 9\)"),
-        (((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 4, 8)), r"v must be \(1, 2, 3, 8\), .* got \(1, 2, 4, 8\)"),
-        (((1, 3, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "must divide those of q, got 2 and 3"),
-        (((1, 3, 3, 8), (1, 0, 3, 8), (1, 0, 3, 8)), "must divide those of q, got 0 and 3"),
-    ],
-)
+@pytest.mark.parametrize(("shapes", "words"), [
+    (((2, 3, 4), (2, 3, 4), (2, 3, 4)), r"takes q \(B, Hq, S, D\) .*\(2, 3, 4\)"),
+    (((1, 2, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)), r"same B and D.* got \(1, 2, 3, 8\) and \(2, 2, 3, 8\)"),
+    (((1, 2, 3, 8), (1, 2, 3, 9), (1, 2, 3, 9)), r"same B and D.* got \(1, 2, 3, 8\) and \(1, 2, 3, 9\)"),
+    (((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 4, 8)), r"v must be \(1, 2, 3, 8\), .* got \(1, 2, 4, 8\)"),
+    (((1, 3, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "must divide those of q, got 2 and 3"),
+    (((1, 3, 3, 8), (1, 0, 3, 8), (1, 0, 3, 8)), "must divide those of q, got 0 and 3"),
+])  # fmt: skip
 def test_refuses_shapes(shapes, words):
     with pytest.raises(ShapeError, match=words):
         ops.attention(*map(torch.zeros, shapes))
@@ -467,20 +461,17 @@ def test_packed_heads_of_a_projection(interpreted):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({0: torch.zeros(1, 2, 3, 8)}, ShapeError, r"takes q \(total_q, Hq, D\)"),
-        ({0: torch.zeros(5, 4, 16)}, ShapeError, "same D of at least 1, got 16 and 8"),
-        ({0: torch.zeros(5, 3, 8)}, ShapeError, "must divide those of q, got 2 and 3"),
-        ({2: torch.zeros(5, 1, 8)}, ShapeError, r"v must be \(5, 2, 8\)"),
-        ({3: torch.tensor([0, 2, 5])}, UnsupportedDtype, "cu_seqlens_q must be int32, got int64"),
-        ({3: torch.zeros(2, 2, dtype=torch.int32)}, ShapeError, r"cu_seqlens_q must be \(sequences \+ 1,\)"),
-        ({4: torch.zeros(4, dtype=torch.int32)}, ShapeError, r"cu_seqlens_k must be \(3,\) .* got \(4,\)"),
-        ({4: torch.zeros(3, dtype=torch.int32, device="meta")}, ShapeError, "on cpu, where q is; it is on meta"),
-        ({5: -1}, ConfigError, "max_seqlen_q must be at least 0, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({0: torch.zeros(1, 2, 3, 8)}, ShapeError, r"takes q \(total_q, Hq, D\)"),
+    ({0: torch.zeros(5, 4, 16)}, ShapeError, "same D of at least 1, got 16 and 8"),
+    ({0: torch.zeros(5, 3, 8)}, ShapeError, "must divide those of q, got 2 and 3"),
+    ({2: torch.zeros(5, 1, 8)}, ShapeError, r"v must be \(5, 2, 8\)"),
+    ({3: torch.tensor([0, 2, 5])}, UnsupportedDtype, "cu_seqlens_q must be int32, got int64"),
+    ({3: torch.zeros(2, 2, dtype=torch.int32)}, ShapeError, r"cu_seqlens_q must be \(sequences \+ 1,\)"),
+    ({4: torch.zeros(4, dtype=torch.int32)}, ShapeError, r"cu_seqlens_k must be \(3,\) .* got \(4,\)"),
+    ({4: torch.zeros(3, dtype=torch.int32, device="meta")}, ShapeError, "on cpu, where q is; it is on meta"),
+    ({5: -1}, ConfigError, "max_seqlen_q must be at least 0, got -1"),
+])  # fmt: skip
 def test_refuses_packed(change, error, words):
     args = [change.get(at, x) for at, x in enumerate(packed(((2, 2), (3, 3))))]
     with pytest.raises(error, match=words):
@@ -507,13 +498,10 @@ for kernel in ("fwd", "bwd_q", "bwd_kv"):
 @pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
-@pytest.mark.parametrize(
-    "part",
-    [
-        "sm_90:*bf16:128", "sm_90:split:128", "sm_75:*fp32:128", "sm_75:*fp16:256", "sm_86:*bf16:64", "sm_86:*bf16:256",
-        "sm_100:*bf16:128",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("part", [
+    "sm_90:*bf16:128", "sm_90:split:128", "sm_75:*fp32:128", "sm_75:*fp16:256", "sm_86:*bf16:64", "sm_86:*bf16:256",
+    "sm_100:*bf16:128",
+])  # fmt: skip
 def test_tiles_fit_shared_memory(part):
     """The widest heads of each kind of device."""
     rows = [line.split() for line in printed(SIZES, part).splitlines()]
@@ -685,16 +673,13 @@ def test_masks_under_transforms_compile_and_autocast(interpreted):
     assert low.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (torch.ones(5, 4), ShapeError, r"mask must broadcast to \(B, Hq, S, Skv\) = \(1, 2, 5, 5\), got \(5, 4\)"),
-        (torch.ones(1, 1, 1, 1, 5), ShapeError, "mask must broadcast"),
-        (torch.ones(5, 5, dtype=torch.int64), UnsupportedDtype, "mask must be bool, float32 .*; got int64"),
-        (torch.ones(5, 5, device="meta"), ShapeError, "mask must be on cpu, where q is; it is on meta"),
-        ([[True]], TypeError, "mask is a list"),
-    ],
-)
+@pytest.mark.parametrize(("mask", "error", "message"), [
+    (torch.ones(5, 4), ShapeError, r"mask must broadcast to \(B, Hq, S, Skv\) = \(1, 2, 5, 5\), got \(5, 4\)"),
+    (torch.ones(1, 1, 1, 1, 5), ShapeError, "mask must broadcast"),
+    (torch.ones(5, 5, dtype=torch.int64), UnsupportedDtype, "mask must be bool, float32 .*; got int64"),
+    (torch.ones(5, 5, device="meta"), ShapeError, "mask must be on cpu, where q is; it is on meta"),
+    ([[True]], TypeError, "mask is a list"),
+])  # fmt: skip
 def test_masks_that_do_not_fit_are_refused(mask, error, message):
     with pytest.raises(error, match=message):
         ops.attention(*tensors(1, 2, 5, 8), mask=mask)
@@ -782,19 +767,16 @@ def test_segments_under_transforms_and_compile():
     torch.testing.assert_close(compiled(q), attention_reference(q, k, v, segments=segments))
 
 
-@pytest.mark.parametrize(
-    ("segments", "options", "error", "message"),
-    [
-        (torch.zeros(1, 4, dtype=torch.int64), {}, ShapeError, r"segments of queries must be \(1, 5\), got \(1, 4\)"),
-        (torch.zeros(1, 5), {}, UnsupportedDtype, "segments must be integers, got float32"),
-        (torch.zeros(1, 5, dtype=torch.int64, device="meta"), {}, ShapeError, "segments must be on cpu"),
-        ((torch.zeros(1, 5, dtype=torch.int64), [[0] * 5]), {}, TypeError, "segments of keys is a list"),
-        (torch.zeros(1, 5, dtype=torch.int64), {"mask": torch.ones(5, 5)}, ConfigError, "mask or segments, not both"),
-        ((torch.zeros(1, 5, dtype=torch.int64),), {}, ConfigError, "a tensor, or a pair of tensors"),
-        (3, {}, ConfigError, "a tensor, or a pair of tensors, got 3"),
-        (torch.arange(5)[None] << 32, {}, ConfigError, r"segments of queries must be below 2\^31"),
-    ],
-)
+@pytest.mark.parametrize(("segments", "options", "error", "message"), [
+    (torch.zeros(1, 4, dtype=torch.int64), {}, ShapeError, r"segments of queries must be \(1, 5\), got \(1, 4\)"),
+    (torch.zeros(1, 5), {}, UnsupportedDtype, "segments must be integers, got float32"),
+    (torch.zeros(1, 5, dtype=torch.int64, device="meta"), {}, ShapeError, "segments must be on cpu"),
+    ((torch.zeros(1, 5, dtype=torch.int64), [[0] * 5]), {}, TypeError, "segments of keys is a list"),
+    (torch.zeros(1, 5, dtype=torch.int64), {"mask": torch.ones(5, 5)}, ConfigError, "mask or segments, not both"),
+    ((torch.zeros(1, 5, dtype=torch.int64),), {}, ConfigError, "a tensor, or a pair of tensors"),
+    (3, {}, ConfigError, "a tensor, or a pair of tensors, got 3"),
+    (torch.arange(5)[None] << 32, {}, ConfigError, r"segments of queries must be below 2\^31"),
+])  # fmt: skip
 def test_segments_that_do_not_fit_are_refused(segments, options, error, message):
     with pytest.raises(error, match=message):
         ops.attention(*tensors(1, 2, 5, 8), segments=segments, **options)

@@ -91,18 +91,15 @@ def test_keeps_busy_what_there_is(monkeypatch):
     assert op.splits_for(1000, 100_000, 64, device) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({0: torch.zeros(2, 4, 16)}, ShapeError, r"takes q \(B, Hq, Sq, D\)"),
-        ({0: torch.zeros(3, 4, 1, 16)}, ShapeError, r"same B and D, got \(3, 4, 1, 16\)"),
-        ({0: torch.zeros(2, 3, 1, 16)}, ShapeError, "must divide those of q, got 2 and 3"),
-        ({2: torch.zeros(2, 2, 71, 16)}, ShapeError, r"v must be \(2, 2, 70, 16\)"),
-        ({3: torch.zeros(3, dtype=torch.int32)}, ShapeError, r"lengths must be \(2,\) .* got \(3,\)"),
-        ({3: torch.zeros(2)}, UnsupportedDtype, "int32 or int64, got float32"),
-        ({3: torch.zeros(2, dtype=torch.int32, device="meta")}, ShapeError, "on cpu, where q is; it is on meta"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({0: torch.zeros(2, 4, 16)}, ShapeError, r"takes q \(B, Hq, Sq, D\)"),
+    ({0: torch.zeros(3, 4, 1, 16)}, ShapeError, r"same B and D, got \(3, 4, 1, 16\)"),
+    ({0: torch.zeros(2, 3, 1, 16)}, ShapeError, "must divide those of q, got 2 and 3"),
+    ({2: torch.zeros(2, 2, 71, 16)}, ShapeError, r"v must be \(2, 2, 70, 16\)"),
+    ({3: torch.zeros(3, dtype=torch.int32)}, ShapeError, r"lengths must be \(2,\) .* got \(3,\)"),
+    ({3: torch.zeros(2)}, UnsupportedDtype, "int32 or int64, got float32"),
+    ({3: torch.zeros(2, dtype=torch.int32, device="meta")}, ShapeError, "on cpu, where q is; it is on meta"),
+])  # fmt: skip
 def test_refuses(change, error, words):
     args = [change.get(at, x) for at, x in enumerate(tensors())]
     with pytest.raises(error, match=words):

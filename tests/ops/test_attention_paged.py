@@ -188,41 +188,35 @@ def test_is_registered_as_torch_wants():
 Z = torch.zeros
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "error", "words"),
-    [
-        ({0: Z(2, 4)}, {}, ShapeError, r"takes q \(T, Hq, D\)"),
-        ({0: Z(2, 4, 8)}, {}, ShapeError, "must have the same D"),
-        ({0: Z(2, 3, 16)}, {}, ShapeError, "must divide those of q, got 2 and 3"),
-        ({2: Z(2, 4, 2, 17)}, {}, ShapeError, "v must be"),
-        ({1: Z(2, 4, 2, 16).double()}, {}, UnsupportedDtype, "one dtype"),
-        ({3: Z(2, 9)}, {}, UnsupportedDtype, "block_table must be int32, got float32"),
-        ({3: Z(2, dtype=torch.int32)}, {}, ShapeError, "block_table must have 2 dimension"),
-        ({4: Z(3, dtype=torch.int32)}, {}, ShapeError, r"lengths must be \(2,\).* got \(3,\)"),
-        ({4: Z(2, dtype=torch.int32, device="meta")}, {}, ShapeError, "on cpu, where q is; it is on meta"),
-        ({5: Z(2, dtype=torch.int32)}, {}, ShapeError, r"starts must be \(3,\)"),
-        ({5: None, 0: Z(3, 4, 16)}, {}, ShapeError, "one token for each of 2 rows, got 3"),
-        ({}, {"window": 0}, ConfigError, "window must be at least 1, got 0"),
-        ({}, {"softcap": -1.0}, ConfigError, "softcap must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("change", "options", "error", "words"), [
+    ({0: Z(2, 4)}, {}, ShapeError, r"takes q \(T, Hq, D\)"),
+    ({0: Z(2, 4, 8)}, {}, ShapeError, "must have the same D"),
+    ({0: Z(2, 3, 16)}, {}, ShapeError, "must divide those of q, got 2 and 3"),
+    ({2: Z(2, 4, 2, 17)}, {}, ShapeError, "v must be"),
+    ({1: Z(2, 4, 2, 16).double()}, {}, UnsupportedDtype, "one dtype"),
+    ({3: Z(2, 9)}, {}, UnsupportedDtype, "block_table must be int32, got float32"),
+    ({3: Z(2, dtype=torch.int32)}, {}, ShapeError, "block_table must have 2 dimension"),
+    ({4: Z(3, dtype=torch.int32)}, {}, ShapeError, r"lengths must be \(2,\).* got \(3,\)"),
+    ({4: Z(2, dtype=torch.int32, device="meta")}, {}, ShapeError, "on cpu, where q is; it is on meta"),
+    ({5: Z(2, dtype=torch.int32)}, {}, ShapeError, r"starts must be \(3,\)"),
+    ({5: None, 0: Z(3, 4, 16)}, {}, ShapeError, "one token for each of 2 rows, got 3"),
+    ({}, {"window": 0}, ConfigError, "window must be at least 1, got 0"),
+    ({}, {"softcap": -1.0}, ConfigError, "softcap must be positive"),
+])  # fmt: skip
 def test_refuses(change, options, error, words):
     args = [change.get(at, x) for at, x in enumerate(call_of([9, 4], [1, 1]))]
     with pytest.raises(error, match=words):
         ops.attention_paged(*args, **options)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({0: Z(5, 2, 8)}, ShapeError, r"takes k \(T, Hkv, D\)"),
-        ({1: Z(5, 3, 7)}, ShapeError, r"v must be \(5, 3, 8\)"),
-        ({2: Z(4, 4, 8, 3).transpose(2, 3)}, ShapeError, "must be contiguous"),
-        ({3: Z(4, 4, 3, 8).half()}, UnsupportedDtype, "one dtype"),
-        ({4: Z(5, dtype=torch.int32)}, UnsupportedDtype, "slots must be int64, got int32"),
-        ({4: Z(4, dtype=torch.int64)}, ShapeError, r"slots must be \(5,\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({0: Z(5, 2, 8)}, ShapeError, r"takes k \(T, Hkv, D\)"),
+    ({1: Z(5, 3, 7)}, ShapeError, r"v must be \(5, 3, 8\)"),
+    ({2: Z(4, 4, 8, 3).transpose(2, 3)}, ShapeError, "must be contiguous"),
+    ({3: Z(4, 4, 3, 8).half()}, UnsupportedDtype, "one dtype"),
+    ({4: Z(5, dtype=torch.int32)}, UnsupportedDtype, "slots must be int64, got int32"),
+    ({4: Z(4, dtype=torch.int64)}, ShapeError, r"slots must be \(5,\)"),
+])  # fmt: skip
 def test_append_refuses(change, error, words):
     args = [Z(5, 3, 8), Z(5, 3, 8), Z(4, 4, 3, 8), Z(4, 4, 3, 8), torch.arange(5)]
     for at, x in change.items():

@@ -561,16 +561,13 @@ def compiler(tmp_path_factory):
 
 @pytest.mark.sample(13)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
-@pytest.mark.parametrize(
-    ("which", "targets"),
-    [
-        pytest.param("first", ("sm_90",), id="hopper", marks=pytest.mark.slow),
-        pytest.param("first", (CUDA_TARGETS[0], "gfx942"), id="oldest-and-amd", marks=pytest.mark.slow),
-        pytest.param("first", ("gfx90a", "gfx1100"), id="other-amd", marks=pytest.mark.slow),
-        pytest.param("every", ("sm_90",), id="hopper-all", marks=SOAK),
-        pytest.param("first", OTHER_TARGETS, id="others", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("which", "targets"), [
+    pytest.param("first", ("sm_90",), id="hopper", marks=pytest.mark.slow),
+    pytest.param("first", (CUDA_TARGETS[0], "gfx942"), id="oldest-and-amd", marks=pytest.mark.slow),
+    pytest.param("first", ("gfx90a", "gfx1100"), id="other-amd", marks=pytest.mark.slow),
+    pytest.param("every", ("sm_90",), id="hopper-all", marks=SOAK),
+    pytest.param("first", OTHER_TARGETS, id="others", marks=SOAK),
+])  # fmt: skip
 @pytest.mark.parametrize("op", [folder for folder in FOLDERS if public_kernels(folder)])
 def test_kernels_compile(op, which, targets, compiler):
     rows = compiler(op, which, targets)

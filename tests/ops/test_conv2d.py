@@ -120,32 +120,28 @@ def test_is_torchs_own_under_compile():
 X, W = torch.ones(1, 4, 5, 5), torch.ones(2, 4, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "error", "words"),
-    [
-        ((torch.ones(5, 5), W), {}, ShapeError, r"x of shape \(B, C, H, W\) or \(C, H, W\), got \(5, 5\)"),
-        ((X, torch.ones(4, 3, 3)), {}, ShapeError, r"weight must be \(O, C / groups, K, L\).*got \(4, 3, 3\)"),
-        ((X, torch.ones(2, 4, 0, 3)), {}, ShapeError, r"weight must be .*got \(2, 4, 0, 3\)"),
-        ((X, torch.ones(2, 3, 3, 3)), {}, ShapeError, r"x has 4 channels, weight \(2, 3, 3, 3\) in 1 groups takes 3"),
-        ((X, W), {"groups": 3}, ShapeError, "groups must divide the channels, 4 of x and 2 of y, got 3"),
-        ((X, W, torch.ones(3)), {}, ShapeError, r"bias must be \(2,\), got \(3,\)"),
-        ((X, torch.ones(2, 4, 6, 3)), {}, ShapeError, "6 with dilation 1 does not fit into height 5 with padding 0"),
-        ((X, W), {"dilation": (1, 4)}, ShapeError, "a kernel of 3 with dilation 4 does not fit into width 5"),
-        ((X, W.to("meta")), {}, ShapeError, "x and weight must be on one device, got cpu and meta"),
-        ((X, W), {"stride": 0}, ConfigError, "stride must be at least 1, got 0"),
-        ((X, W), {"stride": (1, 2, 3)}, ConfigError, r"stride must be one or two integers, got \(1, 2, 3\)"),
-        ((X, W), {"stride": 1.5}, ConfigError, "stride must be one or two integers, got 1.5"),
-        ((X, W), {"padding": -1}, ConfigError, "padding must be at least 0, got -1"),
-        ((X, W), {"padding": "full"}, ConfigError, "padding must be numbers, 'valid' or 'same', got 'full'"),
-        ((X, W), {"padding": "same", "stride": 2}, ConfigError, "padding 'same' takes stride 1, got 2"),
-        ((X, W), {"dilation": 0}, ConfigError, "dilation must be at least 1, got 0"),
-        ((X, W), {"groups": 0}, ConfigError, "groups must be at least 1, got 0"),
-        ((X.long(), W.long()), {}, UnsupportedDtype, r"conv2d takes .*; x is int64"),
-        ((X, W.half()), {}, UnsupportedDtype, "x and weight must have one dtype, got float32 and float16"),
-        ((X, W, torch.ones(2).double()), {}, UnsupportedDtype, "x and bias must .*, got float32 and float64"),
-    ],
-    ids=lambda value: "",
-)
+@pytest.mark.parametrize(("args", "options", "error", "words"), [
+    ((torch.ones(5, 5), W), {}, ShapeError, r"x of shape \(B, C, H, W\) or \(C, H, W\), got \(5, 5\)"),
+    ((X, torch.ones(4, 3, 3)), {}, ShapeError, r"weight must be \(O, C / groups, K, L\).*got \(4, 3, 3\)"),
+    ((X, torch.ones(2, 4, 0, 3)), {}, ShapeError, r"weight must be .*got \(2, 4, 0, 3\)"),
+    ((X, torch.ones(2, 3, 3, 3)), {}, ShapeError, r"x has 4 channels, weight \(2, 3, 3, 3\) in 1 groups takes 3"),
+    ((X, W), {"groups": 3}, ShapeError, "groups must divide the channels, 4 of x and 2 of y, got 3"),
+    ((X, W, torch.ones(3)), {}, ShapeError, r"bias must be \(2,\), got \(3,\)"),
+    ((X, torch.ones(2, 4, 6, 3)), {}, ShapeError, "6 with dilation 1 does not fit into height 5 with padding 0"),
+    ((X, W), {"dilation": (1, 4)}, ShapeError, "a kernel of 3 with dilation 4 does not fit into width 5"),
+    ((X, W.to("meta")), {}, ShapeError, "x and weight must be on one device, got cpu and meta"),
+    ((X, W), {"stride": 0}, ConfigError, "stride must be at least 1, got 0"),
+    ((X, W), {"stride": (1, 2, 3)}, ConfigError, r"stride must be one or two integers, got \(1, 2, 3\)"),
+    ((X, W), {"stride": 1.5}, ConfigError, "stride must be one or two integers, got 1.5"),
+    ((X, W), {"padding": -1}, ConfigError, "padding must be at least 0, got -1"),
+    ((X, W), {"padding": "full"}, ConfigError, "padding must be numbers, 'valid' or 'same', got 'full'"),
+    ((X, W), {"padding": "same", "stride": 2}, ConfigError, "padding 'same' takes stride 1, got 2"),
+    ((X, W), {"dilation": 0}, ConfigError, "dilation must be at least 1, got 0"),
+    ((X, W), {"groups": 0}, ConfigError, "groups must be at least 1, got 0"),
+    ((X.long(), W.long()), {}, UnsupportedDtype, r"conv2d takes .*; x is int64"),
+    ((X, W.half()), {}, UnsupportedDtype, "x and weight must have one dtype, got float32 and float16"),
+    ((X, W, torch.ones(2).double()), {}, UnsupportedDtype, "x and bias must .*, got float32 and float64"),
+], ids=lambda value: "")  # fmt: skip
 def test_refuses(args, options, error, words):
     with pytest.raises(error, match=words):
         ops.conv2d(*args, **options)
@@ -192,13 +188,10 @@ def test_ways_give_the_same(name, x, weight, stride, padding, bias, interpreted)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("name", "x", "weight", "stride", "padding"),
-    [
-        ("patches", (64, 3, 225, 230), (192, 3, 16, 16), 16, 0),
-        ("channels-last", (8, 64, 57, 55), (128, 64, 3, 3), 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "x", "weight", "stride", "padding"), [
+    ("patches", (64, 3, 225, 230), (192, 3, 16, 16), 16, 0),
+    ("channels-last", (8, 64, 57, 55), (128, 64, 3, 3), 1, 1),
+])  # fmt: skip
 def test_ways_on_a_gpu(name, x, weight, stride, padding, dtype):
     tensors = [torch.randn(x).to(dtype), torch.randn(weight).to(dtype) / 16, torch.randn(weight[0]).to(dtype)]
     found = []
@@ -221,30 +214,20 @@ SAME = ((256, 256, 3, 3), (64, 256, 56, 56), (1, 1), (1, 1), (1, 1), 1)
 CUT = ((768, 3, 16, 16), (256, 768, 14, 14), (16, 16), (0, 0), (1, 1), 1)
 
 
-@pytest.mark.parametrize(
-    ("refuses", "dtype", "shape", "options", "words"),
-    [
-        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "contiguous"), None),
-        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, (True, True, False), "contiguous"), None),
-        (algorithms.refuses_channels_last, torch.float32, LARGE, (*SAME, "contiguous"), "bfloat16 and float16"),
-        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "strided"), "contiguous x and weight"),
-        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME[:5], 2, "contiguous"), "groups"),
-        (algorithms.refuses_channels_last, torch.bfloat16, (256, 3, 224, 224), (*CUT, "contiguous"), "multiples of 8"),
-        (algorithms.refuses_patches, torch.float16, (256, 3, 224, 224), (*CUT, "contiguous"), None),
-        (algorithms.refuses_patches, torch.float16, LARGE, (*SAME, "contiguous"), "windows overlap"),
-        (
-            algorithms.refuses_patches,
-            torch.float16,
-            LARGE,
-            ((256, 256, 2, 2), (64, 256, 28, 28), (2, 2), *CUT[3:], "contiguous"),
-            "less than 8 columns",
-        ),
-        (
-            algorithms.refuses_patches, torch.float16, (1, 3, 16, 16),
-            ((768, 3, 16, 16), (1, 768, 1, 1), *CUT[2:], "contiguous"), "larger images",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("refuses", "dtype", "shape", "options", "words"), [
+    (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "contiguous"), None),
+    (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, (True, True, False), "contiguous"), None),
+    (algorithms.refuses_channels_last, torch.float32, LARGE, (*SAME, "contiguous"), "bfloat16 and float16"),
+    (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "strided"), "contiguous x and weight"),
+    (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME[:5], 2, "contiguous"), "groups"),
+    (algorithms.refuses_channels_last, torch.bfloat16, (256, 3, 224, 224), (*CUT, "contiguous"), "multiples of 8"),
+    (algorithms.refuses_patches, torch.float16, (256, 3, 224, 224), (*CUT, "contiguous"), None),
+    (algorithms.refuses_patches, torch.float16, LARGE, (*SAME, "contiguous"), "windows overlap"),
+    (algorithms.refuses_patches, torch.float16, LARGE,
+     ((256, 256, 2, 2), (64, 256, 28, 28), (2, 2), *CUT[3:], "contiguous"), "less than 8 columns"),
+    (algorithms.refuses_patches, torch.float16, (1, 3, 16, 16),
+     ((768, 3, 16, 16), (1, 768, 1, 1), *CUT[2:], "contiguous"), "larger images"),
+])  # fmt: skip
 def test_where_the_ways_are_taken(refuses, dtype, shape, options, words, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     reason = refuses(Case(torch.device("cuda", 0), dtype, torch.Size(shape), options))
@@ -275,16 +258,12 @@ def test_what_a_library_left_with_the_channels_first_is_not_turned(interpreted):
     assert torch.equal(found, strided)
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "layout"),
-    [
-        (torch.ones(2, 1, 9, 8), torch.ones(4, 1, 3, 3), "contiguous"),
-        (torch.ones(2, 9, 8, 1).permute(0, 3, 1, 2), torch.ones(4, 1, 3, 3), "strided"),
-        (torch.ones(2, 1, 9, 8), torch.ones(4, 3, 3, 1).permute(0, 3, 1, 2), "strided"),
-        (torch.ones(2, 8, 9, 8), torch.ones(4, 8, 1, 1), "contiguous"),
-    ],
-    ids=["first", "x last", "weight last", "1 x 1"],
-)
+@pytest.mark.parametrize(("x", "weight", "layout"), [
+    (torch.ones(2, 1, 9, 8), torch.ones(4, 1, 3, 3), "contiguous"),
+    (torch.ones(2, 9, 8, 1).permute(0, 3, 1, 2), torch.ones(4, 1, 3, 3), "strided"),
+    (torch.ones(2, 1, 9, 8), torch.ones(4, 3, 3, 1).permute(0, 3, 1, 2), "strided"),
+    (torch.ones(2, 8, 9, 8), torch.ones(4, 8, 1, 1), "contiguous"),
+], ids=["first", "x last", "weight last", "1 x 1"])  # fmt: skip
 def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout):
     """Torch calls both contiguous, and gives a result with the channels last; ours would give the other layout."""
     assert x.is_contiguous()

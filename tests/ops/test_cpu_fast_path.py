@@ -119,13 +119,9 @@ def test_calls_that_record_a_gradient_are_timed_less_often_once_many_were_counte
     assert record.calls == 4 * RARELY + 1
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda by: by(torch.ones(4, 3)), lambda by: by(X.double()), lambda by: by(X, 2), lambda by: by(X, scale=2),
-    ],
-    ids=["shape", "dtype", "option", "named option"],
-)  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda by: by(torch.ones(4, 3)), lambda by: by(X.double()), lambda by: by(X, 2), lambda by: by(X, scale=2),
+], ids=["shape", "dtype", "option", "named option"])  # fmt: skip
 def test_another_kind_is_checked_first(call, probe):
     probe.learn(X)
     assert call(probe.by) == ["function"]
@@ -167,14 +163,10 @@ def explained():
         observers.remove(told)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda: override(race="first_use"), lambda: force(gelu_fwd="torch"), deterministic, explained,
-        lambda: torch.autocast("cpu", torch.bfloat16), Seen, torch.autograd.forward_ad.dual_level,
-    ],
-    ids=["race", "force", "deterministic", "explained", "autocast", "mode", "forward mode"],
-)  # fmt: skip
+@pytest.mark.parametrize("around", [
+    lambda: override(race="first_use"), lambda: force(gelu_fwd="torch"), deterministic, explained,
+    lambda: torch.autocast("cpu", torch.bfloat16), Seen, torch.autograd.forward_ad.dual_level,
+], ids=["race", "force", "deterministic", "explained", "autocast", "mode", "forward mode"])  # fmt: skip
 def test_who_is_to_be_asked_is_asked(around, probe):
     probe.learn(X)
     with around():
@@ -433,17 +425,13 @@ def test_dropout_draws_the_same():
         assert all(torch.equal(one, other) for one, other in zip(usual, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("call", "match", "began"),
-    [
-        (lambda at: ops.embedding(torch.tensor([0, at]), A), r"indices must be in \[0, 5\), got 9", 1),
-        (lambda at: ops.cross_entropy(A[:2], torch.tensor([0, at])), r"targets must be in \[0, 6\)", 1),
-        (lambda at: ops.linear_cross_entropy(A[:2], B, torch.tensor([0, at])), r"targets must be in \[0, 5\)", 1),
-        (lambda at: ops.max_pool2d(IMAGES, 2.0 if at else 2), "kernel_size must be one or two integers", 0),
-        (lambda at: ops.conv2d(IMAGES, WEIGHT, None, 1.0 if at else 1), "stride must be one or two integers", 0),
-    ],
-    ids=["embedding", "cross_entropy", "linear_cross_entropy", "max_pool2d", "conv2d"],
-)
+@pytest.mark.parametrize(("call", "match", "began"), [
+    (lambda at: ops.embedding(torch.tensor([0, at]), A), r"indices must be in \[0, 5\), got 9", 1),
+    (lambda at: ops.cross_entropy(A[:2], torch.tensor([0, at])), r"targets must be in \[0, 6\)", 1),
+    (lambda at: ops.linear_cross_entropy(A[:2], B, torch.tensor([0, at])), r"targets must be in \[0, 5\)", 1),
+    (lambda at: ops.max_pool2d(IMAGES, 2.0 if at else 2), "kernel_size must be one or two integers", 0),
+    (lambda at: ops.conv2d(IMAGES, WEIGHT, None, 1.0 if at else 1), "stride must be one or two integers", 0),
+], ids=["embedding", "cross_entropy", "linear_cross_entropy", "max_pool2d", "conv2d"])  # fmt: skip
 def test_what_a_kind_does_not_say_is_refused_in_the_words_of_the_op(call, match, began):
     for _ in range(6):
         call(0)
@@ -651,14 +639,11 @@ def test_calls_that_torch_refuses_record_no_gradient():
     assert found == {"cross_entropy_fwd": (100, 50), "cross_entropy_bwd": (50, 0)}
 
 
-@pytest.mark.parametrize(
-    ("op", "named"),
-    [
-        (ops.matmul, {"a": torch.ones(3, 4), "b": torch.ones(4, 5)}),
-        (ops.gelu, {"x": torch.ones(3, 4)}),
-        (ops.softmax, {"x": torch.ones(3, 4)}),
-    ],
-)
+@pytest.mark.parametrize(("op", "named"), [
+    (ops.matmul, {"a": torch.ones(3, 4), "b": torch.ones(4, 5)}),
+    (ops.gelu, {"x": torch.ones(3, 4)}),
+    (ops.softmax, {"x": torch.ones(3, 4)}),
+])  # fmt: skip
 def test_calls_by_keywords_are_torchs_at_once(op, named, monkeypatch):
     expected = op(*named.values())
     monkeypatch.setattr(_differentiable._ledger, "discount", lambda *_: pytest.fail("torch's function refused it"))
@@ -722,14 +707,10 @@ def calls_of(run):
     return len(entered)
 
 
-@pytest.mark.parametrize(
-    ("call", "most"),
-    [
-        (lambda: ops.relu(A), 2), (lambda: ops.gelu(A, "tanh"), 3), (lambda: ops.add(A, A), 4),
-        (lambda: ops.softmax(A), 3), (lambda: ops.layer_norm(A, B[0], B[1]), 3),
-    ],
-    ids=["relu", "gelu", "add", "softmax", "layer_norm"],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "most"), [
+    (lambda: ops.relu(A), 2), (lambda: ops.gelu(A, "tanh"), 3), (lambda: ops.add(A, A), 4),
+    (lambda: ops.softmax(A), 3), (lambda: ops.layer_norm(A, B[0], B[1]), 3),
+], ids=["relu", "gelu", "add", "softmax", "layer_norm"])  # fmt: skip
 def test_a_small_call_enters_few_functions(call, most):
     """What an eager call costs beside torch's own is what Python does; a call like the one before is recognized."""
     for _ in range(5):

@@ -72,14 +72,10 @@ def close(found, expected, tolerance):
     )
 
 
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [
-        {}, {"norm": True}, {"residual": True}, {"gated": True}, {"norm": True, "gated": True},
-        {"norm": True, "residual": True, "gated": True},
-    ],
-    ids=lambda kind: "+".join(kind) or "plain",
-)  # fmt: skip
+KINDS = pytest.mark.parametrize("kind", [
+    {}, {"norm": True}, {"residual": True}, {"gated": True}, {"norm": True, "gated": True},
+    {"norm": True, "residual": True, "gated": True},
+], ids=lambda kind: "+".join(kind) or "plain")  # fmt: skip
 
 
 # --- linear ----------------------------------------------------------------------------------------------------------
@@ -137,22 +133,16 @@ def test_nothing_to_compute(interpreted):
     assert linear(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "error", "words"),
-    [
-        ((torch.zeros(1, 3), torch.zeros(2, 4)), {}, ShapeError, r"got \(1, 3\) and \(2, 4\)"),
-        ((torch.zeros(3), torch.zeros(2, 3)), {}, ShapeError, r"x must be \(M, K\)"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3).double()), {}, UnsupportedDtype, "float64 for x of float32"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3).char()), {}, ShapeError, "take a scale, others none"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2)), {}, ShapeError, "take a scale, others none"),
-        ((torch.zeros(1, 3), torch.zeros(3, 3)), {"gated": True}, ShapeError, "even number of rows, got 3"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3)), {"norm": torch.zeros(2)}, ShapeError, r"norm must be \(3,\)"),
-        (
-            (torch.zeros(1, 3), torch.zeros(2, 3)), {"residual": torch.zeros(1, 3)}, ShapeError,
-            r"residual must be \(1, 2\)",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "options", "error", "words"), [
+    ((torch.zeros(1, 3), torch.zeros(2, 4)), {}, ShapeError, r"got \(1, 3\) and \(2, 4\)"),
+    ((torch.zeros(3), torch.zeros(2, 3)), {}, ShapeError, r"x must be \(M, K\)"),
+    ((torch.zeros(1, 3), torch.zeros(2, 3).double()), {}, UnsupportedDtype, "float64 for x of float32"),
+    ((torch.zeros(1, 3), torch.zeros(2, 3).char()), {}, ShapeError, "take a scale, others none"),
+    ((torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2)), {}, ShapeError, "take a scale, others none"),
+    ((torch.zeros(1, 3), torch.zeros(3, 3)), {"gated": True}, ShapeError, "even number of rows, got 3"),
+    ((torch.zeros(1, 3), torch.zeros(2, 3)), {"norm": torch.zeros(2)}, ShapeError, r"norm must be \(3,\)"),
+    ((torch.zeros(1, 3), torch.zeros(2, 3)), {"residual": torch.zeros(1, 3)}, ShapeError, r"residual must be \(1, 2\)"),
+])  # fmt: skip
 def test_linear_refuses(args, options, error, words):
     with pytest.raises(error, match=words):
         linear(*args, **options)
@@ -282,13 +272,10 @@ def test_append_refuses():
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan_of", ["usual", "every"])
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
-@pytest.mark.parametrize(
-    ("N", "K", "kind"),
-    [
-        (6144, 4096, {"norm": True}), (4096, 4096, {"residual": True}), (14336, 4096, {"norm": True, "gated": True}),
-        (4096, 14336, {"residual": True}), (1001, 4112, {"norm": True, "residual": True}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("N", "K", "kind"), [
+    (6144, 4096, {"norm": True}), (4096, 4096, {"residual": True}), (14336, 4096, {"norm": True, "gated": True}),
+    (4096, 14336, {"residual": True}), (1001, 4112, {"norm": True, "residual": True}),
+])  # fmt: skip
 def test_a_large_layer_on_a_gpu(N, K, kind, integers, plan_of):
     args, options = tensors(1, N, K, torch.bfloat16, integers=integers, **kind)
     args = tuple(None if each is None else each.cuda() for each in args)

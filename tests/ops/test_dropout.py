@@ -318,20 +318,17 @@ def test_vmap_draws_as_torch_does():
 X = torch.ones(3)
 
 
-@pytest.mark.parametrize(
-    ("x", "p", "seed", "error", "words"),
-    [
-        (X, -0.1, None, ConfigError, r"p must be in \[0, 1\], got -0.1"),
-        (X, 1.1, None, ConfigError, r"p must be in \[0, 1\], got 1.1"),
-        (X, math.nan, None, ConfigError, r"p must be in \[0, 1\], got nan"),
-        (X, 0.5, -1, ConfigError, r"seed must be in \[0, 2\^64\), got -1"),
-        (X, 0.5, 2**64, ConfigError, r"seed must be in \[0, 2\^64\), got 18446744073709551616"),
-        (X, 0.5, torch.tensor(1, dtype=torch.int32), UnsupportedDtype, "the seed must be int64, got int32"),
-        (X, 0.5, torch.tensor([1, 2]), ShapeError, r"the seed must be one number, got shape \(2,\)"),
-        (X, 0.5, torch.tensor(1, device="meta"), ShapeError, "x and the seed must be on one device, got cpu and meta"),
-        (X.long(), 0.5, None, UnsupportedDtype, r"dropout takes .*; x is int64"),
-    ],
-)
+@pytest.mark.parametrize(("x", "p", "seed", "error", "words"), [
+    (X, -0.1, None, ConfigError, r"p must be in \[0, 1\], got -0.1"),
+    (X, 1.1, None, ConfigError, r"p must be in \[0, 1\], got 1.1"),
+    (X, math.nan, None, ConfigError, r"p must be in \[0, 1\], got nan"),
+    (X, 0.5, -1, ConfigError, r"seed must be in \[0, 2\^64\), got -1"),
+    (X, 0.5, 2**64, ConfigError, r"seed must be in \[0, 2\^64\), got 18446744073709551616"),
+    (X, 0.5, torch.tensor(1, dtype=torch.int32), UnsupportedDtype, "the seed must be int64, got int32"),
+    (X, 0.5, torch.tensor([1, 2]), ShapeError, r"the seed must be one number, got shape \(2,\)"),
+    (X, 0.5, torch.tensor(1, device="meta"), ShapeError, "x and the seed must be on one device, got cpu and meta"),
+    (X.long(), 0.5, None, UnsupportedDtype, r"dropout takes .*; x is int64"),
+])  # fmt: skip
 def test_refuses(x, p, seed, error, words):
     with pytest.raises(error, match=words):
         ops.dropout(x, p, seed=seed)

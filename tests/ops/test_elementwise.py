@@ -264,19 +264,16 @@ def test_pair_not_a_number_as_torch(op, interpreted):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("a", "b", "error", "words"),
-    [
-        (X, X.bfloat16(), UnsupportedDtype, "a and b must have one dtype, got float32 and bfloat16"),
-        (X.long(), 1, UnsupportedDtype, "{op} takes bfloat16, float16, float32, float64; a is int64"),
-        (X, 1j, UnsupportedDtype, "b must be a tensor or a real number, got complex"),
-        (X, "1", UnsupportedDtype, "b must be a tensor or a real number, got str"),
-        (X, None, UnsupportedDtype, "b must be a tensor or a real number, got NoneType"),
-        (X, [1.0], UnsupportedDtype, "b must be a tensor or a real number, got list"),
-        (torch.ones(3, 4), X, ShapeError, r"shapes \(3, 4\) and \(3,\) do not broadcast"),
-        (X, X.to("meta"), ShapeError, "a and b must be on one device, got cpu and meta"),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "error", "words"), [
+    (X, X.bfloat16(), UnsupportedDtype, "a and b must have one dtype, got float32 and bfloat16"),
+    (X.long(), 1, UnsupportedDtype, "{op} takes bfloat16, float16, float32, float64; a is int64"),
+    (X, 1j, UnsupportedDtype, "b must be a tensor or a real number, got complex"),
+    (X, "1", UnsupportedDtype, "b must be a tensor or a real number, got str"),
+    (X, None, UnsupportedDtype, "b must be a tensor or a real number, got NoneType"),
+    (X, [1.0], UnsupportedDtype, "b must be a tensor or a real number, got list"),
+    (torch.ones(3, 4), X, ShapeError, r"shapes \(3, 4\) and \(3,\) do not broadcast"),
+    (X, X.to("meta"), ShapeError, "a and b must be on one device, got cpu and meta"),
+])  # fmt: skip
 def test_refuses(op, a, b, error, words):
     with pytest.raises(error, match=words.replace("{op}", op)):
         getattr(ops, op)(a, b)

@@ -174,20 +174,17 @@ def test_atomic_sums_are_refused_where_bits_must_repeat(interpreted):
 ZERO, TABLE = torch.tensor([0]), torch.ones(5, 3)
 
 
-@pytest.mark.parametrize(
-    ("indices", "weight", "options", "error", "words"),
-    [
-        (torch.tensor([0, 5, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got 5"),
-        (torch.tensor([0, -1, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got -1"),
-        (ZERO, TABLE[:0], {}, ConfigError, r"indices must be in \[0, 0\), got 0"),
-        (ZERO, TABLE, {"padding_idx": 5}, ConfigError, r"padding_idx must be in \[-5, 5\), got 5"),
-        (ZERO, TABLE, {"padding_idx": -6}, ConfigError, r"padding_idx must be in \[-5, 5\), got -6"),
-        (torch.ones(3), TABLE, {}, UnsupportedDtype, "indices must be int64 or int32, got float32"),
-        (ZERO, TABLE.long(), {}, UnsupportedDtype, r"embedding takes .*; weight is int64"),
-        (ZERO, torch.ones(5), {}, ShapeError, r"weight must be \(V, D\), got \(5,\)"),
-        (ZERO.to("meta"), TABLE, {}, ShapeError, "indices must be on cpu, where weight is; they are on meta"),
-    ],
-)
+@pytest.mark.parametrize(("indices", "weight", "options", "error", "words"), [
+    (torch.tensor([0, 5, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got 5"),
+    (torch.tensor([0, -1, 4]), TABLE, {}, ConfigError, r"indices must be in \[0, 5\), got -1"),
+    (ZERO, TABLE[:0], {}, ConfigError, r"indices must be in \[0, 0\), got 0"),
+    (ZERO, TABLE, {"padding_idx": 5}, ConfigError, r"padding_idx must be in \[-5, 5\), got 5"),
+    (ZERO, TABLE, {"padding_idx": -6}, ConfigError, r"padding_idx must be in \[-5, 5\), got -6"),
+    (torch.ones(3), TABLE, {}, UnsupportedDtype, "indices must be int64 or int32, got float32"),
+    (ZERO, TABLE.long(), {}, UnsupportedDtype, r"embedding takes .*; weight is int64"),
+    (ZERO, torch.ones(5), {}, ShapeError, r"weight must be \(V, D\), got \(5,\)"),
+    (ZERO.to("meta"), TABLE, {}, ShapeError, "indices must be on cpu, where weight is; they are on meta"),
+])  # fmt: skip
 def test_refuses(indices, weight, options, error, words):
     with pytest.raises(error, match=words):
         ops.embedding(indices, weight, **options)

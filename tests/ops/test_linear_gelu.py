@@ -31,16 +31,12 @@ def leaves(*tensors):
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @APPROXIMATE
-@pytest.mark.parametrize(
-    "plan",
-    [
-        launch.GeluTile(16, 32, 16, 4, 2),
-        launch.GeluTile(32, 16, 32, 4, 2, group=2, parts=2),
-        launch.GeluTile(16, 16, 16, 4, 2, persistent=True, group=3),
-        launch.GeluTile(64, 64, 64, 4, 2, persistent=True, parts=4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("plan", [
+    launch.GeluTile(16, 32, 16, 4, 2),
+    launch.GeluTile(32, 16, 32, 4, 2, group=2, parts=2),
+    launch.GeluTile(16, 16, 16, 4, 2, persistent=True, group=3),
+    launch.GeluTile(64, 64, 64, 4, 2, persistent=True, parts=4),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("M", "K", "N"), [(50, 32, 70), (64, 40, 64), (3, 5, 90), (130, 17, 1)])
 def test_any_plan_gives_the_same(plan, M, K, N, approximate, interpreted):
     x, weight, bias = drawn(M, K, N)
@@ -144,28 +140,22 @@ def test_any_shape(M, K, N, bias, approximate):
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "words"),
-    [
-        (torch.float64, (8, 8, 8), "computes in float32"), (torch.float32, (8, 8, 8), "left to the library"),
-        (torch.bfloat16, (8, 8, 9), "rows of 9 elements"), (torch.bfloat16, (8, 9, 8), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "shape", "words"), [
+    (torch.float64, (8, 8, 8), "computes in float32"), (torch.float32, (8, 8, 8), "left to the library"),
+    (torch.bfloat16, (8, 8, 9), "rows of 9 elements"), (torch.bfloat16, (8, 9, 8), None),
+])  # fmt: skip
 def test_kernel_leaves_to_the_library(dtype, shape, words):
     reason = _refuses(Case(CUDA, dtype, shape))
     assert words in reason if words else reason is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "words"),
-    [
-        (torch.float32, ("tanh", "bias", ""), "does not take float32"),
-        (torch.bfloat16, ("none", "bias", ""), "tanh approximation"),
-        (torch.bfloat16, ("tanh", "", ""), "only with a bias"),
-        (torch.bfloat16, ("tanh", "bias", "keep"), "pre-activation"),
-        (torch.bfloat16, ("tanh", "bias", ""), None),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "options", "words"), [
+    (torch.float32, ("tanh", "bias", ""), "does not take float32"),
+    (torch.bfloat16, ("none", "bias", ""), "tanh approximation"),
+    (torch.bfloat16, ("tanh", "", ""), "only with a bias"),
+    (torch.bfloat16, ("tanh", "bias", "keep"), "pre-activation"),
+    (torch.bfloat16, ("tanh", "bias", ""), None),
+])  # fmt: skip
 def test_epilogue_says_what_it_does_not_do(dtype, options, words):
     reason = _refuses_epilogue(Case(CUDA, dtype, (8, 8, 8), options))
     assert words in reason if words else reason is None

@@ -35,14 +35,10 @@ def compiled(plan, dtype=torch.bfloat16, tanh=True, keep=False):
 
 @pytest.mark.sample(3)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "tanh", "keep"),
-    [
-        (torch.bfloat16, True, False), (torch.bfloat16, True, True), (torch.bfloat16, False, True),
-        (torch.float16, True, False), (torch.float16, False, True),
-    ],
-    **IDS,
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "tanh", "keep"), [
+    (torch.bfloat16, True, False), (torch.bfloat16, True, True), (torch.bfloat16, False, True),
+    (torch.float16, True, False), (torch.float16, False, True),
+], **IDS)  # fmt: skip
 @EACH_PLAN
 def test_code_stays_in_its_budget(plan, dtype, tanh, keep):
     binary = compiled(plan, dtype, tanh, keep)
@@ -74,13 +70,10 @@ def case(shape, dtype=torch.bfloat16, device="cuda"):
     return Case(torch.device(device), dtype, shape, ("tanh", "bias", ""))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "why"),
-    [
-        ((0, 8, 8), torch.bfloat16, "empty"), ((8, 12, 8), torch.bfloat16, "12 elements"),
-        ((8, 8, 20), torch.bfloat16, "20 elements"), ((8, 8, 8), torch.float32, "not float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "dtype", "why"), [
+    ((0, 8, 8), torch.bfloat16, "empty"), ((8, 12, 8), torch.bfloat16, "12 elements"),
+    ((8, 8, 20), torch.bfloat16, "20 elements"), ((8, 8, 8), torch.float32, "not float32"),
+])  # fmt: skip
 def test_refuses(shape, dtype, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert why in refuses_product(case(shape, dtype))

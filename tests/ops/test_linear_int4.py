@@ -68,19 +68,16 @@ def test_gradients_reach_x():
     torch.testing.assert_close(x.grad, dense.sum(0).expand(3, -1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({0: torch.zeros(128)}, ShapeError, r"with rows, got \(128,\)"),
-        ({0: torch.zeros(2, 256)}, ShapeError, r"weight must be \(N, 256 / 2\)"),
-        ({0: torch.zeros(2, 128, dtype=torch.int32)}, UnsupportedDtype, "x is int32"),
-        ({1: torch.zeros(3, 64, dtype=torch.int8)}, UnsupportedDtype, "weight must be uint8"),
-        ({2: None}, TypeError, "scale is a NoneType"),
-        ({2: torch.zeros(3)}, ShapeError, r"scale must be \(3, 1\), got \(3,\)"),
-        ({3: torch.zeros(3, 1).half()}, UnsupportedDtype, "zero must be float32, got float16"),
-        ({4: torch.zeros(4)}, ShapeError, r"bias must be \(3,\), got \(4,\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({0: torch.zeros(128)}, ShapeError, r"with rows, got \(128,\)"),
+    ({0: torch.zeros(2, 256)}, ShapeError, r"weight must be \(N, 256 / 2\)"),
+    ({0: torch.zeros(2, 128, dtype=torch.int32)}, UnsupportedDtype, "x is int32"),
+    ({1: torch.zeros(3, 64, dtype=torch.int8)}, UnsupportedDtype, "weight must be uint8"),
+    ({2: None}, TypeError, "scale is a NoneType"),
+    ({2: torch.zeros(3)}, ShapeError, r"scale must be \(3, 1\), got \(3,\)"),
+    ({3: torch.zeros(3, 1).half()}, UnsupportedDtype, "zero must be float32, got float16"),
+    ({4: torch.zeros(4)}, ShapeError, r"bias must be \(3,\), got \(4,\)"),
+])  # fmt: skip
 def test_refuses(change, error, words):
     args = [torch.zeros(2, 128), torch.zeros(3, 64, dtype=torch.uint8), torch.ones(3, 1), None, None]
     with pytest.raises(error, match=words):

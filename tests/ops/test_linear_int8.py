@@ -318,22 +318,19 @@ def test_any_shape(M, K, N, bias, dynamic):
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(
-    ("refuses", "dtype", "shape", "options", "words"),
-    [
-        (_refuses, torch.float64, (8, 8, 16), (), "computes in float32"),
-        (_refuses, torch.float32, (17, 8, 16), (), "left to the library"),
-        (_refuses, torch.bfloat16, (8, 8, 24), (), "rows of 24 integers"),
-        (_refuses, torch.bfloat16, (513, 8, 16), (), "more than 512 rows"),
-        (_refuses, torch.bfloat16, (513, 8, 16), ("dynamic",), None),
-        (_refuses, torch.float32, (1, 8, 16), (), None),
-        (_refuses, torch.bfloat16, (512, 8, 16), (), None),
-        (_refuses_backward, torch.float64, (8, 8, 16), (), "computes in float32"),
-        (_refuses_backward, torch.float32, (17, 8, 16), (), "left to the library"),
-        (_refuses_backward, torch.bfloat16, (513, 8, 16), (), "more than 512 rows"),
-        (_refuses_backward, torch.bfloat16, (512, 8, 16), (), None),
-    ],
-)
+@pytest.mark.parametrize(("refuses", "dtype", "shape", "options", "words"), [
+    (_refuses, torch.float64, (8, 8, 16), (), "computes in float32"),
+    (_refuses, torch.float32, (17, 8, 16), (), "left to the library"),
+    (_refuses, torch.bfloat16, (8, 8, 24), (), "rows of 24 integers"),
+    (_refuses, torch.bfloat16, (513, 8, 16), (), "more than 512 rows"),
+    (_refuses, torch.bfloat16, (513, 8, 16), ("dynamic",), None),
+    (_refuses, torch.float32, (1, 8, 16), (), None),
+    (_refuses, torch.bfloat16, (512, 8, 16), (), None),
+    (_refuses_backward, torch.float64, (8, 8, 16), (), "computes in float32"),
+    (_refuses_backward, torch.float32, (17, 8, 16), (), "left to the library"),
+    (_refuses_backward, torch.bfloat16, (513, 8, 16), (), "more than 512 rows"),
+    (_refuses_backward, torch.bfloat16, (512, 8, 16), (), None),
+])  # fmt: skip
 def test_kernel_leaves_to_the_library(refuses, dtype, shape, options, words):
     reason = refuses(Case(CUDA, dtype, shape, options))
     assert words in reason if words else reason is None

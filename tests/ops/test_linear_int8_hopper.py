@@ -49,18 +49,15 @@ def test_reads_nothing_as_unchanging(file):
     assert "__restrict__" not in text[text.index(f'#line 1 "{file}"') :]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "options", "words"),
-    [
-        ((1, 64, 64), torch.bfloat16, (), "sm_90"),
-        ((2, 64, 64), torch.bfloat16, (), "one row"),
-        ((1, 64, 64), torch.float32, (), "bfloat16 and float16"),
-        ((1, 64, 64), torch.bfloat16, ("dynamic",), "quantize x"),
-        ((1, 64, 72), torch.bfloat16, (), "16-byte"),
-        ((1, 64, 0), torch.bfloat16, (), "empty"),
-        ((1, 64, 64), torch.bfloat16, ("", "", op.UNALIGNED), "x or weight does not begin"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "options", "words"), [
+    ((1, 64, 64), torch.bfloat16, (), "sm_90"),
+    ((2, 64, 64), torch.bfloat16, (), "one row"),
+    ((1, 64, 64), torch.float32, (), "bfloat16 and float16"),
+    ((1, 64, 64), torch.bfloat16, ("dynamic",), "quantize x"),
+    ((1, 64, 72), torch.bfloat16, (), "16-byte"),
+    ((1, 64, 0), torch.bfloat16, (), "empty"),
+    ((1, 64, 64), torch.bfloat16, ("", "", op.UNALIGNED), "x or weight does not begin"),
+])  # fmt: skip
 def test_says_what_it_cannot_do(shape, dtype, options, words, monkeypatch):
     device = "cpu" if words == "sm_90" else "cuda"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -8,16 +8,12 @@ from accelerant.ops.matmul import op
 from accelerant.runtime.dispatch import Case
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "size_bytes", "flops"),
-    [
-        ((8, 16), (16, 32), 4 * (8 * 16 + 16 * 32 + 8 * 32), 2 * 8 * 16 * 32),
-        ((2, 4, 16), (16, 32), 4 * (8 * 16 + 16 * 32 + 8 * 32), 2 * 8 * 16 * 32),  # one product of eight rows
-        ((3, 8, 16), (3, 16, 32), 3 * 4 * (8 * 16 + 16 * 32 + 8 * 32), 3 * 2 * 8 * 16 * 32),
-        ((1, 8, 16), (3, 16, 32), 4 * (8 * 16 + 3 * 16 * 32 + 3 * 8 * 32), 3 * 2 * 8 * 16 * 32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("a", "b", "size_bytes", "flops"), [
+    ((8, 16), (16, 32), 4 * (8 * 16 + 16 * 32 + 8 * 32), 2 * 8 * 16 * 32),
+    ((2, 4, 16), (16, 32), 4 * (8 * 16 + 16 * 32 + 8 * 32), 2 * 8 * 16 * 32),  # one product of eight rows
+    ((3, 8, 16), (3, 16, 32), 3 * 4 * (8 * 16 + 16 * 32 + 8 * 32), 3 * 2 * 8 * 16 * 32),
+    ((1, 8, 16), (3, 16, 32), 4 * (8 * 16 + 3 * 16 * 32 + 3 * 8 * 32), 3 * 2 * 8 * 16 * 32),
+], ids=str)  # fmt: skip
 def test_cost_in_the_ledger(a, b, size_bytes, flops):
     ops.matmul(torch.randn(a), torch.randn(b))
     (row,) = counted("matmul")
@@ -88,20 +84,17 @@ A, B = torch.ones(3, 4), torch.ones(4, 5)
 INNER = "a must have as many columns as b has rows, got "
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "error", "words"),
-    [
-        (A, torch.ones(5, 6), ShapeError, INNER),
-        (torch.ones(4), torch.ones(5), ShapeError, INNER),
-        (torch.ones(2, 3, 4), A, ShapeError, INNER),
-        (A, torch.ones(5), ShapeError, INNER),
-        (torch.ones(2, 3, 4), torch.ones(3, 4, 5), ShapeError, r"of \(2, 3, 4\) and \(3, 4, 5\) do not broadcast"),
-        (torch.tensor(1.0), A, ShapeError, r"got \(\) and \(3, 4\)"),
-        (A, B.bfloat16(), UnsupportedDtype, "a and b must have one dtype, got float32 and bfloat16"),
-        (A.long(), B.long(), UnsupportedDtype, r"matmul takes .*; a is int64"),
-        (A, B.to("meta"), ShapeError, "a and b must be on one device, got cpu and meta"),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "error", "words"), [
+    (A, torch.ones(5, 6), ShapeError, INNER),
+    (torch.ones(4), torch.ones(5), ShapeError, INNER),
+    (torch.ones(2, 3, 4), A, ShapeError, INNER),
+    (A, torch.ones(5), ShapeError, INNER),
+    (torch.ones(2, 3, 4), torch.ones(3, 4, 5), ShapeError, r"of \(2, 3, 4\) and \(3, 4, 5\) do not broadcast"),
+    (torch.tensor(1.0), A, ShapeError, r"got \(\) and \(3, 4\)"),
+    (A, B.bfloat16(), UnsupportedDtype, "a and b must have one dtype, got float32 and bfloat16"),
+    (A.long(), B.long(), UnsupportedDtype, r"matmul takes .*; a is int64"),
+    (A, B.to("meta"), ShapeError, "a and b must be on one device, got cpu and meta"),
+])  # fmt: skip
 def test_refuses(a, b, error, words):
     with pytest.raises(error, match=words):
         ops.matmul(a, b)

@@ -99,18 +99,14 @@ def take_adamw(tensors, workspace, groups=GROUPS, **options):
 @pytest.mark.sample(5, 3)
 @SAMPLES
 @EACH
-@pytest.mark.parametrize(
-    ("param", "grad", "state"),
-    [
-        (F32, F32, F32),
-        (BF16, BF16, F32),
-        *(
-            pytest.param(*dtypes, marks=pytest.mark.slow)
-            for dtypes in ((F64,) * 3, (F16,) * 3, (F32, BF16, F32), (BF16, F32, BF16))
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("param", "grad", "state"), [
+    (F32, F32, F32),
+    (BF16, BF16, F32),
+    *(
+        pytest.param(*dtypes, marks=pytest.mark.slow)
+        for dtypes in ((F64,) * 3, (F16,) * 3, (F32, BF16, F32), (BF16, F32, BF16))
+    ),
+], ids=str)  # fmt: skip
 def test_adamw(sample, implementation, param, grad, state, request):
     own = implementation == "triton" and param != F64
     request.getfixturevalue("interpreted" if own else "uninterpreted")
@@ -458,15 +454,12 @@ def gradients_of(params, grads):
     return Tensors(params, grads, [], [], [], [], [])
 
 
-@pytest.mark.parametrize(
-    ("grad", "error", "match"),
-    [
-        (torch.zeros(3), ShapeError, r"gradient 0 must be \(4,\) on cpu, got \(3,\) on cpu"),
-        (torch.zeros(4, device="meta"), ShapeError, "on meta"),
-        (torch.zeros(4).to_sparse(), ConfigError, "gradient 0 is torch.sparse_coo"),
-        (torch.zeros(4, dtype=torch.complex64), errors.UnsupportedDtype, "gradient 0 is complex64"),
-    ],
-)
+@pytest.mark.parametrize(("grad", "error", "match"), [
+    (torch.zeros(3), ShapeError, r"gradient 0 must be \(4,\) on cpu, got \(3,\) on cpu"),
+    (torch.zeros(4, device="meta"), ShapeError, "on meta"),
+    (torch.zeros(4).to_sparse(), ConfigError, "gradient 0 is torch.sparse_coo"),
+    (torch.zeros(4, dtype=torch.complex64), errors.UnsupportedDtype, "gradient 0 is complex64"),
+])  # fmt: skip
 def test_rejects(grad, error, match):
     with pytest.raises(error, match=match):
         Workspace(torch.device("cpu")).table(gradients_of([torch.zeros(4)], [grad]))

@@ -35,16 +35,12 @@ def chosen(op, shape, *options, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("op", SOFTMAX)
-@pytest.mark.parametrize(
-    ("shape", "options", "why"),
-    [
-        ((1_000_003, 3), (), "rows of 3 elements"),
-        ((7, 8), (), "rows of 8 elements"),
-        ((1, 7001, 3), ("dim 1",), "1 programs for 3 columns 7001 long"),
-        ((5, 1000, 2, 4), ("dim 1",), "5 programs for 8 columns 1000 long"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "options", "why"), [
+    ((1_000_003, 3), (), "rows of 3 elements"),
+    ((7, 8), (), "rows of 8 elements"),
+    ((1, 7001, 3), ("dim 1",), "1 programs for 3 columns 7001 long"),
+    ((5, 1000, 2, 4), ("dim 1",), "5 programs for 8 columns 1000 long"),
+], ids=str)  # fmt: skip
 def test_softmax_is_torchs(op, shape, options, why):
     choice, refused = chosen(op, shape, *options)
     assert choice.implementation == "torch"
@@ -53,15 +49,11 @@ def test_softmax_is_torchs(op, shape, options, why):
 
 @pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("op", SOFTMAX)
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((1_000_003, 9), ()), ((65536, 768), ()), ((0, 3), ()), ((3, 1_000_003), ()), ((131, 50257), ()),
-        ((265, 50257), ()), ((257, 16384), ()), ((129, 1025, 130), ("dim 1",)), ((1, 70001, 3), ("dim 1",)),
-        ((132, 7001, 3), ("dim 1",)), ((1, 7001, 9), ("dim 1",)), ((1, 256, 3), ("dim 1",)),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "options"), [
+    ((1_000_003, 9), ()), ((65536, 768), ()), ((0, 3), ()), ((3, 1_000_003), ()), ((131, 50257), ()),
+    ((265, 50257), ()), ((257, 16384), ()), ((129, 1025, 130), ("dim 1",)), ((1, 70001, 3), ("dim 1",)),
+    ((132, 7001, 3), ("dim 1",)), ((1, 7001, 9), ("dim 1",)), ((1, 256, 3), ("dim 1",)),
+], ids=str)  # fmt: skip
 def test_softmax_is_ours(op, shape, options):
     choice, refused = chosen(op, shape, *options)
     assert choice.implementation == "triton"
@@ -123,14 +115,11 @@ def test_linear_gelu_of_unaligned_rows():
     assert all("rows of 1111 elements" in refused[name] for name in ("hopper", "triton", "cublaslt"))
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "options"),
-    [
-        ("quantize_int8_fwd", (3, 1_000_003), ()),
-        ("embedding_bwd", (1_000_003, 65), (torch.int64, torch.Size((3,)))),
-        ("embedding_bwd", (1001, 129), (torch.int64, torch.Size((65537,)))),
-    ],
-)
+@pytest.mark.parametrize(("op", "shape", "options"), [
+    ("quantize_int8_fwd", (3, 1_000_003), ()),
+    ("embedding_bwd", (1_000_003, 65), (torch.int64, torch.Size((3,)))),
+    ("embedding_bwd", (1001, 129), (torch.int64, torch.Size((65537,)))),
+])  # fmt: skip
 def test_others_are_ours(op, shape, options):
     """Whose kernels share long rows, and do not sort few tokens."""
     assert chosen(op, shape, *options)[0].own

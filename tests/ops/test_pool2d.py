@@ -210,20 +210,17 @@ def test_keeps_a_byte_for_each_element(interpreted):
         assert all(dtype != torch.uint8 for dtype, _ in saved)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "settings", "words"),
-    [
-        (torch.float64, (1, 1, 9, 9), ((3, 3), (1, 1)), "computes in float32"),
-        (torch.float32, (1, 1, 99, 99), ((9, 8), (1, 1)), "windows of 9 x 8 are left to the library"),
-        (torch.float32, (1, 1, 99, 99), ((1, 1), (8, 9)), "strides of 8 x 9 are left to the library"),
-        (torch.float32, (1, 1, 2**16, 2**15), ((3, 3), (1, 1)), "2147483648 rows or pixels"),
-        (torch.float32, (1, 1, 2, 2**21 + 1), ((1, 2), (1, 2)), "2097153 columns or channels"),
-        (torch.float32, (1, 2**21 + 1, 2, 2), ((2, 2), (2, 2)), "2097153 columns or channels"),
-        (torch.bfloat16, (1, 2**15, 34, 2**12), ((34, 1), (1, 1)), "windows over 4697620480 elements"),
-        (torch.bfloat16, (1, 1, 99, 99), ((8, 8), (8, 8)), None),
-        (torch.bfloat16, (1, 2**12, 99, 2**12), ((3, 3), (2, 2)), None),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "shape", "settings", "words"), [
+    (torch.float64, (1, 1, 9, 9), ((3, 3), (1, 1)), "computes in float32"),
+    (torch.float32, (1, 1, 99, 99), ((9, 8), (1, 1)), "windows of 9 x 8 are left to the library"),
+    (torch.float32, (1, 1, 99, 99), ((1, 1), (8, 9)), "strides of 8 x 9 are left to the library"),
+    (torch.float32, (1, 1, 2**16, 2**15), ((3, 3), (1, 1)), "2147483648 rows or pixels"),
+    (torch.float32, (1, 1, 2, 2**21 + 1), ((1, 2), (1, 2)), "2097153 columns or channels"),
+    (torch.float32, (1, 2**21 + 1, 2, 2), ((2, 2), (2, 2)), "2097153 columns or channels"),
+    (torch.bfloat16, (1, 2**15, 34, 2**12), ((34, 1), (1, 1)), "windows over 4697620480 elements"),
+    (torch.bfloat16, (1, 1, 99, 99), ((8, 8), (8, 8)), None),
+    (torch.bfloat16, (1, 2**12, 99, 2**12), ((3, 3), (2, 2)), None),
+])  # fmt: skip
 def test_kernel_leaves_to_the_library(dtype, shape, settings, words):
     cuda = torch.device("cuda", 0)
     maximum = Case(cuda, dtype, shape, ((), *settings, (0, 0), (1, 1), False))
@@ -261,21 +258,17 @@ X = torch.ones(1, 1, 4, 4)
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("x", "settings", "error", "words"),
-    [
-        (torch.ones(4, 4), (3,), ShapeError, r"takes x of shape \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)"),
-        (torch.ones(1, 1, 2, 4), (3,), ShapeError, r"3 .*fit into height 2 with padding 0; x is \(1, 1, 2, 4\)"),
-        (torch.ones(1, 1, 4, 0), (3,), ShapeError, "a kernel of 3 .*does not fit into width 0"),
-        (X, (0,), ConfigError, "kernel_size must be at least 1, got 0"),
-        (X, ((1, 2, 3),), ConfigError, r"kernel_size must be one or two integers, got \(1, 2, 3\)"),
-        (X, (2, 0), ConfigError, "stride must be at least 1, got 0"),
-        (X, (2, None, -1), ConfigError, "padding must be at least 0, got -1"),
-        (X, (2, None, 2), ConfigError, "padding must be at most half of kernel_size 2, got 2"),
-        (X.long(), (2,), UnsupportedDtype, "{op} takes .*; x is int64"),
-    ],
-    ids=lambda value: "",
-)
+@pytest.mark.parametrize(("x", "settings", "error", "words"), [
+    (torch.ones(4, 4), (3,), ShapeError, r"takes x of shape \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)"),
+    (torch.ones(1, 1, 2, 4), (3,), ShapeError, r"3 .*fit into height 2 with padding 0; x is \(1, 1, 2, 4\)"),
+    (torch.ones(1, 1, 4, 0), (3,), ShapeError, "a kernel of 3 .*does not fit into width 0"),
+    (X, (0,), ConfigError, "kernel_size must be at least 1, got 0"),
+    (X, ((1, 2, 3),), ConfigError, r"kernel_size must be one or two integers, got \(1, 2, 3\)"),
+    (X, (2, 0), ConfigError, "stride must be at least 1, got 0"),
+    (X, (2, None, -1), ConfigError, "padding must be at least 0, got -1"),
+    (X, (2, None, 2), ConfigError, "padding must be at most half of kernel_size 2, got 2"),
+    (X.long(), (2,), UnsupportedDtype, "{op} takes .*; x is int64"),
+], ids=lambda value: "")  # fmt: skip
 def test_refuses(op, x, settings, error, words):
     with pytest.raises(error, match=words.replace("{op}", op)):
         getattr(ops, op)(x, *settings)

@@ -126,14 +126,10 @@ def test_low_precision_rounds_once(dtype, table, interpreted):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        launch.RopeTile(1, 1, 8, 1), launch.RopeTile(4, 2, 16, 1), launch.RopeTile(2, 8, 8, 4),
-        launch.RopeTile(1, 4, 32, 2),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("plan", [
+    launch.RopeTile(1, 1, 8, 1), launch.RopeTile(4, 2, 16, 1), launch.RopeTile(2, 8, 8, 4),
+    launch.RopeTile(1, 4, 32, 2),
+], ids=str)  # fmt: skip
 @PAIRS
 def test_any_plan_gives_the_same(plan, interleaved, interpreted):
     x, (cos, sin) = torch.randn(2, 5, 7, 14), torch.randn(2, 2, 7, 7)
@@ -218,15 +214,12 @@ def test_llama_3_scaling():
     torch.testing.assert_close(cos[2], (2 * scaled).cos())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"factor": 0.0}, "factor must be above 0, got 0.0"),
-        ({"low_freq_factor": 4.0}, "low_freq_factor must be above 0 and below high_freq_factor, got 4.0 and 4.0"),
-        ({"original_context": 0}, "original_context must be at least 1 and below 2\\*\\*63, got 0"),
-        ({"original_context": 2**63}, "original_context must be .*, got 9223372036854775808"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"factor": 0.0}, "factor must be above 0, got 0.0"),
+    ({"low_freq_factor": 4.0}, "low_freq_factor must be above 0 and below high_freq_factor, got 4.0 and 4.0"),
+    ({"original_context": 0}, "original_context must be at least 1 and below 2\\*\\*63, got 0"),
+    ({"original_context": 2**63}, "original_context must be .*, got 9223372036854775808"),
+])  # fmt: skip
 def test_scaling_refuses(options, words):
     with pytest.raises(ConfigError, match=words):
         Llama3Scaling(**options)
@@ -248,21 +241,18 @@ X, TABLE = torch.ones(2, 3, 5, 8), torch.ones(5, 4)
 PAIRS_WANTED = r"x must be \(B, H, S, D\) with an even D of at least 2, got"
 
 
-@pytest.mark.parametrize(
-    ("x", "cos", "sin", "error", "words"),
-    [
-        (torch.ones(3, 5, 8), TABLE, TABLE, ShapeError, PAIRS_WANTED),
-        (torch.ones(1, 2, 5, 7), TABLE, TABLE, ShapeError, PAIRS_WANTED),
-        (torch.ones(1, 2, 5, 0), TABLE, TABLE, ShapeError, PAIRS_WANTED),
-        (X, torch.ones(6, 4), torch.ones(6, 4), ShapeError, r"\(5, 4\) or \(2, 5, 4\) for x .*, got \(6, 4\)"),
-        (X, TABLE, TABLE.expand(2, 5, 4), ShapeError, r"must have one shape, got \(5, 4\) and \(2, 5, 4\)"),
-        (X.long(), TABLE, TABLE, UnsupportedDtype, r"rope takes .*; x is int64"),
-        (X, TABLE.bfloat16(), TABLE.bfloat16(), UnsupportedDtype, "cos must be float32.* got bfloat16"),
-        (X.bfloat16(), TABLE.half(), TABLE.half(), UnsupportedDtype, "cos must be bfloat16.* got float16"),
-        (X.double(), TABLE, TABLE, UnsupportedDtype, "cos must be float64.* got float32"),
-        (X, TABLE, TABLE.to("meta"), ShapeError, "sin must be on cpu, where x is; it is on meta"),
-    ],
-)
+@pytest.mark.parametrize(("x", "cos", "sin", "error", "words"), [
+    (torch.ones(3, 5, 8), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+    (torch.ones(1, 2, 5, 7), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+    (torch.ones(1, 2, 5, 0), TABLE, TABLE, ShapeError, PAIRS_WANTED),
+    (X, torch.ones(6, 4), torch.ones(6, 4), ShapeError, r"\(5, 4\) or \(2, 5, 4\) for x .*, got \(6, 4\)"),
+    (X, TABLE, TABLE.expand(2, 5, 4), ShapeError, r"must have one shape, got \(5, 4\) and \(2, 5, 4\)"),
+    (X.long(), TABLE, TABLE, UnsupportedDtype, r"rope takes .*; x is int64"),
+    (X, TABLE.bfloat16(), TABLE.bfloat16(), UnsupportedDtype, "cos must be float32.* got bfloat16"),
+    (X.bfloat16(), TABLE.half(), TABLE.half(), UnsupportedDtype, "cos must be bfloat16.* got float16"),
+    (X.double(), TABLE, TABLE, UnsupportedDtype, "cos must be float64.* got float32"),
+    (X, TABLE, TABLE.to("meta"), ShapeError, "sin must be on cpu, where x is; it is on meta"),
+])  # fmt: skip
 def test_refuses(x, cos, sin, error, words):
     with pytest.raises(error, match=words):
         ops.rope(x, cos, sin)

@@ -12,14 +12,10 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowTile
 from accelerant.ops.softmax import op as launch
 
-SHAPES = pytest.mark.parametrize(
-    ("shape", "dim"),
-    [
-        ((5, 33), -1), ((5, 768), 1), ((2, 20000), -1), ((9, 16400), -1), ((4, 70, 3), 1), ((1, 16400, 3), 1),
-        ((9, 5), 0),
-    ],
-    ids=str,
-)  # fmt: skip
+SHAPES = pytest.mark.parametrize(("shape", "dim"), [
+    ((5, 33), -1), ((5, 768), 1), ((2, 20000), -1), ((9, 16400), -1), ((4, 70, 3), 1), ((1, 16400, 3), 1),
+    ((9, 5), 0),
+], ids=str)  # fmt: skip
 
 
 @pytest.mark.sample(3)

@@ -107,17 +107,14 @@ def test_keeps_its_dtype_under_autocast():
 X = torch.ones(3)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "error", "words"),
-    [
-        ((torch.ones(3, 5),), ShapeError, "the last dimension of gate must be even, got shape"),
-        ((torch.tensor(1.0),), ShapeError, "the last dimension of gate must be even, got shape"),
-        ((torch.ones(3, 4), X), ShapeError, r"up must have the shape of gate, \(3, 4\), got \(3,\)"),
-        ((X, X.half()), UnsupportedDtype, "gate and up must have one dtype, got float32 and float16"),
-        ((X, X.to("meta")), ShapeError, "gate and up must be on one device, got cpu and meta"),
-        ((X.long(), X), UnsupportedDtype, r"swiglu takes .*; gate is int64"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "error", "words"), [
+    ((torch.ones(3, 5),), ShapeError, "the last dimension of gate must be even, got shape"),
+    ((torch.tensor(1.0),), ShapeError, "the last dimension of gate must be even, got shape"),
+    ((torch.ones(3, 4), X), ShapeError, r"up must have the shape of gate, \(3, 4\), got \(3,\)"),
+    ((X, X.half()), UnsupportedDtype, "gate and up must have one dtype, got float32 and float16"),
+    ((X, X.to("meta")), ShapeError, "gate and up must be on one device, got cpu and meta"),
+    ((X.long(), X), UnsupportedDtype, r"swiglu takes .*; gate is int64"),
+])  # fmt: skip
 def test_refuses(tensors, error, words):
     with pytest.raises(error, match=words):
         ops.swiglu(*tensors)

@@ -80,13 +80,10 @@ def test_column_sums_of_each_example(examples, T, N, dtype, way):
 
 @pytest.mark.sample(7, 3)
 @EACH
-@pytest.mark.parametrize(
-    ("residual", "wanted"),
-    [
-        (True, (True, True, True)), (False, (True, False, False)), (True, (False, False, True)),
-        (False, (True, True, True)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("residual", "wanted"), [
+    (True, (True, True, True)), (False, (True, False, False)), (True, (False, False, True)),
+    (False, (True, True, True)),
+])  # fmt: skip
 def test_norm_backward_of_each_example(examples, T, N, residual, wanted, way):
     s, dy, ds = (draw((examples, T, N), F32, seed=seed) for seed in range(3))
     ds = ds if residual else None
@@ -229,16 +226,12 @@ def test_block_is_the_reference(first, bias, uninterpreted):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        SPEC._replace(joined=True),
-        SPEC._replace(joined=True, causal=False, approximate="none", scale=0.7),
-        SPEC._replace(post_norm=True, causal=False, approximate="none"),
-        SPEC._replace(post_norm=True, window=2),
-    ],
-    ids=["GPT-2", "ViT", "BERT", "window"],
-)
+@pytest.mark.parametrize("spec", [
+    SPEC._replace(joined=True),
+    SPEC._replace(joined=True, causal=False, approximate="none", scale=0.7),
+    SPEC._replace(post_norm=True, causal=False, approximate="none"),
+    SPEC._replace(post_norm=True, window=2),
+], ids=["GPT-2", "ViT", "BERT", "window"])  # fmt: skip
 def test_block_of_each_kind_is_the_reference(spec, transposed, uninterpreted):
     """With parameters in the dtype of x, which are not passed twice; transposed as those of transformers' Conv1D."""
     params = parameters(8, F64)

@@ -99,20 +99,17 @@ def test_the_versions_name_what_may_change_who_wins(model):
     assert module.versions(CPU)["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        '{"format": 1, "stamps": {"a": {"versions": {}, "entr',
-        "[]",
-        "null",
-        '{"format": 1}',
-        '{"format": 1, "stamps": []}',
-        '{"format": 1, "stamps": {"a": 3}}',
-        '{"format": 1, "stamps": {"a": {"versions": [], "entries": {}}}}',
-        "\xff",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    '{"format": 1, "stamps": {"a": {"versions": {}, "entr',
+    "[]",
+    "null",
+    '{"format": 1}',
+    '{"format": 1, "stamps": []}',
+    '{"format": 1, "stamps": {"a": 3}}',
+    '{"format": 1, "stamps": {"a": {"versions": [], "entries": {}}}}',
+    "\xff",
+])  # fmt: skip
 def test_a_torn_file_costs_a_warning_and_is_replaced(tmp_path, model, caplog, text):
     (tmp_path / f"{model()}.json").write_text(text, encoding="latin-1")
     store = Choices(tmp_path)
@@ -193,13 +190,10 @@ def tables(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "served"),
-    [
-        ("NVIDIA H200", True), ("NVIDIA H200 NVL", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", True),
-        ("NVIDIA H200 MIG 1g.18gb", False), ("NVIDIA H20", False), ("NVIDIA A100-SXM4-80GB", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "served"), [
+    ("NVIDIA H200", True), ("NVIDIA H200 NVL", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", True),
+    ("NVIDIA H200 MIG 1g.18gb", False), ("NVIDIA H20", False), ("NVIDIA A100-SXM4-80GB", False),
+])  # fmt: skip
 def test_a_shipped_table_serves_its_models(tmp_path, tables, model, name, served):
     model(name)
     found = Choices(tmp_path / "local", tables).find(CPU, KEY)

@@ -75,15 +75,11 @@ PLAIN = KernelSource("k", {"cuda": "text"}, {"k": ("*f32",)})
 SPECIAL = triton.Specialization("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), ((0, 16),), 4, 3)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(PLAIN, dialects={"cuda": "text "}), replace(PLAIN, dialects={"portable": "text"}),
-        replace(PLAIN, options=("-DN=1",)), replace(PLAIN, entries={"l": ("*f32",)}),
-        replace(PLAIN, entries={"k": ("*f32",), "l": ()}),
-    ],
-    ids=["program", "header", "options", "entries", "more entries"],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    replace(PLAIN, dialects={"cuda": "text "}), replace(PLAIN, dialects={"portable": "text"}),
+    replace(PLAIN, options=("-DN=1",)), replace(PLAIN, entries={"l": ("*f32",)}),
+    replace(PLAIN, entries={"k": ("*f32",), "l": ()}),
+], ids=["program", "header", "options", "entries", "more entries"])  # fmt: skip
 def test_the_key_changes_with_the_source(other):
     assert cuda_key(other, "sm_90") != cuda_key(PLAIN, "sm_90")
 
@@ -108,15 +104,11 @@ def test_the_key_changes_with_target_compiler_and_fixed_options(dialects, monkey
     assert cuda_key(source, "sm_90") == keys[0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"module": "another.module"}, {"name": "l"}, {"kinds": ("*bf16", "i32", "constexpr")},
-        {"constants": (("BLOCK", 128),)}, {"multiples": ()}, {"multiples": ((0, 8),)}, {"num_warps": 8},
-        {"num_stages": 2},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"module": "another.module"}, {"name": "l"}, {"kinds": ("*bf16", "i32", "constexpr")},
+    {"constants": (("BLOCK", 128),)}, {"multiples": ()}, {"multiples": ((0, 8),)}, {"num_warps": 8},
+    {"num_stages": 2},
+], ids=lambda change: next(iter(change)))  # fmt: skip
 def test_the_key_of_a_specialisation_changes_with_each_part(change):
     assert replace(SPECIAL, **change).key != SPECIAL.key
 
@@ -222,15 +214,12 @@ def test_the_number_of_rows_is_not_compiled_for(sources):
 # --- what fails ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("CUDA_ERROR_OUT_OF_MEMORY: The API call failed", OutOfMemory),
-        ("CUDA out of memory. Tried to allocate 2.00 MiB", OutOfMemory),
-        ("CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel", DeviceLost),
-        ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image", CompileError),
-    ],
-)
+@pytest.mark.parametrize(("text", "kind"), [
+    ("CUDA_ERROR_OUT_OF_MEMORY: The API call failed", OutOfMemory),
+    ("CUDA out of memory. Tried to allocate 2.00 MiB", OutOfMemory),
+    ("CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel", DeviceLost),
+    ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image", CompileError),
+])  # fmt: skip
 def test_code_that_does_not_load_is_only_the_codes_fault_where_it_is(monkeypatch, text, kind):
     def load(*_):
         raise RuntimeError(text)

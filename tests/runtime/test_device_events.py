@@ -23,19 +23,13 @@ def no_events(monkeypatch):
     monkeypatch.setattr(monitor, "_counts", type(monitor._counts)())
 
 
-@pytest.mark.parametrize(
-    ("now", "expected"),
-    [
-        (QUIET, []),
-        (replace(QUIET, slow_down=("thermal", "power")), [("slow_down", "power, thermal")]),
-        (
-            replace(QUIET, ecc_corrected=5, ecc_uncorrected=1),
-            [("ecc_corrected", "3 new"), ("ecc_uncorrected", "1 new")],
-        ),
-        (replace(QUIET, ecc_corrected=0), []),  # the driver was loaded again
-        (replace(QUIET, slow_down=None, ecc_corrected=None, reasons={"slow_down": "Not Supported"}), []),
-    ],
-)
+@pytest.mark.parametrize(("now", "expected"), [
+    (QUIET, []),
+    (replace(QUIET, slow_down=("thermal", "power")), [("slow_down", "power, thermal")]),
+    (replace(QUIET, ecc_corrected=5, ecc_uncorrected=1), [("ecc_corrected", "3 new"), ("ecc_uncorrected", "1 new")]),
+    (replace(QUIET, ecc_corrected=0), []),  # the driver was loaded again
+    (replace(QUIET, slow_down=None, ecc_corrected=None, reasons={"slow_down": "Not Supported"}), []),
+])  # fmt: skip
 def test_what_happened_between_two_samples(now, expected):
     assert events_between(QUIET, now) == expected
 

@@ -324,16 +324,13 @@ def test_every_failure_is_counted_once(book, monkeypatch, error, where):
         assert isinstance(caught.value, OutOfMemory)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: ops.relu(x), lambda x: ops.gelu(x), lambda x: ops.add(x, x), lambda x: ops.softmax(x),
-        lambda x: ops.log_softmax(x), lambda x: ops.relu(x.requires_grad_()), lambda x: ops.layer_norm(x, x[0], x[0]),
-        lambda x: ops.swiglu(x, x), lambda x: ops.matmul(x, x.T), lambda x: ops.quantize_int8(x),
-        lambda x: ops.dropout(x, 0.5), lambda x: ops.cross_entropy(x, torch.zeros(1, dtype=torch.int64).expand(len(x))),
-        lambda x: ops.linear_gelu(x, x), lambda x: ops.attention(x[None, None], x[None, None], x[None, None]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda x: ops.relu(x), lambda x: ops.gelu(x), lambda x: ops.add(x, x), lambda x: ops.softmax(x),
+    lambda x: ops.log_softmax(x), lambda x: ops.relu(x.requires_grad_()), lambda x: ops.layer_norm(x, x[0], x[0]),
+    lambda x: ops.swiglu(x, x), lambda x: ops.matmul(x, x.T), lambda x: ops.quantize_int8(x),
+    lambda x: ops.dropout(x, 0.5), lambda x: ops.cross_entropy(x, torch.zeros(1, dtype=torch.int64).expand(len(x))),
+    lambda x: ops.linear_gelu(x, x), lambda x: ops.attention(x[None, None], x[None, None], x[None, None]),
+])  # fmt: skip
 def test_host_memory_that_runs_out_is_out_of_memory(call):
     """A tensor of one number that claims 2^44 of them: its result takes more than any machine has."""
     x = torch.zeros(1).expand(1 << 22, 1 << 22)
@@ -537,15 +534,11 @@ def test_a_call_is_left_to_torch_where_torch_alone_serves_it(book):
     assert [(each.implementation, each.refused) for each in seen] == [("torch", (("fast", "not here"),))]
 
 
-@pytest.mark.parametrize(
-    ("case", "others"),
-    [
-        (CASE, [Implementation("fast", lambda x: x, own=True)]),
-        (CASE, [Implementation("slow", lambda x: x)]),
-        (Case(torch.device("meta"), torch.float32, (4, 8)), []),
-    ],
-    ids=["another is preferred", "another serves", "no CPU"],
-)
+@pytest.mark.parametrize(("case", "others"), [
+    (CASE, [Implementation("fast", lambda x: x, own=True)]),
+    (CASE, [Implementation("slow", lambda x: x)]),
+    (Case(torch.device("meta"), torch.float32, (4, 8)), []),
+], ids=["another is preferred", "another serves", "no CPU"])  # fmt: skip
 def test_a_call_is_not_left_to_torch(case, others, book):
     op = operation(*others, BY_TORCH)
     assert op.torch_autograd_plan(case) is None

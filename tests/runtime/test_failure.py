@@ -125,23 +125,20 @@ def test_an_error_that_the_provider_calls_sticky_becomes_device_lost(monkeypatch
         op(case)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("CUDA_ERROR_ILLEGAL_ADDRESS", DeviceLost),
-        ("CUDA error: an illegal memory access was encountered", DeviceLost),
-        ("CUDA error: unspecified launch failure", DeviceLost),
-        ("CUDA_ERROR_LAUNCH_FAILED", DeviceLost),
-        ("CUDA error: an illegal instruction was encountered", DeviceLost),
-        ("CUDA error: device-side assert triggered", DeviceLost),
-        ("CUDA_ERROR_MISALIGNED_ADDRESS", DeviceLost),
-        ("CUDA_ERROR_INVALID_VALUE", LaunchError),
-        ("CUDA error: invalid configuration argument", LaunchError),
-        ("", LaunchError),
-        ("CUDA_ERROR_OUT_OF_MEMORY: ...", OutOfMemory),
-        ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: ...", LaunchError),
-    ],
-)
+@pytest.mark.parametrize(("text", "kind"), [
+    ("CUDA_ERROR_ILLEGAL_ADDRESS", DeviceLost),
+    ("CUDA error: an illegal memory access was encountered", DeviceLost),
+    ("CUDA error: unspecified launch failure", DeviceLost),
+    ("CUDA_ERROR_LAUNCH_FAILED", DeviceLost),
+    ("CUDA error: an illegal instruction was encountered", DeviceLost),
+    ("CUDA error: device-side assert triggered", DeviceLost),
+    ("CUDA_ERROR_MISALIGNED_ADDRESS", DeviceLost),
+    ("CUDA_ERROR_INVALID_VALUE", LaunchError),
+    ("CUDA error: invalid configuration argument", LaunchError),
+    ("", LaunchError),
+    ("CUDA_ERROR_OUT_OF_MEMORY: ...", OutOfMemory),
+    ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: ...", LaunchError),
+])  # fmt: skip
 def test_sticky_errors_refused_launches_and_full_memory_are_told_apart(text, kind):
     assert type(cuda_error(text, "x")) is kind
 

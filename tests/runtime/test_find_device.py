@@ -55,19 +55,16 @@ def test_a_device_is_found_however_it_is_named(name):
     assert registry.find_device(name).memory_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("abacus", "unknown backend 'abacus'"),
-        ("cpu:x", "got 'cpu:x'"),
-        ("cpu:", "got 'cpu:'"),
-        ("cpu:-1", "got 'cpu:-1'"),
-        ("cpu:9", "there is no number 9"),
-        (torch.device("meta"), "unknown backend 'meta'"),
-        ("", "unknown backend ''"),
-        *((bad, f"or an entry of accelerant.devices\\(\\); got {shown}") for bad, shown in UNLIKE.items()),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("abacus", "unknown backend 'abacus'"),
+    ("cpu:x", "got 'cpu:x'"),
+    ("cpu:", "got 'cpu:'"),
+    ("cpu:-1", "got 'cpu:-1'"),
+    ("cpu:9", "there is no number 9"),
+    (torch.device("meta"), "unknown backend 'meta'"),
+    ("", "unknown backend ''"),
+    *((bad, f"or an entry of accelerant.devices\\(\\); got {shown}") for bad, shown in UNLIKE.items()),
+])  # fmt: skip
 def test_names_without_a_device_are_refused(name, text):
     with pytest.raises(ConfigError, match=text):
         registry.find_device(name)

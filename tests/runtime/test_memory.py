@@ -230,16 +230,13 @@ def test_the_largest_owners_are_named():
     del view, buffer, fake, secret
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has", int(2.5 * 2**30)),
-        ("CUDA out of memory. Tried to allocate 512.00 MiB. GPU", 512 * MIB),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
-        ("1,048,576 bytes asked on cuda:0; 5 of 6 free", MIB),
-        ("something else", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [
+    ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has", int(2.5 * 2**30)),
+    ("CUDA out of memory. Tried to allocate 512.00 MiB. GPU", 512 * MIB),
+    ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+    ("1,048,576 bytes asked on cuda:0; 5 of 6 free", MIB),
+    ("something else", None),
+])  # fmt: skip
 def test_the_size_asked_is_read_from_the_error(text, size):
     assert bytes_asked_by(RuntimeError(text)) == size
 
@@ -662,21 +659,18 @@ def test_the_search_keeps_to_its_bounds():
         optimal_batch_size(model, inputs, budget=50_000)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"budget": 0}, ConfigError, "got 0"),
-        ({"budget": -5}, ConfigError, "-5"),
-        ({"budget": 1.5}, ConfigError, "1.5"),
-        ({"budget": "all"}, ConfigError, "all"),
-        ({"maximum": 0}, ConfigError, "got 0"),
-        ({"maximum": 2.5}, ConfigError, "2.5"),
-        ({"sample": torch.tensor(1.0)}, ShapeError, "no tensor with dimensions"),
-        ({"sample": (torch.zeros(2, 64), torch.zeros(3))}, ShapeError, r"\(2, 64\), \(3,\)"),
-        ({"sample": torch.zeros(0, 64)}, ShapeError, r"\(0, 64\)"),
-        ({"model": torch.relu}, ConfigError, "torch.nn.Module"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    ({"budget": 0}, ConfigError, "got 0"),
+    ({"budget": -5}, ConfigError, "-5"),
+    ({"budget": 1.5}, ConfigError, "1.5"),
+    ({"budget": "all"}, ConfigError, "all"),
+    ({"maximum": 0}, ConfigError, "got 0"),
+    ({"maximum": 2.5}, ConfigError, "2.5"),
+    ({"sample": torch.tensor(1.0)}, ShapeError, "no tensor with dimensions"),
+    ({"sample": (torch.zeros(2, 64), torch.zeros(3))}, ShapeError, r"\(2, 64\), \(3,\)"),
+    ({"sample": torch.zeros(0, 64)}, ShapeError, r"\(0, 64\)"),
+    ({"model": torch.relu}, ConfigError, "torch.nn.Module"),
+])  # fmt: skip
 def test_bad_searches_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         optimal_batch_size(**{"model": mlp(), "sample": torch.zeros(2, 64), **arguments})

@@ -13,15 +13,12 @@ from accelerant.runtime.provider import room_fraction
 from accelerant.runtime.providers import cuda
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC", "535.129.03"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\n", "580.95.05"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  525.60  Wed", "525.60"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "version"), [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC", "535.129.03"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\n", "580.95.05"),
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  525.60  Wed", "525.60"),
+    ("", ""),
+])  # fmt: skip
 def test_the_version_of_the_kernel_driver(tmp_path, text, version):
     path = tmp_path / "version"
     path.write_text(text)
@@ -35,17 +32,14 @@ def test_the_minimum_driver_is_that_of_the_major_version():
     assert minimum_driver("9.2") == minimum_driver("None") == ""
 
 
-@pytest.mark.parametrize(
-    ("driver", "torch_cuda", "bindings", "said"),
-    [
-        (13000, "13.0", "13.5.0", ""),
-        (13010, "12.8", "13.5.0", ""),  # a torch for CUDA 12 on a new driver
-        (12040, "12.8", "12.9.10", ""),
-        (12040, "13.0", "13.5.0", r"up to 12\.4; torch is built for CUDA 13\.0: install driver 580\.65\.06 or newer"),
-        (12080, "12.8", "13.5.0", r"cuda-bindings compiles for CUDA 13\.5: install .* or 'accelerant\[cuda12\]'"),
-        (11040, "12.6", "12.9.10", r"up to 11\.4; .*525\.60\.13"),
-    ],
-)
+@pytest.mark.parametrize(("driver", "torch_cuda", "bindings", "said"), [
+    (13000, "13.0", "13.5.0", ""),
+    (13010, "12.8", "13.5.0", ""),  # a torch for CUDA 12 on a new driver
+    (12040, "12.8", "12.9.10", ""),
+    (12040, "13.0", "13.5.0", r"up to 12\.4; torch is built for CUDA 13\.0: install driver 580\.65\.06 or newer"),
+    (12080, "12.8", "13.5.0", r"cuda-bindings compiles for CUDA 13\.5: install .* or 'accelerant\[cuda12\]'"),
+    (11040, "12.6", "12.9.10", r"up to 11\.4; .*525\.60\.13"),
+])  # fmt: skip
 def test_a_driver_that_is_too_old_says_what_to_install(driver, torch_cuda, bindings, said):
     problem = nvidia.driver_problem(driver, torch_cuda, bindings)
     assert bool(problem) == bool(said)
@@ -78,37 +72,31 @@ def test_dtypes_by_compute_capability():
     assert "float4_e2m1" in matrix_dtypes(12, 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, ""),
-        ("0", ""),
-        ("1,0", ""),
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", ""),
-        ("MIG-56c30729-347f-5dd6-8da0-c3cc59e969e0", ""),
-        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0", ""),
-        ("", "no device is visible"),
-        ("-1", "'-1' names no device .*: it is hidden"),
-        ("0,x,1,2", "'x' names no device .*: it and 2 after it are hidden"),
-        ("0,0", "twice"),
-        ("MIG-56c3,MIG-57c3", "one MIG slice, .* name MIG-56c3 alone"),
-    ],
-)
+@pytest.mark.parametrize(("value", "said"), [
+    (None, ""),
+    ("0", ""),
+    ("1,0", ""),
+    ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", ""),
+    ("MIG-56c30729-347f-5dd6-8da0-c3cc59e969e0", ""),
+    ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0", ""),
+    ("", "no device is visible"),
+    ("-1", "'-1' names no device .*: it is hidden"),
+    ("0,x,1,2", "'x' names no device .*: it and 2 after it are hidden"),
+    ("0,0", "twice"),
+    ("MIG-56c3,MIG-57c3", "one MIG slice, .* name MIG-56c3 alone"),
+])  # fmt: skip
 def test_what_cuda_visible_devices_hides(value, said):
     problem = nvidia.visible_devices_problem(value)
     assert bool(problem) == bool(said)
     assert re.search(said, problem)
 
 
-@pytest.mark.parametrize(
-    ("name", "profile"),
-    [
-        ("NVIDIA H200 MIG 1g.18gb", "1g.18gb"),
-        ("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", "1c.3g.20gb"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", "1g.10gb+me"),
-        ("NVIDIA H200", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "profile"), [
+    ("NVIDIA H200 MIG 1g.18gb", "1g.18gb"),
+    ("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", "1c.3g.20gb"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", "1g.10gb+me"),
+    ("NVIDIA H200", ""),
+])  # fmt: skip
 def test_the_profile_of_a_slice_is_in_its_name(name, profile):
     assert nvidia.profile_of(name) == profile
 

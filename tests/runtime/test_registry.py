@@ -56,15 +56,12 @@ def test_tensors_find_their_provider():
         registry.provider_of(torch.device("meta"))
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed its process with signal 11"),
-        ("import sys; sys.exit('no such card')", "no such card"),
-        ("import time; time.sleep(60)", "did not answer within"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("script", "reason"), [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed its process with signal 11"),
+    ("import sys; sys.exit('no such card')", "no such card"),
+    ("import time; time.sleep(60)", "did not answer within"),
+    ("", ""),
+])  # fmt: skip
 def test_a_broken_driver_is_a_reason_and_takes_nothing_down(monkeypatch, script, reason):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -232,17 +229,14 @@ def test_a_class_or_a_provider_is_registered_and_removed():
         registry.register(Registered) and second.execute_kernel("field_add", [1], [2])
 
 
-@pytest.mark.parametrize(
-    ("provider", "message"),
-    [
-        (5, "wanted a ComputeProvider"),
-        (ComputeDevice, "wanted a ComputeProvider"),
-        (ComputeProvider, "lacks .*allocate"),
-        (type("A", (FakeProvider,), {"name": "cuda"}), "A.name is 'cuda'"),
-        (type("A", (FakeProvider,), {"name": "vulkan"}), "A.name is 'vulkan'"),
-        (type("A", (FakeProvider,), {"name": "Mine"}), "A.name is 'Mine'; wanted a lower-case name"),
-    ],
-)
+@pytest.mark.parametrize(("provider", "message"), [
+    (5, "wanted a ComputeProvider"),
+    (ComputeDevice, "wanted a ComputeProvider"),
+    (ComputeProvider, "lacks .*allocate"),
+    (type("A", (FakeProvider,), {"name": "cuda"}), "A.name is 'cuda'"),
+    (type("A", (FakeProvider,), {"name": "vulkan"}), "A.name is 'vulkan'"),
+    (type("A", (FakeProvider,), {"name": "Mine"}), "A.name is 'Mine'; wanted a lower-case name"),
+])  # fmt: skip
 def test_what_is_no_provider_is_not_registered(provider, message):
     with pytest.raises(ConfigError, match=message):
         registry.register(provider)

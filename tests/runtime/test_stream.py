@@ -313,19 +313,15 @@ def test_futures_that_wait_on_an_event_are_polled_without_blocking(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(1000, dtype=np.int64),
-        np.linspace(0, 1, 24).reshape(4, 6)[::2, ::3],
-        np.zeros((0, 3), np.float32),
-        np.array(7, np.uint8),
-        np.array([True, False]),
-        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
-        torch.tensor([1 + 2j]),
-    ],
-    ids=["long", "strided", "empty", "scalar", "bool", "bfloat16 transposed", "complex"],
-)
+@pytest.mark.parametrize("array", [
+    np.arange(1000, dtype=np.int64),
+    np.linspace(0, 1, 24).reshape(4, 6)[::2, ::3],
+    np.zeros((0, 3), np.float32),
+    np.array(7, np.uint8),
+    np.array([True, False]),
+    torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+    torch.tensor([1 + 2j]),
+], ids=["long", "strided", "empty", "scalar", "bool", "bfloat16 transposed", "complex"])  # fmt: skip
 def test_copies_arrive_whole_and_are_the_devices_own(device, array):
     future = copy_async(array, device)
     expected = array.clone() if isinstance(array, torch.Tensor) else torch.from_numpy(array.copy())

@@ -281,41 +281,24 @@ FIXED = np.ones(8, np.float32)
 FIXED.flags.writeable = False
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "grid", "args"),
-    [
-        (LaunchError, "takes 4 arguments, got 3", 1, (2.0, X, Y)),
-        (
-            UnsupportedDtype,
-            r"argument 1 \(x\): wanted an array of float32, got float64",
-            1,
-            (2.0, X.astype(float), Y, 8),
-        ),
-        (UnsupportedDtype, "got unaligned or swapped >f4", 1, (2.0, X.astype(">f4"), Y, 8)),
-        (UnsupportedDtype, "masked", 1, (2.0, np.ma.masked_array(X), Y, 8)),
-        (
-            LaunchError,
-            r"argument 1 \(x\): wanted a contiguous array, in C order; one of shape \(4,\)",
-            1,
-            (2.0, X[::2], Y, 4),
-        ),
-        (LaunchError, r"argument 2 \(y\): the kernel may write it, and the array is read-only", 1, (2.0, X, FIXED, 8)),
-        (LaunchError, r"argument 2 \(y\).*requires a gradient", 1, (2.0, X, torch.ones(8, requires_grad=True), 8)),
-        (LaunchError, "no memory", 1, (2.0, X, torch.ones(8, device="meta"), 8)),
-        (LaunchError, r"argument 1 \(x\): wanted an array \(\*f32\), got builtins.list", 1, (2.0, [1.0], Y, 8)),
-        (LaunchError, r"argument 0 \(a\): wanted a number that f32 holds, got 1e\+300", 1, (1e300, X, Y, 8)),
-        (LaunchError, "wanted a number that f32 holds", 1, (10**400, X, Y, 8)),
-        (
-            LaunchError,
-            r"argument 3 \(n\): wanted a number that i64 holds, got 9223372036854775808",
-            1,
-            (2.0, X, Y, 2**63),
-        ),
-        (LaunchError, "wanted a number that i64 holds, got 8.0", 1, (2.0, X, Y, 8.0)),
-        (LaunchError, "grid must be one to three numbers of at least 1, got 0", 0, (2.0, X, Y, 8)),
-        (LaunchError, "grid must be one to three numbers of at least 1, got 1.5", 1.5, (2.0, X, Y, 8)),
-    ],
-)
+@pytest.mark.parametrize(("error", "match", "grid", "args"), [
+    (LaunchError, "takes 4 arguments, got 3", 1, (2.0, X, Y)),
+    (UnsupportedDtype, r"argument 1 \(x\): wanted an array of float32, got float64", 1, (2.0, X.astype(float), Y, 8)),
+    (UnsupportedDtype, "got unaligned or swapped >f4", 1, (2.0, X.astype(">f4"), Y, 8)),
+    (UnsupportedDtype, "masked", 1, (2.0, np.ma.masked_array(X), Y, 8)),
+    (LaunchError, r"argument 1 \(x\): wanted a contiguous array, in C order; one of shape \(4,\)", 1,
+     (2.0, X[::2], Y, 4)),
+    (LaunchError, r"argument 2 \(y\): the kernel may write it, and the array is read-only", 1, (2.0, X, FIXED, 8)),
+    (LaunchError, r"argument 2 \(y\).*requires a gradient", 1, (2.0, X, torch.ones(8, requires_grad=True), 8)),
+    (LaunchError, "no memory", 1, (2.0, X, torch.ones(8, device="meta"), 8)),
+    (LaunchError, r"argument 1 \(x\): wanted an array \(\*f32\), got builtins.list", 1, (2.0, [1.0], Y, 8)),
+    (LaunchError, r"argument 0 \(a\): wanted a number that f32 holds, got 1e\+300", 1, (1e300, X, Y, 8)),
+    (LaunchError, "wanted a number that f32 holds", 1, (10**400, X, Y, 8)),
+    (LaunchError, r"argument 3 \(n\): wanted a number that i64 holds, got 9223372036854775808", 1, (2.0, X, Y, 2**63)),
+    (LaunchError, "wanted a number that i64 holds, got 8.0", 1, (2.0, X, Y, 8.0)),
+    (LaunchError, "grid must be one to three numbers of at least 1, got 0", 0, (2.0, X, Y, 8)),
+    (LaunchError, "grid must be one to three numbers of at least 1, got 1.5", 1.5, (2.0, X, Y, 8)),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name_and_nothing_runs(error, match, grid, args):
     with pytest.raises(error, match=match):
         acl.kernel(SAXPY, device="cpu")(grid, 8, *args)
@@ -441,18 +424,15 @@ def ptx(options):
     return run_nvrtc(ARITHMETIC, "sm_90", "k", options.for_nvrtc()).ptx
 
 
-@pytest.mark.parametrize(
-    ("options", "there"),
-    [
-        ({}, "div.rn.f32 sqrt.rn.f32 fma.rn.f32"),
-        ({"fast_math": True}, "div.approx.ftz.f32 sqrt.approx.ftz.f32 fma.rn.ftz.f32"),
-        ({"ftz": True}, "div.rn.ftz.f32 sqrt.rn.ftz.f32"),
-        ({"prec_div": False}, "div.full.f32 sqrt.rn.f32"),
-        ({"prec_sqrt": False}, "div.rn.f32 sqrt.approx.f32"),
-        ({"fmad": False}, "mul.rn.f32 add.rn.f32"),
-        ({"fast_math": True, "prec_div": True}, "div.rn.ftz.f32 sqrt.approx.ftz.f32"),
-    ],
-)
+@pytest.mark.parametrize(("options", "there"), [
+    ({}, "div.rn.f32 sqrt.rn.f32 fma.rn.f32"),
+    ({"fast_math": True}, "div.approx.ftz.f32 sqrt.approx.ftz.f32 fma.rn.ftz.f32"),
+    ({"ftz": True}, "div.rn.ftz.f32 sqrt.rn.ftz.f32"),
+    ({"prec_div": False}, "div.full.f32 sqrt.rn.f32"),
+    ({"prec_sqrt": False}, "div.rn.f32 sqrt.approx.f32"),
+    ({"fmad": False}, "mul.rn.f32 add.rn.f32"),
+    ({"fast_math": True, "prec_div": True}, "div.rn.ftz.f32 sqrt.approx.ftz.f32"),
+])  # fmt: skip
 def test_each_part_of_fast_math_reaches_nvrtc(options, there):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
     text = ptx(acl.CompileOptions(**options))
@@ -524,19 +504,16 @@ def test_the_key_of_cuda_has_options_headers_and_shared_memory(tmp_path):
     assert header_hashes('// #include "some.h"\n#if __has_include("none.h")\n', [tmp_path]) == [("none.h", "")]
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"optimize": 4}, "optimize must be 0, 1, 2 or 3, got 4"),
-        ({"fast_math": None}, "fast_math must be True or False, got None"),
-        ({"ftz": "yes"}, "ftz must be True or False, got 'yes'"),
-        ({"defines": {"3D": 1}}, "wanted the name of a macro, got '3D'"),
-        ({"defines": {"A": "1\n#include </etc/passwd>"}}, "the value of A must be one line"),
-        ({"include": ["nowhere"]}, "include nowhere: no such folder"),
-        ({"include": "src"}, "include must be a list of folders"),
-        ({"ptxas": "-v"}, "ptxas must be a list of options, got '-v'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "match"), [
+    ({"optimize": 4}, "optimize must be 0, 1, 2 or 3, got 4"),
+    ({"fast_math": None}, "fast_math must be True or False, got None"),
+    ({"ftz": "yes"}, "ftz must be True or False, got 'yes'"),
+    ({"defines": {"3D": 1}}, "wanted the name of a macro, got '3D'"),
+    ({"defines": {"A": "1\n#include </etc/passwd>"}}, "the value of A must be one line"),
+    ({"include": ["nowhere"]}, "include nowhere: no such folder"),
+    ({"include": "src"}, "include must be a list of folders"),
+    ({"ptxas": "-v"}, "ptxas must be a list of options, got '-v'"),
+])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         acl.CompileOptions(**options)
@@ -569,16 +546,13 @@ def test_kernels_with_options_compute_the_same_within_rounding(backend, options)
 # --- parsing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "entry", "kinds"),
-    [
-        ("scale<float, 4>", "scale<float, 4>", "*f32 f32 const *u64"),
-        ("scale<double>", "scale<double>", "*f64 f64 const *u64"),
-        ("inner", "a::b::inner", "*f64 const *f32x4 u8 bool"),
-        ("b::inner", "a::b::inner", "*f64 const *f32x4 u8 bool"),
-        ("plain", "plain", "const *i32 i64 u64 *void"),
-    ],
-)
+@pytest.mark.parametrize(("name", "entry", "kinds"), [
+    ("scale<float, 4>", "scale<float, 4>", "*f32 f32 const *u64"),
+    ("scale<double>", "scale<double>", "*f64 f64 const *u64"),
+    ("inner", "a::b::inner", "*f64 const *f32x4 u8 bool"),
+    ("b::inner", "a::b::inner", "*f64 const *f32x4 u8 bool"),
+    ("plain", "plain", "const *i32 i64 u64 *void"),
+])  # fmt: skip
 def test_entries_and_types_of_cuda_are_found(name, entry, kinds):
     found, parameters = entry_of(CUDA, "cuda", name)
     assert found == entry
@@ -607,20 +581,14 @@ def test_types_by_many_names():
     assert entry_of("__global__ void k(T *x) {}", "cuda", "k", {"T": "short"})[1][0].kind == "*i16"
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("absent", "no kernel 'absent' in the text.*it has scale<T, N>, a::b::inner, plain, takes_struct, takes_rows"),
-        (None, "name a kernel of the text"),
-        ("scale", "is a template: name it with its arguments, like 'scale<float, 4>'"),
-        ("scale<float, 3, 4>", "takes 2 template arguments, got 'scale<float, 3, 4>'"),
-        (
-            "takes_struct",
-            r"takes_struct, argument 0 \(both\): wanted a pointer to numbers, or a number, got 'Pair both'",
-        ),
-        ("takes_rows", r"argument 0 \(rows\): wanted an array or a number, got 'float \*\*rows'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "match"), [
+    ("absent", "no kernel 'absent' in the text.*it has scale<T, N>, a::b::inner, plain, takes_struct, takes_rows"),
+    (None, "name a kernel of the text"),
+    ("scale", "is a template: name it with its arguments, like 'scale<float, 4>'"),
+    ("scale<float, 3, 4>", "takes 2 template arguments, got 'scale<float, 3, 4>'"),
+    ("takes_struct", r"takes_struct, argument 0 \(both\): wanted a pointer to numbers, or a number, got 'Pair both'"),
+    ("takes_rows", r"argument 0 \(rows\): wanted an array or a number, got 'float \*\*rows'"),
+])  # fmt: skip
 def test_what_cannot_be_called_is_refused_by_name(name, match):
     with pytest.raises(CompileError, match=match):
         entry_of(CUDA, "cuda", name)

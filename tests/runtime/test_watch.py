@@ -26,16 +26,13 @@ def test_a_single_process_is_not_watched():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("failure", "victim", "own", "others"),
-    [
-        ("error", 1, "ValueError: a row of 3, got 4", "ProtocolError: rank 1: ValueError: a row of 3, got 4"),
-        ("own", 0, "OutOfMemory: 8 rows do not fit", "OutOfMemory: rank 0: 8 rows do not fit"),
-        ("memory", 2, "DefaultCPUAllocator: can't allocate memory", "rank 2: .*can't allocate memory"),
-        ("kill", 1, "", "ProtocolError: rank 1: no sign of life for . s: it was killed"),
-        ("stop", 1, "", "error: rank 1: no sign of life for 4 s: it was killed, hangs"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("failure", "victim", "own", "others"), [
+    ("error", 1, "ValueError: a row of 3, got 4", "ProtocolError: rank 1: ValueError: a row of 3, got 4"),
+    ("own", 0, "OutOfMemory: 8 rows do not fit", "OutOfMemory: rank 0: 8 rows do not fit"),
+    ("memory", 2, "DefaultCPUAllocator: can't allocate memory", "rank 2: .*can't allocate memory"),
+    ("kill", 1, "", "ProtocolError: rank 1: no sign of life for . s: it was killed"),
+    ("stop", 1, "", "error: rank 1: no sign of life for 4 s: it was killed, hangs"),
+])  # fmt: skip
 def test_one_line_names_the_rank_and_all_end(tmp_path, failure, victim, own, others):
     context = forkserver()
     children = [

@@ -98,14 +98,11 @@ def test_arrays_above_the_binding_limit_are_split(provider, opened, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "babybear",
-        pytest.param("goldilocks", marks=pytest.mark.soak),
-        pytest.param("bn254_fr", marks=pytest.mark.soak),  # takes seconds to compile
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "babybear",
+    pytest.param("goldilocks", marks=pytest.mark.soak),
+    pytest.param("bn254_fr", marks=pytest.mark.soak),  # takes seconds to compile
+])  # fmt: skip
 def test_arrays_of_other_kernels_are_bound_in_windows(provider, opened, monkeypatch, name):
     """Sums, products, powers, inverses, the check of the input, and transforms, of four windows."""
     field, n = zk.field(name), 1024

@@ -237,13 +237,10 @@ def test_opens_again_with_the_same_answers(tmp_path):
     assert after == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"dim": DIM + 1}, ConfigError, "has the dimension 8, not 9"),
-        ({"dim": DIM, "metric": "l2"}, ConfigError, "has the metric cosine, not l2"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"dim": DIM + 1}, ConfigError, "has the dimension 8, not 9"),
+    ({"dim": DIM, "metric": "l2"}, ConfigError, "has the metric cosine, not l2"),
+])  # fmt: skip
 def test_another_collection_is_named(made, tmp_path, arguments, error, message):
     made.close()
     with pytest.raises(error, match=message):
@@ -269,46 +266,31 @@ def test_a_folder_that_is_no_collection_is_named(tmp_path):
         Collection(tmp_path, "../other")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda c: c.upsert([1], np.ones((1, 3))), ShapeError, r"must be \(n, 8\), got \(1, 3\)"),
-        (lambda c: c.upsert([1, 2], vectors(1)), ShapeError, "2 ids, 1 vectors"),
-        (lambda c: c.upsert([1, 1], vectors(2)), ConfigError, "the id 1 is there twice"),
-        (lambda c: c.upsert(["x"], vectors(1)), ConfigError, "UUID"),
-        (lambda c: c.upsert([True], vectors(1)), ConfigError, "UUID"),
-        (lambda c: c.upsert([1], np.full((1, DIM), np.nan)), RangeError, r"vectors\[0\] has NaN"),
-        (lambda c: c.upsert([1], np.full((1, DIM), np.inf)), RangeError, "infinity"),
-        (lambda c: c.upsert([1], np.zeros((1, DIM))), RangeError, "is zero"),
-        (lambda c: c.upsert([1], vectors(1), [{"x": float("nan")}]), ConfigError, "JSON"),
-        (lambda c: c.upsert([1], vectors(1), ["x"]), ConfigError, "JSON object"),
-        (lambda c: c.upsert([1], [["a"] * DIM]), ShapeError, "must be numbers"),
-        (lambda c: c.search(np.ones(3)), ShapeError, r"queries must be \(n, 8\)"),
-        (lambda c: c.search(np.zeros(DIM)), RangeError, "is zero"),
-        (lambda c: c.search(vectors(1), 0), ConfigError, "k must be at least 1"),
-        (lambda c: c.search(vectors(1), filter=[]), ConfigError, "filter"),
-        (lambda c: c.search(vectors(1), filter={"mist": []}), ConfigError, "cannot have 'mist'"),
-        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a"}]}), ConfigError, "says nothing"),
-        (
-            lambda c: c.search(vectors(1), filter={"min_should": {"conditions": [], "min_count": 1}}),
-            ConfigError,
-            "0 to 0",
-        ),
-        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a..b", "is_null": True}]}), ConfigError, "path"),
-        (
-            lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "range": {"gt": "soon"}}]}),
-            ConfigError,
-            "2026-01",
-        ),
-        (lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {}}]}), ConfigError, "one of"),
-        (
-            lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {"value": 1.5}}]}),
-            ConfigError,
-            "texts",
-        ),
-        (lambda c: c.search(vectors(1), filter={"must": [{"has_vector": 3}]}), ConfigError, "does not take"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda c: c.upsert([1], np.ones((1, 3))), ShapeError, r"must be \(n, 8\), got \(1, 3\)"),
+    (lambda c: c.upsert([1, 2], vectors(1)), ShapeError, "2 ids, 1 vectors"),
+    (lambda c: c.upsert([1, 1], vectors(2)), ConfigError, "the id 1 is there twice"),
+    (lambda c: c.upsert(["x"], vectors(1)), ConfigError, "UUID"),
+    (lambda c: c.upsert([True], vectors(1)), ConfigError, "UUID"),
+    (lambda c: c.upsert([1], np.full((1, DIM), np.nan)), RangeError, r"vectors\[0\] has NaN"),
+    (lambda c: c.upsert([1], np.full((1, DIM), np.inf)), RangeError, "infinity"),
+    (lambda c: c.upsert([1], np.zeros((1, DIM))), RangeError, "is zero"),
+    (lambda c: c.upsert([1], vectors(1), [{"x": float("nan")}]), ConfigError, "JSON"),
+    (lambda c: c.upsert([1], vectors(1), ["x"]), ConfigError, "JSON object"),
+    (lambda c: c.upsert([1], [["a"] * DIM]), ShapeError, "must be numbers"),
+    (lambda c: c.search(np.ones(3)), ShapeError, r"queries must be \(n, 8\)"),
+    (lambda c: c.search(np.zeros(DIM)), RangeError, "is zero"),
+    (lambda c: c.search(vectors(1), 0), ConfigError, "k must be at least 1"),
+    (lambda c: c.search(vectors(1), filter=[]), ConfigError, "filter"),
+    (lambda c: c.search(vectors(1), filter={"mist": []}), ConfigError, "cannot have 'mist'"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"key": "a"}]}), ConfigError, "says nothing"),
+    (lambda c: c.search(vectors(1), filter={"min_should": {"conditions": [], "min_count": 1}}), ConfigError, "0 to 0"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"key": "a..b", "is_null": True}]}), ConfigError, "path"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "range": {"gt": "soon"}}]}), ConfigError, "2026-01"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {}}]}), ConfigError, "one of"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"key": "a", "match": {"value": 1.5}}]}), ConfigError, "texts"),
+    (lambda c: c.search(vectors(1), filter={"must": [{"has_vector": 3}]}), ConfigError, "does not take"),
+])  # fmt: skip
 def test_bad_input_is_refused_and_changes_nothing(made, call, error, message):
     with pytest.raises(error, match=message):
         call(made)

@@ -64,56 +64,50 @@ def test_numbers_that_json_has_not_and_bytes():
 GOOD = {"name": "x", "shape": [2], "datatype": "UINT8", "data": [1, 2]}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"name": 7}, "is an object with a name"),
-        ({"datatype": "BF16"}, "no bfloat16; send float32"),
-        ({"datatype": "COMPLEX"}, "must be BYTES or one of"),
-        ({"parameters": 3}, "parameters must be an object"),
-        ({"parameters": {"region": 1}}, "has no parameter 'region'"),
-        ({"parameters": {"binary_data_size": True}}, "must be a whole number"),
-        ({"parameters": {"binary_data_size": -1}}, "must be a whole number"),
-        ({"parameters": {"binary_data_size": 9}}, "binary_data_size is 9, 2 bytes are left"),
-        ({"shape": [1] * 9}, "at most 8 whole numbers"),
-        ({"shape": [-1]}, "at most 8 whole numbers"),
-        ({"shape": [2.0]}, "at most 8 whole numbers"),
-        ({"shape": [0, 1 << 25]}, "is too large"),
-        ({"shape": [3]}, "has 3 elements, got 2"),
-        ({"shape": [1 << 40]}, "elements, got 2"),  # nothing of that size is made
-        ({"data": "ab"}, "data must be a list"),
-        ({"data": [1, None]}, "None is not a number of UINT8"),
-        ({"data": [1, True]}, "True is not a number of UINT8"),
-        ({"data": [1, 256]}, "a number is beyond UINT8"),
-        ({"data": [1, -1]}, "a number is beyond UINT8"),
-        ({"data": [[1], [2, 3]], "shape": [2, 1]}, "flat, or nested as its shape"),
-        ({"datatype": "FP32", "data": [1, "infinity"]}, "'infinity' is not a number of FP32"),
-        ({"datatype": "BYTES", "data": ["a", "b"]}, "BYTES is one element here"),
-        ({"datatype": "BYTES", "shape": [1], "data": ["\ud800"]}, "is not Unicode text"),
-        ({"datatype": "BYTES", "parameters": {"binary_data_size": 2}}, "BYTES is one element here, of shape"),
-        ({"datatype": "BOOL", "parameters": {"binary_data_size": 2}}, "a byte of BOOL is 0 or 1"),
-        ({"datatype": "UINT16", "parameters": {"binary_data_size": 2}}, "takes 4 bytes, got 2"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"name": 7}, "is an object with a name"),
+    ({"datatype": "BF16"}, "no bfloat16; send float32"),
+    ({"datatype": "COMPLEX"}, "must be BYTES or one of"),
+    ({"parameters": 3}, "parameters must be an object"),
+    ({"parameters": {"region": 1}}, "has no parameter 'region'"),
+    ({"parameters": {"binary_data_size": True}}, "must be a whole number"),
+    ({"parameters": {"binary_data_size": -1}}, "must be a whole number"),
+    ({"parameters": {"binary_data_size": 9}}, "binary_data_size is 9, 2 bytes are left"),
+    ({"shape": [1] * 9}, "at most 8 whole numbers"),
+    ({"shape": [-1]}, "at most 8 whole numbers"),
+    ({"shape": [2.0]}, "at most 8 whole numbers"),
+    ({"shape": [0, 1 << 25]}, "is too large"),
+    ({"shape": [3]}, "has 3 elements, got 2"),
+    ({"shape": [1 << 40]}, "elements, got 2"),  # nothing of that size is made
+    ({"data": "ab"}, "data must be a list"),
+    ({"data": [1, None]}, "None is not a number of UINT8"),
+    ({"data": [1, True]}, "True is not a number of UINT8"),
+    ({"data": [1, 256]}, "a number is beyond UINT8"),
+    ({"data": [1, -1]}, "a number is beyond UINT8"),
+    ({"data": [[1], [2, 3]], "shape": [2, 1]}, "flat, or nested as its shape"),
+    ({"datatype": "FP32", "data": [1, "infinity"]}, "'infinity' is not a number of FP32"),
+    ({"datatype": "BYTES", "data": ["a", "b"]}, "BYTES is one element here"),
+    ({"datatype": "BYTES", "shape": [1], "data": ["\ud800"]}, "is not Unicode text"),
+    ({"datatype": "BYTES", "parameters": {"binary_data_size": 2}}, "BYTES is one element here, of shape"),
+    ({"datatype": "BOOL", "parameters": {"binary_data_size": 2}}, "a byte of BOOL is 0 or 1"),
+    ({"datatype": "UINT16", "parameters": {"binary_data_size": 2}}, "takes 4 bytes, got 2"),
+])  # fmt: skip
 def test_what_is_no_tensor_is_named(changed, message):
     text = json.dumps({"inputs": [GOOD | changed]}).encode()
     with pytest.raises(FormatError, match=message):
         read_kserve(text + b"\x01\x02", len(text), "inputs")
 
 
-@pytest.mark.parametrize(
-    ("body", "size", "message"),
-    [
-        (b"{}", 3, "is 3, the body has 2 bytes"),
-        (b"{}", -1, "is -1, the body has 2 bytes"),
-        (b"[1]", None, "must be a JSON object"),
-        (b"{", None, "is not JSON"),
-        (b'{"inputs": {}}', None, "a list of at most 64 tensors"),
-        (json.dumps({"inputs": [GOOD, GOOD]}).encode(), None, "'x' occurs twice"),
-        (b"{}rest", 2, "4 bytes follow the last tensor"),
-        (b" " * 100 + b"{}", None, "the JSON has 102 bytes, more than 64"),
-    ],
-)
+@pytest.mark.parametrize(("body", "size", "message"), [
+    (b"{}", 3, "is 3, the body has 2 bytes"),
+    (b"{}", -1, "is -1, the body has 2 bytes"),
+    (b"[1]", None, "must be a JSON object"),
+    (b"{", None, "is not JSON"),
+    (b'{"inputs": {}}', None, "a list of at most 64 tensors"),
+    (json.dumps({"inputs": [GOOD, GOOD]}).encode(), None, "'x' occurs twice"),
+    (b"{}rest", 2, "4 bytes follow the last tensor"),
+    (b" " * 100 + b"{}", None, "the JSON has 102 bytes, more than 64"),
+])  # fmt: skip
 def test_what_is_no_request_is_refused(body, size, message):
     with pytest.raises(FormatError, match=message):
         read_kserve(body, size, "inputs", most_json=64 if "more than" in message else 1 << 20)

@@ -244,17 +244,14 @@ def test_a_job_reports_and_ends_with_the_result(server):
         assert client.cancel(job.id).state == "succeeded"  # as it is
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda c: c.field_mul([1, 2], [3, 4, 5]), errors.ShapeError, "do not broadcast"),
-        (lambda c: c.field_mul(np.array([2**64 - 1], np.uint64), [1]), errors.FormatError, "not below the modulus"),
-        (lambda c: c.call("ntt", {"x": np.zeros(4)}, field="goldilocks"), errors.FormatError, "must be UINT64"),
-        (lambda c: c.call("field_inv", {"x": [1]}, fields="babybear"), Refused, "fields"),
-        (lambda c: c.call("no such", {}), Refused, "no model"),
-        (lambda c: c.job("0" * 32), JobNotFound, "no job"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda c: c.field_mul([1, 2], [3, 4, 5]), errors.ShapeError, "do not broadcast"),
+    (lambda c: c.field_mul(np.array([2**64 - 1], np.uint64), [1]), errors.FormatError, "not below the modulus"),
+    (lambda c: c.call("ntt", {"x": np.zeros(4)}, field="goldilocks"), errors.FormatError, "must be UINT64"),
+    (lambda c: c.call("field_inv", {"x": [1]}, fields="babybear"), Refused, "fields"),
+    (lambda c: c.call("no such", {}), Refused, "no model"),
+    (lambda c: c.job("0" * 32), JobNotFound, "no job"),
+])  # fmt: skip
 def test_errors_are_the_librarys_with_the_requests_id(client, call, error, message):
     with pytest.raises(error, match=message) as caught:
         call(client)
@@ -344,16 +341,13 @@ def test_an_answer_that_names_a_time_is_repeated(answering):
     assert seen == [("/devices", "Bearer acl_x")] * 3
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "kind", "error"),
-    [
-        (429, {}, "QueueFull", QueueFull),
-        (429, {"Retry-After": "3600"}, "QueueFull", QueueFull),  # after the call's limit
-        (500, {"Retry-After": "0"}, "InternalError", Refused),
-        (409, {}, "Cancelled", Cancelled),
-        (409, {}, "SystemExit", Refused),  # no name of an error of ours
-    ],
-)
+@pytest.mark.parametrize(("status", "headers", "kind", "error"), [
+    (429, {}, "QueueFull", QueueFull),
+    (429, {"Retry-After": "3600"}, "QueueFull", QueueFull),  # after the call's limit
+    (500, {"Retry-After": "0"}, "InternalError", Refused),
+    (409, {}, "Cancelled", Cancelled),
+    (409, {}, "SystemExit", Refused),  # no name of an error of ours
+])  # fmt: skip
 def test_others_are_not_repeated(answering, status, headers, kind, error):
     url, seen = answering((status, headers, refusal(kind)))
     with Client(url, timeout=5, trust_env=False) as client, pytest.raises(error, match="not now") as caught:

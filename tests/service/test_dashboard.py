@@ -79,15 +79,12 @@ def test_the_page_shows_what_the_service_has(page):
     assert page.problems == []
 
 
-@pytest.mark.parametrize(
-    ("operation", "field", "x", "expected"),
-    [
-        ("field_mul", "bn254_fr", "2, 3, 4, 5", "10, 18, 28, 40"),
-        ("field_sub", "babybear", "0, 7, 8, 9", "2013265916, 1, 1, 1"),
-        ("ntt", "goldilocks", "1, 2, 3, 4", "10, 18446181119461163007, 18446744069414584319, 562949953421310"),
-        ("msm", "bn254_g1", "1, 1", "x = 3353031288059533942658390886683067124040920775575537747144343083137631628272"),
-    ],
-)
+@pytest.mark.parametrize(("operation", "field", "x", "expected"), [
+    ("field_mul", "bn254_fr", "2, 3, 4, 5", "10, 18, 28, 40"),
+    ("field_sub", "babybear", "0, 7, 8, 9", "2013265916, 1, 1, 1"),
+    ("ntt", "goldilocks", "1, 2, 3, 4", "10, 18446181119461163007, 18446744069414584319, 562949953421310"),
+    ("msm", "bn254_g1", "1, 1", "x = 3353031288059533942658390886683067124040920775575537747144343083137631628272"),
+])  # fmt: skip
 def test_the_form_runs_an_example_that_the_browser_checks(page, operation, field, x, expected):
     page.evaluate(f"""(() => {{
         const choose = (id, value) => {{

@@ -510,14 +510,10 @@ def test_beyond_the_connections_strangers_get_health_and_keys_get_all(tmp_path, 
     assert asyncio.run(ask()) == ["503", "200", "200", "200", "200"]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50],
-        [b"GET / HTTP/1.1\r\n", *[b"x: " + b"a" * 1000 + b"\r\n"] * 50],
-    ],
-    ids=["requests", "headers"],
-)
+@pytest.mark.parametrize("parts", [
+    [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50],
+    [b"GET / HTTP/1.1\r\n", *[b"x: " + b"a" * 1000 + b"\r\n"] * 50],
+], ids=["requests", "headers"])  # fmt: skip
 def test_what_follows_a_request_in_progress_is_bounded(raw, http, parts):
     raw.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
     raw.answer()

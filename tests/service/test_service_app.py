@@ -109,20 +109,17 @@ def test_metadata(http):
         assert http.get(f"/v2/models/{path}").status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "data", "why"),
-    [
-        ("x", [2], [1, 2**64 - 1], "not below the modulus"),
-        ("x", [2], [1, -1], "beyond UINT64"),
-        ("x", [2], [1, 1.5], "not a number of UINT64"),
-        ("x", [2], [1, True], "not a number of UINT64"),
-        ("x", [2], [[1], [2]], "not a number of UINT64"),
-        ("x", [3], [1, 2], "3 elements, got 2"),
-        ("x", [-1], [1], "whole numbers"),
-        ("x", [2**40, 2**40], [1], "elements, got 1"),
-        ("q", [1], [1], "no input 'q'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "data", "why"), [
+    ("x", [2], [1, 2**64 - 1], "not below the modulus"),
+    ("x", [2], [1, -1], "beyond UINT64"),
+    ("x", [2], [1, 1.5], "not a number of UINT64"),
+    ("x", [2], [1, True], "not a number of UINT64"),
+    ("x", [2], [[1], [2]], "not a number of UINT64"),
+    ("x", [3], [1, 2], "3 elements, got 2"),
+    ("x", [-1], [1], "whole numbers"),
+    ("x", [2**40, 2**40], [1], "elements, got 1"),
+    ("q", [1], [1], "no input 'q'"),
+])  # fmt: skip
 def test_bad_tensors_are_named(http, name, shape, data, why):
     tensors = [{"name": name, "shape": shape, "datatype": "UINT64", "data": data}]
     tensors.append({"name": "y", "shape": [1], "datatype": "UINT64", "data": [1]})

@@ -26,23 +26,20 @@ def test_file_environment_and_arguments_in_rising_order(tmp_path):
     assert library_settings({"ACCELERANT_SERVE_PORT": "2", "HOME": str(tmp_path)}).backend == "auto"
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("prt = 1", "did you mean 'port'"),
-        ("port = 1.5", "port must be int"),
-        ("port = true", "port must be int"),
-        ("port = 70000", "0 to 65535"),
-        ("queue_jobs = 0", "above 0"),
-        ('log = "xml"', "json or text"),
-        ('tls_key = "key.pem"', "belong together"),
-        ('models = "tiny"', "models must be"),
-        ('devices = ["cpu", "cudaa:1"]', "unknown backend 'cudaa' .did you mean 'cuda'"),
-        ('devices = ["cuda:0", "cuda:1"]\ngpus = 4', "gpus: 4 devices are wanted, and 2 given"),
-        ('gpus = 2\nquantize = "int4"', "gpus: weights in 4-bit integers are not split"),
-        ("port = ", "not TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("prt = 1", "did you mean 'port'"),
+    ("port = 1.5", "port must be int"),
+    ("port = true", "port must be int"),
+    ("port = 70000", "0 to 65535"),
+    ("queue_jobs = 0", "above 0"),
+    ('log = "xml"', "json or text"),
+    ('tls_key = "key.pem"', "belong together"),
+    ('models = "tiny"', "models must be"),
+    ('devices = ["cpu", "cudaa:1"]', "unknown backend 'cudaa' .did you mean 'cuda'"),
+    ('devices = ["cuda:0", "cuda:1"]\ngpus = 4', "gpus: 4 devices are wanted, and 2 given"),
+    ('gpus = 2\nquantize = "int4"', "gpus: weights in 4-bit integers are not split"),
+    ("port = ", "not TOML"),
+])  # fmt: skip
 def test_bad_files_are_refused(tmp_path, text, why):
     file = tmp_path / "service.toml"
     file.write_text(text)
@@ -61,18 +58,15 @@ def test_addresses_and_secrets():
     assert "secret" not in repr(ServiceSettings(state_url="postgresql://user:secret@host/name"))
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "status", "why"),
-    [
-        ("--state-url", "foo://x", 2, "accelerant: state_url must be of sqlite or postgresql, got 'foo'"),
-        ("--state-url", "sqlite:////absent/x.db", 1, "cannot use sqlite:////absent/x.db: unable to open"),
-        ("--directory", "empty", 2, "empty cannot be made: File exists"),
-        ("--device", "toaster", 2, "accelerant: unknown backend 'toaster'"),
-        ("--device", "cpu:9", 1, "worker of cpu:9: "),
-        ("--tls-certificate", "absent", 2, "tls_certificate absent and tls_key empty must be the PEM files"),
-        ("--tls-certificate", "empty", 2, "tls_certificate empty and tls_key empty must be the PEM files"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value", "status", "why"), [
+    ("--state-url", "foo://x", 2, "accelerant: state_url must be of sqlite or postgresql, got 'foo'"),
+    ("--state-url", "sqlite:////absent/x.db", 1, "cannot use sqlite:////absent/x.db: unable to open"),
+    ("--directory", "empty", 2, "empty cannot be made: File exists"),
+    ("--device", "toaster", 2, "accelerant: unknown backend 'toaster'"),
+    ("--device", "cpu:9", 1, "worker of cpu:9: "),
+    ("--tls-certificate", "absent", 2, "tls_certificate absent and tls_key empty must be the PEM files"),
+    ("--tls-certificate", "empty", 2, "tls_certificate empty and tls_key empty must be the PEM files"),
+])  # fmt: skip
 def test_a_start_that_fails_says_why_without_a_traceback(tmp_path, monkeypatch, capfd, option, value, status, why):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()

@@ -39,13 +39,10 @@ def test_functions_of_one_value(place, expression, reference):
     torch.testing.assert_close(computed(place, expression, x), expected, rtol=1e-6, atol=4e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("expression", "reference"),
-    [
-        ("max(x0, x1)", torch.maximum), ("min(x0, x1)", torch.minimum), ("rem_floor(x0, x1)", torch.remainder),
-        ("div_floor(x0, x1)", torch.floor_divide),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("expression", "reference"), [
+    ("max(x0, x1)", torch.maximum), ("min(x0, x1)", torch.minimum), ("rem_floor(x0, x1)", torch.remainder),
+    ("div_floor(x0, x1)", torch.floor_divide),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_functions_of_two_values(place, expression, reference, dtype):
     some = [-7, -3, -1, 1, 2, 5, 100] if dtype == torch.int32 else [-7.5, -3.0, -0.5, 1.0, 2.25, 100.0]
@@ -111,19 +108,16 @@ def test_rounding_to_bfloat16_is_to_even(place):
 BIG = [0, 1, -1, 7, -8, 2**31, -(2**31), 2**32, 2**40 + 3, -(2**45) + 1, 2**62 + 12345, -(2**62), 2**63 - 1, -(2**63)]
 
 
-@pytest.mark.parametrize(
-    ("expression", "function"),
-    [
-        ("x0 + x1 * 3 - 5", lambda x, y: x + y * 3 - 5),
-        ("-x0 * x1", lambda x, y: -x * y),
-        ("div_trunc(x0, x1)", lambda x, y: torch.div(x, y, rounding_mode="trunc")),
-        ("div_floor(x0, x1)", torch.floor_divide),
-        ("rem_floor(x0, x1)", torch.remainder),
-        ("select(min(x0, x1), abs(x0), x0 > x1)", lambda x, y: torch.where(x > y, x.abs(), torch.minimum(x, y))),
-        ("(~x0 & x1) | (x0 ^ 77)", lambda x, y: (~x & y) | (x ^ 77)),
-        ("max(x0, x1)", torch.maximum),
-    ],
-)
+@pytest.mark.parametrize(("expression", "function"), [
+    ("x0 + x1 * 3 - 5", lambda x, y: x + y * 3 - 5),
+    ("-x0 * x1", lambda x, y: -x * y),
+    ("div_trunc(x0, x1)", lambda x, y: torch.div(x, y, rounding_mode="trunc")),
+    ("div_floor(x0, x1)", torch.floor_divide),
+    ("rem_floor(x0, x1)", torch.remainder),
+    ("select(min(x0, x1), abs(x0), x0 > x1)", lambda x, y: torch.where(x > y, x.abs(), torch.minimum(x, y))),
+    ("(~x0 & x1) | (x0 ^ 77)", lambda x, y: (~x & y) | (x ^ 77)),
+    ("max(x0, x1)", torch.maximum),
+])  # fmt: skip
 def test_int64_is_exact_in_all_its_bits(place, expression, function):
     pairs = [(a, b) for a in BIG for b in BIG if b or ("div" not in expression and "rem" not in expression)]
     pairs = [pair for pair in pairs if pair != (-(2**63), -1)]  # whose quotient C++ leaves open

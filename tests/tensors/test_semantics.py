@@ -35,17 +35,14 @@ def test_sums_longer_than_a_thread_may_loop(device):
 
 
 @each_device
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.sum(), lambda x: x.mean(0), lambda x: x.reshape(2, -1).mean(-1), lambda x: (x * x).mean(),
-        lambda x: x.reshape(-1, 2).sum(0), lambda x: x.norm(), lambda x: torch.dot(x, x),
-        lambda x: torch.mv(x.reshape(20, -1), x[:50_000]), lambda x: x.reshape(20, -1) @ x.reshape(20, -1).T,
-        lambda x: F.mse_loss(x, x * 0), lambda x: F.cross_entropy(x.reshape(-1, 2), (x.view(-1, 2)[:, 0] > 1).long()),
-        lambda x: (x.reshape(2, -1) + x[:2, None] * 1e3).var(-1, unbiased=False) + 1,
-        lambda x: torch.logsumexp(x, 0), lambda x: torch.softmax(x, 0)[:3] * 1e6,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function", [
+    lambda x: x.sum(), lambda x: x.mean(0), lambda x: x.reshape(2, -1).mean(-1), lambda x: (x * x).mean(),
+    lambda x: x.reshape(-1, 2).sum(0), lambda x: x.norm(), lambda x: torch.dot(x, x),
+    lambda x: torch.mv(x.reshape(20, -1), x[:50_000]), lambda x: x.reshape(20, -1) @ x.reshape(20, -1).T,
+    lambda x: F.mse_loss(x, x * 0), lambda x: F.cross_entropy(x.reshape(-1, 2), (x.view(-1, 2)[:, 0] > 1).long()),
+    lambda x: (x.reshape(2, -1) + x[:2, None] * 1e3).var(-1, unbiased=False) + 1,
+    lambda x: torch.logsumexp(x, 0), lambda x: torch.softmax(x, 0)[:3] * 1e6,
+])  # fmt: skip
 def test_long_sums_lose_no_digits(device, function):
     x = torch.full((1_000_000,), 0.1)
     wanted = function(x.double())

@@ -234,16 +234,13 @@ def test_a_kernel_in_c_is_refused_where_the_device_takes_none(device):
         k(1, 1, acl.to(torch.zeros(4), device))
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.ones(1, 5)[:, 0],
-        torch.arange(5.0)[3:4].as_strided((1, 1), (7, 3)),
-        torch.ones(1, 4)[:, ::2],
-        torch.ones(2, 3)[:1].t(),
-        torch.view_as_complex(torch.ones(1, 2)).conj().imag,  # negative by a bit of the tensor
-    ],
-)
+@pytest.mark.parametrize("x", [
+    torch.ones(1, 5)[:, 0],
+    torch.arange(5.0)[3:4].as_strided((1, 1), (7, 3)),
+    torch.ones(1, 4)[:, ::2],
+    torch.ones(2, 3)[:1].t(),
+    torch.view_as_complex(torch.ones(1, 2)).conj().imag,  # negative by a bit of the tensor
+])  # fmt: skip
 def test_strides_of_dimensions_of_one_element_may_be_any(device, x):
     assert torch.equal(acl.to(x, device).cpu(), x)
 

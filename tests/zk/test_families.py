@@ -145,27 +145,24 @@ def test_groth16_from_circuit_to_json(family, tmp_path):
     assert not verify(key, [again.public[0] + 1, *again.public[1:]], again)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"kind": "bls24"}, "kind must be bn or bls12"),
-        ({"twist": "none"}, "twist divide or multiply"),
-        ({"b": True}, "must be Python integers"),
-        ({"parameter": PARAMETERS["bls_plus"][1] - 1}, "is 1 mod 3"),
-        ({"parameter": PARAMETERS["bls_plus"][1] + 12}, "is not prime"),
-        ({"kind": "bn", "parameter": 2**70 + 1}, "is not prime"),
-        ({"kind": "bn", "parameter": 2**62}, "wanted q = 3 mod 4"),
-        ({"b": 0}, "b not 0 mod q"),
-        ({"nonresidue": (0, 1)}, "a non-residue"),
-        ({"nonresidue": (1, 2)}, "a non-residue"),
-        ({"nonresidue": (3, 1)}, "is a square or a cube|not on the curve"),
-        ({"b": 5}, "is not on the curve"),
-        ({"b": 1 << 400}, "must be from 0 to below q"),
-        ({"g1_generator": (-1, 2)}, "must be from 0 to below q"),
-        ({"twist": "divide"}, "is not on the curve"),
-        ({"g1_generator": (0, 2)}, "is not infinity"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"kind": "bls24"}, "kind must be bn or bls12"),
+    ({"twist": "none"}, "twist divide or multiply"),
+    ({"b": True}, "must be Python integers"),
+    ({"parameter": PARAMETERS["bls_plus"][1] - 1}, "is 1 mod 3"),
+    ({"parameter": PARAMETERS["bls_plus"][1] + 12}, "is not prime"),
+    ({"kind": "bn", "parameter": 2**70 + 1}, "is not prime"),
+    ({"kind": "bn", "parameter": 2**62}, "wanted q = 3 mod 4"),
+    ({"b": 0}, "b not 0 mod q"),
+    ({"nonresidue": (0, 1)}, "a non-residue"),
+    ({"nonresidue": (1, 2)}, "a non-residue"),
+    ({"nonresidue": (3, 1)}, "is a square or a cube|not on the curve"),
+    ({"b": 5}, "is not on the curve"),
+    ({"b": 1 << 400}, "must be from 0 to below q"),
+    ({"g1_generator": (-1, 2)}, "must be from 0 to below q"),
+    ({"twist": "divide"}, "is not on the curve"),
+    ({"g1_generator": (0, 2)}, "is not infinity"),
+])  # fmt: skip
 def test_what_is_no_family_is_refused_and_leaves_nothing(changed, message):
     given = parameters_of("bls_plus") | changed
     before = [dict(table) for table in (FIELDS, CURVES, FAMILIES)]

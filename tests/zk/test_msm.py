@@ -245,17 +245,14 @@ def test_threads_sum_at_once():
             assert all((total == wanted[n]).all() for n, total in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "k"),
-    [
-        ("bn254_g1", 14),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow if case[1] == 14 else pytest.mark.soak)
-            for case in MSM_ANSWERS
-            if case != ("bn254_g1", 14)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "k"), [
+    ("bn254_g1", 14),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow if case[1] == 14 else pytest.mark.soak)
+        for case in MSM_ANSWERS
+        if case != ("bn254_g1", 14)
+    ),
+])  # fmt: skip
 def test_known_answers(name, k):
     curve = curve_of(name)
     points = generated(name, 1 << k)

@@ -428,13 +428,10 @@ def worst_fillings(plan):
         yield [(size, count), (1, short), (rest - short, 1)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"window": 2, "segment": 1}, {"window": 4, "segment": 2}, {"segment": 5}, {"rounds": 1},
-        {"segment": 3, "rounds": 4},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"window": 2, "segment": 1}, {"window": 4, "segment": 2}, {"segment": 5}, {"rounds": 1},
+    {"segment": 3, "rounds": 4},
+])  # fmt: skip
 @pytest.mark.parametrize("shared", [False, True])
 def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
     """Buckets of k L + 1 points are the most segments for their points, of L + 1 the most partial sums."""
@@ -544,15 +541,12 @@ def test_rounds_fit_their_memory(monkeypatch):
         device_plans._best_plan.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "log_n", "shared", "rounds"),
-    [
-        ("bn254_g1", 22, False, 0), ("bn254_g1", 22, True, 0), ("bls12_381_g1", 20, False, 0),
-        ("bls12_381_g1", 20, True, 0), ("bls12_381_g1", 22, False, 2), ("bls12_381_g1", 22, True, 2),
-        ("bls12_381_g1", 21, False, 2), ("bls12_381_g1", 21, True, 2), ("bls12_381_g1", 23, False, 2),
-        ("bls12_381_g1", 23, True, 2), ("bn254_g2", 22, False, 0), ("bls12_381_g2", 22, False, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "log_n", "shared", "rounds"), [
+    ("bn254_g1", 22, False, 0), ("bn254_g1", 22, True, 0), ("bls12_381_g1", 20, False, 0),
+    ("bls12_381_g1", 20, True, 0), ("bls12_381_g1", 22, False, 2), ("bls12_381_g1", 22, True, 2),
+    ("bls12_381_g1", 21, False, 2), ("bls12_381_g1", 21, True, 2), ("bls12_381_g1", 23, False, 2),
+    ("bls12_381_g1", 23, True, 2), ("bn254_g2", 22, False, 0), ("bls12_381_g2", 22, False, 0),
+])  # fmt: skip
 def test_rounds_are_where_they_were_measured_to_pay(name, log_n, shared, rounds):
     assert device_plan(curve_of(name), 1 << log_n, 1 << 40, shared=shared).rounds == rounds
 
@@ -637,15 +631,12 @@ def test_a_plan_keeps_to_the_memory():
         device_plan(curve, 1 << 12, 1000)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("bn254_g1", {"window": 1}, "window must be 2 to 22 bits, got 1"),
-        ("bn254_g1", {"segment": 1025}, "segment must be 1 to 1024 units"),
-        ("bn254_g1", {"rounds": 6}, "rounds must be 0 to 5 on bn254_g1, got 6"),
-        ("bn254_g2", {"rounds": 1}, "rounds must be 0 to 0 on bn254_g2, got 1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("bn254_g1", {"window": 1}, "window must be 2 to 22 bits, got 1"),
+    ("bn254_g1", {"segment": 1025}, "segment must be 1 to 1024 units"),
+    ("bn254_g1", {"rounds": 6}, "rounds must be 0 to 5 on bn254_g1, got 6"),
+    ("bn254_g2", {"rounds": 1}, "rounds must be 0 to 0 on bn254_g2, got 1"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         device_plan(curve_of(name), 10, 1 << 30, **options)
@@ -659,20 +650,14 @@ BUDGETS = {
         "msm_affine_begin": (96, 0), "msm_affine_invert": (88, 0), "msm_affine_round": (128, 0),
     },
     "bn254_g2": {
-        "msm_accumulate": (255, 0),
-        "msm_combine": (176, 8),
-        "msm_reduce": (255, 0),
-        "msm_multiples": (200, 0),
+        "msm_accumulate": (255, 0), "msm_combine": (176, 8), "msm_reduce": (255, 0), "msm_multiples": (200, 0),
     },
     "bls12_381_g1": {
         "msm_accumulate": (168, 48), "msm_combine": (160, 0), "msm_reduce": (192, 0), "msm_multiples": (152, 0),
         "msm_affine_begin": (128, 0), "msm_affine_invert": (136, 0), "msm_affine_round": (168, 0),
     },
     "bls12_381_g2": {
-        "msm_accumulate": (255, 512),
-        "msm_combine": (255, 0),
-        "msm_reduce": (255, 80),
-        "msm_multiples": (255, 128),
+        "msm_accumulate": (255, 512), "msm_combine": (255, 0), "msm_reduce": (255, 80), "msm_multiples": (255, 128),
     },
 }  # fmt: skip
 """Registers of a thread and bytes that it spills, at most: just above what ptxas 13.0 gives for sm_80 and sm_90a. For

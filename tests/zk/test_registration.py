@@ -174,41 +174,35 @@ def test_cache_keys_have_the_parameters(g1):
     assert str(Q) in field_kernels(FQ).key
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"a": 1}, r"for curves y\^2 = x\^3 \+ b, with a = 0; got a = 1"),
-        ({"b": 0}, "b must not be 0"),
-        ({"field": "goldilocks"}, "coordinates must have an even number of 64-bit limbs; goldilocks has 64 bits"),
-        ({"scalar_field": FQ}, "scalars must have 4 64-bit limbs; bls12_377_fq has 377 bits"),
-        ({"scalar_field": "bn254_fr"}, "in Hasse's interval|is not infinity"),
-        ({"b": 2}, "is not on the curve"),
-        ({"generator": (GENERATOR[0] + Q, GENERATOR[1])}, "from 0 to below q"),
-        ({"generator": ORDER_TWO}, "is not infinity"),
-        ({"name": "bls12-377"}, "must be an identifier"),
-        ({"name": "bn254_g1"}, "another curve has this name"),
-        ({"field": "secp256k1_fq"}, "unknown field 'secp256k1_fq'"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"a": 1}, r"for curves y\^2 = x\^3 \+ b, with a = 0; got a = 1"),
+    ({"b": 0}, "b must not be 0"),
+    ({"field": "goldilocks"}, "coordinates must have an even number of 64-bit limbs; goldilocks has 64 bits"),
+    ({"scalar_field": FQ}, "scalars must have 4 64-bit limbs; bls12_377_fq has 377 bits"),
+    ({"scalar_field": "bn254_fr"}, "in Hasse's interval|is not infinity"),
+    ({"b": 2}, "is not on the curve"),
+    ({"generator": (GENERATOR[0] + Q, GENERATOR[1])}, "from 0 to below q"),
+    ({"generator": ORDER_TWO}, "is not infinity"),
+    ({"name": "bls12-377"}, "must be an identifier"),
+    ({"name": "bn254_g1"}, "another curve has this name"),
+    ({"field": "secp256k1_fq"}, "unknown field 'secp256k1_fq'"),
+])  # fmt: skip
 def test_what_is_no_curve_is_refused(g1, changed, message):
     with pytest.raises(ConfigError, match=message):
         register(**{"name": "another_g1"} | changed)
     assert "another_g1" not in CURVES
 
 
-@pytest.mark.parametrize(
-    ("name", "modulus", "generator", "message"),
-    [
-        ("x-1", Q, 15, "must be an identifier"),
-        ("even", Q + 1, 15, "is not prime"),
-        ("none", 0, 2, "is not prime"),
-        ("carmichael", 4943 * 3492583 * 4315959443, 5, "is not prime"),  # Fermat's test finds no witness
-        ("square", Q, 4, "is a square"),
-        ("one_word", 2**61 - 1, 37, "an even number of 64-bit words with a spare bit, got 61 bits"),
-        ("full", 2**256 - 2**32 - 977, 3, "with a spare bit, got 256 bits"),
-        ("bn254_fq", Q, 15, "another field has this name"),
-    ],
-)
+@pytest.mark.parametrize(("name", "modulus", "generator", "message"), [
+    ("x-1", Q, 15, "must be an identifier"),
+    ("even", Q + 1, 15, "is not prime"),
+    ("none", 0, 2, "is not prime"),
+    ("carmichael", 4943 * 3492583 * 4315959443, 5, "is not prime"),  # Fermat's test finds no witness
+    ("square", Q, 4, "is a square"),
+    ("one_word", 2**61 - 1, 37, "an even number of 64-bit words with a spare bit, got 61 bits"),
+    ("full", 2**256 - 2**32 - 977, 3, "with a spare bit, got 256 bits"),
+    ("bn254_fq", Q, 15, "another field has this name"),
+])  # fmt: skip
 def test_what_is_no_field_is_refused(name, modulus, generator, message):
     with pytest.raises(ConfigError, match=message):
         register_field(name, modulus, generator)

@@ -204,14 +204,11 @@ def test_add(name, row):
     assert points_to_bytes(curve, [add(curve, p, q)], "evm").hex() == row["Expected"]
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        *cases("eip196", "mul", "bn254_g1"),
-        *cases("eip2537", "mul_g1", "bls12_381_g1"),
-        *cases("eip2537", "mul_g2", "bls12_381_g2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "row"), [
+    *cases("eip196", "mul", "bn254_g1"),
+    *cases("eip2537", "mul_g1", "bls12_381_g1"),
+    *cases("eip2537", "mul_g2", "bls12_381_g2"),
+])  # fmt: skip
 def test_multiply(name, row):
     curve, data = curve_of(name), bytes.fromhex(row["Input"])
     (p,) = points_from_bytes(curve, data[:-32], "evm")

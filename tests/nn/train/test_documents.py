@@ -38,16 +38,10 @@ def test_western_european_text_is_windows_1252(codec):
     assert encoding_of([GERMAN.encode(codec)]) == ("cp1252", "as Windows-1252")
 
 
-@pytest.mark.parametrize(
-    ("text", "codec"),
-    [
-        (RUSSIAN, "koi8-r"),
-        (RUSSIAN, "cp1251"),
-        (CHINESE, "gbk"),
-        (CHINESE, "big5"),
-        ("日本語、です。\n" * 9, "shift-jis"),
-    ],
-)
+@pytest.mark.parametrize(("text", "codec"), [
+    (RUSSIAN, "koi8-r"), (RUSSIAN, "cp1251"), (CHINESE, "gbk"), (CHINESE, "big5"),
+    ("日本語、です。\n" * 9, "shift-jis"),
+])  # fmt: skip
 def test_an_encoding_that_is_not_recognised_is_named(text, codec):
     with pytest.raises(NotTextError, match="in an encoding that is not recognized: convert it to UTF-8"):
         encoding_of([text.encode(codec, "ignore")])

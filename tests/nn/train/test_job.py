@@ -417,18 +417,15 @@ def test_no_link_in_a_received_folder_is_written_through(tmp_path, interrupted, 
     assert not (interrupted / "summary.json").is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("width", 1 << 20, r"checkpoint .* has [\d,]+ bytes, too few for a model of 1 layers of width 1,048,576"),
-        ("layers", 4000, "too few for a model of 4,000 layers"),
-        ("layers", 1 << 40, "layers must be at most 4096, got 1099511627776"),
-        ("context", 1 << 40, "too few for a model of"),
-        ("sample_tokens", 1 << 31, "sample_tokens must be at most 1048576"),
-        ("validations", 1 << 31, "validations must be at most 65536"),
-        ("steps", -5, "not the settings of a run: steps must be above 0, got -5"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("width", 1 << 20, r"checkpoint .* has [\d,]+ bytes, too few for a model of 1 layers of width 1,048,576"),
+    ("layers", 4000, "too few for a model of 4,000 layers"),
+    ("layers", 1 << 40, "layers must be at most 4096, got 1099511627776"),
+    ("context", 1 << 40, "too few for a model of"),
+    ("sample_tokens", 1 << 31, "sample_tokens must be at most 1048576"),
+    ("validations", 1 << 31, "validations must be at most 65536"),
+    ("steps", -5, "not the settings of a run: steps must be above 0, got -5"),
+])  # fmt: skip
 @pytest.mark.sample(3)
 def test_sizes_in_a_received_config_are_checked_before_anything_is_allocated(interrupted, resume, name, value, message):
     config = json.loads((interrupted / "config.json").read_text())
@@ -467,24 +464,16 @@ def test_a_crafted_state_in_a_checkpoint_is_refused_before_anything_is_restored(
     assert random.getstate() == generator
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("optimizer.wte.weight.exp_avg", torch.zeros(()), r"another shape: optimizer.wte.weight.exp_avg is \(\), not"),
-        ("optimizer.wte.weight.step", torch.zeros(3), r"optimizer.wte.weight.step is \(3,\), not \(\)"),
-        ("optimizer.wte.weight.exp_avg", "int64", "another dtype: optimizer.wte.weight.exp_avg is torch.int64"),
-        ("random.cpu", torch.zeros(16, dtype=torch.uint8), "the state of no random generator"),
-        ("random.python", torch.zeros(625, dtype=torch.int64) - 1, "the state of no random generator"),
-        ("random.numpy", torch.zeros(600, dtype=torch.int64), "the state of no random generator"),
-        (
-            "model.wpe.weight",
-            torch.zeros(16, 24),
-            r"another shape: model.wpe.weight is \(16, 24\), .* wants \(16, 16\)",
-        ),
-        ("optimizer.norm.weight.exp_avg", None, "another model: optimizer.norm.weight.exp_avg"),
-    ],
-    ids=["scalar", "steps", "integers", "torch", "python", "numpy", "parameter", "missing"],
-)
+@pytest.mark.parametrize(("name", "tensor", "message"), [
+    ("optimizer.wte.weight.exp_avg", torch.zeros(()), r"another shape: optimizer.wte.weight.exp_avg is \(\), not"),
+    ("optimizer.wte.weight.step", torch.zeros(3), r"optimizer.wte.weight.step is \(3,\), not \(\)"),
+    ("optimizer.wte.weight.exp_avg", "int64", "another dtype: optimizer.wte.weight.exp_avg is torch.int64"),
+    ("random.cpu", torch.zeros(16, dtype=torch.uint8), "the state of no random generator"),
+    ("random.python", torch.zeros(625, dtype=torch.int64) - 1, "the state of no random generator"),
+    ("random.numpy", torch.zeros(600, dtype=torch.int64), "the state of no random generator"),
+    ("model.wpe.weight", torch.zeros(16, 24), r"another shape: model.wpe.weight is \(16, 24\), .* wants \(16, 16\)"),
+    ("optimizer.norm.weight.exp_avg", None, "another model: optimizer.norm.weight.exp_avg"),
+], ids=["scalar", "steps", "integers", "torch", "python", "numpy", "parameter", "missing"])  # fmt: skip
 @pytest.mark.sample(3)
 def test_crafted_tensors_in_a_checkpoint_are_refused(interrupted, resume, name, tensor, message):
     path = interrupted / "checkpoint.safetensors"
@@ -626,24 +615,21 @@ def test_presets_are_as_documented():
         assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": -1}, "steps must be above 0, got -1"),
-        ({"steps": 0}, "steps must be above 0, got 0"),
-        ({"cpu_threads": -1}, "cpu_threads must be above 0, got -1"),
-        ({"learning_rate": -0.1}, "learning_rate must be above 0"),
-        ({"microbatch": 3}, "microbatch must divide the batch of 4, got 3"),
-        ({"tokenizer": "words"}, "tokenizer must be bytes or bpe, got 'words'"),
-        ({"tokenizer": 7}, "tokenizer must be bytes or bpe, got 7"),
-        ({"steps": "60"}, "steps must be a whole number, got '60'"),
-        ({"steps": 6.0}, "steps must be a whole number, got 6.0"),
-        ({"steps": True}, "steps must be a whole number, got True"),
-        ({"learning_rate": "1e-3"}, "learning_rate must be a finite number, got '1e-3'"),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a finite number, got nan"),
-        ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"steps": -1}, "steps must be above 0, got -1"),
+    ({"steps": 0}, "steps must be above 0, got 0"),
+    ({"cpu_threads": -1}, "cpu_threads must be above 0, got -1"),
+    ({"learning_rate": -0.1}, "learning_rate must be above 0"),
+    ({"microbatch": 3}, "microbatch must divide the batch of 4, got 3"),
+    ({"tokenizer": "words"}, "tokenizer must be bytes or bpe, got 'words'"),
+    ({"tokenizer": 7}, "tokenizer must be bytes or bpe, got 7"),
+    ({"steps": "60"}, "steps must be a whole number, got '60'"),
+    ({"steps": 6.0}, "steps must be a whole number, got 6.0"),
+    ({"steps": True}, "steps must be a whole number, got True"),
+    ({"learning_rate": "1e-3"}, "learning_rate must be a finite number, got '1e-3'"),
+    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a finite number, got nan"),
+    ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
+])  # fmt: skip
 def test_runs_refuse(run, changes, message):
     with pytest.raises(ConfigError, match=message):
         run.replaced(**changes)
@@ -671,18 +657,15 @@ def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, 
     assert len(losses(out)) == 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": "1"}, "seed must be a whole number, got '1'"),
-        ({"deterministic": "yes"}, "deterministic must be true or false, got 'yes'"),
-        ({"data": "stdlib"}, "data must be a list of strings, got 'stdlib'"),
-        ({"data": [1]}, r"data must be a path or several, got \(1,\)"),
-        ({"data": [""]}, "data names an empty path"),
-        ({"recipe": {**preset("tiny").to_dict()["recipe"], "steps": "60"}}, "steps must be a whole number, got '60'"),
-        ({"recipe": []}, "not the settings of a run"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seed": "1"}, "seed must be a whole number, got '1'"),
+    ({"deterministic": "yes"}, "deterministic must be true or false, got 'yes'"),
+    ({"data": "stdlib"}, "data must be a list of strings, got 'stdlib'"),
+    ({"data": [1]}, r"data must be a path or several, got \(1,\)"),
+    ({"data": [""]}, "data names an empty path"),
+    ({"recipe": {**preset("tiny").to_dict()["recipe"], "steps": "60"}}, "steps must be a whole number, got '60'"),
+    ({"recipe": []}, "not the settings of a run"),
+])  # fmt: skip
 def test_settings_of_another_type_are_refused(run, changes, message):
     with pytest.raises(FormatError, match=message):
         RunConfig.from_dict({**run.to_dict(), **changes})

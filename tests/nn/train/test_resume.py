@@ -312,15 +312,12 @@ def interrupted(tmp_path):
     return dataclasses.replace(CONFIG, out=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"batch_size": 4}, ConfigError, "was trained with batch_size=8, got 4"),
-        ({"learning_rate": 0.1}, ConfigError, "was trained with learning_rate=0.01, got 0.1"),
-        ({"seed": 1}, ConfigError, "was trained with seed=0, got 1"),
-        ({"steps": 3}, ConfigError, r"has done \d+ steps: give more than that, or none to go on to \d+; got 3"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"batch_size": 4}, ConfigError, "was trained with batch_size=8, got 4"),
+    ({"learning_rate": 0.1}, ConfigError, "was trained with learning_rate=0.01, got 0.1"),
+    ({"seed": 1}, ConfigError, "was trained with seed=0, got 1"),
+    ({"steps": 3}, ConfigError, r"has done \d+ steps: give more than that, or none to go on to \d+; got 3"),
+])  # fmt: skip
 def test_another_training_is_refused(interrupted, changes, error, message):
     with pytest.raises(error, match=message):
         fit(dense(), *spiral(40, 0), dataclasses.replace(interrupted, **changes), resume=True)

@@ -77,17 +77,13 @@ TEMPLATE = {
 PADDING = {"direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
-        {"padding": {"strategy": {"Fixed": 5000}, **PADDING}},
-        {"padding": {"strategy": "BatchLongest", **PADDING}},
-        {"post_processor": TEMPLATE},
-        {"normalizer": {"type": "NFC"}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+    {"padding": {"strategy": {"Fixed": 5000}, **PADDING}},
+    {"padding": {"strategy": "BatchLongest", **PADDING}},
+    {"post_processor": TEMPLATE},
+    {"normalizer": {"type": "NFC"}},
+], ids=str)  # fmt: skip
 def test_settings_for_prompts_neither_drop_nor_add_tokens(changes):
     expected, tokenizer = train_bpe(DOCUMENTS, SHA256, 280), BPETokenizer(changed(**changes))
     assert np.array_equal(tokenizer.encode(DOCUMENTS), expected.encode(DOCUMENTS))
@@ -97,25 +93,21 @@ def test_settings_for_prompts_neither_drop_nor_add_tokens(changes):
     assert BPETokenizer(tokenizer.to_json()).to_json() == tokenizer.to_json()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"dropout": 0.5}}, "dropout must be absent, got 0.5"),
-        ({"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix must be absent"),
-        ({"model": {"type": "WordLevel", "unk_token": "a"}}, "not a BPE but a tokenizer of type 'WordLevel'"),
-        ({"model": {"vocab": {"a": 5, "<|endoftext|>": 1 << 30}, "merges": []}}, "tokens are not numbered 0 to 1"),
-        ({"model": {"vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}, "does not give every text back"),
-        ({"model": {"vocab": [1]}}, "not a tokenizer"),
-        ({"model": {"merges": [[1, 2]]}}, "not a tokenizer"),
-        ({"normalizer": {"type": "Lowercase"}}, "does not give every text back"),
-        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "o.*"}, "content": ""}}, "does not give every text"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "does not give every text back"),
-        ({"pre_tokenizer": None}, "does not give every text back"),
-        ({"decoder": None}, "does not give every text back"),
-        ({"decoder": 5}, "not a tokenizer"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": {"dropout": 0.5}}, "dropout must be absent, got 0.5"),
+    ({"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix must be absent"),
+    ({"model": {"type": "WordLevel", "unk_token": "a"}}, "not a BPE but a tokenizer of type 'WordLevel'"),
+    ({"model": {"vocab": {"a": 5, "<|endoftext|>": 1 << 30}, "merges": []}}, "tokens are not numbered 0 to 1"),
+    ({"model": {"vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}, "does not give every text back"),
+    ({"model": {"vocab": [1]}}, "not a tokenizer"),
+    ({"model": {"merges": [[1, 2]]}}, "not a tokenizer"),
+    ({"normalizer": {"type": "Lowercase"}}, "does not give every text back"),
+    ({"normalizer": {"type": "Replace", "pattern": {"Regex": "o.*"}, "content": ""}}, "does not give every text"),
+    ({"pre_tokenizer": {"type": "Whitespace"}}, "does not give every text back"),
+    ({"pre_tokenizer": None}, "does not give every text back"),
+    ({"decoder": None}, "does not give every text back"),
+    ({"decoder": 5}, "not a tokenizer"),
+], ids=str)  # fmt: skip
 def test_tokenizers_that_lose_text_are_refused(changes, message):
     with pytest.raises(FormatError, match=message):
         BPETokenizer(changed(**changes))
@@ -195,18 +187,15 @@ def test_a_text_is_cut_where_a_word_ends_anyway(text, since):
     assert parts == [word for word, _ in words(text)]
 
 
-@pytest.mark.parametrize(
-    ("text", "since", "place"),
-    [
-        ("one two three", 0, 7),
-        ("one two three", 8, 7),  # the space was the last character then: what follows it was not known
-        ("one two three", 9, 0),
-        ("日本。\n東京。\n\n大阪", 0, 7),  # no spaces: at the end of a line, before its further line ends
-        ("one two  three\n\n", 0, 3),
-        ("one", 0, 0),
-        ("", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "since", "place"), [
+    ("one two three", 0, 7),
+    ("one two three", 8, 7),  # the space was the last character then: what follows it was not known
+    ("one two three", 9, 0),
+    ("日本。\n東京。\n\n大阪", 0, 7),  # no spaces: at the end of a line, before its further line ends
+    ("one two  three\n\n", 0, 3),
+    ("one", 0, 0),
+    ("", 0, 0),
+])  # fmt: skip
 def test_the_last_place_to_cut(text, since, place, monkeypatch):
     assert last_cut(text, since) == place
     monkeypatch.setattr(module, "_WINDOW", 2)

@@ -167,25 +167,17 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
     assert not torch.equal(rows[:10], rows[10:])
 
 
-@pytest.mark.parametrize(
-    ("data", "targets", "error", "message"),
-    [
-        (torch.ones(4, 2), torch.zeros(3).long(), ShapeError, r"as many rows each, got \(4, 2\) and \(3,\)"),
-        (torch.ones(0, 2), torch.zeros(0).long(), ConfigError, "the data have no rows"),
-        (torch.ones(4, 2), None, ConfigError, "the data have no targets, and Dense has no method `loss`"),
-        (torch.ones(4, 2), torch.zeros(4, 5).long(), ShapeError, r"outputs \(\.\.\., classes\) .* got \(16, 3\)"),
-        (
-            torch.ones(4, 2),
-            torch.zeros(4),
-            ShapeError,
-            r"mse needs outputs like the targets, got \(16, 3\) and \(16,\)",
-        ),
-        (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no default loss for torch.bool targets"),
-        (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
-        ([["a"], ["b"]], None, ConfigError, "data must be tensors"),
-        (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),
-    ],
-)
+@pytest.mark.parametrize(("data", "targets", "error", "message"), [
+    (torch.ones(4, 2), torch.zeros(3).long(), ShapeError, r"as many rows each, got \(4, 2\) and \(3,\)"),
+    (torch.ones(0, 2), torch.zeros(0).long(), ConfigError, "the data have no rows"),
+    (torch.ones(4, 2), None, ConfigError, "the data have no targets, and Dense has no method `loss`"),
+    (torch.ones(4, 2), torch.zeros(4, 5).long(), ShapeError, r"outputs \(\.\.\., classes\) .* got \(16, 3\)"),
+    (torch.ones(4, 2), torch.zeros(4), ShapeError, r"mse needs outputs like the targets, got \(16, 3\) and \(16,\)"),
+    (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no default loss for torch.bool targets"),
+    (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
+    ([["a"], ["b"]], None, ConfigError, "data must be tensors"),
+    (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),
+])  # fmt: skip
 def test_data_that_do_not_fit_are_refused(data, targets, error, message):
     with pytest.raises(error, match=message):
         fit(made(), data, targets, QUICK)
@@ -671,37 +663,34 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         Trainer(made(), with_(log="tensorboard", out=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be above 0, got 0"),
-        ({"batch_size": 8.0}, "batch_size must be a whole number, got 8.0"),
-        ({"accumulate": 0}, "accumulate must be above 0, got 0"),
-        ({"epochs": 0}, "epochs must be above 0, got 0"),
-        ({"steps": -1}, "steps must be above 0, got -1"),
-        ({"learning_rate": math.nan}, "learning_rate must be a finite number, got nan"),
-        ({"warmup": 1.5}, "warmup must be a fraction, 0 to 1, got 1.5"),
-        ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
-        ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
-        ({"precision": "float8"}, "precision must be auto or float32 or bfloat16 or float16 or fp8, got 'float8'"),
-        ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
-        ({"recompute": "blocks.*"}, r"recompute must be a tuple of strings, got 'blocks\.\*'"),
-        ({"seed": 2**63}, r"seed must be 0 to 2\*\*63 - 1"),
-        ({"device": ""}, "device must not be empty"),
-        ({"log": "tensorboard"}, "log='tensorboard' writes files: give a folder"),
-        ({"profile": 3}, "profile=3 writes files: give a folder"),
-        *[
-            ({name: 0}, f"{name} must be above 0, got 0")
-            for name in (
-                "steps", "max_grad_norm", "evaluate_every", "patience", "checkpoint_every", "profile", "timeout_s",
-            )
-        ],
-        ({"device": 7}, "device must be a name such as .*; got 7"),
-        ({"warmup": 100}, "warmup must be a fraction, 0 to 1, got 100: give a number of steps as warmup_steps"),
-        ({"betas": 0.9}, r"betas must be two numbers, got 0\.9"),
-        ({"deterministic": 1}, "deterministic must be true or false, got 1"),
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"batch_size": 0}, "batch_size must be above 0, got 0"),
+    ({"batch_size": 8.0}, "batch_size must be a whole number, got 8.0"),
+    ({"accumulate": 0}, "accumulate must be above 0, got 0"),
+    ({"epochs": 0}, "epochs must be above 0, got 0"),
+    ({"steps": -1}, "steps must be above 0, got -1"),
+    ({"learning_rate": math.nan}, "learning_rate must be a finite number, got nan"),
+    ({"warmup": 1.5}, "warmup must be a fraction, 0 to 1, got 1.5"),
+    ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
+    ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
+    ({"precision": "float8"}, "precision must be auto or float32 or bfloat16 or float16 or fp8, got 'float8'"),
+    ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
+    ({"recompute": "blocks.*"}, r"recompute must be a tuple of strings, got 'blocks\.\*'"),
+    ({"seed": 2**63}, r"seed must be 0 to 2\*\*63 - 1"),
+    ({"device": ""}, "device must not be empty"),
+    ({"log": "tensorboard"}, "log='tensorboard' writes files: give a folder"),
+    ({"profile": 3}, "profile=3 writes files: give a folder"),
+    *[
+        ({name: 0}, f"{name} must be above 0, got 0")
+        for name in (
+            "steps", "max_grad_norm", "evaluate_every", "patience", "checkpoint_every", "profile", "timeout_s",
+        )
     ],
-)  # fmt: skip
+    ({"device": 7}, "device must be a name such as .*; got 7"),
+    ({"warmup": 100}, "warmup must be a fraction, 0 to 1, got 100: give a number of steps as warmup_steps"),
+    ({"betas": 0.9}, r"betas must be two numbers, got 0\.9"),
+    ({"deterministic": 1}, "deterministic must be true or false, got 1"),
+])  # fmt: skip
 def test_configs_refuse(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_(**changes)

@@ -391,18 +391,14 @@ def test_layers_norms_and_precisions(name, norms, autocast, rng, record_property
 @pytest.mark.slow
 @pytest.mark.sample(5)  # 6 options of 5 models: each option once
 @pytest.mark.search(4)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clipping": "per_layer"},
-        {"reduction": "sum", "microbatch": None},
-        {"microbatch": 1},
-        {"microbatch": 3},
-        {"unit": 2},
-        {"dtype": torch.float64, "autocast": True, "norms": "instantiate"},  # factors in bfloat16, sums in float64
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"clipping": "per_layer"},
+    {"reduction": "sum", "microbatch": None},
+    {"microbatch": 1},
+    {"microbatch": 3},
+    {"unit": 2},
+    {"dtype": torch.float64, "autocast": True, "norms": "instantiate"},  # factors in bfloat16, sums in float64
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["linear", "mlp", "conv2d", "tied", "lstm"])
 def test_options_of_the_training(name, options, rng, record_property):
     require_bound(name, 30, seed=rng.randrange(2**32), count=record_property, **options)

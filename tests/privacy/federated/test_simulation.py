@@ -167,19 +167,16 @@ def test_a_suspended_round_is_taken_once(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(
-    ("leaving", "message"),
-    [
-        ({"mask": [5]}, r"leaving\['mask'\]: clients are 0 to 4, got 5"),
-        ({"mask": [1], "unmask": [-1]}, r"leaving\['unmask'\]: clients are 0 to 4, got -1"),
-        ({"mask": [1.0]}, "got 1.0"),
-        ({"mask": [True]}, "got True"),
-        ({"mask": "01"}, "must be a list of clients, got '01'"),
-        ({"mask": 1}, "must be a list of clients, got 1"),
-        ({1: "mask"}, "leaving has stages advertise, .*, got 1"),
-        ([1], "leaving must be {stage: clients}"),
-    ],
-)
+@pytest.mark.parametrize(("leaving", "message"), [
+    ({"mask": [5]}, r"leaving\['mask'\]: clients are 0 to 4, got 5"),
+    ({"mask": [1], "unmask": [-1]}, r"leaving\['unmask'\]: clients are 0 to 4, got -1"),
+    ({"mask": [1.0]}, "got 1.0"),
+    ({"mask": [True]}, "got True"),
+    ({"mask": "01"}, "must be a list of clients, got '01'"),
+    ({"mask": 1}, "must be a list of clients, got 1"),
+    ({1: "mask"}, "leaving has stages advertise, .*, got 1"),
+    ([1], "leaving must be {stage: clients}"),
+])  # fmt: skip
 def test_clients_that_leave_are_there(leaving, message):
     with pytest.raises(ConfigError, match=message):
         mpc.secure_aggregate([torch.ones(3)] * 5, threshold=3, leaving=leaving)

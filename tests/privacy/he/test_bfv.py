@@ -231,17 +231,14 @@ def test_strengths():
     assert errors.tolist() == (heads[:1000] - heads[1000:]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8192, T, 80), "security must be 128, 192, 256 bits, got 80"),
-        ((8000,), "n must be in the standard's table, 1024, 2048, .*; got 8000"),
-        ((8192, 65539), "prime below 2\\^30 that is 1 mod 16384, got 65539"),
-        ((8192, 16385), "prime below 2\\^30"),
-        ((1024, 12289), "at most 27 bits for n = 1024 and 128 bits"),
-        ((4096, T, 256), "at most 58 bits for n = 4096 and 256 bits of security"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((8192, T, 80), "security must be 128, 192, 256 bits, got 80"),
+    ((8000,), "n must be in the standard's table, 1024, 2048, .*; got 8000"),
+    ((8192, 65539), "prime below 2\\^30 that is 1 mod 16384, got 65539"),
+    ((8192, 16385), "prime below 2\\^30"),
+    ((1024, 12289), "at most 27 bits for n = 1024 and 128 bits"),
+    ((4096, T, 256), "at most 58 bits for n = 4096 and 256 bits of security"),
+])  # fmt: skip
 def test_other_parameters_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         bfv.keygen(*arguments)

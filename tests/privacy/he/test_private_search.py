@@ -18,13 +18,10 @@ def searched(vectors, query, bits=8, device="cpu"):
     return search.decrypt_scores(private, bfv.Ciphertext.from_bytes(scores, public), len(vectors))
 
 
-@pytest.mark.parametrize(
-    ("count", "d", "bits"),
-    [
-        (1, 1, 8), (3, 2, 8), (100, 5, 8), (N + 3, 8, 4), (40, 17, 12),
-        pytest.param(2 * N, 384, 8, marks=pytest.mark.slow), pytest.param(50, 4096, 8, marks=pytest.mark.soak),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("count", "d", "bits"), [
+    (1, 1, 8), (3, 2, 8), (100, 5, 8), (N + 3, 8, 4), (40, 17, 12),
+    pytest.param(2 * N, 384, 8, marks=pytest.mark.slow), pytest.param(50, 4096, 8, marks=pytest.mark.soak),
+])  # fmt: skip
 def test_scores_are_the_inner_products(count, d, bits):
     random = np.random.default_rng(d)
     limit = 1 << (bits - 1)

@@ -228,26 +228,23 @@ def test_a_models_parameters_are_aggregated_as_they_are():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize(
-    ("update", "error", "message"),
-    [
-        (torch.tensor([1.7 + 5j]), UnsupportedDtype, "complex64: take torch.view_as_real"),
-        (np.array([1 + 1j]), UnsupportedDtype, "complex128"),
-        ([1j], UnsupportedDtype, "complex64"),
-        (lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8), UnsupportedDtype, "its dequantize"),
-        (np.array(["1"]), UnsupportedDtype, "array of <U1"),
-        (["1"], UnsupportedDtype, "got a list"),
-        (np.array([1, None], object), UnsupportedDtype, "array of object"),
-        (None, UnsupportedDtype, "NoneType"),
-        ([[1], [1, 2]], UnsupportedDtype, "got a list"),
-        ([2**70], UnsupportedDtype, "got a list"),
-        (np.ma.array([1, 2], mask=[0, 1]), UnsupportedDtype, "masked"),
-        (torch.eye(2).to_sparse(), UnsupportedCase, "sparse"),
-        (torch.ones(2, device="meta"), UnsupportedCase, "meta"),
-        (torch.tensor([math.nan]), DivergenceError, "NaN or infinite"),
-        (np.array([-math.inf], np.float16), DivergenceError, "NaN or infinite"),
-    ],
-)
+@pytest.mark.parametrize(("update", "error", "message"), [
+    (torch.tensor([1.7 + 5j]), UnsupportedDtype, "complex64: take torch.view_as_real"),
+    (np.array([1 + 1j]), UnsupportedDtype, "complex128"),
+    ([1j], UnsupportedDtype, "complex64"),
+    (lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8), UnsupportedDtype, "its dequantize"),
+    (np.array(["1"]), UnsupportedDtype, "array of <U1"),
+    (["1"], UnsupportedDtype, "got a list"),
+    (np.array([1, None], object), UnsupportedDtype, "array of object"),
+    (None, UnsupportedDtype, "NoneType"),
+    ([[1], [1, 2]], UnsupportedDtype, "got a list"),
+    ([2**70], UnsupportedDtype, "got a list"),
+    (np.ma.array([1, 2], mask=[0, 1]), UnsupportedDtype, "masked"),
+    (torch.eye(2).to_sparse(), UnsupportedCase, "sparse"),
+    (torch.ones(2, device="meta"), UnsupportedCase, "meta"),
+    (torch.tensor([math.nan]), DivergenceError, "NaN or infinite"),
+    (np.array([-math.inf], np.float16), DivergenceError, "NaN or infinite"),
+])  # fmt: skip
 def test_what_is_no_real_number_is_refused(update, error, message):
     """Before a round begins, whatever max_abs; by a client before it sends anything; inside of a model by its name."""
     update = update() if callable(update) else update
@@ -402,26 +399,23 @@ def test_a_client_counts_for_itself():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"clients": 1}, "clients must be .*2"),
-        ({"threshold": 2}, r"above \(clients \+ colluders\) / 2 = 2.5, got 2"),
-        ({"threshold": 4, "colluders": 3}, "/ 2 = 4, got 4"),
-        ({"threshold": 6}, "threshold must be 1 to 5, got 6"),
-        ({"size": 0}, "size"),
-        ({"max_abs": 0.0}, "max_abs"),
-        ({"max_abs": None}, "give max_abs"),
-        ({"step": 0.3}, "power of two"),
-        ({"max_abs": 2.0**40, "step": 1.0}, "do not fit 32 bits.*larger step"),
-        ({"step": 2.0**-40}, "do not fit 32 bits"),
-        ({"noise_multiplier": 1.0}, "max_norm"),
-        ({"noise_multiplier": 1.0, "max_norm": 1.0, "max_weight": 2}, "without weights"),
-        ({"noise_multiplier": 1e-3, "max_norm": 1.0, "step": 0.5}, "too narrow"),
-        ({"max_weight": 2**29, "max_abs": 8.0}, "max_weight must be"),
-        ({"neighbours": 3, "clients": 50, "threshold": 30}, "neighbours must be at least .* got 3"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"clients": 1}, "clients must be .*2"),
+    ({"threshold": 2}, r"above \(clients \+ colluders\) / 2 = 2.5, got 2"),
+    ({"threshold": 4, "colluders": 3}, "/ 2 = 4, got 4"),
+    ({"threshold": 6}, "threshold must be 1 to 5, got 6"),
+    ({"size": 0}, "size"),
+    ({"max_abs": 0.0}, "max_abs"),
+    ({"max_abs": None}, "give max_abs"),
+    ({"step": 0.3}, "power of two"),
+    ({"max_abs": 2.0**40, "step": 1.0}, "do not fit 32 bits.*larger step"),
+    ({"step": 2.0**-40}, "do not fit 32 bits"),
+    ({"noise_multiplier": 1.0}, "max_norm"),
+    ({"noise_multiplier": 1.0, "max_norm": 1.0, "max_weight": 2}, "without weights"),
+    ({"noise_multiplier": 1e-3, "max_norm": 1.0, "step": 0.5}, "too narrow"),
+    ({"max_weight": 2**29, "max_abs": 8.0}, "max_weight must be"),
+    ({"neighbours": 3, "clients": 50, "threshold": 30}, "neighbours must be at least .* got 3"),
+])  # fmt: skip
 def test_unsafe_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         mpc.SecureAggregation(**{"clients": 5, "threshold": 4, "size": 8, "max_abs": 1.0, **settings})

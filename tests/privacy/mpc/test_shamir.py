@@ -147,21 +147,18 @@ def test_a_share_keeps_no_memory_of_the_others():
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"threshold": 4}, "threshold must be an integer from 1 to 3, got 4"),
-        ({"threshold": 0}, "threshold must be an integer from 1 to 3, got 0"),
-        ({"threshold": True}, "threshold must be an integer from 1 to 3, got True"),
-        ({"count": 2.0}, "count must be an integer from 1 to 65535, got 2.0"),
-        ({"count": 0}, "count must be an integer from 1 to 65535, got 0"),
-        ({"count": 2**16}, "count must be an integer from 1 to 65535, got 65536"),
-        ({"field": "babybear"}, "unknown field 'babybear' for shares; known are goldilocks, "),
-        ({"verifiable": True, "curve": "bn254_g2"}, "unknown curve 'bn254_g2' for shares; known are bn254_g1, "),
-        ({"verifiable": True, "field": "goldilocks"}, "'goldilocks' for verifiable shares; known are bls12_381_fr"),
-        ({"fraction_bits": 63}, "fraction_bits must be an integer from 0 to 62, got 63"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"threshold": 4}, "threshold must be an integer from 1 to 3, got 4"),
+    ({"threshold": 0}, "threshold must be an integer from 1 to 3, got 0"),
+    ({"threshold": True}, "threshold must be an integer from 1 to 3, got True"),
+    ({"count": 2.0}, "count must be an integer from 1 to 65535, got 2.0"),
+    ({"count": 0}, "count must be an integer from 1 to 65535, got 0"),
+    ({"count": 2**16}, "count must be an integer from 1 to 65535, got 65536"),
+    ({"field": "babybear"}, "unknown field 'babybear' for shares; known are goldilocks, "),
+    ({"verifiable": True, "curve": "bn254_g2"}, "unknown curve 'bn254_g2' for shares; known are bn254_g1, "),
+    ({"verifiable": True, "field": "goldilocks"}, "'goldilocks' for verifiable shares; known are bls12_381_fr"),
+    ({"fraction_bits": 63}, "fraction_bits must be an integer from 0 to 62, got 63"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         shamir.split(1.5, **{"threshold": 2, "count": 3} | arguments)

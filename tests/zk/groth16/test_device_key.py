@@ -627,16 +627,13 @@ def test_the_command_shares_a_proof_among_devices(small, tmp_path, capsys, devic
     assert json.loads(capsys.readouterr().out)["device"] == f"{device}:0+{device}:0"
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["cpu", "abacus"], "unknown backend 'abacus'; known are cuda,"),
-        (["cpu", ""], "--device must not be empty"),
-        (["cpu", "cpu"], "several of which none is the CPU; got ['cpu', 'cpu']"),
-        (["cpu", "cpu:7"], "backend 'cpu' has 1 device; there is no number 7"),
-        (["cpu", "cpu:x"], "device must be a name such as 'cpu'"),
-    ],
-)
+@pytest.mark.parametrize(("names", "message"), [
+    (["cpu", "abacus"], "unknown backend 'abacus'; known are cuda,"),
+    (["cpu", ""], "--device must not be empty"),
+    (["cpu", "cpu"], "several of which none is the CPU; got ['cpu', 'cpu']"),
+    (["cpu", "cpu:7"], "backend 'cpu' has 1 device; there is no number 7"),
+    (["cpu", "cpu:x"], "device must be a name such as 'cpu'"),
+])  # fmt: skip
 def test_lists_of_devices_that_cannot_be(small, tmp_path, capsys, names, message):
     arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
     with pytest.raises(SystemExit) as ended:

@@ -199,15 +199,12 @@ def rewritten(folder, path, **changes):
 ORDER_TWO = np.array([5, *[0] * 7], np.uint64)  # y = 0: of order 2 for the doubling's formula, and off the curve
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"delta1": None, "beta1": None}, "beta1 is infinity"),
-        ({"delta1": None}, "delta1 is infinity"),
-        ({name: None for name in HEADER if name != "gamma2"}, "alpha1 is infinity"),
-        ({"delta1": ORDER_TWO}, "delta1 is not on bn254_g1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"delta1": None, "beta1": None}, "beta1 is infinity"),
+    ({"delta1": None}, "delta1 is infinity"),
+    ({name: None for name in HEADER if name != "gamma2"}, "alpha1 is infinity"),
+    ({"delta1": ORDER_TWO}, "delta1 is not on bn254_g1"),
+])  # fmt: skip
 def test_a_key_that_hides_nothing_is_refused(tmp_path, changes, match):
     """With delta1 = beta1 = 0, pi_A is the same each time, and proofs verify under the genuine key."""
     evil = rewritten(BN254, tmp_path / "evil.zkey", **changes)

@@ -288,28 +288,24 @@ def test_proofs_and_commitments_are_deterministic(generator):
     assert first.prove(x)[1] == second.prove(x)[1]
 
 
-@pytest.mark.parametrize(
-    ("multiplier", "answer", "hashes"),
-    [
-        (
-            79482,
-            [-47, -31, -8],
-            [
-                "9d7bc4d8c90971187ceb6d412e99cd6a0d3f7e08cab75e7b24d9106644d9691d",
-                "29834c518078aaad613e7591dbfa46f153f29f692efa15519eca6da5ee454392",
-            ],
-        ),
-        (
-            (79482, 40000, 1000),
-            [-47, -16, 0],
-            [
-                "ff8540e9f7e6e3142cc62852725d678666f0e8cf64002f309f7e522c50c347a7",
-                "581b19c29c3e2094ea1a753bd372e51fa787631fcb32bb648734a4defcae71b3",
-            ],
-        ),
-    ],
-    ids=["layer", "channels"],
-)
+@pytest.mark.parametrize(("multiplier", "answer", "hashes"), [
+    (
+        79482,
+        [-47, -31, -8],
+        [
+            "9d7bc4d8c90971187ceb6d412e99cd6a0d3f7e08cab75e7b24d9106644d9691d",
+            "29834c518078aaad613e7591dbfa46f153f29f692efa15519eca6da5ee454392",
+        ],
+    ),
+    (
+        (79482, 40000, 1000),
+        [-47, -16, 0],
+        [
+            "ff8540e9f7e6e3142cc62852725d678666f0e8cf64002f309f7e522c50c347a7",
+            "581b19c29c3e2094ea1a753bd372e51fa787631fcb32bb648734a4defcae71b3",
+        ],
+    ),
+], ids=["layer", "channels"])  # fmt: skip
 def test_known_answer(multiplier, answer, hashes):
     """The bytes of version 2: whoever changes them changes the version in the headers. The network has version 1."""
     folder = Path(__file__).parents[2] / "vectors" / "inference"
@@ -400,31 +396,28 @@ def test_the_specification_is_short_and_shares_no_code():
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
-        ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
-        ({"multiplier": (1, 2, 3)}, ConfigError, "layer 0 has 3 multipliers for 2 outputs"),
-        ({"multiplier": np.array([5, 6])}, ConfigError, r"layer 0 has multiplier \[5 6\]"),
-        ({"multiplier": (5, 6.5)}, ConfigError, r"layer 0 has multiplier 6\.5"),
-        ({"multiplier": ()}, ConfigError, "layer 0 has 0 multipliers for 2 outputs"),
-        ({"multiplier": (5, 0)}, ConfigError, "layer 0 has multiplier 0"),
-        ({"multiplier": (5, (1 << 17) + 1)}, ConfigError, "layer 0 has multiplier 131073"),
-        ({"table": b"short"}, ConfigError, "table of 5 entries"),
-        ({"inputs": 1 << 17}, ConfigError, "layer 0 has a size of 131072"),
-        ({"inputs": 4}, ShapeError, r"takes \(2, 4\)"),
-        ({"kernel": (2, 1)}, ConfigError, r"kernel of \(2, 1\), larger than its image"),
-        ({"padding": 1}, ConfigError, "layer 0 has padding 1, not below its kernel"),
-        ({"stride": 0}, ConfigError, "layer 0 has a size of 0"),
-        ({"image": (1 << 13, 1 << 12)}, ConfigError, r"100663296 pixels, more than 2\^20"),
-        ({"image": (300, 300), "kernel": (256, 256)}, ConfigError, "sums of 196608 products, which could pass int32"),
-        ({"image": (1, 1 << 16), "kernel": (1, 1 << 10)}, ConfigError, r"sees \d+ pixels in a direction"),
-        ({"source": 2}, ConfigError, "layer 0 takes its input from 2 layers before"),
-        ({"skip": 1}, ConfigError, "layer 0 adds the output of 1 layers before"),
-        ({"skip_multiplier": 1 << 26}, ConfigError, "layer 0 has skip multiplier 67108864"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
+    ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
+    ({"multiplier": (1, 2, 3)}, ConfigError, "layer 0 has 3 multipliers for 2 outputs"),
+    ({"multiplier": np.array([5, 6])}, ConfigError, r"layer 0 has multiplier \[5 6\]"),
+    ({"multiplier": (5, 6.5)}, ConfigError, r"layer 0 has multiplier 6\.5"),
+    ({"multiplier": ()}, ConfigError, "layer 0 has 0 multipliers for 2 outputs"),
+    ({"multiplier": (5, 0)}, ConfigError, "layer 0 has multiplier 0"),
+    ({"multiplier": (5, (1 << 17) + 1)}, ConfigError, "layer 0 has multiplier 131073"),
+    ({"table": b"short"}, ConfigError, "table of 5 entries"),
+    ({"inputs": 1 << 17}, ConfigError, "layer 0 has a size of 131072"),
+    ({"inputs": 4}, ShapeError, r"takes \(2, 4\)"),
+    ({"kernel": (2, 1)}, ConfigError, r"kernel of \(2, 1\), larger than its image"),
+    ({"padding": 1}, ConfigError, "layer 0 has padding 1, not below its kernel"),
+    ({"stride": 0}, ConfigError, "layer 0 has a size of 0"),
+    ({"image": (1 << 13, 1 << 12)}, ConfigError, r"100663296 pixels, more than 2\^20"),
+    ({"image": (300, 300), "kernel": (256, 256)}, ConfigError, "sums of 196608 products, which could pass int32"),
+    ({"image": (1, 1 << 16), "kernel": (1, 1 << 10)}, ConfigError, r"sees \d+ pixels in a direction"),
+    ({"source": 2}, ConfigError, "layer 0 takes its input from 2 layers before"),
+    ({"skip": 1}, ConfigError, "layer 0 adds the output of 1 layers before"),
+    ({"skip_multiplier": 1 << 26}, ConfigError, "layer 0 has skip multiplier 67108864"),
+])  # fmt: skip
 def test_layers_out_of_range_are_refused(changes, error, message):
     layer = Layer(3, 2, 1000, IDENTITY)._replace(**changes)
     with pytest.raises(error, match=message):

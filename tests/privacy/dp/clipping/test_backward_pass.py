@@ -224,16 +224,13 @@ def test_what_is_called_after_a_pass():
 
 
 @modes
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.Linear(4, 4),
-        lambda: nn.LayerNorm(4),
-        lambda: nn.Conv1d(3, 3, 1),
-        lambda: nn.GRU(4, 4, batch_first=True),
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    lambda: nn.Linear(4, 4),
+    lambda: nn.LayerNorm(4),
+    lambda: nn.Conv1d(3, 3, 1),
+    lambda: nn.GRU(4, 4, batch_first=True),
+    lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+])  # fmt: skip
 def test_a_layer_called_several_times(layer, norms):
     layer = layer()
 
@@ -346,23 +343,20 @@ def test_the_bound_may_change_between_passes():
     assert_same(gradient_of(model), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"max_grad_norm": 0.0}, "above 0"),
-        ({"max_grad_norm": -1.0}, "above 0"),
-        ({"max_grad_norm": float("nan")}, "above 0"),
-        ({"max_grad_norm": float("inf")}, "above 0"),
-        ({"max_grad_norm": 1e-25}, "1e-10 to 1e\\+30, .* got 1e-25.*Multiply the loss by a constant"),
-        ({"max_grad_norm": 1e31}, "1e-10 to 1e\\+30"),
-        ({"max_grad_norm": 1.9e-10, "clipping": "per_layer"}, "1e-10 to 1e\\+30, for each layer too"),
-        ({"max_grad_norm": {"layers.0": 1.0}}, "flat clipping takes one number"),
-        ({"max_grad_norm": {"layers.0": 1.0}, "clipping": "per_layer"}, r"missing \['layers.1'"),
-        ({"clipping": "global"}, "'flat' or 'per_layer', got 'global'"),
-        ({"loss_reduction": "none"}, "'mean' or 'sum', got 'none'"),
-        ({"norms": "fast"}, "auto, ghost, instantiate"),
-    ],
-)
+@pytest.mark.parametrize(("options", "match"), [
+    ({"max_grad_norm": 0.0}, "above 0"),
+    ({"max_grad_norm": -1.0}, "above 0"),
+    ({"max_grad_norm": float("nan")}, "above 0"),
+    ({"max_grad_norm": float("inf")}, "above 0"),
+    ({"max_grad_norm": 1e-25}, "1e-10 to 1e\\+30, .* got 1e-25.*Multiply the loss by a constant"),
+    ({"max_grad_norm": 1e31}, "1e-10 to 1e\\+30"),
+    ({"max_grad_norm": 1.9e-10, "clipping": "per_layer"}, "1e-10 to 1e\\+30, for each layer too"),
+    ({"max_grad_norm": {"layers.0": 1.0}}, "flat clipping takes one number"),
+    ({"max_grad_norm": {"layers.0": 1.0}, "clipping": "per_layer"}, r"missing \['layers.1'"),
+    ({"clipping": "global"}, "'flat' or 'per_layer', got 'global'"),
+    ({"loss_reduction": "none"}, "'mean' or 'sum', got 'none'"),
+    ({"norms": "fast"}, "auto, ghost, instantiate"),
+])  # fmt: skip
 def test_settings_without_meaning(options, match):
     model = small()
     with pytest.raises(ConfigError, match=match):
@@ -445,19 +439,16 @@ def test_gradients_of_inputs_alone_touch_no_parameter():
     assert clipper.norms is not None
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (lambda: nn.Linear(4, 3), (2, 4)),
-        (lambda: nn.LayerNorm(4), (2, 4)),
-        (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
-        (lambda: nn.Conv1d(4, 3, 2), (2, 4, 3)),
-        (lambda: nn.LSTM(4, 3, batch_first=True), (2, 5, 4)),
-        (lambda: nn.GRU(4, 3, batch_first=True), (2, 5, 4)),
-        (lambda: nn.Embedding(5, 3), (2, 4)),
-        (lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=4, batch_first=True), (2, 5, 4)),
-    ],
-)
+@pytest.mark.parametrize(("layer", "shape"), [
+    (lambda: nn.Linear(4, 3), (2, 4)),
+    (lambda: nn.LayerNorm(4), (2, 4)),
+    (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
+    (lambda: nn.Conv1d(4, 3, 2), (2, 4, 3)),
+    (lambda: nn.LSTM(4, 3, batch_first=True), (2, 5, 4)),
+    (lambda: nn.GRU(4, 3, batch_first=True), (2, 5, 4)),
+    (lambda: nn.Embedding(5, 3), (2, 4)),
+    (lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=4, batch_first=True), (2, 5, 4)),
+])  # fmt: skip
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_second_backward_pass_after_a_forward_pass_that_was_dropped(layer, shape, clipping):
     """The dropped one's contributions are still announced; each example would add up to 2 C."""
@@ -577,30 +568,27 @@ def replaced(layer):
     return layer
 
 
-@pytest.mark.parametrize(
-    ("layer", "match"),
-    [
-        (lambda: nn.BatchNorm2d(3), r"layers\.0 \(BatchNorm2d\): it mixes the examples.*GroupNorm"),
-        (lambda: nn.BatchNorm1d(3, affine=False), "it mixes the examples"),
-        (lambda: nn.SyncBatchNorm(3), "it mixes the examples"),
-        (lambda: nn.BatchNorm1d(3).eval(), r"layers\.0 \(BatchNorm1d\): in eval mode it must be frozen"),
-        (lambda: nn.BatchNorm1d(3).requires_grad_(False), "it mixes the examples"),
-        (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval().requires_grad_(False), "it mixes the examples"),
-        (lambda: OtherBatchNorm(3).eval().requires_grad_(False), "it mixes the examples"),
-        (lambda: replaced(nn.BatchNorm1d(3).eval().requires_grad_(False)), "it mixes the examples"),
-        (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "track_running_stats=False"),
-        (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
-        (lambda: nn.Embedding.from_pretrained(torch.ones(4, 3), max_norm=1.0), "max_norm"),  # frozen
-        (lambda: nn.EmbeddingBag(4, 3, max_norm=1.0).requires_grad_(requires_grad=False), "max_norm"),
-        (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),
-        (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
-        (lambda: nn.LSTM(3, 4), "batch_first=True"),
-        (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), "proj_size=0"),
-        (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
-        (lambda: nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), "bias_k"),
-        (lambda: nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)), r"its weight is computed from weight_orig"),
-    ],
-)
+@pytest.mark.parametrize(("layer", "match"), [
+    (lambda: nn.BatchNorm2d(3), r"layers\.0 \(BatchNorm2d\): it mixes the examples.*GroupNorm"),
+    (lambda: nn.BatchNorm1d(3, affine=False), "it mixes the examples"),
+    (lambda: nn.SyncBatchNorm(3), "it mixes the examples"),
+    (lambda: nn.BatchNorm1d(3).eval(), r"layers\.0 \(BatchNorm1d\): in eval mode it must be frozen"),
+    (lambda: nn.BatchNorm1d(3).requires_grad_(False), "it mixes the examples"),
+    (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval().requires_grad_(False), "it mixes the examples"),
+    (lambda: OtherBatchNorm(3).eval().requires_grad_(False), "it mixes the examples"),
+    (lambda: replaced(nn.BatchNorm1d(3).eval().requires_grad_(False)), "it mixes the examples"),
+    (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "track_running_stats=False"),
+    (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+    (lambda: nn.Embedding.from_pretrained(torch.ones(4, 3), max_norm=1.0), "max_norm"),  # frozen
+    (lambda: nn.EmbeddingBag(4, 3, max_norm=1.0).requires_grad_(requires_grad=False), "max_norm"),
+    (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),
+    (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (lambda: nn.LSTM(3, 4), "batch_first=True"),
+    (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), "proj_size=0"),
+    (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
+    (lambda: nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), "bias_k"),
+    (lambda: nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)), r"its weight is computed from weight_orig"),
+])  # fmt: skip
 def test_layers_that_cannot_be_exact_are_refused_by_name(layer, match):
     model = Chain(layer())
     with pytest.raises(UnsupportedCase, match=f"(?s){match}"):

@@ -244,17 +244,14 @@ def case(shape, dtype=torch.bfloat16, device="cuda"):
     return Case(torch.device(device), dtype, shape)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "why"),
-    [
-        ((0, 8, 8, 8), torch.bfloat16, "empty"),
-        ((2, 0, 8, 8), torch.bfloat16, "empty"),
-        ((2, 8, 12, 8), torch.bfloat16, "12 elements"),
-        ((2, 8, 8, 50257), torch.float16, "50257 elements"),
-        ((2, 8, 8, 8), torch.float32, "bfloat16 and float16, not float32"),
-        ((2**20, 8, 1024, 1024), torch.bfloat16, "32 bits"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "why"), [
+    ((0, 8, 8, 8), torch.bfloat16, "empty"),
+    ((2, 0, 8, 8), torch.bfloat16, "empty"),
+    ((2, 8, 12, 8), torch.bfloat16, "12 elements"),
+    ((2, 8, 8, 50257), torch.float16, "50257 elements"),
+    ((2, 8, 8, 8), torch.float32, "bfloat16 and float16, not float32"),
+    ((2**20, 8, 1024, 1024), torch.bfloat16, "32 bits"),
+])  # fmt: skip
 def test_refuses(shape, dtype, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert why in refuses(case(shape, dtype))

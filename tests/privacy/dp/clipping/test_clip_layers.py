@@ -74,15 +74,12 @@ def test_embedding(B, T, V, D, padding, norms, dtype):
 @pytest.mark.sample(5)
 @dtypes
 @modes
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.LayerNorm(6), lambda: nn.LayerNorm(6, bias=False), lambda: nn.LayerNorm((5, 6)),
-        lambda: our.LayerNorm(6), lambda: our.LayerNorm(6, bias=False), lambda: nn.RMSNorm(6),
-        lambda: nn.RMSNorm((5, 6), eps=1e-3), lambda: our.RMSNorm(6), lambda: nn.GroupNorm(1, 5),
-        lambda: nn.InstanceNorm1d(5, affine=True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("layer", [
+    lambda: nn.LayerNorm(6), lambda: nn.LayerNorm(6, bias=False), lambda: nn.LayerNorm((5, 6)),
+    lambda: our.LayerNorm(6), lambda: our.LayerNorm(6, bias=False), lambda: nn.RMSNorm(6),
+    lambda: nn.RMSNorm((5, 6), eps=1e-3), lambda: our.RMSNorm(6), lambda: nn.GroupNorm(1, 5),
+    lambda: nn.InstanceNorm1d(5, affine=True),
+])  # fmt: skip
 def test_norms(layer, norms, dtype):
     layer = layer()
     with torch.no_grad():
@@ -111,16 +108,13 @@ def test_convolutions(dimensions, B, options, mode, norms):
 
 @dtypes
 @modes
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.Conv2d(4, 6, (3, 2), padding="same", dilation=2),
-        lambda: nn.Conv2d(4, 6, 3, padding="valid", groups=2),
-        lambda: our.Conv2d(4, 6, (3, 2), padding="same"),
-        lambda: our.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
-        lambda: nn.Conv1d(6, 4, 2, padding="same"),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    lambda: nn.Conv2d(4, 6, (3, 2), padding="same", dilation=2),
+    lambda: nn.Conv2d(4, 6, 3, padding="valid", groups=2),
+    lambda: our.Conv2d(4, 6, (3, 2), padding="same"),
+    lambda: our.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+    lambda: nn.Conv1d(6, 4, 2, padding="same"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_convolutions_that_pad_by_name(layer, norms, dtype):
     layer = layer()
@@ -137,17 +131,14 @@ def test_what_follows_a_layer_may_change_it_in_place(norms):
 
 @pytest.mark.sample(3)
 @modes
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True),
-        lambda: nn.LSTM(3, 4, batch_first=True, bias=False),
-        lambda: nn.GRU(3, 4, 2, batch_first=True, bidirectional=True),
-        lambda: nn.GRU(3, 4, batch_first=True, bias=False),
-        lambda: our.LSTM(3, 4, 2, batch_first=True),
-        lambda: our.GRU(3, 4, bidirectional=True, batch_first=True),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    lambda: nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True),
+    lambda: nn.LSTM(3, 4, batch_first=True, bias=False),
+    lambda: nn.GRU(3, 4, 2, batch_first=True, bidirectional=True),
+    lambda: nn.GRU(3, 4, batch_first=True, bias=False),
+    lambda: our.LSTM(3, 4, 2, batch_first=True),
+    lambda: our.GRU(3, 4, bidirectional=True, batch_first=True),
+])  # fmt: skip
 def test_recurrent(layer, norms):
     layer = layer()
     width = 4 * (2 if layer.bidirectional else 1)
@@ -236,23 +227,20 @@ def random_parameters(layer):
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, "autocast"])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.LayerNorm(6, eps=0.5),
-        lambda: nn.RMSNorm(6, eps=0.5),
-        lambda: nn.RMSNorm(6),
-        lambda: our.LayerNorm(6, eps=0.5),
-        lambda: our.RMSNorm(6, eps=0.5),
-        lambda: nn.GroupNorm(2, 4, eps=0.5),
-        lambda: nn.InstanceNorm1d(4, eps=0.5, affine=True),
-        llama_norm,
-        lambda: nn.Linear(6, 5),
-        lambda: our.Linear(6, 5),
-        lambda: nn.Conv1d(4, 5, 2),
-        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    lambda: nn.LayerNorm(6, eps=0.5),
+    lambda: nn.RMSNorm(6, eps=0.5),
+    lambda: nn.RMSNorm(6),
+    lambda: our.LayerNorm(6, eps=0.5),
+    lambda: our.RMSNorm(6, eps=0.5),
+    lambda: nn.GroupNorm(2, 4, eps=0.5),
+    lambda: nn.InstanceNorm1d(4, eps=0.5, affine=True),
+    llama_norm,
+    lambda: nn.Linear(6, 5),
+    lambda: our.Linear(6, 5),
+    lambda: nn.Conv1d(4, 5, 2),
+    lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+])  # fmt: skip
 def test_a_layer_computes_what_it_computes_without_a_clipper(layer, precision):
     """In dtype and value, with an eps beside which the input is small; per-example gradients are those of one row."""
     layer, x = random_parameters(layer()), 0.3 * torch.randn(3, 4, 6)

@@ -331,27 +331,22 @@ def writes(m, x):
     return y
 
 
-@pytest.mark.parametrize(
-    ("forward", "match"),
-    [
-        (lambda m, x: (x - x.mean(0)) * m.scale, "is not that of each by itself.*must not mix them"),
-        (lambda m, x: x.flip(0) * m.scale, "is not that of each by itself.*must not mix them"),
-        (
-            lambda m, x: F.dropout(x, 0.5, m.training) * m.scale - x.mean(0),
-            "is not that of each by itself.*must not mix them",
-        ),
-        (keeps, "keeps in mean what it computed from the examples"),
-        (keeps_an_attribute, "keeps in last what it computed"),
-        (writes, "cannot run for each example by itself"),
-        (lambda m, x: x * m.scale if x.sum().item() else x, r"cannot run for each example by itself.*item\(\)"),
-        (  # torch 2.11's own refusal names what checkpoint() calls
-            lambda m, x: checkpoint(lambda y: (y * m.scale).sin(), x, use_reentrant=False),
-            r"checkpoint\(\), or other|cannot run for each example by itself.*_NoopSaveInputs",
-        ),
-        (lambda m, x: x, "scale is not used by the forward pass of its Own"),
-        (lambda m, x: x * next(m.parameters()), "scale is not used by the forward pass of its Own"),
-    ],
-)
+@pytest.mark.parametrize(("forward", "match"), [
+    (lambda m, x: (x - x.mean(0)) * m.scale, "is not that of each by itself.*must not mix them"),
+    (lambda m, x: x.flip(0) * m.scale, "is not that of each by itself.*must not mix them"),
+    (lambda m, x: F.dropout(x, 0.5, m.training) * m.scale - x.mean(0),
+     "is not that of each by itself.*must not mix them"),
+    (keeps, "keeps in mean what it computed from the examples"),
+    (keeps_an_attribute, "keeps in last what it computed"),
+    (writes, "cannot run for each example by itself"),
+    (lambda m, x: x * m.scale if x.sum().item() else x, r"cannot run for each example by itself.*item\(\)"),
+    (  # torch 2.11's own refusal names what checkpoint() calls
+        lambda m, x: checkpoint(lambda y: (y * m.scale).sin(), x, use_reentrant=False),
+        r"checkpoint\(\), or other|cannot run for each example by itself.*_NoopSaveInputs",
+    ),
+    (lambda m, x: x, "scale is not used by the forward pass of its Own"),
+    (lambda m, x: x * next(m.parameters()), "scale is not used by the forward pass of its Own"),
+])  # fmt: skip
 def test_what_is_not_of_each_example_by_itself_is_refused_by_name(forward, match):
     model = module(forward, scale=(4,))
     model.register_buffer("mean", torch.zeros(4), persistent=False)

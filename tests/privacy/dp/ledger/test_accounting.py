@@ -88,14 +88,11 @@ def exact_epsilon(sigma, count, delta):
         return float(low)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "count", "delta"),
-    [
-        (1.5, 300, 1e-13), (1.5, 10_000, 1e-13), (40.0, 300, 1e-13), (40.0, 10_000, 1e-13), (1.0, 1, 1e-14),
-        (5.0, 10_000, 1e-11), (5.0, 10_000, 1e-12), (0.7, 10, 1e-16), (300.0, 10_000, 1e-20), (1.0, 1, 1e-300),
-        (2.0, 1, 0.3), (40.0, 300, 1e-5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sigma", "count", "delta"), [
+    (1.5, 300, 1e-13), (1.5, 10_000, 1e-13), (40.0, 300, 1e-13), (40.0, 10_000, 1e-13), (1.0, 1, 1e-14),
+    (5.0, 10_000, 1e-11), (5.0, 10_000, 1e-12), (0.7, 10, 1e-16), (300.0, 10_000, 1e-20), (1.0, 1, 1e-300),
+    (2.0, 1, 0.3), (40.0, 300, 1e-5),
+])  # fmt: skip
 def test_epsilon_is_an_upper_bound_where_probabilities_round(sigma, count, delta):
     """The composition's roundings grow with the count, and pass a small delta: epsilon was up to 2% too small."""
     exact = exact_epsilon(sigma, count, delta)
@@ -316,13 +313,10 @@ def test_last_within_finds_any_step(limit, start):
 # --- wrong usage -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"delta": 0}, "delta must be in"), ({"delta": 1.0}, "delta must be in"), ({"delta": math.nan}, "got nan"),
-        ({"method": "gdp"}, "got 'gdp'"), ({"neighbouring": "similar"}, "got 'similar'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"delta": 0}, "delta must be in"), ({"delta": 1.0}, "delta must be in"), ({"delta": math.nan}, "got nan"),
+    ({"method": "gdp"}, "got 'gdp'"), ({"neighbouring": "similar"}, "got 'similar'"),
+])  # fmt: skip
 def test_values_without_meaning(options, message):
     with pytest.raises(ConfigError, match=message):
         epsilon(STEP, **options)

@@ -8,16 +8,13 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "delta", "rate", "steps", "method"),
-    [
-        pytest.param(1.0, 1e-5, 256 / 60000, 14062, "pld", marks=pytest.mark.slow),
-        (8.0, 1e-6, 0.01, 2000, "rdp"),
-        (0.1, 1e-6, 1.0, 1, "pld"),
-        (100.0, 1e-5, 1.0, 10, "pld"),
-        (0.01, 1e-5, 0.001, 10000, "pld"),
-    ],
-)
+@pytest.mark.parametrize(("target", "delta", "rate", "steps", "method"), [
+    pytest.param(1.0, 1e-5, 256 / 60000, 14062, "pld", marks=pytest.mark.slow),
+    (8.0, 1e-6, 0.01, 2000, "rdp"),
+    (0.1, 1e-6, 1.0, 1, "pld"),
+    (100.0, 1e-5, 1.0, 10, "pld"),
+    (0.01, 1e-5, 0.001, 10000, "pld"),
+])  # fmt: skip
 def test_it_is_the_least_noise(target, delta, rate, steps, method):
     noise = calibrate(target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, method=method)
 
@@ -78,16 +75,13 @@ def test_what_cannot_be_reached():
         calibrate(target_epsilon=1e9, delta=1e-5, sample_rate=1.0, steps=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0.0, 1e-5, 0.1, 10), "target_epsilon must be a number, above 0"),
-        ((1.0, 0.0, 0.1, 10), "delta must be in"),
-        ((1.0, 1e-5, 0.0, 10), "sample_rate must be in"),
-        ((1.0, 1e-5, 0.1, 0), "steps must be a whole number"),
-        ((1.0, 1e-5, 0.1, 10, "clt"), "got 'clt'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0.0, 1e-5, 0.1, 10), "target_epsilon must be a number, above 0"),
+    ((1.0, 0.0, 0.1, 10), "delta must be in"),
+    ((1.0, 1e-5, 0.0, 10), "sample_rate must be in"),
+    ((1.0, 1e-5, 0.1, 0), "steps must be a whole number"),
+    ((1.0, 1e-5, 0.1, 10, "clt"), "got 'clt'"),
+])  # fmt: skip
 def test_values_without_meaning(arguments, message):
     with pytest.raises(ConfigError, match=message):
         calibrate(**dict(zip(("target_epsilon", "delta", "sample_rate", "steps", "method"), arguments, strict=False)))

@@ -12,24 +12,21 @@ from accelerant.privacy.dp.ledger.events import PrivacyEvent
 from accelerant.privacy.dp.ledger.journal import event_record
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mechanism": "exponential"}, "mechanism must be one of .* got 'exponential'"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
-        ({"noise_multiplier": math.inf}, "finite, got inf"),
-        ({"noise_multiplier": math.nan}, "got nan"),
-        ({"noise_multiplier": "1"}, "noise_multiplier must be a number, got '1'"),
-        ({"sampling": "uniform"}, "sampling must be one of"),
-        ({"sampling": "poisson", "sample_rate": 0.0}, "sample_rate must be in"),
-        ({"sampling": "poisson", "sample_rate": 1.5}, "got 1.5"),
-        ({"sample_rate": 0.5}, "say how the records were drawn"),
-        ({"count": -1}, "count must be a whole number"),
-        ({"count": 1.0}, "got 1.0"),
-        ({"count": True}, "got True"),
-        ({"delta": 1.0}, "delta of an event"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"mechanism": "exponential"}, "mechanism must be one of .* got 'exponential'"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
+    ({"noise_multiplier": math.inf}, "finite, got inf"),
+    ({"noise_multiplier": math.nan}, "got nan"),
+    ({"noise_multiplier": "1"}, "noise_multiplier must be a number, got '1'"),
+    ({"sampling": "uniform"}, "sampling must be one of"),
+    ({"sampling": "poisson", "sample_rate": 0.0}, "sample_rate must be in"),
+    ({"sampling": "poisson", "sample_rate": 1.5}, "got 1.5"),
+    ({"sample_rate": 0.5}, "say how the records were drawn"),
+    ({"count": -1}, "count must be a whole number"),
+    ({"count": 1.0}, "got 1.0"),
+    ({"count": True}, "got True"),
+    ({"delta": 1.0}, "delta of an event"),
+])  # fmt: skip
 def test_fields_without_meaning(fields, message):
     with pytest.raises(ConfigError, match=message):
         PrivacyEvent(**({"mechanism": "gaussian", "noise_multiplier": 1.0} | fields))
@@ -65,15 +62,12 @@ def test_a_record_has_what_is_not_the_default():
     assert event_record(PrivacyEvent(**more, count=7)) == more
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({}, "an event has the fields"),
-        ({"mechanism": "gaussian"}, "an event has the fields"),
-        ({"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}, "an event has the fields"),
-        ({"mechanism": "gaussian", "noise_multiplier": -1}, "got -1"),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), [
+    ({}, "an event has the fields"),
+    ({"mechanism": "gaussian"}, "an event has the fields"),
+    ({"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}, "an event has the fields"),
+    ({"mechanism": "gaussian", "noise_multiplier": -1}, "got -1"),
+])  # fmt: skip
 def test_other_fields_and_values_without_meaning_are_no_event(found, message):
     with pytest.raises(FormatError, match=message):
         PrivacyEvent.from_dict(found)

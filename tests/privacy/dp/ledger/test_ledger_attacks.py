@@ -508,14 +508,11 @@ def test_a_fork_of_a_run_in_memory_is_a_run_of_its_own():
         assert counts(ledger) == {STEP: 7}
 
 
-@pytest.mark.parametrize(
-    ("delta", "units", "message"),
-    [
-        (0.0, 5, "delta must be in"), ("1e-5", 5, "delta must be in"), (True, 5, "delta must be in"),
-        (1e-5, -1, "units must be a whole number"), (1e-5, 1 << 70, "units must be below"),
-        (1e-5, "many", "units must be a whole number"), ([1e-5], None, "delta must be in"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("delta", "units", "message"), [
+    (0.0, 5, "delta must be in"), ("1e-5", 5, "delta must be in"), (True, 5, "delta must be in"),
+    (1e-5, -1, "units must be a whole number"), (1e-5, 1 << 70, "units must be below"),
+    (1e-5, "many", "units must be a whole number"), ([1e-5], None, "delta must be in"),
+])  # fmt: skip
 def test_a_strangers_description_is_refused_by_its_line(tmp_path, delta, units, message):
     path = tmp_path / "privacy.jsonl"
     with PrivacyLedger(path) as ledger:

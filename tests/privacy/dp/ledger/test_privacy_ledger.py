@@ -362,15 +362,12 @@ def test_the_head_of_another_ledger(written, tmp_path):
         PrivacyLedger.read(written)
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"kind": "mystery", "run": 3}, "after it ended"),
-        ({"kind": "run", "run": 7}, "run 7 follows run 2"),
-        ({"kind": "ledger", "version": 1}, "has no other"),
-        ({"no": "kind"}, "not a record that this version knows"),
-    ],
-)
+@pytest.mark.parametrize(("record", "message"), [
+    ({"kind": "mystery", "run": 3}, "after it ended"),
+    ({"kind": "run", "run": 7}, "run 7 follows run 2"),
+    ({"kind": "ledger", "version": 1}, "has no other"),
+    ({"no": "kind"}, "not a record that this version knows"),
+])  # fmt: skip
 def test_records_without_meaning(written, record, message):
     journal = LedgerJournal(written)
     journal.append(record)
@@ -379,13 +376,10 @@ def test_records_without_meaning(written, record, message):
         PrivacyLedger.read(written)
 
 
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([{"kind": "ledger", "version": 2}], "a ledger of version 2, this one reads 1"),
-        ([{"kind": "run", "run": 1}], "a ledger begins with one record"),
-    ],
-)
+@pytest.mark.parametrize(("records", "message"), [
+    ([{"kind": "ledger", "version": 2}], "a ledger of version 2, this one reads 1"),
+    ([{"kind": "run", "run": 1}], "a ledger begins with one record"),
+])  # fmt: skip
 def test_first_records_without_meaning(path, records, message):
     journal = LedgerJournal(path)
     for record in records:

@@ -244,21 +244,18 @@ def test_a_release_past_the_budget_draws_nothing():
     assert torch.equal(x, torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mechanism": "uniform", "epsilon": 1.0}, "mechanism must be .*'uniform'"),
-        ({"mechanism": "laplace"}, "either epsilon or noise_multiplier"),
-        ({"mechanism": "laplace", "epsilon": 1.0, "noise_multiplier": 1.0}, "either epsilon or noise_multiplier"),
-        ({"mechanism": "laplace", "epsilon": 1.0, "delta": 1e-5}, "needs no delta"),
-        ({"mechanism": "gaussian", "epsilon": 1.0}, "needs delta"),
-        ({"mechanism": "gaussian", "noise_multiplier": 1.0, "delta": 1e-5}, "delta goes with epsilon"),
-        ({"mechanism": "laplace", "epsilon": -1.0}, "epsilon must be .*-1"),
-        ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 0.0}, "sensitivity must be .*0"),
-        ({"mechanism": "laplace", "epsilon": 10**400}, "epsilon must be a number, above 0 and finite"),
-        ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 1e-320}, "from 2\\^-120 to 2\\^120"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"mechanism": "uniform", "epsilon": 1.0}, "mechanism must be .*'uniform'"),
+    ({"mechanism": "laplace"}, "either epsilon or noise_multiplier"),
+    ({"mechanism": "laplace", "epsilon": 1.0, "noise_multiplier": 1.0}, "either epsilon or noise_multiplier"),
+    ({"mechanism": "laplace", "epsilon": 1.0, "delta": 1e-5}, "needs no delta"),
+    ({"mechanism": "gaussian", "epsilon": 1.0}, "needs delta"),
+    ({"mechanism": "gaussian", "noise_multiplier": 1.0, "delta": 1e-5}, "delta goes with epsilon"),
+    ({"mechanism": "laplace", "epsilon": -1.0}, "epsilon must be .*-1"),
+    ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 0.0}, "sensitivity must be .*0"),
+    ({"mechanism": "laplace", "epsilon": 10**400}, "epsilon must be a number, above 0 and finite"),
+    ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 1e-320}, "from 2\\^-120 to 2\\^120"),
+])  # fmt: skip
 def test_arguments_of_a_release_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         dp.release(1.0, **{"sensitivity": 1.0, **options})
@@ -364,19 +361,16 @@ def test_ledgers_are_of_replaced_records():
         dp.LocalLaplace(0.0, 1.0, epsilon=0.25).randomize(torch.zeros(9), ledger=dp.PrivacyLedger())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: dp.RandomizedResponse(1, 1.0), "choices must be .*1"),
-        (lambda: dp.RandomizedResponse(2, 0.0), "epsilon must be .*0"),
-        (lambda: dp.LocalLaplace(1.0, 1.0, epsilon=1.0), "high must be .*1"),
-        (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=0, epsilon=1.0, delta=1e-5), "dimensions must be .*0"),
-        (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=1, epsilon=1.0, delta=0.9), "delta must be .*0.9"),
-        (lambda: dp.RandomizedResponse(3, 1.0).randomize(torch.tensor([3])), "0 to 2"),
-        (lambda: dp.RandomizedResponse(3, 1.0).estimate(torch.tensor([], dtype=torch.int64)), "at least one"),
-        (lambda: dp.LocalLaplace(0.0, 1.0, epsilon=1.0).randomize(torch.tensor([float("nan")])), "NaN"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: dp.RandomizedResponse(1, 1.0), "choices must be .*1"),
+    (lambda: dp.RandomizedResponse(2, 0.0), "epsilon must be .*0"),
+    (lambda: dp.LocalLaplace(1.0, 1.0, epsilon=1.0), "high must be .*1"),
+    (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=0, epsilon=1.0, delta=1e-5), "dimensions must be .*0"),
+    (lambda: dp.LocalGaussian(max_norm=1.0, dimensions=1, epsilon=1.0, delta=0.9), "delta must be .*0.9"),
+    (lambda: dp.RandomizedResponse(3, 1.0).randomize(torch.tensor([3])), "0 to 2"),
+    (lambda: dp.RandomizedResponse(3, 1.0).estimate(torch.tensor([], dtype=torch.int64)), "at least one"),
+    (lambda: dp.LocalLaplace(0.0, 1.0, epsilon=1.0).randomize(torch.tensor([float("nan")])), "NaN"),
+])  # fmt: skip
 def test_values_are_checked(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

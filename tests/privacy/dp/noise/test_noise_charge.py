@@ -192,14 +192,11 @@ def test_laplace_charges_are_l1s():
     assert 0 < found.delta < 1e-18
 
 
-@pytest.mark.parametrize(
-    ("std", "grid", "message"),
-    [
-        (1.0, 0.3, "power of two"), (1.0, 0.0, "grid must be above 0"), (-1.0, 0.5, "std must be at least 0"),
-        (math.nan, 0.5, "std must be at least 0"), (1.0, math.inf, "grid must be above 0"),
-        (1.0, 2.0**-130, "2\\^-120 to 2\\^120"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("std", "grid", "message"), [
+    (1.0, 0.3, "power of two"), (1.0, 0.0, "grid must be above 0"), (-1.0, 0.5, "std must be at least 0"),
+    (math.nan, 0.5, "std must be at least 0"), (1.0, math.inf, "grid must be above 0"),
+    (1.0, 2.0**-130, "2\\^-120 to 2\\^120"),
+])  # fmt: skip
 def test_numbers_without_meaning_are_refused(std, grid, message):
     with pytest.raises(ConfigError, match=message):
         charge(std, grid=grid, dimensions=10)

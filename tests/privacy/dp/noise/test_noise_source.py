@@ -127,15 +127,12 @@ def test_what_is_out_of_range_saturates_and_nothing_wraps():
     assert (y > 0).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"std": 1.0, "grid": 0.3}, "power of two"),
-        ({"std": -1.0, "grid": 0.5}, "at least 0"),
-        ({"std": 1.0, "grid": 2.0**-40}, "grid steps wide"),
-        ({"std": 1.0, "grid": 0.5, "scale": math.nan}, "scale must be finite"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"std": 1.0, "grid": 0.3}, "power of two"),
+    ({"std": -1.0, "grid": 0.5}, "at least 0"),
+    ({"std": 1.0, "grid": 2.0**-40}, "grid steps wide"),
+    ({"std": 1.0, "grid": 0.5, "scale": math.nan}, "scale must be finite"),
+])  # fmt: skip
 def test_what_has_no_meaning_is_refused_before_anything_is_changed(arguments, message):
     x = torch.ones(5)
     with pytest.raises(ConfigError, match=message):

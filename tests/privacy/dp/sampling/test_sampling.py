@@ -329,13 +329,10 @@ def test_a_shuffled_loader_is_refused_under_poisson_accounting():
     require_poisson(PoissonSampler(20, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 0.5), "size must be a whole number"), ((2.0, 0.5), "got 2.0"), ((10, 0.0), "sample_rate must be in"),
-        ((10, 1.1), "got 1.1"), ((10, 1e-20), "nothing would ever be drawn"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0, 0.5), "size must be a whole number"), ((2.0, 0.5), "got 2.0"), ((10, 0.0), "sample_rate must be in"),
+    ((10, 1.1), "got 1.1"), ((10, 1e-20), "nothing would ever be drawn"),
+])  # fmt: skip
 def test_samplers_without_meaning(arguments, message):
     with pytest.raises(ConfigError, match=message):
         PoissonSampler(*arguments)
@@ -360,20 +357,17 @@ def test_other_wrong_usage():
         PoissonBatches(iter([]), PoissonSampler(20, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("make", "most"),
-    [
-        (lambda data: Subset(data, [3] * 8 + [1, 2]), 8),
-        (lambda data: Subset(data, [3, -7, 1]), 2),
-        (lambda data: Subset(Subset(data, [4, 4, 5]), [0, 1, 2]), 2),
-        (lambda data: ConcatDataset([data, data, data]), 3),
-        (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [2, 3])]), 2),
-        (lambda data: Subset(ConcatDataset([data, data]), [0, 10]), 2),
-        (lambda data: Subset(data, [3, 1, 2]), 1),
-        (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [3, 4])]), 1),
-        (lambda data: ConcatDataset([data, TensorDataset(torch.zeros(2))]), 1),
-    ],
-)
+@pytest.mark.parametrize(("make", "most"), [
+    (lambda data: Subset(data, [3] * 8 + [1, 2]), 8),
+    (lambda data: Subset(data, [3, -7, 1]), 2),
+    (lambda data: Subset(Subset(data, [4, 4, 5]), [0, 1, 2]), 2),
+    (lambda data: ConcatDataset([data, data, data]), 3),
+    (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [2, 3])]), 2),
+    (lambda data: Subset(ConcatDataset([data, data]), [0, 10]), 2),
+    (lambda data: Subset(data, [3, 1, 2]), 1),
+    (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [3, 4])]), 1),
+    (lambda data: ConcatDataset([data, TensorDataset(torch.zeros(2))]), 1),
+])  # fmt: skip
 def test_rows_that_a_subset_repeats_are_named_as_units_of_their_own(make, most):
     """A row that is there eight times moved the sum by eight times the bound."""
     data = make(TensorDataset(torch.arange(10.0)))

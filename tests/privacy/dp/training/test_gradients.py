@@ -109,19 +109,16 @@ def test_events_and_the_budget():
     assert fast.ledger.events[0].idealised
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be .*-1"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
-        ({"max_grad_norm": {}}, "names no tensor"),
-        ({"expected_batch_size": float("nan")}, "expected_batch_size must be .*nan"),
-        ({"sampling": "sometimes"}, "sampling must be .*'sometimes'"),
-        ({"sampling": "poisson"}, "sample_rate goes with"),
-        ({"sample_rate": 0.5}, "sample_rate goes with"),
-        ({"sampling": "poisson", "sample_rate": 1.5}, "sample_rate must be .*1.5"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"noise_multiplier": -1.0}, "noise_multiplier must be .*-1"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
+    ({"max_grad_norm": {}}, "names no tensor"),
+    ({"expected_batch_size": float("nan")}, "expected_batch_size must be .*nan"),
+    ({"sampling": "sometimes"}, "sampling must be .*'sometimes'"),
+    ({"sampling": "poisson"}, "sample_rate goes with"),
+    ({"sample_rate": 0.5}, "sample_rate goes with"),
+    ({"sampling": "poisson", "sample_rate": 1.5}, "sample_rate must be .*1.5"),
+])  # fmt: skip
 def test_arguments_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         make(**changes)
@@ -140,17 +137,13 @@ def test_tensors_are_checked():
         make()({})
 
 
-@pytest.mark.parametrize(
-    ("gradients", "message"),
-    [
-        (None, "torch tensors or NumPy arrays, they got NoneType"),
-        ([0.5, 1.0], "torch tensors or NumPy arrays, 0 got float"),
-        ({"weight": np.zeros((3, 2), int)}, "floating point of at most 64 bits, weight got int64"),
-        (np.zeros((3, 2), object), "they got object"),
-        (np.ma.masked_array(np.zeros((3, 2))), "masked array"),
-    ],
-    ids=["none", "numbers", "whole", "objects", "masked"],
-)
+@pytest.mark.parametrize(("gradients", "message"), [
+    (None, "torch tensors or NumPy arrays, they got NoneType"),
+    ([0.5, 1.0], "torch tensors or NumPy arrays, 0 got float"),
+    ({"weight": np.zeros((3, 2), int)}, "floating point of at most 64 bits, weight got int64"),
+    (np.zeros((3, 2), object), "they got object"),
+    (np.ma.masked_array(np.zeros((3, 2))), "masked array"),
+], ids=["none", "numbers", "whole", "objects", "masked"])  # fmt: skip
 def test_gradients_are_tensors_or_arrays(gradients, message):
     privatizer = dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
     for call in (privatizer, lambda given: privatizer.release_sum(given, sensitivity=1.0)):
@@ -268,17 +261,14 @@ def test_it_is_the_step_of_private_training():
         torch.testing.assert_close(mean.double(), old - new, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epsilon": 0.0}, "epsilon must be .*0"),
-        ({"delta": 0.7}, "delta must be .*0.7"),
-        ({"steps": 1.5}, "steps must be a whole number.*1.5"),
-        ({"sample_rate": 0.0}, "sample_rate must be .*0"),
-        ({"expected_batch_size": None}, "expected_batch_size must be .*None"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be .*-1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"epsilon": 0.0}, "epsilon must be .*0"),
+    ({"delta": 0.7}, "delta must be .*0.7"),
+    ({"steps": 1.5}, "steps must be a whole number.*1.5"),
+    ({"sample_rate": 0.0}, "sample_rate must be .*0"),
+    ({"expected_batch_size": None}, "expected_batch_size must be .*None"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm must be .*-1"),
+])  # fmt: skip
 def test_arguments_of_a_plan_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         planned(**changes)
@@ -410,15 +400,12 @@ def test_checkpoints_keep_the_norm():
         assert other.optimizer.steps == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"quantile": 0.0}, "quantile must be .*0"),
-        ({"quantile": 1.0}, "quantile must be below 1"),
-        ({"learning_rate": -1.0}, "learning_rate must be .*-1"),
-        ({"count_std": 0.0}, "count_std must be .*0"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"quantile": 0.0}, "quantile must be .*0"),
+    ({"quantile": 1.0}, "quantile must be below 1"),
+    ({"learning_rate": -1.0}, "learning_rate must be .*-1"),
+    ({"count_std": 0.0}, "count_std must be .*0"),
+])  # fmt: skip
 def test_settings_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         dp.AdaptiveClipping(**changes)

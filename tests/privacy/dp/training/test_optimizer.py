@@ -50,15 +50,12 @@ def sentences():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-@pytest.mark.parametrize(
-    ("make", "loss", "microbatch"),
-    [
-        *((mlp, classify, microbatch) for microbatch in (None, 1, 3, 64)),
-        (mlp, total, 7),
-        (tiny_gpt, own_loss, 4),
-        (tiny_gpt, by_positions, 4),
-    ],
-)
+@pytest.mark.parametrize(("make", "loss", "microbatch"), [
+    *((mlp, classify, microbatch) for microbatch in (None, 1, 3, 64)),
+    (mlp, total, 7),
+    (tiny_gpt, own_loss, 4),
+    (tiny_gpt, by_positions, 4),
+])  # fmt: skip
 def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one(make, loss, microbatch):
     data, model = points() if make is mlp else sentences(), make()
     plain, reduction = copy.deepcopy(model), "sum" if loss is total else "mean"

@@ -31,32 +31,29 @@ def train(training, data, steps=None, **options):
 GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_rate": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"noise_multiplier": None}, "either noise_multiplier or target_epsilon"),
-        ({"target_epsilon": 1.0, "steps": 5}, "either noise_multiplier or target_epsilon"),
-        ({"noise_multiplier": None, "target_epsilon": 1.0}, "give steps"),
-        ({"noise_multiplier": None, "target_epsilon": 0.0, "steps": 5}, "target_epsilon must be .*0"),
-        ({"noise_multiplier": -0.5}, "noise_multiplier must be .*-0.5"),
-        ({"noise_multiplier": float("inf")}, "noise_multiplier must be .*inf"),
-        ({"steps": 0}, "steps must be .*0"),
-        ({"microbatch": 2.5}, "microbatch must be .*2.5"),
-        ({"delta": 0.0}, "delta must be .*0"),
-        ({"delta": 1.5}, "delta must be .*1.5"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
-        ({"max_grad_norm": {}}, "names no layer"),
-        ({"max_grad_norm": 1e-25}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e-25.*Multiply the loss"),
-        ({"max_grad_norm": 1e200}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e\+200"),
-        ({"sample_rate": 0.0}, "sample_rate must be .*0"),
-        ({"sample_rate": 1.1}, "sample_rate must be .*1.1"),
-        ({"expected_batch_size": -3}, "expected_batch_size must be .*-3"),
-        ({"loss_reduction": "none"}, "loss_reduction must be .*'none'"),
-        ({"clipping": "round"}, "clipping must be .*'round'"),
-        ({"clipping": 3}, "clipping must be .*3"),
-        ({"ledger": 7}, "ledger must be .*int"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"noise_multiplier": None}, "either noise_multiplier or target_epsilon"),
+    ({"target_epsilon": 1.0, "steps": 5}, "either noise_multiplier or target_epsilon"),
+    ({"noise_multiplier": None, "target_epsilon": 1.0}, "give steps"),
+    ({"noise_multiplier": None, "target_epsilon": 0.0, "steps": 5}, "target_epsilon must be .*0"),
+    ({"noise_multiplier": -0.5}, "noise_multiplier must be .*-0.5"),
+    ({"noise_multiplier": float("inf")}, "noise_multiplier must be .*inf"),
+    ({"steps": 0}, "steps must be .*0"),
+    ({"microbatch": 2.5}, "microbatch must be .*2.5"),
+    ({"delta": 0.0}, "delta must be .*0"),
+    ({"delta": 1.5}, "delta must be .*1.5"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
+    ({"max_grad_norm": {}}, "names no layer"),
+    ({"max_grad_norm": 1e-25}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e-25.*Multiply the loss"),
+    ({"max_grad_norm": 1e200}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e\+200"),
+    ({"sample_rate": 0.0}, "sample_rate must be .*0"),
+    ({"sample_rate": 1.1}, "sample_rate must be .*1.1"),
+    ({"expected_batch_size": -3}, "expected_batch_size must be .*-3"),
+    ({"loss_reduction": "none"}, "loss_reduction must be .*'none'"),
+    ({"clipping": "round"}, "clipping must be .*'round'"),
+    ({"clipping": 3}, "clipping must be .*3"),
+    ({"ledger": 7}, "ledger must be .*int"),
+])  # fmt: skip
 def test_arguments_are_checked_before_anything_is_attached(changes, message):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -324,18 +321,15 @@ def test_privacy_by_user():
             training.batches(data, sampler=dp.PoissonSampler(30, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("groups", "error", "message"),
-    [
-        ([0.0, 1.0], ShapeError, r"groups must be \(N,\) integers or texts, got \(2,\) of float64"),
-        ([[0, 1], [2, 3]], ShapeError, r"got \(2, 2\) of int64"),
-        ([], ShapeError, r"got \(0,\)"),
-        ([1, "1", 2], ShapeError, "integers or texts, got both"),
-        (torch.zeros(3), ShapeError, r"groups must be \(N,\) integers, got \(3,\) of torch.float32"),
-        (torch.zeros(3, 1, dtype=torch.int64), ShapeError, r"got \(3, 1\)"),
-        (torch.zeros(0, dtype=torch.int64), ShapeError, r"got \(0,\)"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "error", "message"), [
+    ([0.0, 1.0], ShapeError, r"groups must be \(N,\) integers or texts, got \(2,\) of float64"),
+    ([[0, 1], [2, 3]], ShapeError, r"got \(2, 2\) of int64"),
+    ([], ShapeError, r"got \(0,\)"),
+    ([1, "1", 2], ShapeError, "integers or texts, got both"),
+    (torch.zeros(3), ShapeError, r"groups must be \(N,\) integers, got \(3,\) of torch.float32"),
+    (torch.zeros(3, 1, dtype=torch.int64), ShapeError, r"got \(3, 1\)"),
+    (torch.zeros(0, dtype=torch.int64), ShapeError, r"got \(0,\)"),
+])  # fmt: skip
 def test_groups_are_checked_before_anything_is_attached(groups, error, message):
     model = mlp()
     with pytest.raises(error, match=message):
@@ -343,15 +337,12 @@ def test_groups_are_checked_before_anything_is_attached(groups, error, message):
     private(model).close()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        list,
-        np.array,
-        lambda users: [f"user {each}" for each in users],
-        lambda users: np.array([f"user {each}" for each in users], dtype=object),
-    ],
-)
+@pytest.mark.parametrize("names", [
+    list,
+    np.array,
+    lambda users: [f"user {each}" for each in users],
+    lambda users: np.array([f"user {each}" for each in users], dtype=object),
+])  # fmt: skip
 def test_groups_are_integers_or_texts(names):
     users = names([7, 7, 3, 3, 3, -1])
     with private(mlp(), 1.0, groups=users) as training:
@@ -387,15 +378,12 @@ def test_of_groups_only_what_was_drawn_is_stepped(told):
         assert all(torch.equal(now, then) for now, then in zip(parameters(model), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("sampler", "groups", "message"),
-    [
-        (dp.PoissonSampler(40, 1.0), None, r"draws at 1\.0, make_private got sample_rate 0\.5"),
-        (dp.GroupedSampler(torch.arange(40) // 4, 0.5, records=2), None, "records must be 1"),
-        (dp.GroupedSampler(torch.arange(40) // 4, 0.5), None, "unit is an example"),
-        (dp.PoissonSampler(40, 0.5), torch.arange(40) // 4, "draws from them: leave sampler out"),
-    ],
-)
+@pytest.mark.parametrize(("sampler", "groups", "message"), [
+    (dp.PoissonSampler(40, 1.0), None, r"draws at 1\.0, make_private got sample_rate 0\.5"),
+    (dp.GroupedSampler(torch.arange(40) // 4, 0.5, records=2), None, "records must be 1"),
+    (dp.GroupedSampler(torch.arange(40) // 4, 0.5), None, "unit is an example"),
+    (dp.PoissonSampler(40, 0.5), torch.arange(40) // 4, "draws from them: leave sampler out"),
+])  # fmt: skip
 def test_a_draw_of_another_sampler_is_looked_at_before_it_is_used(sampler, groups, message):
     """The ledger would be told this training's rate and unit, whatever drew the batch."""
     with private(mlp(), 0.5, groups=groups) as training:
@@ -437,18 +425,15 @@ def test_a_checkpoint_of_other_units_is_refused():
         training.load_state_dict(unsaid)
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "error", "message"),
-    [
-        (DataLoader(TensorDataset(torch.zeros(4)), shuffle=True), {}, UnsupportedCase, "give its dataset"),
-        (iter(range(4)), {}, UnsupportedCase, "range_iterator: a stream"),
-        (None, {}, UnsupportedCase, "NoneType"),
-        (torch.zeros(4), {"sampler": RandomSampler(range(4))}, UnsupportedCase, "RandomSampler shuffles"),
-        (torch.zeros(4), {"sampler": [[0, 1]]}, UnsupportedCase, "list does not say how it draws"),
-        (torch.zeros(4), {"microbatch": 0}, ConfigError, "microbatch must be a whole number, 1 or more, got 0"),
-        (torch.zeros(0), {}, ConfigError, "size must be"),
-    ],
-)
+@pytest.mark.parametrize(("data", "options", "error", "message"), [
+    (DataLoader(TensorDataset(torch.zeros(4)), shuffle=True), {}, UnsupportedCase, "give its dataset"),
+    (iter(range(4)), {}, UnsupportedCase, "range_iterator: a stream"),
+    (None, {}, UnsupportedCase, "NoneType"),
+    (torch.zeros(4), {"sampler": RandomSampler(range(4))}, UnsupportedCase, "RandomSampler shuffles"),
+    (torch.zeros(4), {"sampler": [[0, 1]]}, UnsupportedCase, "list does not say how it draws"),
+    (torch.zeros(4), {"microbatch": 0}, ConfigError, "microbatch must be a whole number, 1 or more, got 0"),
+    (torch.zeros(0), {}, ConfigError, "size must be"),
+])  # fmt: skip
 def test_data_and_samplers_that_are_no_poisson_draws_are_refused(data, options, error, message):
     with private(mlp(), 0.5) as training, pytest.raises(error, match=message):
         training.batches(data, **options)

@@ -79,35 +79,29 @@ def test_a_transposed_layer_is_refused_where_positions_are_as_many_as_examples(r
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("change", "back"),
-    [
-        (lambda h: h.flip(0), lambda h: h.flip(0)),
-        (lambda h: h.roll(1, 0), lambda h: h.roll(-1, 0)),
-        (lambda h: h.roll(4, 0), lambda h: h.roll(-4, 0)),
-        (swapped, swapped),
-        (lambda h: h.flip(0), lambda h: h),  # and not put back: the mask would be of other rows
-    ],
-)
+@pytest.mark.parametrize(("change", "back"), [
+    (lambda h: h.flip(0), lambda h: h.flip(0)),
+    (lambda h: h.roll(1, 0), lambda h: h.roll(-1, 0)),
+    (lambda h: h.roll(4, 0), lambda h: h.roll(-4, 0)),
+    (swapped, swapped),
+    (lambda h: h.flip(0), lambda h: h),  # and not put back: the mask would be of other rows
+])  # fmt: skip
 def test_permuted_rows_are_refused(change, back):
     """By half of an example's gradient in another's norm, and half in its own, both pass the bound."""
     with pytest.raises(UnsupportedCase, match=r"depends on the other rows of the batch in .*inner"):
         loop(Rearranged(change, back), points())
 
 
-@pytest.mark.parametrize(
-    "mix",
-    [
-        lambda h: h - h.mean(0),
-        lambda h: h - h[:1],
-        lambda h: h + h[-1:],
-        lambda h: h.cumsum(0),
-        lambda h: h / h.std(),
-        lambda h: h + 0.01 * h.roll(1, 0),
-        lambda h: h * (h * h.roll(1, 0)).sum(1, keepdim=True).sign(),  # no norm changes
-        lambda h: h * h.roll(1, 0)[:, :1].sign(),
-    ],
-)
+@pytest.mark.parametrize("mix", [
+    lambda h: h - h.mean(0),
+    lambda h: h - h[:1],
+    lambda h: h + h[-1:],
+    lambda h: h.cumsum(0),
+    lambda h: h / h.std(),
+    lambda h: h + 0.01 * h.roll(1, 0),
+    lambda h: h * (h * h.roll(1, 0)).sum(1, keepdim=True).sign(),  # no norm changes
+    lambda h: h * h.roll(1, 0)[:, :1].sign(),
+])  # fmt: skip
 def test_mixed_rows_are_refused(mix):
     torch.manual_seed(0)  # the signs of rows could be all the same
     with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch in first"):
@@ -125,16 +119,13 @@ class Scaled(nn.Module):
         return self.last(self.mix(self.first(x).tanh(), other))
 
 
-@pytest.mark.parametrize(
-    "mix",
-    [
-        lambda h, other: h * other.mean(0),  # (rows, 8) by (8,)
-        lambda h, other: h * other.mean(),
-        lambda h, other: h + other.T,
-        lambda h, other: h + other.flip(0),
-        lambda h, other: other @ h,
-    ],
-)
+@pytest.mark.parametrize("mix", [
+    lambda h, other: h * other.mean(0),  # (rows, 8) by (8,)
+    lambda h, other: h * other.mean(),
+    lambda h, other: h + other.T,
+    lambda h, other: h + other.flip(0),
+    lambda h, other: other @ h,
+])  # fmt: skip
 def test_rows_that_are_mixed_through_a_second_input_are_refused(mix):
     """Of (rows, rows), as a mask of positions may be by chance."""
     x, y = points()
@@ -275,18 +266,15 @@ def one_hot(y):
     return F.one_hot(y, 3).float()
 
 
-@pytest.mark.parametrize(
-    ("loss", "found"),
-    [
-        (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "sum"),
-        (lambda out, y: F.cross_entropy(out, y, reduction="none").sum(), "sum"),
-        (lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).sum(), "sum"),
-        (lambda out, y: F.mse_loss(out, one_hot(y), reduction="sum") + F.cross_entropy(out, y, reduction="sum"), "sum"),
-        (lambda out, y: F.cross_entropy(out, y).sum(), "mean"),
-        (lambda out, y: F.binary_cross_entropy_with_logits(out, one_hot(y)), "mean"),
-        (lambda out, y: (out - one_hot(y)).square().sum(1).mean(), "mean"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "found"), [
+    (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "sum"),
+    (lambda out, y: F.cross_entropy(out, y, reduction="none").sum(), "sum"),
+    (lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).sum(), "sum"),
+    (lambda out, y: F.mse_loss(out, one_hot(y), reduction="sum") + F.cross_entropy(out, y, reduction="sum"), "sum"),
+    (lambda out, y: F.cross_entropy(out, y).sum(), "mean"),
+    (lambda out, y: F.binary_cross_entropy_with_logits(out, one_hot(y)), "mean"),
+    (lambda out, y: (out - one_hot(y)).square().sum(1).mean(), "mean"),
+])  # fmt: skip
 def test_a_loss_of_the_other_reduction_is_refused(loss, found):
     """The bound would change with the number of rows, which one example changes: for all rows together, by 2 C."""
     wanted = {"sum": "mean", "mean": "sum"}[found]
@@ -302,17 +290,14 @@ def test_a_loss_of_the_other_reduction_is_refused(loss, found):
                 value.backward()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
-        lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y)).sum(),
-        lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.full((len(y),), 1 / len(y))).sum(),
-        lambda out, y: (out.square() / len(y)).sum(1).sum(),
-        lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y) + out.square().sum(1) / len(y)).sum(),
-        lambda out, y: torch.stack([F.cross_entropy(out, y), out.square().sum(1).mean()]).sum(),
-    ],
-)
+@pytest.mark.parametrize("loss", [
+    lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
+    lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y)).sum(),
+    lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.full((len(y),), 1 / len(y))).sum(),
+    lambda out, y: (out.square() / len(y)).sum(1).sum(),
+    lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y) + out.square().sum(1) / len(y)).sum(),
+    lambda out, y: torch.stack([F.cross_entropy(out, y), out.square().sum(1).mean()]).sum(),
+])  # fmt: skip
 def test_a_sum_that_is_divided_may_be_a_mean(loss):
     x, y = points(8)
     model = mlp()
@@ -377,14 +362,11 @@ def test_the_check_leaves_no_trace():
     assert found[0][2] == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), points),
-        (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), points),
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Linear(8, 3)), points),
-    ],
-)
+@pytest.mark.parametrize(("model", "data"), [
+    (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), points),
+    (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), points),
+    (lambda: nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Linear(8, 3)), points),
+])  # fmt: skip
 def test_models_that_keep_examples_apart_train(model, data):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -424,16 +406,13 @@ def listed(model, x, y, leading=()):
     return F.cross_entropy(model(x, mask).logits, y) + torch.stack(model.kept).sum(0).mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "loss", "positions"),
-    [
-        (Listing, listed, 3),
-        (Attending, listed, 4),  # as many as rows; of another number of rows the mask is refused by the model
-        (Listing, lambda model, x, y: listed(model, x, y, (1,)), 4),
-        (Listing, lambda model, x, y: listed(model, x.to_sparse(), y), 3),
-        (Listing, lambda model, x, y: checkpoint(listed, model, x, y, use_reentrant=False), 3),
-    ],
-)
+@pytest.mark.parametrize(("model", "loss", "positions"), [
+    (Listing, listed, 3),
+    (Attending, listed, 4),  # as many as rows; of another number of rows the mask is refused by the model
+    (Listing, lambda model, x, y: listed(model, x, y, (1,)), 4),
+    (Listing, lambda model, x, y: listed(model, x.to_sparse(), y), 3),
+    (Listing, lambda model, x, y: checkpoint(listed, model, x, y, use_reentrant=False), 3),
+])  # fmt: skip
 def test_the_check_stops_no_ordinary_program(model, loss, positions):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

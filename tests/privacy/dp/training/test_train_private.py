@@ -384,18 +384,15 @@ def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_
         assert not (out / "config.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"precision": "fp8"}, "fp8"),
-        ({"precision": "float16"}, "overflow that skips a step would reveal"),
-        ({"recompute": ("blocks.*",)}, "recompute"),
-        ({"patience": 2}, "held-out losses, which have no noise, would choose"),
-        ({"keep_best": True}, "held-out losses, which have no noise, would choose"),
-        ({"tokenizer": "bpe", "vocab_size": 300}, "tokenizer trained on the text"),
-        ({"batch_size": 400}, "not enough data"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"precision": "fp8"}, "fp8"),
+    ({"precision": "float16"}, "overflow that skips a step would reveal"),
+    ({"recompute": ("blocks.*",)}, "recompute"),
+    ({"patience": 2}, "held-out losses, which have no noise, would choose"),
+    ({"keep_best": True}, "held-out losses, which have no noise, would choose"),
+    ({"tokenizer": "bpe", "vocab_size": 300}, "tokenizer trained on the text"),
+    ({"batch_size": 400}, "not enough data"),
+])  # fmt: skip
 def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
     extension = PrivateRun(settings(tmp_path / "out"))
     changed = run.replaced(**changes)
@@ -445,21 +442,18 @@ def test_the_command(accelerant, run, monkeypatch):
     assert private["noise_multiplier"] == 3.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--target-epsilon", "8"], "--target-epsilon goes with --private"),
-        (["--insecure-noise"], "--insecure-noise goes with --private"),
-        (["--private"], "needs --target-epsilon or --noise-multiplier"),
-        (["--private", "--target-epsilon", "-1"], "target_epsilon must be"),
-        (["--private", "--noise-multiplier", "1", "--delta", "2"], "delta must be"),
-        (["--private", "--resume", "out"], "leave out --private"),
-        (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty"),
-        (["--private", "--noise-multiplier", "1", "--ledger", "text.txt"], "text.txt, line 1: no record of a privacy"),
-        (["--private", "--noise-multiplier", "1", "--ledger", "."], "--ledger . must be a file, in a folder that"),
-        (["--private", "--noise-multiplier", "1", "--ledger", "no/l.jsonl"], "--ledger no/l.jsonl must be a file, in"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--target-epsilon", "8"], "--target-epsilon goes with --private"),
+    (["--insecure-noise"], "--insecure-noise goes with --private"),
+    (["--private"], "needs --target-epsilon or --noise-multiplier"),
+    (["--private", "--target-epsilon", "-1"], "target_epsilon must be"),
+    (["--private", "--noise-multiplier", "1", "--delta", "2"], "delta must be"),
+    (["--private", "--resume", "out"], "leave out --private"),
+    (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty"),
+    (["--private", "--noise-multiplier", "1", "--ledger", "text.txt"], "text.txt, line 1: no record of a privacy"),
+    (["--private", "--noise-multiplier", "1", "--ledger", "."], "--ledger . must be a file, in a folder that"),
+    (["--private", "--noise-multiplier", "1", "--ledger", "no/l.jsonl"], "--ledger no/l.jsonl must be a file, in"),
+])  # fmt: skip
 def test_options_are_checked(accelerant, monkeypatch, options, message):
     monkeypatch.setattr("accelerant.nn.train.job.tokenize", None)  # refused before the text is read
     Path("text.txt").write_text("no ledger\n")
